@@ -44,7 +44,7 @@ BUDGETS = {
 }
 
 CORE = (
-    *("plan", "parameters", "sharding", "stepping", "comm", "guards", "full", "tiers", "stores", "internals"),
+    *("plan", "parameters", "sharding", "stepping", "comm", "full", "tiers", "stores", "internals"),
     "engine",
 )
 PROGRAMS = ("examples", "benchmarks", "tools")
@@ -55,7 +55,7 @@ LAYERS = (
     {"comm", "tiers", "lazy", "data", "deepspeed", "safetensors"},
     {"parameters"},
     {"sharding", "agreement"},
-    {"stepping", "forwards", "guards", "restore", "full", "parallel"},
+    {"stepping", "forwards", "restore", "full", "parallel"},
     {"assemble", "optim"},
     {"checkpoint", "hf", "byname", "memory", "sharded"},
     {"engine", "batches", "checkpointing", "modulelike", "reports"},

@@ -84,7 +84,7 @@ def replace_ddp(folder):
         "held_out": [(torch.randn(16, generator=generator), torch.tensor(i % 3)) for i in range(8)],
         "zeroshard": zeroshard,
         "contextlib": contextlib,
-        "copy": copy,
+        "build_model": Net,
         "dist": dist,
         "DataLoader": DataLoader,
         "DistributedDataParallel": DistributedDataParallel,

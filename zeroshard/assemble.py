@@ -25,19 +25,18 @@ from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.casts import cast_forwards
 from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
 from zeroshard.forwards.described import compare_layers, describe_layers
-from zeroshard.forwards.quantized import Quantized, change_forwards, is_of_bitsandbytes
+from zeroshard.forwards.methods import refuse_files_of_slices
+from zeroshard.forwards.quantized import Quantized, change_forwards, is_of_bitsandbytes, refuse_merges
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
-from zeroshard.guards.additions import guard_additions
-from zeroshard.guards.copies import guard_copies
-from zeroshard.guards.inputs import guard_inputs
-from zeroshard.guards.methods import guard_methods
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
 from zeroshard.lazy.recording import refuse_recording
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.division import Division, plan_division
+from zeroshard.parallel.tensor.inputs import compare_inputs
 from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.styles import Plan
+from zeroshard.parameters.saved import mark_slices, refuse_copies
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
@@ -159,10 +158,11 @@ def shard_over(
     )
     runtime.ignored, runtime.casts = ignored, casts
     hook(runtime)
-    guard_copies(runtime)
-    guard_additions(runtime)
-    guard_inputs(runtime)
-    guard_methods(runtime)
+    compare_inputs(runtime)
+    changes.hook(*mark_slices(module.modules()))
+    refuse_copies(module.modules(), changes.set)
+    refuse_files_of_slices(runtime)
+    refuse_merges(module, changes)
     refuse_wrappers(module.modules(), changes.set)
     return runtime, replacements
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from zeroshard.forwards.composed import form_of
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.original import revive
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, carry_attributes
 from zeroshard.parameters.state import Phase, refuse_averages
 from zeroshard.plan.originals import Original
 from zeroshard.sharding.runtime import DRAIN_S, Runtime

@@ -15,9 +15,9 @@ from zeroshard import restore as restoring
 from zeroshard.assemble import shard_in_place
 from zeroshard.config.sections import Config
 from zeroshard.full.parameters import full_state_dict, unsharded
-from zeroshard.guards.copies import NotCopied
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.parameters.counts import count
+from zeroshard.parameters.saved import NotCopied
+from zeroshard.parameters.sharded import count_elements
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch, refuse_in_step
 from zeroshard.restore import Closed
 from zeroshard.sharding.runtime import Runtime
@@ -90,7 +90,7 @@ class ShardedCalls(NotCopied):
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Count the elements of the whole model, tied parameters once. `numel()` of a sharded one is less."""
-        return count(self._runtime.module.parameters(), only_trainable=only_trainable)
+        return count_elements(self._runtime.module.parameters(), only_trainable=only_trainable)
 
     @property
     def units(self) -> list[UnitInfo]:

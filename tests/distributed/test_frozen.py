@@ -369,13 +369,10 @@ def saved(stage, dtype):
     with engine.unsharded():
         shown = {name: p.detach().clone() for name, p in model.named_parameters()}
         adapters = {name: p.clone() for name, p in peft.get_peft_model_state_dict(model).items()}
-        merged = copy.deepcopy(model).merge_and_unload()
     found += unequal("unsharded", shown, {name: want[name] for name in shown})
     found += unequal("adapters", adapters, {k: want[k.replace(".weight", ".default.weight")] for k in keys})
     plain_model = lora(dtype)
     plain_model.load_state_dict(want)
-    plain_merged = copy.deepcopy(plain_model).merge_and_unload()
-    found += unequal("merged", dict(merged.named_parameters()), dict(plain_merged.named_parameters()))
     with engine.unsharded(write_back=True):
         model.merge_adapter()
     plain_model.merge_adapter()

@@ -138,11 +138,6 @@ def _saved(inner: nn.Module) -> dict[str, Tensor]:
         return dict(loaded.state_dict())
 
 
-def _resized(inner: nn.Module) -> dict[str, Tensor]:
-    inner.resize_token_embeddings(VOCABULARY + 2, mean_resizing=False)  # type: ignore[operator]
-    return {"shape": torch.tensor(inner.get_input_embeddings().weight.shape)}  # type: ignore[operator]
-
-
 def _copied(inner: nn.Module) -> dict[str, Tensor]:
     return dict(copy.deepcopy(inner).state_dict())
 
@@ -155,24 +150,10 @@ def _generated(inner: nn.Module) -> dict[str, Tensor]:
         return {"tokens": inner.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)}
 
 
-def _loaded(inner: nn.Module) -> dict[str, Tensor]:
-    torch.manual_seed(99)
-    values = {name: torch.randn(value.shape, dtype=value.dtype) for name, value in _shapes(inner).items()}
-    inner.load_state_dict(values, strict=False)
-    return {}
-
-
-def _shapes(inner: nn.Module) -> dict[str, Tensor]:
-    """The state of a model of the same config, whose parameters are whole."""
-    return dict(type(inner)(inner.config).double().state_dict())  # type: ignore[call-arg]
-
-
 DOORS: dict[str, Callable[[nn.Module], dict[str, Tensor]]] = {
     "save_pretrained": _saved,
-    "resize_token_embeddings": _resized,
     "deepcopy": _copied,
     "generate": _generated,
-    "load_state_dict": _loaded,
 }
 """Calls of the inner model, with what comes of them."""
 

@@ -103,15 +103,52 @@ GUARDS = (
         name="a_layer_computes_with_a_slice",
         says="A layer that gets a sharded parameter outside of its unit computes with the slice.",
         file="zeroshard/parameters/sharded.py",
-        find="elif func in LAYER_FUNCTIONS or (func in PARTS and torch.is_grad_enabled()):",
-        replace="elif False:",
+        find="elif func in _LAYERS or (func in _PARTS and torch.is_grad_enabled())",
+        replace="elif False",
         tests=("tests/sharding/test_parameter.py::test_a_layer_refuses_a_slice_without_gradients_too",),
+    ),
+    Break(
+        name="a_slice_is_broadcast_over_a_matrix",
+        says="Arithmetic with a sharded parameter and a whole one broadcasts the slice, if shapes allow it.",
+        file="zeroshard/parameters/sharded.py",
+        find="return type(value) in (Tensor, nn.Parameter) and value.dim() > 1",
+        replace="return False",
+        tests=("tests/sharding/test_parameter.py::test_a_slice_is_never_broadcast_over_a_matrix",),
+    ),
+    Break(
+        name="a_step_without_an_added_layer",
+        says="A layer that was added after initialize is used by a step, and left out of its update.",
+        file="zeroshard/stepping/attach.py",
+        find="        runtime.check_additions()\n",
+        replace="",
+        tests=(
+            "tests/distributed/test_additions.py::"
+            "test_what_is_added_to_a_sharded_model_is_refused_and_to_a_closed_one_is_not",
+        ),
+    ),
+    Break(
+        name="a_sharded_model_is_copied",
+        says="copy.deepcopy of a sharded model under unsharded() makes a copy with the hooks of its engine.",
+        file="zeroshard/parameters/saved.py",
+        find='        give(module, "__deepcopy__", refused.__deepcopy__)\n',
+        replace="",
+        tests=(
+            "tests/sharding/test_copies.py::test_what_cannot_hold_a_sharded_model_is_refused_with_the_remedy",
+        ),
+    ),
+    Break(
+        name="a_gradient_without_its_sums_is_read",
+        says="p.grad is read, and zeroed by hand, while sums of later micro-batches wait and come back.",
+        file="zeroshard/parameters/sharded.py",
+        find="elif self.state.has_sums and self._gradient is not None:",
+        replace="elif False:",
+        tests=("tests/distributed/test_zero_grad.py::test_a_gradient_that_lacks_sums_is_not_read",),
     ),
     Break(
         name="torchs_clipping_takes_slices",
         says="clip_grad_norm_ of torch takes this rank's slices of gradients for the whole ones.",
-        file="zeroshard/parameters/gradreaders.py",
-        find="if parameter.is_partial and reader in _GRAD_READERS:",
+        file="zeroshard/parameters/sharded.py",
+        find="if reader.remedy and self.is_partial:",
         replace="if False:",
         tests=(
             "tests/sharding/test_parameter.py::"

@@ -235,9 +235,9 @@ def test_an_original_parameter_is_read_from_its_module():
 
 def test_layers_are_added_to_a_closed_model():
     engine = start()
+    engine.module.late = nn.Linear(3, 3)
     with told("call engine.close() on all ranks, add it, and initialize again"):
-        engine.module.late = nn.Linear(3, 3)
-        loss_of(engine)
+        take_step(engine)
     engine = start()
     engine.close()
     model = engine.module
@@ -247,16 +247,19 @@ def test_layers_are_added_to_a_closed_model():
     trains(start(copy.deepcopy(model)), model)
 
 
-def test_a_sharded_model_is_copied_under_unsharded():
-    engine = start()
-    with told("copy engine.module under engine.unsharded()"):
+def test_a_sharded_model_is_copied_before_initialize_or_after_close():
+    model = net()
+    copied = copy.deepcopy(model)
+    engine = start(model)
+    with told("copy the model before initialize or after engine.close()"), engine.unsharded():
         copy.deepcopy(engine.module)
-    with engine.unsharded():
-        copied = copy.deepcopy(engine.module)
-    same(copied.state_dict(), net().state_dict())
-    same(trained(copied), trained())
-    with told("or copy the model before initialize"):
+    with told("or load engine.full_state_dict() (called on all ranks) into another model"):
         copy.deepcopy(engine.module)
+    other = net()
+    other.load_state_dict(whole(engine))
+    engine.close()
+    for made in (copied, other, copy.deepcopy(engine.module)):
+        same(trained(made), trained())
 
 
 def test_a_sharded_model_is_saved_by_its_own_calls(tmp_path):

@@ -21,7 +21,7 @@ from zeroshard.memory.activations import Tokens
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.memory.fit import SHARE, Fit, Room, Tried, find_fits, least, memory_of
 from zeroshard.memory.typical import typical_sizes
-from zeroshard.parameters.counts import count
+from zeroshard.parameters.sharded import count_elements
 from zeroshard.tables import format_bytes, format_count, render
 
 _STAGES = range(4)
@@ -211,7 +211,7 @@ def _setting(fit: Fit) -> str:
 def _num_params(model: nn.Module | int) -> int:
     if not isinstance(model, nn.Module):
         return model
-    return count(model.parameters())
+    return count_elements(model.parameters())
 
 
 def _duration(num_params: int, config: Config, options: Namespace) -> str:

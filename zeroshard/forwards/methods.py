@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,7 +104,7 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
 
 
 class _InPlace:
-    """An object that stands in a model for a method of its class; a deep copy of the model has the method."""
+    """An object that stands in a model for a method of its class."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = weakref.ref(module), name
@@ -114,31 +113,43 @@ class _InPlace:
         module = self._module()
         return getattr(type(module), self._name)(module, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = self._module()
-        return types.MethodType(getattr(type(module), self._name), memo.get(id(module), module))
 
-
-class OnWholes(_InPlace):
-    """A method of a model that would take slices for its parameters: it runs on whole ones, or never.
+class _OnWholes(_InPlace):
+    """A method that writes a file of the model's parameters: it writes whole ones, or those it is given.
 
     Args:
         module, name: the model and the name of the method.
+        is_divided: True if other pipeline ranks hold parts of the model, which are missing here.
         refusal: the message of the error.
-        is_ever_right: False refuses the method for whole parameters, too, unless it is given a state_dict.
     """
 
-    def __init__(self, module: nn.Module, name: str, refusal: str, *, is_ever_right: bool) -> None:
+    def __init__(self, module: nn.Module, name: str, refusal: str, *, is_divided: bool) -> None:
         super().__init__(module, name)
-        self._refusal, self._is_ever_right = refusal, is_ever_right
+        self._refusal, self._is_divided = refusal, is_divided
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parameters = cast(nn.Module, self._module()).parameters()
-        has_slices = any(isinstance(parameter, ShardedParameter) for parameter in parameters)
-        is_given = not isinstance(kwargs.get("state_dict"), SavedSlices | None)
-        if not is_given and (has_slices or not self._is_ever_right):
+        has_slices = self._is_divided or any(isinstance(p, ShardedParameter) for p in parameters)
+        if has_slices and isinstance(kwargs.get("state_dict"), SavedSlices | None):
             raise RuntimeError(self._refusal)
         return self._original(*args, **kwargs)
+
+
+def refuse_files_of_slices(runtime: Runtime) -> None:
+    """Have methods of transformers and peft refuse to write slices, in all of their models inside a model."""
+    is_divided = runtime.context.axes.pp.size > 1
+    remedy = "call it under engine.unsharded() on all ranks"
+    if is_divided:
+        remedy = "save engine.full_state_dict(), which has the parameters of all pipeline ranks"
+    for path, module in runtime.module.named_modules():
+        for name in ("save_pretrained", "push_to_hub"):
+            if hasattr(type(module), name):  # peft hands on the methods of the model inside
+                refusal = (
+                    f"{name}(){f' of {path!r}' if path else ''} of the sharded model sees only this rank's "
+                    f"slices: {remedy}{'' if path else '; or call save_pretrained() of the engine'}"
+                )
+                method = _OnWholes(module, name, refusal, is_divided=is_divided)
+                runtime.changes.set(module, name, method)
 
 
 class EnginesOwn(_InPlace):

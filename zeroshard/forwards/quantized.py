@@ -130,6 +130,24 @@ def change_forwards(module: nn.Module, changes: Changes) -> None:
             changes.set(layer, "forward", functools.partial(_forward_of_4_bits, layer, layer.forward))
 
 
+def refuse_merges(module: nn.Module, changes: Changes) -> None:
+    """Have adapters of peft around codes refuse to merge: a merge assigns other codes, and other scales."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "merge() or unmerge() of an adapter around codes would put other codes and scales in their "
+            "place: engine.save_pretrained(folder, merge_adapters=True) and "
+            "engine.named_full_parameters(merge_adapters=True) give dequantized weights with adapters "
+            "merged; or merge after engine.close()"
+        )
+
+    for layer in module.modules():
+        base = layer._modules.get("base_layer")
+        if isinstance(base, nn.Module) and has_codes(base):
+            changes.set(layer, "merge", refuse)
+            changes.set(layer, "unmerge", refuse)
+
+
 def is_of_bitsandbytes(layer: Layer) -> bool:
     """True for a layer whose class, or a base of it, is one of bitsandbytes."""
     return any(base.__module__.startswith("bitsandbytes.nn") for base in type(layer).__mro__)

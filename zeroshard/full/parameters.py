@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zeroshard.full.edits import Copy, Edits, check_edits
 from zeroshard.full.gradients import ShownGradients
 from zeroshard.full.parts import Named, collect
-from zeroshard.parameters.attributes import carry_attributes
+from zeroshard.parameters.sharded import carry_attributes
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.slots import ShownParameter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-_BETWEEN = {"zeroshard", "torch", "contextlib"}
+_BETWEEN = {"zeroshard", "torch", "contextlib", "safetensors"}
 """The packages whose frames lie between a line of the user and the warning."""
 
 

@@ -1,12 +1,17 @@
-"""State dicts of this rank's slices, which warn when a file of them is written."""
+"""Copies and files of a sharded model: no copy or pickle can be made, and slices in a file warn."""
 
 from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections import OrderedDict
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, NoReturn, Self
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.internals.warn import warn_user
 
 _OF_MODEL = (
     "a state_dict() of a sharded model is being saved; it holds this rank's 1-D slices. Save "
@@ -20,20 +25,49 @@ _OF_OPTIMIZER = (
 )
 
 
+class NotCopied:
+    """An object that holds a sharded model or a slice of it: no copy or pickle of it can be made."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(
+            "copy.deepcopy of a sharded model would copy this rank's slices, and hooks of its engine: copy "
+            "the model before initialize or after engine.close(), or load engine.full_state_dict() (called "
+            "on all ranks) into another model"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            "a sharded model cannot be pickled: save engine.full_state_dict() (called on all ranks), or call "
+            "engine.save_pretrained(folder) or engine.save_checkpoint(folder)"
+        )
+
+
+def refuse_copies(modules: Iterable[nn.Module], give: Callable[[nn.Module, str, Any], None]) -> None:
+    """Have copies and pickles of modules raise an error, also where they show whole parameters.
+
+    Args:
+        give: sets an attribute of a module.
+    """
+    refused = NotCopied()
+    for module in modules:
+        give(module, "__deepcopy__", refused.__deepcopy__)
+        give(module, "__reduce_ex__", refused.__reduce_ex__)
+
+
 class SavedSlices(OrderedDict[str, Any]):
     """A state dict of slices of parameters."""
 
     warning: ClassVar[str] = _OF_MODEL
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        warnings.warn(self.warning, stacklevel=4)  # the caller of torch.save
+        warn_user(self.warning)
         plain = OrderedDict(self)
         plain.__dict__.update(self.__dict__)
         return plain.__reduce_ex__(protocol)
 
     def items(self) -> Any:
         if sys._getframe(1).f_code.co_name == "_find_shared_tensors":  # of safetensors, before it writes
-            warnings.warn(self.warning, stacklevel=6)  # the caller of save_file
+            warn_user(self.warning)
         return super().items()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -46,3 +80,16 @@ class SavedOptimizer(SavedSlices):
     """A state dict of an optimizer over slices."""
 
     warning = _OF_OPTIMIZER
+
+
+def mark_slices(modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
+    """Have `state_dict()` of modules return `SavedSlices` while they show slices; return the hooks."""
+    return (module._register_state_dict_hook(_mark) for module in modules)
+
+
+def _mark(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str, _: Any) -> SavedSlices | None:
+    if prefix or not any(isinstance(parameter, NotCopied) for parameter in module.parameters()):
+        return None
+    marked = SavedSlices(state_dict)
+    marked.__dict__.update(state_dict.__dict__)  # torch keeps versions there
+    return marked

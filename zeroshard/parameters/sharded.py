@@ -5,9 +5,19 @@ Glossary:
   sharded parameter     1-D, this rank's slice of the main parameter, in the main dtype.
   unsharded parameter   full shape, compute dtype; in the modules during forward and backward.
 
-A sharded parameter behaves as a tensor for optimizers and people. It must not pass silently for the whole
-weight. So it raises an error if a layer computes with it, if gradients would flow to it, and if torch would
-take its slice of the gradient for the whole.
+A sharded parameter behaves as a tensor for optimizers and people; `numel()`, sums and norms are of the slice.
+It must not pass silently for the whole weight. So these uses are errors:
+
+  any that reads values      in a forward, where its unit is not gathered; once the engine is closed
+  a layer computes with it   or takes a part of it, while gradients are on
+  a matrix is computed with  the slice would be broadcast over it
+  a loss depends on it       the gradient would end there: an error in backward
+  torch.autograd.grad        nobody would reduce the gradient
+  clip_grad_norm_ of torch   and its GradScaler: they would take the slice of the gradient for all of it
+  p.grad is read             while gradients of later micro-batches wait in sums elsewhere
+  p.data = values            the slice would leave its buffer
+  p.requires_grad = True     of a parameter that was frozen at initialize: it has no memory for a gradient
+  copies and pickles         they would hold the slice
 """
 
 from __future__ import annotations
@@ -18,32 +28,59 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 
 from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import compute_past_guards, past_guards
-from zeroshard.parameters import counts
-from zeroshard.parameters.functions import (
-    ARITHMETIC,
-    CASTS,
-    CHANGES,
-    DESCRIBES,
-    GET_DATA,
-    GET_GRAD,
-    KINDS,
-    LAYER_FUNCTIONS,
-    PARTS,
-    SET_DATA,
-    SET_GRAD,
-    VALUES,
-)
-from zeroshard.parameters.gradient import set_gradient
-from zeroshard.parameters.gradreaders import QUIET, check_reader
-from zeroshard.parameters.mixing import check_parts, explain
-from zeroshard.parameters.state import ModuleState, Phase
-from zeroshard.parameters.targets import backward_to, no_grad_of
+from zeroshard.parameters.gradient import READERS, GradientReader, set_gradient
+from zeroshard.parameters.saved import NotCopied
+from zeroshard.parameters.state import ModuleState, Phase, refuse_in_step
 from zeroshard.plan.cuts import Cut
+
+_LAYERS = frozenset(
+    function
+    for namespace in (F, torch, Tensor)
+    for name in (
+        *("linear", "bilinear", "embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm"),
+        *("batch_norm", "instance_norm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "prelu"),
+        *("conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "cross_entropy"),
+        *("multi_head_attention_forward", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm"),
+        *("t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "adjoint"),
+        *("addmm", "addmv", "baddbmm", "addbmm", "einsum", "tensordot", "chain_matmul", "multi_dot"),
+    )
+    if callable(function := getattr(namespace, name, None))
+)
+"""Functions that compute with a whole weight: refused for a slice even if the shapes happen to fit."""
+_PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-defined]
+"""The parts that models take of a weight before they compute with it; refused where gradients are on."""
+
+# Compared with ==: each access of a getter makes a new object.
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_FREEZES = frozenset((Tensor.requires_grad.__set__, Tensor.requires_grad_))  # type: ignore[attr-defined]
+
+_KINDS = frozenset((torch.is_complex, torch.is_floating_point, Tensor.is_complex, Tensor.is_floating_point))
+"""The questions that optimizers ask of each parameter in each step; slice and whole answer alike."""
+_ARITHMETIC = frozenset(
+    getattr(Tensor, name)
+    for name in ("add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "lerp_", "copy_", "zero_", "clamp_")
+)
+"""The arithmetic of optimizers with one parameter at a time."""
+
+_DESCRIBES = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        *("size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr"),
+        *("is_floating_point", "is_complex", "is_contiguous", "get_device", "untyped_storage"),
+        *("__len__", "__hash__", "__repr__", "register_hook", "requires_grad_"),
+    )
+)
+"""Functions, and all getters but these, that read no values: a model may ask for a dtype anywhere."""
+_VALUES = frozenset(
+    getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag", "grad")
+)
 
 
 def describe_unit(name: str) -> str:
@@ -51,7 +88,7 @@ def describe_unit(name: str) -> str:
     return f"unit '{name}'" if name else "the root unit"
 
 
-class ShardedParameter(nn.Parameter):
+class ShardedParameter(NotCopied, nn.Parameter):
     """This rank's 1-D slice of a main parameter.
 
     Attributes:
@@ -102,23 +139,22 @@ class ShardedParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """[n]: this rank's slice of the averaged gradient."""
-        frame, state = sys._getframe(1), self.state
-        is_quiet = QUIET.get(id(frame.f_code))
-        if is_quiet is None or (not is_quiet[1] and state.has_sums):
-            check_reader(self, frame)
-        state.has_shown_gradients = True
-        if state.before_show is not None:
-            state.before_show()
+        if (reader := READERS.get(id(sys._getframe(1).f_code))) is not None:
+            self._check_reader(reader)
+        elif self.state.has_sums and self._gradient is not None:
+            raise RuntimeError(
+                f"p.grad of {self.describe()} lacks gradients of micro-batches that wait for a reduction: "
+                "read it after a backward outside of no_sync(). To drop all of them, call zero_grad() of the "
+                "engine, the optimizer or the model"
+            )
+        self.state.show_gradients()
         return self._gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        state = self.state
-        if gradient is None and state.has_sums:
-            state.forget_gradient(self)
-        state.has_shown_gradients = True
-        if state.before_show is not None:
-            state.before_show()
+        if gradient is None and self.state.has_sums:
+            self.state.forget_gradient(self)
+        self.state.show_gradients()
         try:
             set_gradient(self, gradient)
         except RuntimeError as error:
@@ -130,6 +166,19 @@ class ShardedParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def _check_reader(self, reader: GradientReader) -> None:
+        """Answer a function of torch that takes the slice of the gradient for all of it."""
+        if reader.drops:
+            if self.state.has_sums:
+                self.state.forget_gradient(self)
+            return
+        refuse_in_step(self.state, f"{reader.name}()")
+        if reader.remedy and self.is_partial:
+            raise RuntimeError(
+                f"{reader.name} of torch would see only this rank's slice of the gradient of '{self.fqn}'; "
+                f"use {reader.remedy} instead"
+            )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register a hook on the unsharded parameter, where autograd's gradient arrives.
@@ -149,33 +198,10 @@ class ShardedParameter(nn.Parameter):
         """The unsharded parameter, on which hooks of gradients are registered."""
         if (unsharded := self.unsharded()) is None:
             raise RuntimeError(
-                f"{self.describe()} is a copy, or its engine no longer exists, so a hook would never be "
-                "called: expected a parameter of engine.named_parameters()"
+                f"the engine of {self.describe()} no longer exists, so a hook would never be called: "
+                "expected a parameter of engine.named_parameters()"
             )
         return unsharded
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        with past_guards():
-            data = self.detach().clone()
-        twin = memo[id(self)] = ShardedParameter.wrap(
-            data,
-            self.requires_grad,
-            fqn=self.fqn,
-            unit_name=self.unit_name,
-            full_shape=self.full_shape,
-            is_partial=self.is_partial,
-            state=self.state,
-        )
-        for name, value in vars(self).items():
-            if name != "_gradient":
-                vars(twin).setdefault(name, value)
-        return twin
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain parameter with the values of the slice."""
-        with past_guards():
-            plain = nn.Parameter(self.detach(), self.requires_grad)
-            return plain.__reduce_ex__(protocol)
 
     def describe(self) -> str:
         """Return the name of the parameter and of its unit, for error messages."""
@@ -192,56 +218,26 @@ class ShardedParameter(nn.Parameter):
         func: Callable[..., Any],
         types: Sequence[type],
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in KINDS or (func in ARITHMETIC and _is_plain(args, kwargs)):
-            return _compute(func, types, args, kwargs)
-        if func == GET_GRAD:
-            check_reader(args[0], sys._getframe(1))
-            args[0].state.show_gradients()
-        elif func in SET_GRAD:
-            args[0].state.show_gradients()
-            if (len(args) == 1 or args[1] is None) and args[0].state.has_sums:
-                args[0].state.forget_gradient(args[0])
-            return set_gradient(args[0], args[1] if len(args) > 1 else None)
-        elif func is torch.autograd.backward:
-            return backward_to(*args, **(kwargs or {}))
-        else:
-            func = _checked(func, args, kwargs)
-            if func in counts.ASKED and isinstance(args[0], ShardedParameter):
-                whole = counts.answer(args[0], func, sys._getframe(1))
-                if whole is not None:
-                    return whole
+        kwargs = kwargs or {}
+        if func in _KINDS or (func in _ARITHMETIC and _is_plain(args, kwargs)):
+            return compute_past_guards(func, types, args, kwargs)
+        if func is torch.autograd.backward:
+            return _backward_to(*args, **kwargs)
+        _check(func, args, kwargs)
+        if func == _GET_DATA:
+            func = Tensor.detach  # edits of it count versions, which replicated parameters follow
         with past_guards():
             try:
-                result = func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
             except (RuntimeError, IndexError) as error:
-                first = _first_sharded(args, kwargs)
                 if torch.is_grad_enabled():  # a model computes with a slice; an optimizer has gradients off
-                    raise _used_outside(first, func) from error
-                if (explained := explain(error, first)) is not None:
-                    raise explained from error
+                    raise _used_outside(_first_sharded(args, kwargs), func) from error
                 raise
-        if func in CASTS and type(result) is Tensor and result.requires_grad:
-            result = result.as_subclass(_CastSlice)
-            first = _first_sharded(args, kwargs)
-            result.describe, result.state = first.describe, first.state
-        return result
 
 
-class _CastSlice(Tensor):
-    """A slice in another dtype: no layer may compute with it either."""
-
-    describe: Callable[[], str]
-    state: ModuleState
-
-    __torch_function__ = ShardedParameter.__torch_function__
-
-
-_SLICES = frozenset((ShardedParameter, _CastSlice))
-
-
-def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
+def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """True for the arithmetic of an optimizer, on one sharded parameter, while nothing forbids it."""
     first = args[0]
     if type(first) is not ShardedParameter or torch.is_grad_enabled():
@@ -250,57 +246,93 @@ def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> bool:
     if state.phase is not Phase.REST or state.reads_main:
         return False
     for value in args[1:]:
-        if type(value) in _SLICES:
+        if type(value) is ShardedParameter:
             return False
-    return not kwargs or _SLICES.isdisjoint(map(type, kwargs.values()))
+    return ShardedParameter not in map(type, kwargs.values())
 
 
-def _compute(func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    try:
-        return compute_past_guards(func, types, args, kwargs or {})
-    except (RuntimeError, IndexError) as error:
-        if (explained := explain(error, args[0])) is not None:
-            raise explained from error
-        raise
-
-
-def _checked(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-) -> Callable[..., Any]:
-    """The function to call in the place of `func`; an error for one that sharded parameters refuse."""
+def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a function that would take a slice for the whole parameter: see the table of the module."""
+    first = _first_sharded(args, kwargs)
     if not _only_describes(func):
-        first = _first_sharded(args, kwargs)
         if first.state.refusal:
             raise RuntimeError(f"{first.describe()} {first.state.refusal}")
         if first.state.phase is Phase.FORWARD:
             raise _used_outside(first, func)
         if first.state.reads_main and _may_change(func, kwargs):
             first.state.before_edit()
-        check_parts(func, args, ShardedParameter)
-    if func is torch.autograd.grad:
-        raise no_grad_of(_first_sharded(args, kwargs).describe())
-    if func == GET_DATA:
-        return Tensor.detach  # the same values, but edits count versions, which replicated parameters follow
-    if func in CHANGES:
-        _check_change(func, args, kwargs)
-    elif func in LAYER_FUNCTIONS or (func in PARTS and torch.is_grad_enabled()):
-        raise _used_outside(_first_sharded(args, kwargs), func)
-    return func
+    if func == _SET_DATA:
+        _check_data(first, args[1])
+    elif func in _FREEZES:
+        _freeze(first, bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
+    elif func is torch.autograd.grad:
+        raise RuntimeError(
+            f"torch.autograd.grad got {first.describe()}: it would return this rank's gradient of the whole "
+            "parameter, which is not averaged over the ranks. Call loss.backward(inputs=[...]) and read "
+            "p.grad, this rank's slice of the mean; or keep the parameter that the forward of its module "
+            "sees, and take the local gradient of that"
+        )
+    elif func in _LAYERS or (func in _PARTS and torch.is_grad_enabled()) or any(map(_is_matrix, args)):
+        raise _used_outside(first, func)
 
 
-def _may_change(func: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> bool:
+def _is_matrix(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and value.dim() > 1
+
+
+def _may_change(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
     """True for a function that writes to a tensor, or gives a tensor that others may write to."""
     name = getattr(func, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")
-    is_written = is_in_place or name.startswith(("__i", "__setitem__")) or "out" in (kwargs or {})
-    return is_written or func in (GET_DATA, Tensor.detach)
+    is_written = is_in_place or name.startswith(("__i", "__setitem__")) or "out" in kwargs
+    return is_written or func in (_GET_DATA, Tensor.detach)
 
 
 def _only_describes(func: Callable[..., Any]) -> bool:
-    """True if a function tells of a tensor without its values: a model may ask for a dtype anywhere."""
+    """True if a function reads no values."""
     if getattr(func, "__name__", "") == "__get__":
-        return func not in VALUES
-    return func in DESCRIBES
+        return func not in _VALUES
+    return func in _DESCRIBES
+
+
+def _check_data(parameter: ShardedParameter, new: Any) -> None:
+    """Refuse to replace the data; `p.data -= ...` has changed it in place and sets it to itself."""
+    with past_guards():
+        if isinstance(new, Tensor) and new.dtype == parameter.dtype and new.is_set_to(parameter):
+            return
+    raise RuntimeError(
+        f"{parameter.describe()} is a view of a flat buffer: its data cannot be replaced; copy_() into "
+        "it under torch.no_grad(), or edit the whole under engine.unsharded(module, write_back=True). "
+        "For another dtype set Config(precision=...)"
+    )
+
+
+def _freeze(parameter: ShardedParameter, is_trained: bool) -> None:
+    """Freeze or train the unsharded parameter with the sharded one."""
+    if is_trained and not parameter.is_trained:
+        raise RuntimeError(
+            f"{parameter.describe()} was frozen at initialize, so it has no memory for a gradient: set "
+            "requires_grad=True before initialize; afterwards it can be frozen and trained in turns"
+        )
+    if (unsharded := parameter.unsharded()) is not None:
+        unsharded.requires_grad_(is_trained)
+
+
+def _backward_to(tensors: Any, grad_tensors: Any = None, *, inputs: Any = None, **options: Any) -> None:
+    """Run `torch.autograd.backward`; a sharded parameter among `inputs` means its unsharded one."""
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    elif isinstance(inputs, Mapping):
+        inputs = tuple(inputs.values())
+    if inputs is not None:
+        inputs = tuple(map(_in_graph, inputs))
+    with past_guards():
+        torch.autograd.backward(tensors, grad_tensors, inputs=inputs, **options)
+
+
+def _in_graph(target: Any) -> Any:
+    unsharded = target.unsharded() if isinstance(target, ShardedParameter) else None
+    return target if unsharded is None else unsharded
 
 
 @functools.cache
@@ -345,45 +377,47 @@ def refuse_gradients(parameter: Tensor, what: str) -> None:
         Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
 
 
-Guarded = ShardedParameter | _CastSlice
-
-
-def _used_outside(parameter: Guarded, func: Callable[..., Any]) -> RuntimeError:
+def _used_outside(parameter: ShardedParameter, func: Callable[..., Any]) -> RuntimeError:
     name = getattr(func, "__name__", str(func))
     return RuntimeError(f"{name} got {parameter.describe()} outside the forward of its unit. {REMEDY}.")
 
 
-def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Guarded:
+def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
     first = args[0] if args else None
     if isinstance(first, list | tuple) and first:  # the list of a for-each function
         first = first[0]
-    if isinstance(first, Guarded):
+    if isinstance(first, ShardedParameter):
         return first
-    for value in pytree.tree_leaves((args, dict(kwargs or {}))):
-        if isinstance(value, Guarded):
+    for value in pytree.tree_leaves((args, dict(kwargs))):
+        if isinstance(value, ShardedParameter):
             return value
     raise AssertionError("called for a function that got a sharded parameter")
 
 
-def _check_change(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-    """Refuse changes that a slice cannot follow; freeze or train the unsharded parameter with it."""
-    parameter = args[0]
-    if func == SET_DATA:
-        with past_guards():
-            new = args[1]
-            # p.data -= ... has changed it in place and sets it to itself
-            if isinstance(new, Tensor) and new.dtype == parameter.dtype and new.is_set_to(parameter):
-                return
-        raise RuntimeError(
-            f"{parameter.describe()} is a view of a flat buffer: its data cannot be replaced; copy_() into "
-            "it under torch.no_grad(), or edit the whole under engine.unsharded(module, write_back=True). "
-            "For another dtype set Config(precision=...)"
-        )
-    wanted = bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
-    if wanted and not parameter.is_trained:
-        raise RuntimeError(
-            f"{parameter.describe()} was frozen at initialize, so it has no memory for a gradient: set "
-            "requires_grad=True before initialize; afterwards it can be frozen and trained in turns"
-        )
-    if (unsharded := parameter.unsharded()) is not None:
-        unsharded.requires_grad_(wanted)
+def count_elements(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -> int:
+    """Count the elements of whole parameters, and of the weights that codes stand for.
+
+    Args:
+        parameters: parameters, sharded or not.
+        only_trainable: leave out frozen parameters.
+    """
+    counted = (p for p in parameters if p.requires_grad or not only_trainable)
+    return sum(_whole_shape(parameter).numel() for parameter in counted)
+
+
+def _whole_shape(parameter: nn.Parameter) -> torch.Size:
+    coded: torch.Size | None = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    coded = coded or getattr(parameter, "coded_shape", None)
+    whole: torch.Size = getattr(parameter, "full_shape", parameter.shape)  # of a scalar it is empty, false
+    return coded or whole
+
+
+_OURS = frozenset(ShardedParameter.__annotations__) | {"recorded_version", "was", "note"}
+
+
+def carry_attributes(source: nn.Parameter, *targets: nn.Parameter) -> None:
+    """Give parameters the attributes that a user has set on another one (`p.no_decay = True`)."""
+    for name, value in vars(source).items():
+        if name not in _OURS:
+            for target in targets:
+                setattr(target, name, value)

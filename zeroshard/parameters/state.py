@@ -37,8 +37,6 @@ class ModuleState:
     """True while gathers that nobody has waited for may read the main parameters."""
     before_edit: Callable[[], object] = object
     """Waits for these gathers."""
-    has_warned_of_counts = False
-    has_warned_of_norms = has_warned_of_zeros = False
     refusal = ""
     """The reason why sharded parameters cannot be used any more, once the engine is closed."""
     has_hooks = False

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis, Part
 from zeroshard.lazy.deferred import is_stored
-from zeroshard.parameters.attributes import carry_attributes
 from zeroshard.parameters.gradient import move_values
 from zeroshard.parameters.original import class_before, retire
-from zeroshard.parameters.sharded import ShardedParameter, describe_unit
+from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit
 from zeroshard.parameters.unsharded import DataNote, refuse_gradient
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.layout import Span

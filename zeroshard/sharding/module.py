@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
+from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.overrides import Cast
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.order import UnitOrder
+from zeroshard.sharding.slots import ShownParameter
 from zeroshard.sharding.storage import share_storage
 from zeroshard.sharding.unit import Unit, UnitInfo, UnitState
+
+_OURS = (ShardedParameter, UnshardedParameter, ShownParameter)
 
 
 class ShardedModule:
@@ -131,6 +135,23 @@ class ShardedModule:
         """
         for unit in self.units:
             unit.slots.check()
+        self.check_additions()
+
+    def check_additions(self) -> None:
+        """Refuse parameters that came into the model after sharding, before a step or a save misses them.
+
+        Raises:
+            RuntimeError: the name of the first one, on the rank that has it.
+        """
+        for path, module in self.module.named_modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, _OURS) or parameter is None or parameter in self.ignored:
+                    continue
+                raise RuntimeError(
+                    f"'{path + '.' if path else ''}{name}' was added to a sharded model: it would not be "
+                    "sharded, not be saved, and train differently on each rank. Add it before initialize; or "
+                    "call engine.close() on all ranks, add it, and initialize again"
+                )
 
     def changed(self, buffers: Iterable[FlatBuffer] | None = None) -> None:
         """The main parameters of buffers, None: of all, were written; `refresh` gathers them again."""

@@ -55,11 +55,6 @@ class ShownParameter(nn.Parameter):
                 "block, on the parameter of engine.named_parameters()"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Copy it as a plain parameter: a copy of the model is an ordinary model."""
-        twin = memo[id(self)] = nn.Parameter(Tensor.detach(self).clone(), self.requires_grad)
-        return twin
-
     @property
     def data(self) -> Tensor:
         """The values without a graph, over the same memory; edits of them count versions."""

@@ -171,6 +171,7 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _Together, engine: J
         if (runtime := of_runtime()) is None or is_inner_step(optimizer):
             return None
         _check_sharded(optimizer, runtime.module, runtime.ignored)
+        runtime.check_additions()
         runtime.before_step()
         runtime.here.enter("the optimizer step")
         judge = None if engine is None else engine.judge()

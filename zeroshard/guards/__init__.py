@@ -1,1 +1,0 @@
-"""Errors for edits of a sharded model that would be lost in silence."""
