@@ -14,7 +14,7 @@ from torch import nn
 import zeroshard
 from zeroshard.cli.main import main
 from zeroshard.hf.outline import build_outline
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.units import find_units
 
 transformers = pytest.importorskip("transformers")
 

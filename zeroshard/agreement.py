@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from zeroshard.comm.collectives import Axis
 from zeroshard.config.sections import Config
 from zeroshard.lazy.deferred import describe_origin, has_memory
-from zeroshard.plan.ignored import find_ignored
-from zeroshard.plan.wrapping import UnitSpec
+from zeroshard.plan.names import find_ignored
+from zeroshard.plan.units import UnitSpec
 
 _LABEL = "agreement on model and config"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -41,11 +41,10 @@ from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
-from zeroshard.plan.ignored import Ignored, find_ignored
-from zeroshard.plan.overrides import Cast, find_casts, find_overrides
+from zeroshard.plan.names import Cast, Ignored, find_casts, find_ignored, find_overrides
 from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.tiers import Tiers
-from zeroshard.plan.wrapping import UnitSpec, find_units
+from zeroshard.plan.units import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter

@@ -39,7 +39,7 @@ from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, ta
 from zeroshard.parallel.pipeline.sample import Source
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.plan.wrapping import UnitSpec
+from zeroshard.plan.units import UnitSpec
 from zeroshard.taking import take
 
 

@@ -38,7 +38,7 @@ from zeroshard.memory.live import LiveBytes
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
-from zeroshard.plan.ignored import find_ignored
+from zeroshard.plan.names import find_ignored
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.plan.placement import TP
 from zeroshard.sharding.changes import Changes

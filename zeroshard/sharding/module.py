@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
-from zeroshard.plan.overrides import Cast
+from zeroshard.plan.names import Cast
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
