@@ -24,7 +24,7 @@ from zeroshard.internals.autograd import outside_transforms
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.modulelike import ModuleLike
-from zeroshard.optim.asynchronous.chosen import chosen_by
+from zeroshard.optim.asynchronous import chosen_by
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.training import Pipelined
 from zeroshard.parameters.state import refuse_averages, refuse_to_drop

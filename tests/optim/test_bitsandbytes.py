@@ -217,7 +217,7 @@ def test_bits_of_modules_are_read_as_the_trainer_of_transformers_registers_them(
     ("config", "message"),
     [
         ({"optim_bit": 32}, "override of 'one.weight' .* register_module_override .*, got {'optim_bit': 32}"),
-        ({"lr": 0.5}, "got {'lr': 0.5}. Other hyperparameters need a parameter group of their own"),
+        ({"lr": 0.5}, "got {'lr': 0.5}. Other hyperparameters need a group of their own"),
         ({"optim_bits": 16}, "override of 'one.weight': optim_bits: expected 8 or 32, got 16"),
     ],
 )

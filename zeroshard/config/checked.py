@@ -4,13 +4,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import Any, ClassVar, NamedTuple, Self, get_args
 
 import torch
 
 from zeroshard.config import rules
-from zeroshard.config.foreign import deepspeed_reader
 
 
 class Requirement(NamedTuple):
@@ -116,6 +115,17 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, Checked):
         return value.to_dict()
     return list(value) if isinstance(value, tuple) else value
+
+
+def deepspeed_reader() -> ModuleType:
+    """Import `zeroshard.deepspeed.reader`, the one import upward.
+
+    `Config.from_deepspeed` is a method of the Config, but `import zeroshard` should not load the keys of
+    another engine.
+    """
+    from zeroshard.deepspeed import reader
+
+    return reader
 
 
 def flat(config: Checked) -> dict[str, Any]:

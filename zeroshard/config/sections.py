@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from zeroshard.config import rules
-from zeroshard.config.checked import Checked, Requirement, flat, show, with_type
+from zeroshard.config.checked import Checked, Requirement, deepspeed_reader, flat, show, with_type
 from zeroshard.config.files import naming, read_options
-from zeroshard.config.foreign import deepspeed_reader
 from zeroshard.config.pipeline import KEPT_WEIGHTS, MOVED_WEIGHTS, NEWEST_WEIGHTS, Pipeline
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -254,7 +254,7 @@ def _by_class_name(root: nn.Module, policy: Sequence[str | Sequence[str]]) -> Ch
 
 
 def _find_blocks(
-    module: nn.Module, named: Container[str], prefix: str = ""
+    module: nn.Module, named: Collection[str], prefix: str = ""
 ) -> Iterator[tuple[nn.Module, str]]:
     """The outermost blocks, and the modules that may run a part of some modules, each with the reason.
 
@@ -286,7 +286,7 @@ def _find_blocks(
             yield from _find_blocks(child, named, f"{prefix}{name}.")
 
 
-def _has_one_of(module: nn.Module, kinds: Container[str]) -> bool:
+def _has_one_of(module: nn.Module, kinds: Collection[str]) -> bool:
     return any(type(part).__name__ in kinds for part in module.modules())
 
 

@@ -144,7 +144,7 @@ def read_overrides(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
                 expected = f"{type(optimizer).__name__}.override(parameter, ...)"
             raise ValueError(
                 f"override of '{names[parameter]}' in bitsandbytes' GlobalOptimManager: expected {expected}, "
-                f"got {(others or [config])[0]!r}. Other hyperparameters need a parameter group of their own. "
+                f"got {(others or [config])[0]!r}. Other hyperparameters need a group of their own. "
                 "GlobalOptimManager.get_instance().initialize() takes all back that was registered"
             )
         if config:
