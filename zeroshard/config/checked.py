@@ -96,13 +96,13 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Checked)
 
 
-def _rule_of(annotation: Any) -> rules.Rule:
+def _rule_of(annotation: Any) -> rules.ValueRule:
     if annotation is bool:
         return rules.BOOLEAN
     if _is_section(annotation):
         expected = f"{annotation.__name__}(...), or its keys as a dict in from_dict{annotation._short}"
-        short = rules.Rule(expected, annotation._from_short)
-        return rules.Rule(expected, rules.either(rules.instance(annotation, expected), short).accept)
+        short = rules.ValueRule(expected, annotation._from_short)
+        return rules.ValueRule(expected, rules.either(rules.instance(annotation, expected), short).accept)
     kind, rule = get_args(annotation)
     return rules.either(rules.instance(NoneType, "None"), rule) if NoneType in get_args(kind) else rule
 

@@ -53,7 +53,7 @@ def _dynamic_loss_scale(value: Any) -> Any:
 _LOSS_SCALE = rules.either(
     rules.choice("dynamic"),
     rules.POSITIVE,
-    rules.Rule("a dict of start, window, minimum, hysteresis", _dynamic_loss_scale),
+    rules.ValueRule("a dict of start, window, minimum, hysteresis", _dynamic_loss_scale),
 )
 
 

@@ -240,7 +240,7 @@ def _compensate_group(optimizer: Optimizer, group: dict[str, Any], tau: int) -> 
         compensate(weights, velocity, gradient, float(group["lr"]), spike)
 
 
-class Chosen(NamedTuple):
+class OptimizerParts(NamedTuple):
     """The parts of a method that depend on the optimizer."""
 
     change: Change | None = None
@@ -287,7 +287,7 @@ class UpdateChange:
         return nullcontext()
 
 
-def chosen_by(config: Pipeline, optimizer: Optimizer | None, buffers: Sequence[FlatBuffer]) -> Chosen:
+def chosen_by(config: Pipeline, optimizer: Optimizer | None, buffers: Sequence[FlatBuffer]) -> OptimizerParts:
     """Return the parts that a config chooses.
 
     Args:
@@ -300,13 +300,13 @@ def chosen_by(config: Pipeline, optimizer: Optimizer | None, buffers: Sequence[F
             `spike_compensated`.
     """
     if optimizer is None or not config.is_asynchronous:
-        return Chosen()
+        return OptimizerParts()
     corrected = None
     if config.chosen_correction == "rescale":
         corrected = rescaled(optimizer, config.anneal_steps)
     elif config.chosen_correction == "spike":
         corrected = spike_compensated(optimizer)
-    return Chosen(_change(config.chosen_weights, optimizer, buffers), corrected)
+    return OptimizerParts(_change(config.chosen_weights, optimizer, buffers), corrected)
 
 
 def _change(weights: str, optimizer: Optimizer, buffers: Sequence[FlatBuffer]) -> Change | None:

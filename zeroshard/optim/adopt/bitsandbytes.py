@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import states
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.blocks import Exact, Quantized, State, num_blocks
+from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, StateValues, num_blocks
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.rule import Rule, rules_by_operator
 from zeroshard.optim.eightbit.states import ABSMAX
@@ -262,9 +262,9 @@ def _is_cut(optimizer: Any, size: int) -> bool:
     return size % BLOCK != 0 and any(len(names) > 1 for _, names in _slots(optimizer))
 
 
-def _stored(rule: Rule, state: Mapping[str, Any], slot: int, names: tuple[str, ...]) -> State:
+def _stored(rule: Rule, state: Mapping[str, Any], slot: int, names: tuple[str, ...]) -> StateValues:
     """One or two states as operators take them."""
     values = state[f"state{slot}"]
     if (absmax := state.get(f"absmax{slot}")) is None:
         return Exact(values)
-    return Quantized(values, absmax, codebook(rule.states[names[0]], absmax.device))
+    return QuantizedState(values, absmax, codebook(rule.states[names[0]], absmax.device))

@@ -22,7 +22,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zeroshard.optim.eightbit.blocks import Quantized
+from zeroshard.optim.eightbit.blocks import QuantizedState
 from zeroshard.optim.eightbit.rule import Rule, Scalars, root, sign
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.bfloat16 import NUM_WORDS, compiled, round_block, widen_block
@@ -258,7 +258,7 @@ def step(
     rule: Rule,
     p: Tensor,
     g: Tensor,
-    states: Sequence[Quantized],
+    states: Sequence[QuantizedState],
     scalars: Scalars,
     bits: Bits | None = None,
     batch: Batch | None = None,
@@ -291,7 +291,12 @@ def step(
 
 
 def _work(
-    update: Any, changed: Tensor, other: Tensor, numbers: Any, states: Sequence[Quantized], bits: Bits | None
+    update: Any,
+    changed: Tensor,
+    other: Tensor,
+    numbers: Any,
+    states: Sequence[QuantizedState],
+    bits: Bits | None,
 ) -> Callable[[int, int], None]:
     """The function that steps whole blocks, (first, last)."""
     if bits is None:
@@ -303,7 +308,12 @@ def _work(
 
 
 def _step_cut_block(
-    update: Any, changed: Tensor, other: Tensor, numbers: Any, states: Sequence[Quantized], bits: Bits | None
+    update: Any,
+    changed: Tensor,
+    other: Tensor,
+    numbers: Any,
+    states: Sequence[QuantizedState],
+    bits: Bits | None,
 ) -> None:
     """Step the last block of a parameter, filled up with zeros."""
     filled, whole = _filled(changed, 0), [s._replace(codes=_filled(s.codes, s.book.zero)) for s in states]
@@ -319,7 +329,7 @@ def _filled(part: Tensor, value: int) -> Tensor:
     return filled
 
 
-def _arrays(states: Sequence[Quantized]) -> tuple[tuple[Any, ...], ...]:
+def _arrays(states: Sequence[QuantizedState]) -> tuple[tuple[Any, ...], ...]:
     return (
         tuple(state.codes.numpy() for state in states),
         tuple(state.absmax.numpy() for state in states),
