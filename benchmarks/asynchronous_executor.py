@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.optim.asynchronous.corrected import Corrected, rescaled, spike_compensated
-from zeroshard.optim.asynchronous.updates import update_of
+from zeroshard.optim.asynchronous import Corrected, rescaled, spike_compensated, update_of
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes, mean_of_changes

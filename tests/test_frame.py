@@ -67,7 +67,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 # The one upward import: `Config.from_deepspeed` belongs to the Config, DeepSpeed's keys to a part above it.
 # It is in a function, so that nobody loads them who does not ask.
-LATE = {("zeroshard/config/foreign.py", "deepspeed")}
+LATE = {("zeroshard/config/checked.py", "deepspeed")}
 
 # What of torch.distributed a part may use, besides the type of the mesh that is passed down.
 MESH = "torch.distributed.device_mesh.DeviceMesh"

@@ -24,7 +24,7 @@ from zeroshard.agreement import check_agreement
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.units import find_units
 
 NOT_YET = "not available in zeroshard yet: "
 

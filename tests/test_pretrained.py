@@ -232,7 +232,7 @@ def load_as_one_of_many(folder: str) -> None:
     from zeroshard.comm.counter import Counter
     from zeroshard.comm.mesh import Axes
     from zeroshard.parallel.tensor.division import Division
-    from zeroshard.plan.wrapping import find_units
+    from zeroshard.plan.units import find_units
 
     class Alone(Axis):
         def broadcast(self, tensor, label):

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from zeroshard.comm.collectives import Axis
 from zeroshard.config.sections import Config
 from zeroshard.lazy.deferred import describe_origin, has_memory
-from zeroshard.plan.ignored import find_ignored
-from zeroshard.plan.wrapping import UnitSpec
+from zeroshard.plan.units import UnitSpec
 
 _LABEL = "agreement on model and config"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -57,7 +56,7 @@ def check_agreement(
     sections = [
         [f"a device of type {axis.device.type}"],
         [*_config_facts(config)],
-        [*_model_facts(model, config)],
+        [*_model_facts(model, specs)],
         [*_unit_facts(specs)],
         [*_optimizer_facts(optimizer, model)],
         [*_override_facts(overrides, model)],
@@ -119,11 +118,11 @@ def _config_facts(config: Config) -> Iterator[str]:
         yield f"config {section}={'a predicate' if callable(value) else value!r}"
 
 
-def _model_facts(model: nn.Module, config: Config) -> Iterator[str]:
+def _model_facts(model: nn.Module, specs: Sequence[UnitSpec]) -> Iterator[str]:
     first_names: dict[int, str] = {}
-    ignored = find_ignored(model, config.ignored)
+    sharded = {original.parameter for spec in specs for original in spec.originals}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in ignored:  # each rank's own
+        if parameter not in sharded:  # ignored: each rank's own
             yield f"ignored parameter '{name}'"
             continue
         first = first_names.setdefault(id(parameter), name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +40,10 @@ from zeroshard.parameters.saved import mark_slices, refuse_copies
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
-from zeroshard.plan.ignored import Ignored, find_ignored
-from zeroshard.plan.overrides import Cast, find_casts, find_overrides
+from zeroshard.plan.names import Cast, Ignored, find_casts, find_ignored
 from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.tiers import Tiers
-from zeroshard.plan.wrapping import UnitSpec, find_units
+from zeroshard.plan.units import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter
@@ -102,7 +101,7 @@ def shard_over(
     """Shard a module in the units of a division; return its runtime, and the replaced parameters."""
     changes, specs = Changes(), division.specs
     ignored = find_ignored(module, config.ignored)
-    casts = find_module_casts(module, config, ignored)
+    casts = find_module_casts(module, specs, config)
     over = Activations(axes.activations, _TAG_OF_ACTIVATIONS) if axes.tp.size > 1 else None
     change_forwards(module, changes)
     divide_and_cast(module, division, casts, over, changes)
@@ -192,9 +191,10 @@ def divide_and_cast(
     leave_fast_paths(module, casts, changes)
 
 
-def find_module_casts(module: nn.Module, config: Config, ignored: Ignored) -> dict[nn.Module, Cast]:
+def find_module_casts(module: nn.Module, specs: Iterable[UnitSpec], config: Config) -> dict[nn.Module, Cast]:
     """Return the modules of this rank that compute in a dtype of their own."""
-    overrides = find_overrides(module, config.precision.overrides, ignored)
+    originals = (original for spec in specs for original in spec.originals)
+    overrides = {one.parameter: one.compute_dtype for one in originals if one.compute_dtype is not None}
     if not overrides:
         return {}
     parts = {part for part in module.modules() if any(isinstance(one, Absent) for one in part.modules())}

@@ -22,7 +22,7 @@ from zeroshard.comm.agreed import on_all
 from zeroshard.comm.collectives import Axis
 from zeroshard.full.parts import spread
 from zeroshard.full.place import Place
-from zeroshard.optim.eightbit.blocks import Quantized
+from zeroshard.optim.eightbit.blocks import QuantizedState
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.statenames import rule_of, to_common
@@ -321,7 +321,7 @@ class _State:
     value: Any
     is_wise: bool
     """True for a state with a value for each element of the slice."""
-    quantized: Quantized | None = None
+    quantized: QuantizedState | None = None
 
     def read(self, place: Place) -> Any:
         """Return the full state, in memory of its own; collective for an element-wise one."""
@@ -357,7 +357,7 @@ def _read_states(optimizer: Optimizer, place: Place) -> dict[str, _State]:
         if is_codes(key, dtypes):
             rule = rule_of(optimizer)
             book = codebook(rule is None or rule.states[key], value.device)
-            states[key] = _State(key, value, True, Quantized(value.view(-1), saved[key + ABSMAX], book))
+            states[key] = _State(key, value, True, QuantizedState(value.view(-1), saved[key + ABSMAX], book))
             continue
         is_wise = isinstance(value, Tensor) and value.dim() > 0 and value.shape == place.sharded.shape
         states[key] = _State(key, value, is_wise and not (key == "step" and value.numel() == 1))

@@ -25,7 +25,7 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.internals.warn import warn_user
 from zeroshard.modulelike import ModuleLike
-from zeroshard.optim.asynchronous.chosen import chosen_by
+from zeroshard.optim.asynchronous import chosen_by
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.training import Pipelined
 from zeroshard.parameters.state import refuse_averages, refuse_to_drop

@@ -34,12 +34,12 @@ from zeroshard.engine import Engine
 from zeroshard.forwards.composed import sharding_apart
 from zeroshard.lazy.recording import refuse_recording
 from zeroshard.memory.room import check_room, states_of
-from zeroshard.optim.adopt.overrides import forget, read_overrides
+from zeroshard.optim.adopt.bitsandbytes import read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
 from zeroshard.parallel.pipeline.sample import Source
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.plan.wrapping import UnitSpec
+from zeroshard.plan.units import UnitSpec
 from zeroshard.taking import take
 
 
@@ -73,8 +73,8 @@ def initialize(
         model: a module with parameters of floating-point dtypes, on any device, the meta device included.
         optimizer: an element-wise optimizer over parameters of `model`, not stepped yet; or a callable that
             makes one from the list of the model's original parameters; None to run or evaluate only.
-            Registrations with bitsandbytes' GlobalOptimManager are read here, for its optimizers and for
-            ours with 8-bit states.
+            Bits that were registered for modules with bitsandbytes' GlobalOptimManager hold for its
+            optimizers.
         config: a Config, a dict, or a path to a .json or .toml file.
         training_data: a Dataset. It becomes a DataLoader with a distributed sampler,
             `config.micro_batch_size` and the options of `config.loader`. Or a DataLoader of yours over this
@@ -133,7 +133,6 @@ def initialize(
         runtime, replacements = shard_over(model, division, config, axes, device)
         if optimizer is not None:
             take_over(optimizer, replacements, overrides)
-        forget(optimizer, replacements)
         loader = _build_loader(training_data, collate_fn, config, axes, device)
         parts = Parts(
             runtime=runtime,

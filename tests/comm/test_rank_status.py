@@ -20,9 +20,10 @@ def test_a_report_tells_where_each_rank_is():
         "rank 0 is in the forward of unit 'layers.7' since 2.0 s; "
         "rank 1 waits in the all-gather of unit 'layers.3' since 12.1 s; "
         "rank 2 has exited; nothing is known of rank 3. If rank 2 is not on its way there, it has had fewer "
-        "batches (its data loader is shorter, or it left one out after an exception that it caught), or has "
-        "left out a call: every forward (in evaluation too), save_checkpoint, load_checkpoint, "
-        "save_pretrained and full_state_dict exchange between ranks: call this on all ranks, equally often"
+        "batches (its data loader is shorter, or it left one out after an exception that it caught), has run "
+        "other modules (put these into one unit, see units=), or has left out a call: every forward (in "
+        "evaluation too), save_checkpoint, load_checkpoint, save_pretrained and full_state_dict exchange "
+        "between ranks: call this on all ranks, equally often"
     )
 
 

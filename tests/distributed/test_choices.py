@@ -34,13 +34,24 @@ class Heads(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)) for _ in "ab")
         self.heads = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in "abc")
 
     def forward(self, x, task):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
         return self.heads[task](x)
+
+
+class Tasks(nn.Module):
+    """Blocks that all ranks call, and heads among which each rank chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in "ab")
+        self.heads = Heads()
+
+    def forward(self, x, task):
+        for block in self.blocks:
+            x = torch.tanh(block(x, x))
+        return self.heads(x, task)
 
 
 def task_loss(model, number):
@@ -107,17 +118,17 @@ def other_layers_on_each_rank(number, loss):
 
 
 MODELS = {
-    "adaptive softmax": (Softmax, softmax_loss),
-    "a head for each task": (Heads, task_loss),
-    "Bart that drops layers": (bart, bart_loss),
-    "Whisper that drops layers": (whisper, whisper_loss),
+    "adaptive softmax": (Softmax, softmax_loss, {}),
+    "a head for each task": (Tasks, task_loss, {"units": ["Bilinear", "Heads"]}),
+    "Bart that drops layers": (bart, bart_loss, {}),
+    "Whisper that drops layers": (whisper, whisper_loss, {}),
 }
 
 
 def trained(name):
     torch.manual_seed(0)
-    make, loss = MODELS[name]
-    return same_as_replicated(make(), num_steps=3, loss=seeded(loss), find_unused=True)
+    make, loss, config = MODELS[name]
+    return same_as_replicated(make(), num_steps=3, loss=seeded(loss), find_unused=True, **config)
 
 
 def seeded(loss):
@@ -135,6 +146,21 @@ def test_ranks_that_run_other_parts_of_a_list_train_as_in_ddp_to_the_bit(ranks, 
     assert ranks(2, trained, name) == [[], []]
 
 
+def without_units(grad):
+    torch.manual_seed(0)
+    engine, _ = start(Tasks(), stage=3, watchdog_s=30.0)
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError) as error:
+        task_loss(engine, 0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_choice_that_units_cut_is_an_error_that_says_what_to_list(ranks, grad):
+    for message in ranks(2, without_units, grad, process_group=False):
+        assert "all-gather of unit 'heads.heads.0'" in message
+        assert "list in units= the class of the module that holds them" in message
+
+
 def units_with(make, layerdrop):
     engine, _ = start(make(encoder_layerdrop=layerdrop, decoder_layerdrop=layerdrop), stage=3)
     return {unit.name: unit.reason for unit in engine.units}
@@ -144,7 +170,7 @@ def units_with(make, layerdrop):
 def test_layers_that_transformers_names_are_units_unless_some_are_dropped_at_random(ranks, make):
     (whole,) = ranks(1, units_with, make, 0.5)
     assert list(whole) == ["", "model.encoder", "model.decoder"]
-    assert "whose forward chooses among the modules in 'layers'; units=['" in whole["model.encoder"]
+    assert "which may run some modules of 'layers' alone" in whole["model.encoder"]
     (cut,) = ranks(1, units_with, make, 0.0)
     assert list(cut)[1:] == [f"model.{part}.layers.{n}" for part in ("encoder", "decoder") for n in range(3)]
     assert all("named in the model's _no_split_modules" in reason for reason in list(cut.values())[1:])

@@ -25,7 +25,7 @@ from tests.fuzz.habits import halve
 from tests.fuzz.models import prediction_of
 from tests.fuzz.overrides import compute_dtypes, wrap
 from tests.fuzz.saved import Saved
-from zeroshard.optim.eightbit.blocks import Quantized
+from zeroshard.optim.eightbit.blocks import QuantizedState
 from zeroshard.optim.eightbit.codebook import codebook
 
 Gradients = dict[str, Tensor]
@@ -386,9 +386,9 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
 
-def _quantized(states: Mapping[str, Any], key: str) -> Quantized:
+def _quantized(states: Mapping[str, Any], key: str) -> QuantizedState:
     book = codebook(key != "exp_avg_sq", states[key].device)
-    return Quantized(states[key].view(-1), states[f"{key}_absmax"], book)
+    return QuantizedState(states[key].view(-1), states[f"{key}_absmax"], book)
 
 
 def _add(parts: Iterable[Tensor]) -> Tensor:

@@ -63,6 +63,17 @@ GUARDS = (
         tests=("tests/test_initialize.py::test_foreign_parameters_are_refused_with_their_shapes_and_groups",),
     ),
     Break(
+        name="registrations_with_bitsandbytes_are_passed_over",
+        says="What is registered for a parameter with bitsandbytes' manager is left out without an error.",
+        file="zeroshard/optim/adopt/bitsandbytes.py",
+        find="if others or (config and is_ours) or config.keys() - set(_BITS):",
+        replace="if False:",
+        tests=(
+            "tests/optim/test_bitsandbytes.py::"
+            "test_what_is_registered_for_a_parameter_is_an_error_and_can_be_taken_back",
+        ),
+    ),
+    Break(
         name="an_optimizer_that_needs_whole_tensors",
         says="An optimizer that needs whole matrices gets slices of them.",
         file="zeroshard/optim/adopt/takeover.py",

@@ -193,9 +193,25 @@ PLANS = (
     Break(
         name="a_tied_parameter_belongs_to_its_first_unit",
         says="A parameter of two units lies in the first of them, so the second one computes without it.",
-        file="zeroshard/plan/wrapping.py",
+        file="zeroshard/plan/units.py",
         find="return [unit for unit in chains[0] if all(unit in chain for chain in chains[1:])][-1]",
         replace="return chains[0][-1]",
         tests=("tests/sharding/test_units.py::test_a_parameter_tied_across_blocks_goes_to_the_root",),
+    ),
+    Break(
+        name="layers_that_are_dropped_at_random_are_units",
+        says="Layers that each rank may leave out are units, which all ranks must call.",
+        file="zeroshard/plan/units.py",
+        find="or any(rates):",
+        replace="or False:",
+        tests=("tests/sharding/test_choices.py::test_the_chance_may_be_in_a_config",),
+    ),
+    Break(
+        name="experts_are_units",
+        says="Modules called experts are units, though each rank calls others.",
+        file="zeroshard/plan/units.py",
+        find="return set(_CHOSEN_FROM & module._modules.keys())",
+        replace="return set()",
+        tests=("tests/sharding/test_choices.py::test_lists_that_are_named_like_experts_are_not_cut",),
     ),
 )

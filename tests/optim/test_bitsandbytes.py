@@ -11,10 +11,9 @@ from torch import nn
 
 from tests.optim.eightbit.reference import Reference
 from tests.optim.eightbit.test_optimizers import gradients
-from zeroshard.optim import AdamW8bit, LAMB8bit
+from zeroshard.optim import AdamW8bit
 from zeroshard.optim.adopt import bitsandbytes
-from zeroshard.optim.adopt.bitsandbytes import adopt
-from zeroshard.optim.adopt.overrides import forget, read_overrides
+from zeroshard.optim.adopt.bitsandbytes import adopt, read_overrides
 from zeroshard.optim.adopt.takeover import check_optimizer
 from zeroshard.optim.eightbit import step as steps
 from zeroshard.optim.statenames import from_common, num_bits, to_common
@@ -200,116 +199,54 @@ def settings_of(model, **own):
     return {name: plain | own.get(name.replace(".", "_"), {}) for name, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("order", ["registered first", "registered last", "not registered"])
-def test_overrides_by_parameter_are_read_in_whatever_order_they_were_registered(manager, order):
+def test_bits_of_modules_are_read_as_the_trainer_of_transformers_registers_them(manager):
     model = Net()
-    if order == "registered first":
-        manager.register_parameters(model.parameters())
-    manager.override_config([model.one.weight, model.two.bias], key_value_dict={"optim_bits": 32, "lr": 0.5})
-    if order == "registered last":
-        manager.register_parameters(model.parameters())
-    own = {"optim_bits": 32, "lr": 0.5}
-    want = settings_of(model, one_weight=own, two_bias=own)
-    assert read(bnb.AdamW8bit(model.parameters()), model) == want
-    by_size = [[p for p in model.parameters() if p.ndim == at] for at in (1, 2)]
-    grouped = bnb.AdamW8bit([{"params": group} for group in by_size])
-    assert read(grouped, model) == want, "other places are not other parameters"
-
-
-def test_overrides_by_module_come_before_those_by_parameter(manager):
-    model = Net()
-    manager.override_config(model.one.weight, "lr", 0.5)
     manager.register_module_override(model.one, "weight", {"optim_bits": 32})
     manager.register_module_override(model.two, "bias", {"min_8bit_size": 50})
     optimizer = bnb.Adam(model.parameters(), optim_bits=8)
-    want = settings_of(model, one_weight={"optim_bits": 32}, two_bias={"min_8bit_size": 50})
-    assert read(optimizer, model) == want
-
-
-def test_an_override_by_place_is_of_the_parameter_that_took_the_place_of_another(manager):
-    model = Net()
-    manager.override_config(model.one.weight, "optim_bits", 32)
-    manager.register_parameters(model.parameters())
-    kept = model.one.weight  # its id stays its own
-    model.one.weight = nn.Parameter(kept.detach().clone())
-    optimizer = bnb.AdamW8bit(model.parameters())
-    assert read(optimizer, model) == settings_of(model, one_weight={"optim_bits": 32})
-
-
-def test_overrides_decide_on_bits_with_the_size(manager):
-    model = Net()
-    manager.override_config(model.one.weight, "optim_bits", 8)
-    manager.override_config(model.two.bias, key_value_dict={"optim_bits": 8, "min_8bit_size": 50})
-    for kind, want in ((bnb.AdamW, [8, 32, 32, 8]), (bnb.AdamW8bit, [8, 32, 8, 8])):
-        optimizer = kind(model.parameters())
-        adopt(optimizer, read_overrides(optimizer, {p: name for name, p in model.named_parameters()}))
-        assert [num_bits(optimizer, p) for p in model.parameters()] == want
-
-
-def test_overrides_are_put_in_the_terms_of_our_own_optimizers(manager):
-    model = Net()
-    manager.override_config(model.one.weight, key_value_dict={"optim_bits": 32, "betas": (0.5, 0.9)})
-    manager.register_module_override(model.two, "weight", {"optim_bits": 8})
-    manager.override_config(model.two.bias, "min_8bit_size", 1)
-    optimizer = AdamW8bit([{"params": list(model.parameters()), "min_8bit_size": 9999}], min_8bit_size=4000)
-    optimizer.override(model.two.bias, {"lr": 0.25})
     found = read(optimizer, model)
-    assert found.pop("one.weight")["betas"] == (0.5, 0.9)
-    assert found == {"two.weight": {"min_8bit_size": 4000}, "two.bias": {"lr": 0.25, "min_8bit_size": 1}}
+    assert found == settings_of(model, one_weight={"optim_bits": 32}, two_bias={"min_8bit_size": 50})
+    optimizer.check_overrides()  # as each first step of an optimizer of theirs does
+    assert read(optimizer, model) == found
     names = {p: name for name, p in model.named_parameters()}
-    for parameter, settings in read_overrides(optimizer, names).items():
-        optimizer.override(parameter, settings)
+    adopt(optimizer, read_overrides(optimizer, names))
     assert [num_bits(optimizer, p) for p in model.parameters()] == [32, 32, 8, 8]
-
-
-def test_overrides_of_layer_wise_optimizers_tell_bits_alone(manager):
-    model = Net()
-    manager.override_config(model.one.weight, "optim_bits", 32)
-    assert list(read(LAMB8bit(model.parameters()), model)) == ["one.weight"]
-    manager.override_config(model.one.weight, "lr", 0.1)
-    with pytest.raises(ValueError, match=r"LAMB8bit: .* one parameter can override \(min_8bit_size\), got"):
-        read(LAMB8bit(model.parameters()), model)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"optim_bit": 32}, "override of 'one.weight': .* AdamW8bit .*optim_bits.*, got 'optim_bit'"),
+        ({"optim_bit": 32}, "override of 'one.weight' .* register_module_override .*, got {'optim_bit': 32}"),
+        ({"lr": 0.5}, "got {'lr': 0.5}. Other hyperparameters need a group of their own"),
         ({"optim_bits": 16}, "override of 'one.weight': optim_bits: expected 8 or 32, got 16"),
-        ({"max_unorm": 0.5}, "override of 'one.weight': expected max_unorm=0, got 0.5: it needs norms"),
-        ({"skip_zeros": True}, "override of 'one.weight': expected skip_zeros=False, got True"),
     ],
 )
-def test_an_override_that_is_unknown_or_needs_whole_tensors_is_an_error(manager, config, message):
+def test_what_is_registered_for_a_module_beside_bits_is_an_error(manager, config, message):
     model = Net()
-    manager.override_config(model.one.weight, key_value_dict=config)
+    manager.register_module_override(model.one, "weight", config)
     with pytest.raises(ValueError, match=message):
         read(bnb.AdamW8bit(model.parameters()), model)
 
 
-@pytest.mark.parametrize("key", ["optim_bit", "max_unorm", "alpha"])
-def test_an_override_that_our_own_optimizer_does_not_have_is_an_error(manager, key):
+@pytest.mark.parametrize("kind", [bnb.AdamW8bit, AdamW8bit])
+def test_what_is_registered_for_a_parameter_is_an_error_and_can_be_taken_back(manager, kind):
     model = Net()
-    manager.override_config(model.one.weight, key, 1)
-    with pytest.raises(ValueError, match=f"AdamW8bit: .* one parameter can override .*, got '{key}'"):
-        read(AdamW8bit(model.parameters()), model)
+    manager.override_config(model.two.bias, "optim_bits", 32)
+    with pytest.raises(ValueError, match=r"override of 'two.bias' .* got {'optim_bits': 32}"):
+        read(kind(model.parameters()), model)
+    manager.initialize()
+    assert len(read(kind(model.parameters()), model)) == (4 if kind is bnb.AdamW8bit else 0)
 
 
-def test_the_manager_forgets_parameters_that_are_gone_and_no_others(manager):
-    model, other = Net(), Net()
-    for each in (model, other):
-        manager.override_config(each.one.weight, "optim_bits", 32)
-        manager.register_module_override(each.two, "weight", {"optim_bits": 32})
-    manager.register_parameters(list(model.parameters())[::-1])
-    optimizer = bnb.AdamW8bit(model.parameters())
-    replacements = {p: nn.Parameter(p.detach().flatten()) for p in model.parameters()}
-    for module in (model.one, model.two):
-        for name, p in list(module.named_parameters()):
-            setattr(module, name, replacements[p])
-    forget(optimizer, replacements)
-    assert manager.pid2config == {id(other.one.weight): {"optim_bits": 32}}
-    assert manager.index2config == {}
-    assert [module for module, *_ in manager.module_weight_config_triple] == [other.two]
+def test_what_is_registered_for_a_module_of_our_own_optimizer_is_an_error_that_names_override(manager):
+    model = Net()
+    manager.register_module_override(model.one, "weight", {"optim_bits": 32})
+    optimizer = AdamW8bit(model.parameters())
+    optimizer.override(model.two.bias, {"lr": 0.25})
+    with pytest.raises(ValueError, match=r"expected AdamW8bit.override\(parameter, ...\), got"):
+        read(optimizer, model)
+    manager.initialize()
+    assert read(optimizer, model) == {"two.bias": {"lr": 0.25}}
 
 
 def test_an_optimizer_that_was_taken_over_does_not_ask_the_manager_of_all(manager):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zeroshard
-from zeroshard.optim.asynchronous.updates import update_of
+from zeroshard.optim.asynchronous import update_of
 from zeroshard.optim.eightbit import states
 
 NUM = 5000  # more than a block of codes

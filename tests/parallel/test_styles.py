@@ -16,7 +16,7 @@ from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.styles import Style, Way
 from zeroshard.parameters.parts import part_of
 from zeroshard.plan.cuts import heads
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.units import find_units
 from zeroshard.sharding.changes import Changes
 
 

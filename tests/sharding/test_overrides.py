@@ -7,8 +7,8 @@ from torch import nn
 import zeroshard
 from zeroshard import Config, Precision
 from zeroshard.plan.buffers import DtypePolicy, group
-from zeroshard.plan.overrides import find_casts, find_overrides
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.names import find_casts, find_overrides
+from zeroshard.plan.units import find_units
 
 WIDE, HALF = torch.float32, torch.bfloat16
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.units import find_units
 
 
 class Logged(nn.Parameter):

@@ -7,10 +7,10 @@ from torch import nn
 from tests.sharding.test_overrides import build
 from zeroshard import Config
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_buffer
+from zeroshard.plan.names import find_replicated
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP, place
-from zeroshard.plan.replicated import find_replicated
 from zeroshard.plan.tiers import Tier, Tiers
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.units import find_units
 
 
 def half_frozen():

@@ -17,7 +17,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.config.sections import Config, Precision
 from zeroshard.parallel.tensor.division import Division
 from zeroshard.plan.layout import Layout
-from zeroshard.plan.wrapping import find_units
+from zeroshard.plan.units import find_units
 from zeroshard.sharding.reduced import GradientState
 from zeroshard.sharding.unit import UnitState
 from zeroshard.stepping.attach import attach

@@ -15,7 +15,7 @@ from zeroshard.parallel.tensor.division import Division
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, group
-from zeroshard.plan.wrapping import LARGE, find_units
+from zeroshard.plan.units import LARGE, find_units
 
 WIDTH = 64
 

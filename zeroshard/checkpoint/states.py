@@ -33,7 +33,7 @@ from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.adopt.bitsandbytes import is_bitsandbytes
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.blocks import Quantized, num_blocks
+from zeroshard.optim.eightbit.blocks import QuantizedState, num_blocks
 from zeroshard.optim.eightbit.codebook import Codebook, codebook
 from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.statenames import num_bits, to_common
@@ -320,7 +320,7 @@ def read_converted(
                 values = _read_state(reader, part, span, key, torch.float32)
             target = targets[key][span.slice]
             if is_codes(key, saved.dtypes):
-                Quantized(target, targets[key + ABSMAX][blocks_of(span).slice], book).store(values)
+                QuantizedState(target, targets[key + ABSMAX][blocks_of(span).slice], book).store(values)
             else:
                 target.copy_(values)
             reader.rest(target)
@@ -369,4 +369,4 @@ class _Dequantizer:
         scales = torch.empty(num_blocks(span.size), device=codes.device)
         title = state_name(part.name, self._key + ABSMAX)
         self._reader.read(scales_slice(title, part.shape, part.start + span.start, scales, part.part))
-        return Quantized(codes, scales, self._book).load()
+        return QuantizedState(codes, scales, self._book).load()

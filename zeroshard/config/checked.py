@@ -4,13 +4,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from types import NoneType
+from types import ModuleType, NoneType
 from typing import Any, ClassVar, NamedTuple, Self, get_args
 
 import torch
 
 from zeroshard.config import rules
-from zeroshard.config.foreign import deepspeed_reader
 
 
 class Requirement(NamedTuple):
@@ -97,13 +96,13 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Checked)
 
 
-def _rule_of(annotation: Any) -> rules.Rule:
+def _rule_of(annotation: Any) -> rules.ValueRule:
     if annotation is bool:
         return rules.BOOLEAN
     if _is_section(annotation):
         expected = f"{annotation.__name__}(...), or its keys as a dict in from_dict{annotation._short}"
-        short = rules.Rule(expected, annotation._from_short)
-        return rules.Rule(expected, rules.either(rules.instance(annotation, expected), short).accept)
+        short = rules.ValueRule(expected, annotation._from_short)
+        return rules.ValueRule(expected, rules.either(rules.instance(annotation, expected), short).accept)
     kind, rule = get_args(annotation)
     return rules.either(rules.instance(NoneType, "None"), rule) if NoneType in get_args(kind) else rule
 
@@ -116,6 +115,17 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, Checked):
         return value.to_dict()
     return list(value) if isinstance(value, tuple) else value
+
+
+def deepspeed_reader() -> ModuleType:
+    """Import `zeroshard.deepspeed.translate`, the one import upward.
+
+    `Config.from_deepspeed` is a method of the Config, but `import zeroshard` should not load the keys of
+    another engine.
+    """
+    from zeroshard.deepspeed import translate
+
+    return translate
 
 
 def flat(config: Checked) -> dict[str, Any]:

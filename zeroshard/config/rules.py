@@ -13,39 +13,41 @@ from torch import nn
 REFUSED: Any = object()
 
 
-class Rule(NamedTuple):
+class ValueRule(NamedTuple):
     """The values that a field takes."""
 
     expected: str  # completes the sentence "expected ..."
     accept: Callable[[Any], Any]  # value given -> value stored, or REFUSED
 
 
-def number(expected: str, in_range: Callable[[Any], bool], kind: type = Real, store: type = float) -> Rule:
+def number(
+    expected: str, in_range: Callable[[Any], bool], kind: type = Real, store: type = float
+) -> ValueRule:
     """Return the rule for a number in a range; a bool is refused."""
 
     def accept(value: Any) -> Any:
         is_number = isinstance(value, kind) and not isinstance(value, bool)
         return store(value) if is_number and in_range(value) else REFUSED
 
-    return Rule(expected, accept)
+    return ValueRule(expected, accept)
 
 
-def integer(low: int, high: float = math.inf) -> Rule:
+def integer(low: int, high: float = math.inf) -> ValueRule:
     """Return the rule for an integer from `low` to `high`."""
     expected = f"an integer >= {low}" if high == math.inf else f"an integer from {low} to {high}"
     return number(expected, lambda value: low <= value <= high, kind=Integral, store=int)
 
 
-def choice(*choices: str) -> Rule:
+def choice(*choices: str) -> ValueRule:
     """Return the rule for one of some words, in upper or lower case."""
 
     def accept(value: Any) -> Any:
         return value.lower() if isinstance(value, str) and value.lower() in choices else REFUSED
 
-    return Rule(" or ".join(map(repr, choices)), accept)
+    return ValueRule(" or ".join(map(repr, choices)), accept)
 
 
-def names_by(expected: str, name_of: Callable[[Any], Any]) -> Rule:
+def names_by(expected: str, name_of: Callable[[Any], Any]) -> ValueRule:
     """Return the rule for one name or several, which are stored as a tuple."""
 
     def accept(value: Any) -> Any:
@@ -56,22 +58,22 @@ def names_by(expected: str, name_of: Callable[[Any], Any]) -> Rule:
         # A set's order differs between processes, and all ranks must read the same config.
         return tuple(sorted(names, key=str) if isinstance(value, Set) else names)
 
-    return Rule(expected, accept)
+    return ValueRule(expected, accept)
 
 
-def instance(kind: type, expected: str) -> Rule:
+def instance(kind: type, expected: str) -> ValueRule:
     """Return the rule for an object of a class."""
-    return Rule(expected, lambda value: value if isinstance(value, kind) else REFUSED)
+    return ValueRule(expected, lambda value: value if isinstance(value, kind) else REFUSED)
 
 
-def either(*rules: Rule) -> Rule:
+def either(*rules: ValueRule) -> ValueRule:
     """Return the rule that stores a value by the first of some rules that accepts it."""
 
     def accept(value: Any) -> Any:
         answers = (rule.accept(value) for rule in rules)
         return next((answer for answer in answers if answer is not REFUSED), REFUSED)
 
-    return Rule(" or ".join(rule.expected for rule in rules), accept)
+    return ValueRule(" or ".join(rule.expected for rule in rules), accept)
 
 
 def _text(value: Any) -> Any:
@@ -142,23 +144,23 @@ def _own_schedule(value: Any) -> Any:
 
 
 BOOLEAN = instance(bool, "True or False")
-DTYPE = Rule("a dtype among bfloat16, float16, float32, float64", _dtype)
-DTYPES_BY_NAME = Rule(
+DTYPE = ValueRule("a dtype among bfloat16, float16, float32, float64", _dtype)
+DTYPES_BY_NAME = ValueRule(
     "a dict of dtypes by names of parameters or modules, such as {'*.norm*': 'fp32', 'router': 'fp32'}, with "
     "dtypes among bfloat16, float16, float32, float64",
     _dtypes_by_name,
 )
-DEVICE = Rule("a device such as 'cpu', 'cuda' or 'cuda:1'", _device)
+DEVICE = ValueRule("a device such as 'cpu', 'cuda' or 'cuda:1'", _device)
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 POSITIVE = number("a finite number > 0", lambda value: 0 < value <= sys.float_info.max)
 SECONDS = number("a number > 0 and at most 1e6", lambda value: 0 < value <= 1e6)
-PATH = Rule("a path", lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value))
+PATH = ValueRule("a path", lambda value: _text(os.fspath(value) if isinstance(value, os.PathLike) else value))
 TIER = choice("none", "cpu", "nvme")
 MODULE_NAMES = names_by("module names", _text)
 PATTERNS = names_by("parameter names, or patterns such as 'blocks.*.bias'", _text)
 FROZEN = either(choice("shard", "replicate"), PATTERNS)
 # A class or a module is callable too, but calling it would build or run something.
-_PREDICATE = Rule(
+_PREDICATE = ValueRule(
     "a predicate that takes a module",
     lambda value: value if callable(value) and not isinstance(value, type | nn.Module) else REFUSED,
 )
@@ -168,5 +170,5 @@ SCHEDULE = either(
         *("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"),
         *("pipedream", "2bw", "pipemare", "pb", "spectrain", "lwp", "paci"),
     ),
-    Rule("the path of a .csv file, or a list of actions as a Schedule or its text", _own_schedule),
+    ValueRule("the path of a .csv file, or a list of actions as a Schedule or its text", _own_schedule),
 )

@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from zeroshard.config import rules
-from zeroshard.config.checked import Checked, Requirement, flat, show, with_type
+from zeroshard.config.checked import Checked, Requirement, deepspeed_reader, flat, show, with_type
 from zeroshard.config.files import naming, read_options
-from zeroshard.config.foreign import deepspeed_reader
 from zeroshard.config.pipeline import KEPT_WEIGHTS, MOVED_WEIGHTS, NEWEST_WEIGHTS, Pipeline
 
 
@@ -54,7 +53,7 @@ def _dynamic_loss_scale(value: Any) -> Any:
 _LOSS_SCALE = rules.either(
     rules.choice("dynamic"),
     rules.POSITIVE,
-    rules.Rule("a dict of start, window, minimum, hysteresis", _dynamic_loss_scale),
+    rules.ValueRule("a dict of start, window, minimum, hysteresis", _dynamic_loss_scale),
 )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import cast_inputs, copy_tensors
-from zeroshard.plan.overrides import Cast
+from zeroshard.plan.names import Cast
 from zeroshard.sharding.changes import Changes
 
 

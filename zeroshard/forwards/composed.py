@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zeroshard.comm.mesh import Axes
-from zeroshard.plan.ignored import find_ignored
+from zeroshard.plan.names import find_ignored
 
 _FORM = "_zeroshard_form"
 

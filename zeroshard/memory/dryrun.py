@@ -39,7 +39,6 @@ from zeroshard.memory.activations import Tokens
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
-from zeroshard.plan.ignored import find_ignored
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.plan.placement import TP
 from zeroshard.sharding.changes import Changes
@@ -230,7 +229,7 @@ def _prepare(
     """Give a model the dtypes, the parts and the forwards that it has in an engine."""
     specs, changes = specify_units(model, config), Changes()
     division = plan_division(model, specs, tp_plan, over.size, by_sequence=config.mesh.sequence)
-    casts = find_module_casts(model, config, find_ignored(model, config.ignored))
+    casts = find_module_casts(model, division.specs, config)
     originals = [original for spec in division.specs for original in spec.originals]
     for original in originals:
         given = original.parameter

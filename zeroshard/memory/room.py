@@ -16,7 +16,7 @@ from zeroshard.memory.tiered import States, TierBytes, bytes_on_tiers
 from zeroshard.optim.statenames import num_bits, rule_of
 from zeroshard.plan.buffers import plan_units
 from zeroshard.plan.tiers import Tier
-from zeroshard.plan.wrapping import UnitSpec
+from zeroshard.plan.units import UnitSpec
 from zeroshard.tiers.budget import Alternative, check_budget
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zeroshard.comm import moves
-from zeroshard.optim.checked import check_betas, check_number, dense
+from zeroshard.optim.ranges import check_betas, check_number, dense
 from zeroshard.stepping.norms import Norms, whole_norms
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -29,7 +29,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
-class Part:
+class GroupStep:
     """The parameters of one group that have a gradient, on their way through a step."""
 
     group: dict[str, Any]
@@ -68,7 +68,7 @@ class LayerWise(Optimizer):
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:
                 grads = [dense(p.grad) for p in parameters]
-                parts.append(Part(group, parameters, self._measure(group, parameters, grads)))
+                parts.append(GroupStep(group, parameters, self._measure(group, parameters, grads)))
         self._set_trust([part for part in parts if part.group["trust_ratio"]])
         for part in parts:
             self._apply(part)
@@ -83,7 +83,7 @@ class LayerWise(Optimizer):
         self.check_group({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    def _set_trust(self, parts: Sequence[Part]) -> None:
+    def _set_trust(self, parts: Sequence[GroupStep]) -> None:
         parameters = [p for part in parts for p in part.parameters]
         if not parameters:
             return
@@ -115,7 +115,7 @@ class LayerWise(Optimizer):
         """[n]: where both norms, [n], are above 0."""
 
     @abstractmethod
-    def _apply(self, part: Part) -> None:
+    def _apply(self, part: GroupStep) -> None:
         """Change the parameters."""
 
 
@@ -175,7 +175,7 @@ class LARS(LayerWise):
         decay: float = group["weight_decay"]
         return weight.mul(group["trust_coefficient"]) / (measured + decay * weight)
 
-    def _apply(self, part: Part) -> None:
+    def _apply(self, part: GroupStep) -> None:
         group, parameters = part.group, part.parameters
         momenta = []
         for parameter in parameters:
@@ -271,6 +271,6 @@ class LAMB(LayerWise):
     def _trust_ratio(self, group: dict[str, Any], weight: Tensor, measured: Tensor) -> Tensor:
         return weight / measured
 
-    def _apply(self, part: Part) -> None:
+    def _apply(self, part: GroupStep) -> None:
         part.scale(part.measured)
         torch._foreach_add_(part.parameters, part.measured, alpha=-part.group["lr"])

@@ -26,7 +26,7 @@ from zeroshard.plan.placement import (
     Placements,
 )
 from zeroshard.plan.tiers import ON_DEVICE, Tier, Tiers, tier_of_copy
-from zeroshard.plan.wrapping import UnitSpec
+from zeroshard.plan.units import UnitSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Patterns for the names of parameters and modules.
+"""Parameters and modules that a config names: ignored, replicated, or computed in another dtype.
 
 A pattern fits a parameter by its full name, or by that of a module around it:
 
@@ -11,8 +11,50 @@ A pattern fits a parameter by its full name, or by that of a module around it:
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from zeroshard.plan.originals import computes_in_own_dtype
+
+Ignored = dict[nn.Parameter, str]
+"""Parameters that are not sharded, with their names: each rank keeps its own, whole."""
+
+FrozenChoice = str | Sequence[str]
+""""shard", "replicate", or patterns for the names of those to replicate."""
+
+DtypesByName = Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...] | None
+"""Compute dtypes by pattern, in order; None for no pattern."""
+
+_OVERRIDES = "precision.overrides"
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """The dtypes of the values that go into a module and come out of it.
+
+    A module whose parameters all compute in a dtype that the user asked for is cast: it gets its float inputs
+    in that dtype, and its outputs go back to the dtype of its inputs. A module that has other parameters
+    besides is left as it is, and its forward deals with two dtypes.
+    """
+
+    dtype: torch.dtype
+    """The dtype of the parameters, and of the float inputs."""
+    without: torch.dtype
+    """The dtype that the parameters would have otherwise. A module without float inputs, such as an
+    embedding, gives its outputs in it."""
+    is_outermost: bool
+    """True if the module around it is not cast."""
+    has_own: bool
+    """True if it holds parameters itself."""
+
+    @property
+    def is_called(self) -> bool:
+        """True if others may call it. Those that hold parameters are called directly by some models."""
+        return self.is_outermost or self.has_own
 
 
 def fitting(pattern: str, names: Collection[str]) -> list[str]:
@@ -29,18 +71,168 @@ def fitting(pattern: str, names: Collection[str]) -> list[str]:
     return [name for name in names if f".{pattern}." in f".{name}."]
 
 
-def describe_unfit(pattern: str, names: Collection[str]) -> str:
-    """Return the message about a pattern that fits no parameter, with names close to it."""
+def select(pattern: str, names: Collection[str], key: str) -> list[str]:
+    """Return the names that a pattern fits, as `fitting` does; raise ValueError where there is none.
+
+    Args:
+        pattern: the pattern.
+        names: the full names of all parameters of the model.
+        key: the config key of the pattern, for the error.
+    """
+    if found := fitting(pattern, names):
+        return found
     parts = (part for name in names for part in (name, *_modules_around(name), *name.split(".")))
     close = difflib.get_close_matches(pattern, dict.fromkeys(parts), n=3)
     known = ", ".join(map(repr, close)) or f"{next(iter(names), 'none')!r}, the first of all"
     hint = f"close to it are {known}" if close else f"names are as in named_parameters(): {known}"
-    return (
-        f"the model has no parameter whose name fits '{pattern}'; {hint}. Expected the name of a parameter "
-        "or of a module, or a pattern such as '*.norm*'"
+    raise ValueError(
+        f"config key '{key}': the model has no parameter whose name fits '{pattern}'; {hint}. Expected the "
+        "name of a parameter or of a module, or a pattern such as '*.norm*'"
     )
 
 
 def _modules_around(name: str) -> Iterator[str]:
     parts = name.split(".")
     return (".".join(parts[:count]) for count in range(1, len(parts)))
+
+
+def find_ignored(root: nn.Module, patterns: Sequence[str] | None) -> Ignored:
+    """The parameters that patterns fit. Raises ValueError for a pattern that fits none."""
+    named = dict(root.named_parameters(remove_duplicate=False))
+    ignored: Ignored = {}
+    for pattern in patterns or ():
+        for name in select(pattern, named, "ignored"):
+            ignored.setdefault(named[name], name)
+    return ignored
+
+
+def find_replicated(
+    root: nn.Module, choice: FrozenChoice, left_out: Container[nn.Parameter] = ()
+) -> dict[nn.Parameter, str]:
+    """The frozen parameters to replicate, with their first names.
+
+    Args:
+        root: the model.
+        choice: the choice.
+        left_out: parameters that are not sharded anyway.
+
+    Raises:
+        ValueError: a pattern fits no parameter, or trained ones alone.
+    """
+    named = root.named_parameters(remove_duplicate=False)
+    names = {name: parameter for name, parameter in named if parameter not in left_out}
+    found: dict[nn.Parameter, str] = {}
+    if choice == "replicate":
+        patterns: Sequence[str] = [name for name in names if not names[name].requires_grad]
+    else:
+        patterns = () if isinstance(choice, str) else choice
+    for pattern in patterns:
+        own = select(pattern, names, "frozen")
+        if not (frozen := [name for name in own if not names[name].requires_grad]):
+            raise ValueError(
+                f"config key 'frozen': '{pattern}' fits trained parameters alone, such as '{own[0]}'; "
+                "expected frozen ones, whose requires_grad is False before the model is sharded"
+            )
+        for name in frozen:
+            found.setdefault(names[name], name)
+    return found
+
+
+def find_overrides(
+    root: nn.Module, overrides: DtypesByName, left_out: Container[nn.Parameter] = ()
+) -> dict[nn.Parameter, torch.dtype]:
+    """The compute dtypes of the parameters that patterns fit; for each name, the first pattern holds.
+
+    Args:
+        root: the model.
+        overrides: the dtypes by pattern.
+        left_out: parameters that keep their dtype.
+
+    Raises:
+        ValueError: a pattern fits no parameter; the names of a tied parameter get different dtypes; or
+            BatchNorm would get another dtype than that of its statistics.
+    """
+    patterns = dict(overrides or ())
+    if not patterns:
+        return {}
+    named = root.named_parameters(remove_duplicate=False)
+    names = {name: parameter for name, parameter in named if parameter not in left_out}
+    by_name: dict[str, torch.dtype] = {}
+    for pattern, dtype in patterns.items():
+        for name in select(pattern, names, _OVERRIDES):
+            by_name.setdefault(name, dtype)
+    found: dict[nn.Parameter, torch.dtype] = {}
+    firsts: dict[nn.Parameter, str] = {}
+    for name, parameter in names.items():
+        if name not in by_name:
+            continue
+        dtype = by_name[name]
+        first = firsts.setdefault(parameter, name)
+        if found.setdefault(parameter, dtype) != dtype:
+            raise ValueError(
+                f"config key '{_OVERRIDES}': '{first}' and '{name}' are one parameter, and patterns give it "
+                f"{_show(found[parameter])} and {_show(dtype)}; expected one dtype"
+            )
+    _check_statistics(root, found)
+    return found
+
+
+def find_casts(
+    root: nn.Module,
+    overrides: Mapping[nn.Parameter, torch.dtype],
+    param_dtype: torch.dtype | None,
+    parts: Container[nn.Module] = (),
+) -> dict[nn.Module, Cast]:
+    """The modules that are cast, and all modules inside.
+
+    Args:
+        root: the model.
+        overrides: the compute dtypes of some parameters.
+        param_dtype: the compute dtype of the others; None: their own.
+        parts: modules of which this rank has a part only, which are not cast as a whole.
+    """
+    casts: dict[nn.Module, Cast] = {}
+
+    def collect(module: nn.Module) -> None:
+        dtype = _common_dtype(module, overrides)
+        is_called = type(module).forward is not nn.Module.forward  # a list of modules is not
+        if dtype is None or not is_called or module in parts:
+            for child in module.children():
+                collect(child)
+            return
+        for part in module.modules():
+            own = next(part.parameters(recurse=False), None)
+            given = own if own is not None else next(module.parameters())
+            is_outermost = part is module or (part in casts and casts[part].is_outermost)
+            casts[part] = Cast(dtype, param_dtype or given.dtype, is_outermost, own is not None)
+
+    if overrides:
+        collect(root)
+    return casts
+
+
+def _common_dtype(module: nn.Module, overrides: Mapping[nn.Parameter, torch.dtype]) -> torch.dtype | None:
+    """The dtype that patterns give to all parameters of a module; None if there is no such dtype."""
+    dtypes = {overrides.get(parameter) for parameter in module.parameters()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _check_statistics(root: nn.Module, found: Mapping[nn.Parameter, torch.dtype]) -> None:
+    """Refuse a dtype for BatchNorm that is not that of its statistics, which are not cast."""
+    for name, module in root.named_modules():
+        if not computes_in_own_dtype(module):
+            continue
+        for attribute, parameter in module._parameters.items():
+            statistics = module._buffers.get("running_mean")
+            if parameter is None or statistics is None or parameter not in found:
+                continue
+            if found[parameter] != statistics.dtype:
+                raise ValueError(
+                    f"config key '{_OVERRIDES}': expected {_show(statistics.dtype)} for "
+                    f"'{name}.{attribute}', the dtype of the running statistics of a "
+                    f"{type(module).__name__}, got {_show(found[parameter])}"
+                )
+
+
+def _show(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -41,7 +41,7 @@ class Item(NamedTuple):
     """The range of its elements that each rank holds, by rank; together all of them."""
 
 
-class Move(NamedTuple):
+class Send(NamedTuple):
     """A range of an item that one rank sends to another."""
 
     item: int
@@ -105,7 +105,7 @@ def _by_place(
     return owners
 
 
-def inward(items: Sequence[Item], owners: Sequence[int]) -> list[Move]:
+def inward(items: Sequence[Item], owners: Sequence[int]) -> list[Send]:
     """List what owners get before they compute: each element that an owner does not hold, once.
 
     Of several ranks that hold an element, the one sends it whose number has most leading bits in common with
@@ -118,16 +118,16 @@ def inward(items: Sequence[Item], owners: Sequence[int]) -> list[Move]:
         for rank in sorted(others, key=lambda rank: rank ^ owner):
             found = [piece for gap in missing if (piece := gap.intersect(item.held[rank])).size]
             if rank != owner and found:
-                moves += [Move(number, rank, owner, piece) for piece in found]
+                moves += [Send(number, rank, owner, piece) for piece in found]
                 missing = _without(missing, item.held[rank])
         assert not missing, "the ranks hold all elements"
     return moves
 
 
-def outward(items: Sequence[Item], owners: Sequence[int]) -> list[Move]:
+def outward(items: Sequence[Item], owners: Sequence[int]) -> list[Send]:
     """List what owners send when they have computed: to each rank the range that it holds."""
     return [
-        Move(number, owner, rank, span)
+        Send(number, owner, rank, span)
         for number, (item, owner) in enumerate(zip(items, owners, strict=True))
         for rank, span in enumerate(item.held)
         if rank != owner and span.size

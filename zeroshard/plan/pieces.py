@@ -29,7 +29,7 @@ _MARGIN = 1.25
 """A unit that is larger by less than this saves too little."""
 
 
-class Piece(NamedTuple):
+class StepPiece(NamedTuple):
     """A range of elements [start, stop) of one parameter's slice."""
 
     parameter: int
@@ -58,7 +58,7 @@ def are_cut(sizes: Sequence[int]) -> list[bool]:
     return [size > max(LEAST_BYTES, _MARGIN * usual) for size in sizes]
 
 
-def cut(sizes: Sequence[int], most: int) -> list[list[Piece]]:
+def cut(sizes: Sequence[int], most: int) -> list[list[StepPiece]]:
     """Return the pieces of a unit in lists that are stepped together, with about `most` elements each.
 
     No piece begins inside a block of an 8-bit state, and no list has two pieces of one parameter.
@@ -67,12 +67,12 @@ def cut(sizes: Sequence[int], most: int) -> list[list[Piece]]:
         sizes: elements of each parameter's slice; a parameter of none has one empty piece.
         most: the elements that are stepped together, at most; but a block more where a piece is rounded up.
     """
-    together: list[list[Piece]] = [[]]
+    together: list[list[StepPiece]] = [[]]
     left = most
     for index, size in enumerate(sizes):
         step = round_up(-(-size // max(1, -(-size // most))), BLOCK) if size else 1
         for start in range(0, max(size, 1), step):
-            piece = Piece(index, start, min(size, start + step))
+            piece = StepPiece(index, start, min(size, start + step))
             if together[-1] and (piece.stop - piece.start > left or together[-1][-1].parameter == index):
                 together.append([])
                 left = most

@@ -13,7 +13,7 @@ from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
 from zeroshard.parameters.unsharded import UnshardedParameter
-from zeroshard.plan.overrides import Cast
+from zeroshard.plan.names import Cast
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes

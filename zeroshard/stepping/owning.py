@@ -32,7 +32,7 @@ from zeroshard.parameters.parts import part_of, whole_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import Layout, Span
-from zeroshard.plan.owners import Item, Move, choose_owners, inward, outward
+from zeroshard.plan.owners import Item, Send, choose_owners, inward, outward
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.stepping.wholes import (
     Compute,
@@ -97,9 +97,9 @@ class _Plan(NamedTuple):
     sizes: list[int]
     owned: list[int]
     """The numbers of the parts that this rank owns."""
-    inward: list[Move] | None
+    inward: list[Send] | None
     """What this rank sends or receives; None where no rank does."""
-    outward: list[Move] | None
+    outward: list[Send] | None
     label: str
 
 
@@ -207,7 +207,7 @@ class WholesOverRanks:
             flat[number] = values.new_empty(plan.sizes[number])
             flat[number][part.own.slice] = values[part.place]
 
-        def source(move: Move) -> Tensor:
+        def source(move: Send) -> Tensor:
             part = plan.parts[move.item]
             return given(part.parameter)[part.place][move.span.shifted(-part.own.start).slice]
 
@@ -232,11 +232,11 @@ class WholesOverRanks:
     def _exchange(
         self,
         plan: _Plan,
-        exchanged: Sequence[Move] | None,
-        source: Callable[[Move], Tensor],
+        exchanged: Sequence[Send] | None,
+        source: Callable[[Send], Tensor],
         sizes: Sequence[int],
         label: str,
-    ) -> list[tuple[Move, Tensor]]:
+    ) -> list[tuple[Send, Tensor]]:
         """Send and receive ranges.
 
         Args:
@@ -253,7 +253,7 @@ class WholesOverRanks:
             return []
         axis = self._axis
         sent: list[list[Tensor]] = [[] for _ in range(axis.size)]
-        expected: list[list[tuple[Move, int]]] = [[] for _ in range(axis.size)]
+        expected: list[list[tuple[Send, int]]] = [[] for _ in range(axis.size)]
         for move in exchanged:
             if move.source == axis.rank:
                 sent[move.target].append(source(move))
@@ -357,7 +357,7 @@ def _runs(
     return [(number, (shape,), cost) for number, (shape, cost) in enumerate(zip(shapes, costs, strict=True))]
 
 
-def _of_rank(all_moves: Sequence[Move], rank: int) -> list[Move] | None:
+def _of_rank(all_moves: Sequence[Send], rank: int) -> list[Send] | None:
     """Return the moves from and to a rank; None if there are no moves at all."""
     return [move for move in all_moves if rank in (move.source, move.target)] if all_moves else None
 

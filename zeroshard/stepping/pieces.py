@@ -177,7 +177,7 @@ class PieceTier:
                     states[p][name] = self._in_files(value)
 
     def _read_ahead(
-        self, p: ShardedParameter, held: Mapping[ShardedParameter, _Held], piece: pieces.Piece
+        self, p: ShardedParameter, held: Mapping[ShardedParameter, _Held], piece: pieces.StepPiece
     ) -> None:
         place = self._places[p]
         self._memory.fetch(place.values[piece.start : piece.stop])
@@ -199,7 +199,7 @@ class PieceTier:
         self,
         p: ShardedParameter,
         held: _Held,
-        piece: pieces.Piece,
+        piece: pieces.StepPiece,
         states: MutableMapping[Any, dict[str, Any]],
     ) -> None:
         """Show the optimizer the elements of one piece."""
@@ -226,7 +226,7 @@ class PieceTier:
         self,
         p: ShardedParameter,
         held: Mapping[ShardedParameter, _Held],
-        piece: pieces.Piece,
+        piece: pieces.StepPiece,
         states: Mapping[Any, dict[str, Any]],
     ) -> None:
         """Write the values of a piece into the files, where they are not there already."""
@@ -301,7 +301,7 @@ def _per_element(value: Any, size: int) -> int | None:
     return length if length in (size, -(-size // BLOCK)) else None
 
 
-def _part(whole: Tensor, piece: pieces.Piece, size: int) -> Tensor:
+def _part(whole: Tensor, piece: pieces.StepPiece, size: int) -> Tensor:
     """The part of a state that belongs to a piece."""
     ratio = 1 if whole.shape[-1] == size else BLOCK
     return whole[..., piece.start // ratio : -(-piece.stop // ratio)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zeroshard.optim.eightbit import step as steps
-from zeroshard.optim.eightbit.blocks import Exact, Quantized
+from zeroshard.optim.eightbit.blocks import Exact, QuantizedState
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.rules import ADAGRAD, ADAM, ADEMAMIX, LION, RMSPROP, SGD
 from zeroshard.stepping import rounding
@@ -46,7 +46,7 @@ def begin(rule, size, is_exact):
     """Parameter and states before the first step."""
     p = torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16()
     books = [codebook(is_signed, p.device) for is_signed in rule.states.values()]
-    return p, [Exact(torch.zeros(size)) if is_exact else Quantized.zeros(size, book) for book in books]
+    return p, [Exact(torch.zeros(size)) if is_exact else QuantizedState.zeros(size, book) for book in books]
 
 
 def gradients(size):

@@ -129,8 +129,9 @@ def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
     if "all-gather of unit" in text:
         text += (
             ": at stage 3 all ranks must call the same units in the same order, in forwards that may have a "
-            "backward on all ranks or on none (keep loss.item(), or the loss on all ranks); if they choose "
-            "between modules, config.units must name what holds the choice"
+            "backward on all ranks or on none (keep loss.item(), or the loss on all ranks). If ranks choose "
+            "between modules, put these into one unit: list in units= the class of the module that holds "
+            "them, and the classes of blocks that all ranks call"
         )
     elif WHOLES in text:
         text += (

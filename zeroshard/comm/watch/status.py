@@ -18,8 +18,9 @@ Then each wait for one of them ends, that of the main thread too."""
 _WAITS, _IS_IN, _ACTION = "waits in the ", "is in ", ", action "
 _ON_ALL_RANKS = (
     "has had fewer batches (its data loader is shorter, or it left one out after an exception that it "
-    "caught), or has left out a call: every forward (in evaluation too), save_checkpoint, load_checkpoint, "
-    "save_pretrained and full_state_dict exchange between ranks: call this on all ranks, equally often"
+    "caught), has run other modules (put these into one unit, see units=), or has left out a call: every "
+    "forward (in evaluation too), save_checkpoint, load_checkpoint, save_pretrained and full_state_dict "
+    "exchange between ranks: call this on all ranks, equally often"
 )
 _OUTSIDE = "is outside of forward, backward and optimizer step"
 

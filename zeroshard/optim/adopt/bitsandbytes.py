@@ -14,6 +14,7 @@ The maps of the codes, which bitsandbytes keeps beside them, are the same for al
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from types import MethodType
 from typing import Any
@@ -24,7 +25,8 @@ from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import states
-from zeroshard.optim.eightbit.blocks import Exact, Quantized, State, num_blocks
+from zeroshard.optim.eightbit.base import BlockwiseOptimizer
+from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, StateValues, num_blocks
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.rule import Rule, rules_by_operator
 from zeroshard.optim.eightbit.states import ABSMAX
@@ -41,6 +43,15 @@ _UNSUPPORTED = {
     "block_wise": (True, "one scale for a whole tensor would need all of its slices"),
 }
 """The expected value of each option, and the reason. Only older versions have the last two."""
+
+_BITS = ("optim_bits", "min_8bit_size")
+"""The options that a module may have by itself."""
+
+Overrides = dict[Tensor, dict[str, Any]]
+"""The hyperparameters of single original parameters beside those of their groups.
+
+bitsandbytes' optimizers have the number of bits of each parameter here.
+"""
 
 
 def is_bitsandbytes(optimizer: Optimizer) -> bool:
@@ -90,6 +101,56 @@ def check_options(where: str, options: Mapping[str, Any]) -> None:
     for key, (expected, why) in _UNSUPPORTED.items():
         if key in options and options[key] != expected:
             raise ValueError(f"{where}: expected {key}={expected}, got {options[key]!r}: {why}")
+
+
+def read_overrides(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
+    """Read the hyperparameters of single parameters, while the original parameters are there.
+
+    `GlobalOptimManager.register_module_override` sets the number of bits: so the Trainer of transformers asks
+    for 32 bits in embeddings.
+
+    Args:
+        optimizer: over original parameters, or None.
+        names: of the model's parameters.
+
+    Raises:
+        ValueError: something else was registered with the manager for a parameter of the optimizer.
+    """
+    is_ours = isinstance(optimizer, BlockwiseOptimizer)
+    if optimizer is None or not (is_ours or is_bitsandbytes(optimizer)):
+        return {}
+    held = {
+        parameter: (number, at)
+        for number, group in enumerate(optimizer.param_groups)
+        for at, parameter in enumerate(group["params"])
+    }
+    if is_ours:
+        found: Overrides = dict(optimizer.overrides)
+    else:
+        found = {parameter: {key: getattr(optimizer.args, key) for key in _BITS} for parameter in held}
+    library = sys.modules.get("bitsandbytes.optim.optimizer")
+    if library is None or (manager := library.GlobalOptimManager._instance) is None:
+        return found
+    triples = manager.module_weight_config_triple
+    of_modules = {id(getattr(module, name, None)): config for module, name, config in triples}
+    known = set(map(id, of_modules.values()))  # the manager itself enters them by id and place, too
+    for parameter, place in held.items():
+        config = of_modules.get(id(parameter), {})
+        others = [manager.pid2config.get(id(parameter)), None if is_ours else manager.index2config.get(place)]
+        others = [other for other in others if other is not None and id(other) not in known]
+        if others or (config and is_ours) or config.keys() - set(_BITS):
+            expected = "register_module_override with bits alone"
+            if is_ours:
+                expected = f"{type(optimizer).__name__}.override(parameter, ...)"
+            raise ValueError(
+                f"override of '{names[parameter]}' in bitsandbytes' GlobalOptimManager: expected {expected}, "
+                f"got {(others or [config])[0]!r}. Other hyperparameters need a group of their own. "
+                "GlobalOptimManager.get_instance().initialize() takes all back that was registered"
+            )
+        if config:
+            check_options(f"override of '{names[parameter]}'", config)
+            found[parameter] |= config
+    return found
 
 
 def adopt(optimizer: Any, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -201,9 +262,9 @@ def _is_cut(optimizer: Any, size: int) -> bool:
     return size % BLOCK != 0 and any(len(names) > 1 for _, names in _slots(optimizer))
 
 
-def _stored(rule: Rule, state: Mapping[str, Any], slot: int, names: tuple[str, ...]) -> State:
+def _stored(rule: Rule, state: Mapping[str, Any], slot: int, names: tuple[str, ...]) -> StateValues:
     """One or two states as operators take them."""
     values = state[f"state{slot}"]
     if (absmax := state.get(f"absmax{slot}")) is None:
         return Exact(values)
-    return Quantized(values, absmax, codebook(rule.states[names[0]], absmax.device))
+    return QuantizedState(values, absmax, codebook(rule.states[names[0]], absmax.device))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.adopt import bitsandbytes
-from zeroshard.optim.adopt.overrides import Overrides
+from zeroshard.optim.adopt.bitsandbytes import Overrides
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
 from zeroshard.parameters.sharded import ShardedParameter

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import states
-from zeroshard.optim.eightbit.ranges import RANGES, check_ranges
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.eightbit.step import take_rounded_step, take_step
+from zeroshard.optim.ranges import RANGES, check_ranges
 from zeroshard.stepping.rounding import Bits, BitsOf, no_bits
 from zeroshard.stepping.threads import Batch
 

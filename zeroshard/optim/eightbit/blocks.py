@@ -11,7 +11,7 @@ from zeroshard.optim.eightbit.codebook import Codebook
 from zeroshard.plan.layout import BLOCK, round_up
 
 
-class State(Protocol):
+class StateValues(Protocol):
     """One state of a slice that starts on a block."""
 
     def part(self, first: int, last: int) -> Self:
@@ -43,7 +43,7 @@ class Exact(NamedTuple):
         self.values.copy_(values)
 
 
-class Quantized(NamedTuple):
+class QuantizedState(NamedTuple):
     """Values of one byte."""
 
     codes: Tensor
@@ -54,14 +54,14 @@ class Quantized(NamedTuple):
     """The values of the codes."""
 
     @staticmethod
-    def zeros(num: int, book: Codebook) -> Quantized:
+    def zeros(num: int, book: Codebook) -> QuantizedState:
         """`num` zeros."""
         codes = torch.full((num,), book.zero, dtype=torch.uint8, device=book.values.device)
-        return Quantized(codes, torch.zeros(num_blocks(num), device=book.values.device), book)
+        return QuantizedState(codes, torch.zeros(num_blocks(num), device=book.values.device), book)
 
-    def part(self, first: int, last: int) -> Quantized:
+    def part(self, first: int, last: int) -> QuantizedState:
         """The state of a range of blocks."""
-        return Quantized(self.codes[first * BLOCK : last * BLOCK], self.absmax[first:last], self.book)
+        return QuantizedState(self.codes[first * BLOCK : last * BLOCK], self.absmax[first:last], self.book)
 
     def load(self) -> Tensor:
         """[n], float32, in memory of their own."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zeroshard.optim.eightbit.blocks import Exact, Quantized, State
+from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, StateValues
 from zeroshard.optim.eightbit.rule import Numbers, Rule
 from zeroshard.plan.layout import BLOCK
 
 
-def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers) -> None:
+def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[StateValues], numbers: Numbers) -> None:
     """Take a step by the operators of bitsandbytes, on a GPU; arguments as `take_step`."""
     if not p.numel():
         return
@@ -35,7 +35,9 @@ def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Num
             _unstack(both, fast, slow)
 
 
-def call(rule: Rule, p: Tensor, g: Tensor, one: State, two: State | None, numbers: Numbers) -> None:
+def call(
+    rule: Rule, p: Tensor, g: Tensor, one: StateValues, two: StateValues | None, numbers: Numbers
+) -> None:
     """A step by one operator; also on the CPU, if the states are exact.
 
     Args:
@@ -50,8 +52,8 @@ def call(rule: Rule, p: Tensor, g: Tensor, one: State, two: State | None, number
     assert rule.operator is not None, "only these rules are called so"
     beta1, beta2, beta3 = (*numbers.betas, 0.0, 0.0)[:3]
     moving = beta1, beta2, beta3, (alpha := numbers.settings.get("alpha", 0.0))
-    if isinstance(one, Quantized):
-        assert two is None or isinstance(two, Quantized), "quantized alike"
+    if isinstance(one, QuantizedState):
+        assert two is None or isinstance(two, QuantizedState), "quantized alike"
         F.optimizer_update_8bit_blockwise(
             rule.operator,
             g,
@@ -86,16 +88,16 @@ def call(rule: Rule, p: Tensor, g: Tensor, one: State, two: State | None, number
     )
 
 
-def _stack(fast: State, slow: State) -> State:
-    if isinstance(fast, Quantized) and isinstance(slow, Quantized):
+def _stack(fast: StateValues, slow: StateValues) -> StateValues:
+    if isinstance(fast, QuantizedState) and isinstance(slow, QuantizedState):
         codes, absmax = torch.stack([fast.codes, slow.codes]), torch.stack([fast.absmax, slow.absmax])
-        return Quantized(codes, absmax, fast.book)
+        return QuantizedState(codes, absmax, fast.book)
     return Exact(torch.stack([fast.load(), slow.load()]))
 
 
-def _unstack(both: State, fast: State, slow: State) -> None:
+def _unstack(both: StateValues, fast: StateValues, slow: StateValues) -> None:
     for at, one in enumerate((fast, slow)):
-        if isinstance(both, Quantized) and isinstance(one, Quantized):
+        if isinstance(both, QuantizedState) and isinstance(one, QuantizedState):
             one.codes.copy_(both.codes[at])
             one.absmax.copy_(both.absmax[at])
         else:

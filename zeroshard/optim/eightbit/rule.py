@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.optim.eightbit.ranges import Ranges
+from zeroshard.optim.ranges import Ranges
 
 SIGNED, UNSIGNED = True, False
 """States that can be negative, and states that cannot: each has a codebook."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.optim.eightbit.blocks import Exact, Quantized, State
+from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, StateValues
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.parameters.sharded import ShardedParameter
@@ -31,23 +31,23 @@ def begin(rule: Rule, parameter: Tensor, min_8bit_size: int) -> dict[str, Any]:
     is_quantized = whole_size(parameter) >= min_8bit_size
     for name, is_signed in rule.states.items():
         if is_quantized:
-            zeros = Quantized.zeros(parameter.numel(), codebook(is_signed, parameter.device))
+            zeros = QuantizedState.zeros(parameter.numel(), codebook(is_signed, parameter.device))
             state[name], state[name + ABSMAX] = zeros.codes.view(parameter.shape), zeros.absmax
         else:
             state[name] = torch.zeros(parameter.shape, device=parameter.device)
     return state
 
 
-def read(rule: Rule, state: dict[str, Any]) -> list[State]:
+def read(rule: Rule, state: dict[str, Any]) -> list[StateValues]:
     """The states of a parameter that has begun."""
-    states: list[State] = []
+    states: list[StateValues] = []
     for name, is_signed in rule.states.items():
         values = state[name].view(-1)
         absmax = state.get(name + ABSMAX)
         if absmax is None:
             states.append(Exact(values))
         else:
-            states.append(Quantized(values, absmax, codebook(is_signed, values.device)))
+            states.append(QuantizedState(values, absmax, codebook(is_signed, values.device)))
     return states
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.internals.libraries import is_usable
-from zeroshard.optim.eightbit.blocks import Quantized, State, num_blocks
+from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, num_blocks
 from zeroshard.optim.eightbit.rule import Numbers, Rule
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.rounding import Bits, round_into
@@ -27,7 +27,7 @@ def take_step(
     rule: Rule,
     p: Tensor,
     g: Tensor,
-    states: Sequence[State],
+    states: Sequence[StateValues],
     numbers: Numbers,
     batch: Batch | None = None,
 ) -> None:
@@ -41,7 +41,7 @@ def take_step(
         numbers: the hyperparameters of this step.
         batch: may take the work of the CPU, for later; None: all is done now.
     """
-    quantized = [state for state in states if isinstance(state, Quantized)]
+    quantized = [state for state in states if isinstance(state, QuantizedState)]
     if p.is_cuda and rule.operator is not None and _has("bitsandbytes"):
         from zeroshard.optim.eightbit import operators
 
@@ -58,7 +58,7 @@ def take_rounded_step(
     rule: Rule,
     p: Tensor,
     g: Tensor,
-    states: Sequence[State],
+    states: Sequence[StateValues],
     numbers: Numbers,
     bits: Bits,
     batch: Batch | None = None,
@@ -76,7 +76,7 @@ def take_rounded_step(
         bits: the random bits of the parameter.
         batch: as `take_step` has it.
     """
-    quantized = [state for state in states if isinstance(state, Quantized)]
+    quantized = [state for state in states if isinstance(state, QuantizedState)]
     if p.is_cpu and g.dtype is torch.bfloat16 and quantized and _has("numba"):
         from zeroshard.optim.eightbit import kernels
 
@@ -87,7 +87,7 @@ def take_rounded_step(
         round_into(p, wide, *bits)
 
 
-def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[State], numbers: Numbers) -> None:
+def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[StateValues], numbers: Numbers) -> None:
     """Take a step in torch operations, on any device; arguments as `take_step`."""
     scalars = rule.scalars(numbers)
     total, size = num_blocks(p.numel()), _CHUNK if p.is_cpu else _CHUNK_GPU

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zeroshard.config.sections import Config
-from zeroshard.plan.ignored import find_ignored
-from zeroshard.plan.overrides import find_overrides
-from zeroshard.plan.replicated import find_replicated
+from zeroshard.plan.names import find_ignored, find_overrides, find_replicated, fitting
 
 
 class Chosen(NamedTuple):
@@ -38,7 +35,7 @@ def narrowed(config: Config, model: nn.Module, chosen: Chosen) -> Config:
     Each parameter that is chosen is named by itself: a tied one may have the name that fits on another rank.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    ignored = [pattern for pattern in config.ignored or () if any(fnmatchcase(n, pattern) for n in named)]
+    ignored = [pattern for pattern in config.ignored or () if fitting(pattern, named)]
     units = config.units
     if units is not None and not callable(units):
         kinds = {type(module).__name__ for module in model.modules()}

@@ -18,9 +18,9 @@ from zeroshard.parallel.pipeline.outline import Outline
 from zeroshard.parallel.pipeline.sharding import with_sharding
 from zeroshard.parallel.pipeline.traced import TracedChunks, TracedModel
 from zeroshard.parameters.original import retire
-from zeroshard.plan.ignored import Ignored, find_ignored
+from zeroshard.plan.names import Ignored, find_ignored
 from zeroshard.plan.originals import Original
-from zeroshard.plan.wrapping import UnitSpec
+from zeroshard.plan.units import UnitSpec
 
 
 @dataclass(frozen=True)

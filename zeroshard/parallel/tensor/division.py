@@ -21,7 +21,7 @@ from zeroshard.parallel.tensor.sequence import check_coverage, with_sequence
 from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, WITHOUT_CUTS, Divided, Plan, Style, Way
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.originals import Original
-from zeroshard.plan.wrapping import UnitSpec
+from zeroshard.plan.units import UnitSpec
 
 _WHOLE = Style(Way.REPLICATE)
 _TORCH, _LORA = ("torch.nn.modules.linear", "torch.nn.modules.sparse"), ("peft.tuners.lora.",)

@@ -1,0 +1,319 @@
+"""The parts of asynchronous pipelines that know kinds of optimizers: the next update, and corrected steps.
+
+The next update of an optimizer is read from its momentum: the change that a step is taken to make.
+
+    SGD         -lr v                                        v: the momentum buffer, [n], like a slice
+    Adam(W)     -lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps),     and -lr * decay * w of AdamW
+
+For SGD this is the prediction of SpecTrain (Chen et al. 2018, section 3.2) and of linear weight prediction
+(Kosson et al. 2021, "Pipelined Backpropagation at Scale", section 3.3). Adam's is its own update, with the
+moments of the last step, as no new gradient is known: the same idea for another rule.
+
+Steps are corrected for stale gradients around the optimizer's own step; `corrections.py` has the formulas.
+
+    rescale    lr / tau^(1 - min(step / K, 1))          any optimizer (PipeMare, technique 1)
+    spike      w -= lr (a v + b g)                      SGD with momentum (Kosson et al. 2021, section 3.2)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from zeroshard.config.pipeline import NOTED_CHANGES, Pipeline
+from zeroshard.optim.eightbit import rules, states
+from zeroshard.optim.eightbit.base import BlockwiseOptimizer
+from zeroshard.optim.eightbit.rule import Rule
+from zeroshard.parallel.pipeline.asynchronous.corrections import Spike, compensate, lr_factor
+from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected, NotedChange
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction
+from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.sharding.buffer import FlatBuffer
+
+Update = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any], int, Tensor], None]
+"""(weights, group, state, ahead, out): write weights + ahead * change into `out`, which is like the weights.
+
+Before the first step the change is zero. This runs before most actions, so it allocates nothing of the size
+of the weights where the states have their dtype.
+"""
+
+
+def update_of(optimizer: Optimizer, asked: str) -> Update:
+    """Return the function that moves weights along the next update of an optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        asked: the config key with its value, for errors.
+
+    Raises:
+        ValueError: the optimizer is none of those above, or has no momentum.
+    """
+    if type(optimizer) is SGD:
+        require_groups(optimizer, asked, off=("nesterov", "maximize"), momentum=True)
+        return _of_sgd
+    if type(optimizer) in (Adam, AdamW):
+        require_groups(optimizer, asked, off=("maximize",))
+        return _of_adam
+    if isinstance(optimizer, BlockwiseOptimizer) and optimizer.rule in (rules.ADAM, rules.SGD):
+        if optimizer.overrides:
+            raise ValueError(f"{asked}: expected an optimizer without overrides of single parameters")
+        return functools.partial(_of_codes, optimizer.rule)
+    raise ValueError(
+        f"{asked} moves weights along the next update of the optimizer: expected SGD with momentum, Adam or "
+        f"AdamW, or their forms of 8 bits, got {type(optimizer).__name__}. 'estimate' and 'lwp-weights' work "
+        "with every optimizer"
+    )
+
+
+def require_groups(
+    optimizer: Optimizer, asked: str, *, off: Sequence[str] = (), momentum: bool = False
+) -> None:
+    """Refuse values of parameter groups that a method cannot work with.
+
+    Args:
+        optimizer: the optimizer.
+        asked: the config key with its value, for errors.
+        off: hyperparameters that must be false or 0, in all groups that have them.
+        momentum: True if the momentum must be above 0.
+
+    Raises:
+        ValueError: a group has another value.
+    """
+    for group in optimizer.param_groups:
+        for key in off:
+            if group.get(key):
+                raise ValueError(
+                    f"{asked} with {type(optimizer).__name__}: expected {key}=False, got {group[key]}"
+                )
+        if momentum and not group["momentum"] > 0:
+            raise ValueError(
+                f"{asked} with {type(optimizer).__name__}: expected momentum > 0, got {group['momentum']}"
+            )
+
+
+def _of_sgd(
+    weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], ahead: int, out: Tensor
+) -> None:
+    velocity = state.get("momentum_buffer")
+    if velocity is None:
+        out.copy_(weights)
+    else:
+        _sgd(weights, group, velocity, ahead, out)
+
+
+def _sgd(weights: Tensor, group: Mapping[str, Any], velocity: Tensor, ahead: int, out: Tensor) -> None:
+    torch.add(weights, velocity.view_as(weights), alpha=-ahead * float(group["lr"]), out=out)
+
+
+def _of_adam(
+    weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], ahead: int, out: Tensor
+) -> None:
+    if "exp_avg" not in state:
+        out.copy_(weights)
+        return
+    second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+    _adam(weights, group, (state["exp_avg"], second), float(state["step"]), ahead, out)
+
+
+def _adam(
+    weights: Tensor,
+    group: Mapping[str, Any],
+    moments: tuple[Tensor, Tensor],
+    step: float,
+    ahead: int,
+    out: Tensor,
+) -> None:
+    first, second = (moment.view_as(weights) for moment in moments)
+    (beta1, beta2), rate = group["betas"], ahead * float(group["lr"])
+    root = torch.sqrt(second, out=out if out.dtype == second.dtype else None)
+    root.div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    torch.addcdiv(weights, first, root, value=-rate / (1 - beta1**step), out=out)
+    if group.get("decoupled_weight_decay"):
+        out.sub_(weights, alpha=rate * group["weight_decay"])
+
+
+def _of_codes(
+    rule: Rule,
+    weights: Tensor,
+    group: Mapping[str, Any],
+    state: Mapping[str, Any],
+    ahead: int,
+    out: Tensor,
+) -> None:
+    if not state:
+        out.copy_(weights)
+        return
+    loaded = [one.load() for one in states.read(rule, dict(state))]
+    if rule is rules.SGD:
+        _sgd(weights, group, loaded[0], ahead, out)
+    else:
+        decoupled = {**group, "decoupled_weight_decay": True}
+        _adam(weights, decoupled, (loaded[0], loaded[1]), float(state["step"]), ahead, out)
+
+
+def rescaled(optimizer: Optimizer, anneal_steps: int | None) -> Corrected:
+    """Return steps with a learning rate that is divided by their delay.
+
+    Raises:
+        ValueError: a group has no learning rate, or parameters have some of their own.
+    """
+    if any(group.get("lr") is None for group in optimizer.param_groups):
+        raise ValueError(
+            f"pipeline.correction='rescale': expected lr in each parameter group of "
+            f"{type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, BlockwiseOptimizer) and optimizer.overrides:
+        raise ValueError(
+            "pipeline.correction='rescale': expected an optimizer without overrides of single parameters"
+        )
+
+    @contextmanager
+    def step(tau: int, number: int) -> Iterator[None]:
+        factor = lr_factor(tau, number, anneal_steps)
+        with _changed(optimizer, "lr", lambda lr: lr * factor):
+            yield
+
+    return step
+
+
+def spike_compensated(optimizer: Optimizer) -> Corrected:
+    """Return steps whose late gradients count as if they had come in time.
+
+    Raises:
+        ValueError: the optimizer is not torch's SGD with a momentum above 0 and below 1.
+    """
+    if type(optimizer) is not SGD:
+        raise ValueError(
+            "pipeline.correction='spike': expected torch.optim.SGD with momentum, whose update is the sum "
+            f"that it compensates, got {type(optimizer).__name__}; 'rescale' works with every optimizer"
+        )
+    off = ("nesterov", "maximize", "dampening")
+    require_groups(optimizer, "pipeline.correction='spike'", off=off, momentum=True)
+    for group in optimizer.param_groups:
+        if not group["momentum"] < 1:  # the sum of its powers, b, would have no limit
+            raise ValueError(
+                f"pipeline.correction='spike' with SGD: expected momentum < 1, got {group['momentum']}"
+            )
+
+    @contextmanager
+    def step(tau: int, number: int) -> Iterator[None]:
+        for group in optimizer.param_groups:
+            _compensate_group(optimizer, group, tau)
+        with _changed(optimizer, "weight_decay", lambda _: 0.0):  # it is in the gradients now
+            yield
+
+    return step
+
+
+@contextmanager
+def _changed(optimizer: Optimizer, key: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Change a hyperparameter of all parameter groups for the step inside."""
+    before = [group[key] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group[key] = change(group[key])
+    try:
+        yield
+    finally:
+        for group, value in zip(optimizer.param_groups, before, strict=True):
+            group[key] = value
+
+
+@torch.no_grad()
+def _compensate_group(optimizer: Optimizer, group: dict[str, Any], tau: int) -> None:
+    """Make the correction before the step: it is added to the same weights."""
+    spike = Spike.of(group["momentum"], tau)
+    for parameter in group["params"]:
+        gradient = gradient_of(parameter)
+        if gradient is None or not gradient.numel():
+            continue
+        weights = parameter.detach()
+        gradient.add_(weights, alpha=group["weight_decay"])
+        before: Tensor | None = optimizer.state.get(parameter, {}).get("momentum_buffer")
+        velocity = gradient if before is None else gradient.add(before, alpha=group["momentum"])
+        compensate(weights, velocity, gradient, float(group["lr"]), spike)
+
+
+class OptimizerParts(NamedTuple):
+    """The parts of a method that depend on the optimizer."""
+
+    change: Change | None = None
+    """The change of a step, along which weights are moved; None if they never are."""
+    corrected: Corrected | None = None
+    """The correction of each step; None for none."""
+
+
+class UpdateChange:
+    """The next update of the optimizer; see `updates.py`.
+
+    Args:
+        optimizer: the optimizer.
+        asked: the config key with its value, for errors.
+
+    Raises:
+        ValueError: see `update_of`.
+    """
+
+    def __init__(self, optimizer: Optimizer, asked: str) -> None:
+        self._optimizer, self._asked = optimizer, asked
+        self._places: dict[int, int] = {}
+        """The place of the group of each parameter: a load puts other groups into the same places."""
+        self._read_groups()
+
+    def move(self, parameter: ShardedParameter, weights: Tensor, ahead: int, out: Tensor) -> None:
+        """Write a slice some steps ahead; see `Change`."""
+        groups = self._optimizer.param_groups
+        is_known = id(parameter) in self._places
+        if not is_known and sum(len(group["params"]) for group in groups) != len(self._places):
+            self._read_groups()  # after a later add_param_group
+        if (place := self._places.get(id(parameter))) is None:
+            out.copy_(weights)
+        else:
+            self._update(weights, groups[place], self._optimizer.state.get(parameter, {}), ahead, out)
+
+    def _read_groups(self) -> None:
+        groups = self._optimizer.param_groups
+        self._update = update_of(self._optimizer, self._asked)
+        self._places = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+
+    def noting(self, decay: float) -> AbstractContextManager[None]:
+        """Note nothing: the optimizer does."""
+        return nullcontext()
+
+
+def chosen_by(config: Pipeline, optimizer: Optimizer | None, buffers: Sequence[FlatBuffer]) -> OptimizerParts:
+    """Return the parts that a config chooses.
+
+    Args:
+        config: the config of a pipeline.
+        optimizer: the optimizer of this rank; None if all of its parameters are frozen.
+        buffers: the trained buffers.
+
+    Raises:
+        ValueError: the method does not go with the optimizer; see `update_of`, `rescaled` and
+            `spike_compensated`.
+    """
+    if optimizer is None or not config.is_asynchronous:
+        return OptimizerParts()
+    corrected = None
+    if config.chosen_correction == "rescale":
+        corrected = rescaled(optimizer, config.anneal_steps)
+    elif config.chosen_correction == "spike":
+        corrected = spike_compensated(optimizer)
+    return OptimizerParts(_change(config.chosen_weights, optimizer, buffers), corrected)
+
+
+def _change(weights: str, optimizer: Optimizer, buffers: Sequence[FlatBuffer]) -> Change | None:
+    direction = WEIGHTS[weights].direction
+    if direction is None:
+        return None
+    if direction is Direction.UPDATE:
+        return UpdateChange(optimizer, f"pipeline.weights={weights!r}")
+    is_mean = direction is Direction.MEAN_CHANGE
+    return NotedChange(optimizer, buffers, NOTED_CHANGES[weights], is_mean=is_mean)

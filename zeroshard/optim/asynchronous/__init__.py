@@ -1,1 +1,0 @@
-"""The parts of asynchronous pipelines that know kinds of optimizers."""

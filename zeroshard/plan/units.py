@@ -1,0 +1,484 @@
+"""The modules that become units, and the unit of each parameter.
+
+All ranks gather a unit together, so they must call the same units in the same order. Modules of which a
+forward may run a part, another one on each rank, belong into one unit with the module around them. Some are
+known by a name or by a chance in a config, see `_chosen_among`; of others the user says it in `units=`. Ranks
+that call other units than each other end in an error of the ledger, or of the watchdog.
+
+`units=` may list modules by name that become one unit together: one gather for a norm and a head, for
+example. Each module's forward is a call of the unit, as if one module were called several times. The
+parameters stay gathered from one call to the next if no other unit runs in between.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.plan.names import DtypesByName, FrozenChoice, find_ignored, find_overrides, find_replicated
+from zeroshard.plan.originals import Original, is_coded, is_packed
+
+LARGE = 1 << 20
+"""Elements from which a layer outside the repeated blocks (embedding, head) is a unit of its own."""
+
+_CHOSEN_FROM = frozenset(("experts", "routers"))
+"""Names of modules of which each rank runs a part; transformers and most others call their list `experts`."""
+_DROPS = ("layerdrop", "speech_encoder_layerdrop")
+"""The chance to leave out a layer, in a config of transformers; a module may have the first one itself."""
+
+UnitPolicy = Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None
+"""Class names and lists of module names, a predicate, or None: find the repeated blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """A unit to be: its modules and the parameters that it owns, by name."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    """The modules whose forwards use the parameters; several only if `units=` lists them together."""
+    originals: list[Original] = field(default_factory=list)
+    reason: str = ""
+    """The reason why the module was chosen."""
+
+
+class ModuleGroup(NamedTuple):
+    """Modules that become one unit."""
+
+    name: str
+    """Their names, joined by "+"."""
+    modules: tuple[nn.Module, ...]
+    """The modules in the order of registration."""
+    reason: str = "listed together in units="
+
+
+def find_units(
+    root: nn.Module,
+    policy: UnitPolicy,
+    ignored: Sequence[str] | None = None,
+    overrides: DtypesByName = None,
+    frozen: FrozenChoice = "shard",
+) -> list[UnitSpec]:
+    """The units of a model, the root first, then in the order of registration.
+
+    A parameter belongs to the lowest unit around all modules that hold it. Units without parameters are left
+    out, except the root.
+
+    Args:
+        root: the model.
+        policy: the choice of modules that become units.
+        ignored: patterns of names of parameters that no unit owns.
+        overrides: compute dtypes by patterns of names, see `find_overrides`.
+        frozen: the choice of frozen parameters that are replicated, see `find_replicated`.
+
+    Raises:
+        ValueError: a class name that no module has; a parameter that cannot be sharded; a pattern that fits
+            no parameter.
+    """
+    for name, module in root.named_modules():
+        _check_module(module, name)
+    chosen = _choose(root, policy)
+    grouped = _find_groups(root, policy, chosen)
+    modules = (chosen.keys() | grouped.keys()) - {root}
+    specs = {root: UnitSpec("", (root,), reason="the rest")}
+    for name, module in root.named_modules():
+        if module in grouped:
+            group = grouped[module]
+            specs.setdefault(group.modules[0], UnitSpec(group.name, group.modules, reason=group.reason))
+        elif module in modules:
+            specs[module] = UnitSpec(name, (module,), reason=chosen[module])
+    left_out = find_ignored(root, ignored)
+    chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    owners: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
+    firsts = {module: grouped[module].modules[0] if module in grouped else module for module in modules}
+    for chain, prefix, module in _walk(root, (), "", firsts):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and parameter not in left_out:
+                chains.setdefault(parameter, []).append(chain)
+                names.setdefault(parameter, prefix + attribute)
+                owners.setdefault(parameter, {})[module, attribute] = None
+    compute_dtypes = find_overrides(root, overrides, left_out)
+    replicated = find_replicated(root, frozen, left_out)
+    for parameter, name in names.items():
+        _check(parameter, name)
+    _check_tensors(names, root.named_buffers())
+    for parameter, name in names.items():
+        original = Original(
+            parameter,
+            name,
+            tuple(owners[parameter]),
+            compute_dtype=compute_dtypes.get(parameter),
+            is_replicated=parameter in replicated,
+        )
+        specs[_lowest_common(chains[parameter])].originals.append(original)
+    return [spec for spec in specs.values() if spec.originals or root in spec.modules]
+
+
+def _walk(
+    module: nn.Module, chain: tuple[nn.Module, ...], prefix: str, units: Mapping[nn.Module, nn.Module]
+) -> Iterator[tuple[tuple[nn.Module, ...], str, nn.Module]]:
+    """Every path to every module: (the units that enclose it, its name with a dot, the module).
+
+    Args:
+        units: the modules that become units, each with the first module of its unit.
+    """
+    if module in units or not chain:
+        chain = (*chain, units.get(module, module))
+    yield chain, prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, chain, f"{prefix}{name}.", units)
+
+
+def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
+    return [unit for unit in chains[0] if all(unit in chain for chain in chains[1:])][-1]
+
+
+_WRAPPERS = {
+    "DistributedDataParallel": "give initialize the model inside, its attribute `module`",
+    "DataParallel": "give initialize the model inside, its attribute `module`",
+    "FullyShardedDataParallel": "give initialize the model without that wrapper",
+    "FSDPModule": "leave fully_shard out, zeroshard shards the parameters",
+    "ReplicateModule": "leave replicate out, zeroshard reduces the gradients",
+}
+"""Classes of torch that distribute a module over the ranks themselves, and the remedy for each."""
+
+
+def _check_module(module: nn.Module, name: str) -> None:
+    for base in type(module).__mro__:
+        if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
+            place = f"module '{name}'" if name else "the model"
+            raise ValueError(
+                f"{place} is a {base.__name__} of torch, which distributes it over the ranks already: "
+                f"{_WRAPPERS[base.__name__]}"
+            )
+    if isinstance(module, torch.jit.ScriptModule):
+        what = f"module '{name}'" if name else "the model"
+        raise ValueError(
+            f"{what} is a scripted or traced module (torch.jit), and its compiled forward keeps parameters "
+            "of its own: expected the module before torch.jit. Config(compile=True) compiles it"
+        )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if module.sparse:
+            raise ValueError(f"module '{name}' has sparse gradients; expected sparse=False")
+        if module.max_norm is not None:
+            raise ValueError(
+                f"module '{name}' renormalizes its weight in forward, which sharding would lose; expected "
+                "max_norm=None"
+            )
+
+
+def _check(parameter: nn.Parameter, name: str) -> None:
+    if hasattr(parameter, "full_shape"):
+        raise ValueError(
+            f"parameter '{name}' is sharded already: call engine.close() on all ranks first, which gives the "
+            "whole model back"
+        )
+    if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
+        raise ValueError(
+            f"parameter '{name}' is a DTensor, which is distributed over ranks already; expected a plain "
+            "parameter. Leave out the call that distributed it (fully_shard, parallelize_module, "
+            "distribute_tensor), or replace it by nn.Parameter(parameter.full_tensor())"
+        )
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter '{name}' has gradient hooks, which sharding would drop: register them after "
+            "initialize, on the parameter of that name in engine.named_parameters()"
+        )
+    if nn.parameter.is_lazy(parameter):
+        raise ValueError(f"parameter '{name}' is lazy: run the model once before it is sharded")
+    if not parameter.is_floating_point() and not is_coded(parameter):
+        raise ValueError(
+            f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters, and codes of "
+            "bitsandbytes or torchao, can be sharded. Keep an untrained tensor in a buffer "
+            "(register_buffer), and a complex parameter as its real view"
+        )
+    if is_packed(parameter) and parameter.requires_grad:
+        raise ValueError(
+            f"parameter '{name}' holds codes of a quantized weight, which no gradient can change: expected "
+            "requires_grad=False. Train adapters beside it"
+        )
+
+
+# -- which modules ---------------------------------------------------------------------------------------
+
+Chosen = dict[nn.Module, str]
+"""Modules that become units, with the reason."""
+
+
+def _choose(root: nn.Module, policy: UnitPolicy) -> Chosen:
+    if policy is None:
+        named = {name for part in root.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+        blocks = dict(_find_blocks(root, named)) or dict(_find_blocks(root, ()))
+        return blocks | _large_layers(root, blocks)
+    if callable(policy):
+        chosen = {module: "chosen by the predicate in units=" for module in root.modules() if policy(module)}
+    else:
+        chosen = _by_class_name(root, policy)
+    for name, module in root.named_modules():
+        if module in chosen:
+            _check_forward(module, name)
+    return chosen
+
+
+def _check_forward(module: nn.Module, name: str) -> None:
+    """Refuse a list of modules: nobody calls it, so its parameters would never be gathered."""
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    if is_list and type(module).forward is nn.Module.forward:
+        inside = sorted({type(child).__name__ for child in module.children()})
+        raise ValueError(
+            f"config key 'units': '{name}' is a {type(module).__name__}, whose forward is never called, so "
+            "its parameters would not be gathered: name the class of the modules inside "
+            f"({', '.join(inside)}) or of the module around it"
+        )
+
+
+def _by_class_name(root: nn.Module, policy: Sequence[str | Sequence[str]]) -> Chosen:
+    known = {type(module).__name__ for module in root.modules()}
+    names = [name for name in policy if isinstance(name, str)]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise ValueError(f"config key 'units': the model has no module of class '{name}'{hint}")
+    wanted = set(names)
+    of_class = {module: type(module).__name__ for module in root.modules()}
+    return {module: f"a {name}, listed in units=" for module, name in of_class.items() if name in wanted}
+
+
+def _find_blocks(
+    module: nn.Module, named: Collection[str], prefix: str = ""
+) -> Iterator[tuple[nn.Module, str]]:
+    """The outermost blocks, and the modules that may run a part of some modules, each with the reason.
+
+    Args:
+        module: the module to look in.
+        named: classes of blocks that a model of transformers names itself, in `_no_split_modules`. Without
+            them blocks are children of a ModuleList or Sequential that share their class and have children of
+            their own.
+        prefix: the name of the module, with a dot.
+    """
+    counts: Counter[type[nn.Module]] = Counter()
+    if not named and isinstance(module, nn.ModuleList | nn.Sequential):
+        counts.update(type(child) for child in module if _is_block(child))
+    left_whole = _chosen_among(module)
+    for name, child in module.named_children():
+        if name in left_whole:
+            continue
+        kind, inside = type(child).__name__, sorted(_chosen_among(child))
+        if named:  # other modules are in the unit around them anyway
+            inside = [part for part in inside if _has_one_of(child.get_submodule(part), named)]
+        if kind in named:
+            yield child, f"a {kind}, named in the model's _no_split_modules"
+        elif counts[type(child)] > 1:
+            where = f"in '{prefix[:-1]}'" if prefix else "in the model"
+            yield child, f"one of {counts[type(child)]} of class {kind} {where}"
+        elif inside:
+            yield child, f"a {kind}, which may run some modules of {', '.join(map(repr, inside))} alone"
+        else:
+            yield from _find_blocks(child, named, f"{prefix}{name}.")
+
+
+def _has_one_of(module: nn.Module, kinds: Collection[str]) -> bool:
+    return any(type(part).__name__ in kinds for part in module.modules())
+
+
+def _chosen_among(module: nn.Module) -> set[str]:
+    """The names of the children of a module of which its forward may run a part."""
+    lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    own = {name for name, child in module._modules.items() if isinstance(child, lists)}
+    config = getattr(module, "config", None)
+    rates = [getattr(module, _DROPS[0], None)]
+    if rates == [None]:
+        rates = [getattr(config, name, None) for name in _DROPS]
+    if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) or any(rates):
+        return own
+    return set(_CHOSEN_FROM & module._modules.keys())
+
+
+def _is_block(module: nn.Module) -> bool:
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    has_parameters = next(module.parameters(), None) is not None
+    return has_parameters and next(module.children(), None) is not None and not is_list
+
+
+def _large_layers(root: nn.Module, blocks: Chosen) -> Chosen:
+    """Embeddings and linear layers with many elements, outside the blocks and not chosen among."""
+    inside = {module for block in blocks for module in block.modules()}
+    for module in root.modules():
+        for name in _chosen_among(module):
+            inside.update(module.get_submodule(name).modules())
+    sizes = {
+        module: sum(parameter.numel() for parameter in module.parameters())
+        for module in root.modules()
+        if module not in inside and type(module) in (nn.Embedding, nn.Linear)
+    }
+    return {
+        module: f"a {type(module).__name__} of {size:,} elements, {LARGE:,} or more, outside of blocks"
+        for module, size in sizes.items()
+        if size >= LARGE
+    }
+
+
+def _find_groups(
+    root: nn.Module, policy: UnitPolicy, chosen: Container[nn.Module]
+) -> dict[nn.Module, ModuleGroup]:
+    """The lists of module names in `units=`, by each of their modules.
+
+    Args:
+        root: the model.
+        policy: the value of `units=`; its entries may be lists of names.
+        chosen: modules that are units by their class.
+
+    Raises:
+        ValueError: a name that no module has; a module that is in two units, is a list, or holds another one.
+    """
+    found: dict[nn.Module, ModuleGroup] = {}
+    entries = () if policy is None or callable(policy) else policy
+    for names in (entry for entry in entries if not isinstance(entry, str)):
+        group = _read_group(root, names)
+        for module in group.modules:
+            if module in chosen or module in found:
+                raise ValueError(
+                    f"config key 'units': expected each module in one unit, got a module of {list(names)} "
+                    "that is in another unit too"
+                )
+            found[module] = group
+    return found
+
+
+def _read_group(root: nn.Module, names: Sequence[str]) -> ModuleGroup:
+    known = dict(root.named_modules())
+    for name in names:
+        if name not in known or known[name] is root:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise ValueError(f"config key 'units': the model has no module named '{name}'{hint}")
+        if type(known[name]).forward is nn.Module.forward:
+            raise ValueError(
+                f"config key 'units': '{name}' is a {type(known[name]).__name__}, whose forward is never "
+                "called; name the modules in it"
+            )
+    modules = {known[name]: name for name in sorted(names, key=list(known).index)}
+    for module, name in modules.items():
+        if not modules.keys().isdisjoint(set(module.modules()) - {module}):
+            raise ValueError(
+                f"config key 'units': expected modules beside each other, got '{name}' and a "
+                f"module inside it in {list(names)}"
+            )
+    return ModuleGroup("+".join(modules.values()), tuple(modules))
+
+
+# -- parameters and buffers that sharding would change ------------------------------------------------------
+
+
+def _check_tensors(names: Mapping[nn.Parameter, str], buffers: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse parameters and buffers that a flat buffer cannot replace.
+
+    Args:
+        names: the parameters that are sharded, with their names.
+        buffers: the buffers of the model, with their names.
+
+    Raises:
+        ValueError: a parameter of a class with operations of its own; parameters, or a parameter and a
+            buffer, that share memory; a buffer that is not dense.
+    """
+    for parameter, name in names.items():
+        _check_class(parameter, name)
+    areas = [_Area.of(parameter, "parameter", name) for parameter, name in names.items()]
+    for name, buffer in buffers:
+        _check_dense(buffer, name)
+        areas.append(_Area.of(buffer, "buffer", name))
+    _check_apart(areas)
+
+
+def _check_class(parameter: nn.Parameter, name: str) -> None:
+    kind = type(parameter)
+    if hasattr(parameter, "quant_state"):  # of bitsandbytes, whose own operations only keep this along
+        return
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    plain = (Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
+    if function not in plain or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"parameter '{name}' is a {kind.__name__} with operations of its own, so a shard of plain "
+            "numbers cannot replace it: expected a torch.nn.Parameter, or the frozen weight of a "
+            "torch.nn.Linear that wraps contiguous tensors. Shard the model before it is quantized or "
+            "converted, or leave the parameter out with Config(ignored=...)"
+        )
+
+
+def _check_dense(buffer: Tensor, name: str) -> None:
+    if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested:
+        kind = "nested" if buffer.is_nested else buffer.dtype if buffer.is_quantized else buffer.layout
+        raise ValueError(
+            f"buffer '{name}' is {kind}; expected a dense buffer, which can be sent to all ranks. Register "
+            "its parts (indices and values, integers and scale, ...) as buffers and put them together in "
+            "forward; or keep it as a plain attribute, with values of its own on each rank"
+        )
+
+
+class _Area(NamedTuple):
+    """The memory of a tensor; for a tensor without memory, its part of the storage."""
+
+    home: object
+    """An object that tensors with common memory have in common: a device or a storage."""
+    start: int
+    stop: int
+    tensor: Tensor
+    kind: str
+    name: str
+
+    @staticmethod
+    def of(tensor: Tensor, kind: str, name: str) -> _Area:
+        size = tensor.element_size()
+        if tensor.device.type != "meta":
+            home, start = tensor.device, tensor.data_ptr()
+        else:
+            home, start = tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * size
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        length = (1 + sum((extent - 1) * step for extent, step in steps)) * size if tensor.numel() else 0
+        return _Area(home, start, start + length, tensor, kind, name)
+
+    def overlaps(self, other: _Area) -> bool:
+        """True if the areas share an element. Two columns of a matrix do not: they lie between each other."""
+        if self.home != other.home or other.start >= self.stop or self.start >= other.stop:
+            return False
+        size, start = self.tensor.element_size(), min(self.start, other.start)
+        if size != other.tensor.element_size() or (self.start - other.start) % size:
+            return True
+        marks = torch.zeros((max(self.stop, other.stop) - start) // size, dtype=torch.bool)
+        self._within(marks, start).fill_(True)
+        return bool(other._within(marks, start).any())
+
+    def _within(self, marks: Tensor, start: int) -> Tensor:
+        offset = (self.start - start) // self.tensor.element_size()
+        return marks.as_strided(self.tensor.shape, self.tensor.stride(), offset)
+
+
+def _check_apart(areas: Iterable[_Area]) -> None:
+    """Refuse memory that two names share, if one of them is trained."""
+    before: list[_Area] = []
+    for area in sorted(areas, key=lambda area: (str(area.home), area.start)):
+        before = [one for one in before if one.home == area.home and one.stop > area.start]
+        for one in before:
+            is_trained = one.tensor.requires_grad or area.tensor.requires_grad
+            if is_trained and "parameter" in (one.kind, area.kind) and one.overlaps(area):
+                first, second = sorted((one, area), key=lambda area: area.kind == "buffer")
+                remedy = (
+                    "assign one Parameter object to both modules (b.weight = a.weight)"
+                    if second.kind == "parameter"
+                    else "compute the buffer in forward"
+                )
+                raise ValueError(
+                    f"{first.kind} '{first.name}' and {second.kind} '{second.name}' share memory but are "
+                    f"two objects, so sharding would separate them: {remedy}, or give each its own values "
+                    "with clone()"
+                )
+        before.append(area)
