@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -16,9 +15,7 @@ import torch
 from torch import nn
 from torch._C import _get_dispatch_mode, _is_tracing, _len_torch_dispatch_stack, _TorchDispatchModeKey
 from torch._C._functorch import peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
@@ -128,11 +125,3 @@ def tracer_around() -> str | None:
     if _len_torch_dispatch_stack():
         return next((name for key, name in _TRACERS.items() if _get_dispatch_mode(key) is not None), None)
     return None
-
-
-@contextmanager
-def outside_transforms() -> Iterator[None]:
-    """Compute on plain tensors, with values, under any transforms and tracers."""
-    modes = nullcontext() if tracer_around() is None else _disable_current_modes()
-    with temporarily_clear_interpreter_stack(), modes:
-        yield

@@ -68,8 +68,6 @@ class OutputHooks:
         if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
             return
         call, before_layer = unit.call, self._before_layer
-        if call.is_transformed:
-            return
 
         def enter(gradient: Tensor) -> None:
             before_layer(call)

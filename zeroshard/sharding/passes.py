@@ -14,7 +14,6 @@ backward of them, `lease.py` lists the reasons to keep a unit gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
@@ -26,8 +25,6 @@ from zeroshard.internals.autograd import (
     at_end_of_backward,
     backward_task,
     is_in_backward,
-    is_transformed,
-    outside_transforms,
     will_accumulate,
 )
 from zeroshard.internals.nested import cast_outputs
@@ -43,7 +40,7 @@ from zeroshard.sharding.local import LocalForwards
 from zeroshard.sharding.module import ShardedModule
 from zeroshard.sharding.outputs import OutputHooks
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.tracers import refuse_tracers
+from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
 from zeroshard.sharding.unit import ForwardCall, Unit, UnitState
 
 # An attribute of an enum takes longer to read than a global name.
@@ -109,11 +106,7 @@ class Passes(ShardedModule):
             return
         if unit is self.root or self.state.phase is not _FORWARD:
             refuse_tracers()
-        if is_transformed():
-            with outside_transforms():
-                self.before_forward(unit, caller)
-            unit.call.is_transformed = True
-            return
+        refuse_transforms()
         if is_second := is_in_backward():
             self._begin_second_call(unit)
         else:
@@ -129,8 +122,6 @@ class Passes(ShardedModule):
                     upcoming.read_ahead()
         unit.wait()
         unit.slots.install()
-        if not torch.is_grad_enabled():
-            unit.note_views()
         if not is_second:
             self.here.enter("the forward of ", unit.described)
 
@@ -157,25 +148,27 @@ class Passes(ShardedModule):
             self._walk.enter_again(unit)
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
-        """Hook the outputs for backward; return the output, or views of it."""
+        """Hook the outputs for backward; return the output, or views of it.
+
+        Raises:
+            RuntimeError: the forward has edited a parameter.
+        """
         if self.is_in_method and unit is self.root:
             return output
+        unit.edits.check()
         if unit is self.root:
             output = cast_outputs(output, self.output_dtype)
-        # Hooks would run inside the transform, and a unit whose outputs have none stays gathered.
-        is_hidden = unit.call.is_transformed
-        if not is_hidden:
-            if not unit.is_resident and not self.leases.held.units:
-                output = unit.copy_own(output)
-            if unit is self.root or not self.is_local:
-                output, is_hidden = self._outputs.watch(unit, output, is_root=unit is self.root)
+        is_hidden = False
+        if not unit.is_resident and not self.leases.held.units:
+            output = unit.copy_own(output)
+        if unit is self.root or not self.is_local:
+            output, is_hidden = self._outputs.watch(unit, output, is_root=unit is self.root)
         if not is_in_backward():
             if is_hidden and torch.is_grad_enabled():
                 self.leases.opaque.take(unit)
                 self._opaque_calls.append(unit.call)
             if unit is self.root:
-                with outside_transforms() if unit.call.is_transformed else nullcontext():
-                    self._end_forward(torch.is_grad_enabled() or unit.call.is_transformed)
+                self._end_forward(torch.is_grad_enabled())
             elif not unit.is_resident and unit.call.outer is None:
                 (self.leases.staying if self._keeps_units or is_hidden else self.leases.trailing).take(unit)
         return output
@@ -184,21 +177,14 @@ class Passes(ShardedModule):
         """End a forward, perhaps after an exception; then the root's forward has failed, too."""
         if self.is_in_method and unit is self.root:
             return
-        if is_transformed():
-            with outside_transforms():
-                self.leave_forward(unit)
-            return
         is_second = is_in_backward()
         self._calls.end(unit, is_second)
-        unit.edits.keep()
         if not is_second:
             if not unit.is_in_forward:  # else the unit has called itself
                 if not unit.is_resident:
                     self.leases.in_use.end((unit,))
                 if not self.leases.held.units:
                     unit.slots.uninstall()
-                    if not torch.is_grad_enabled():
-                        unit.leave_views()
             if unit is self.root:
                 self.abandon_forward()
             if self.state.phase is _FORWARD:
@@ -367,6 +353,7 @@ class Passes(ShardedModule):
         self.put_away()
         torch.clear_autocast_cache()  # gradients of old casts would arrive at the end of the next backward
         self.here.leave()
+        self.check_edits()  # of hooks in the backward, too
         if completes:
             self.reducer.call_hooks()
 
@@ -396,7 +383,5 @@ class Passes(ShardedModule):
             return
         for unit in self.units:
             unit.slots.uninstall()
-            if unit.is_resident:
-                unit.edits.keep()  # of a forward that ran again
-            elif not unit.leases:
+            if not unit.leases:
                 unit.reshard()

@@ -131,6 +131,7 @@ class Runtime(Passes):
                 if any(gradients.left_to_autograd for gradients in unit.gradients):  # the batch has failed
                     unit.drop_gradients()
             self.end_parts()
+        self.check_edits()
 
     def show_all(self) -> None:
         """Show the parameters of all units to the end of the batch, where they all lie on this rank.

@@ -93,10 +93,7 @@ class ForwardCall:
         began: the tick at which the call begins.
     """
 
-    __slots__ = (
-        *("__weakref__", "began", "ended", "entered_in", "forward", "is_transformed", "outer", "region"),
-        "unit",
-    )
+    __slots__ = (*("__weakref__", "began", "ended", "entered_in", "forward", "outer", "region", "unit"),)
 
     def __init__(self, unit: Unit, began: int) -> None:
         self.unit, self.began, self.ended = unit, began, NEVER
@@ -106,8 +103,6 @@ class ForwardCall:
         """The activation checkpoint around it."""
         self.forward: object = None
         """The notes of the call log on its forward."""
-        self.is_transformed = False
-        """True inside a transform of torch.func: its outputs have no hooks."""
         self.entered_in: object = None
         """The last backward that has come to it."""
 
@@ -183,7 +178,7 @@ class Unit:
         self.slots = Slots(buffers)
         """The places in modules that hold its parameters."""
         self.edits = Edits(buffers)
-        """The edits of forwards."""
+        """Notices edits of its unsharded parameters."""
 
     @property
     def is_in_forward(self) -> bool:
@@ -245,8 +240,6 @@ class Unit:
         if self.is_resident:
             return
         if self.state is not UnitState.SHARDED:
-            if not for_backward:
-                self.edits.keep()  # of a second forward; a first one has kept its own
             self.wait()
             for buffer in self.buffers:
                 buffer.free(for_backward and self.backward_needs_parameters)
@@ -267,16 +260,6 @@ class Unit:
             self.unshard()
         else:
             self.reshard()
-
-    def note_views(self) -> None:
-        """Count the views of parameters that exist before a forward without a graph."""
-        for buffer in self.buffers:
-            buffer.note_views()
-
-    def leave_views(self) -> None:
-        """Leave the memory of parameters to the views that a forward without a graph has left."""
-        for buffer in self.buffers:
-            buffer.leave_views()
 
     def copy_own(self, output: Any) -> Any:
         """Return the output of a forward without views of parameters, whose memory is about to be freed."""
