@@ -262,12 +262,6 @@ TRANSPARENT = {
     "dataclass in a dict in a dataclass": (Plain({"x": Plain(A, [B])}, C), [A, B, C]),
     "frozen dataclass with slots": (Frozen((A, B)), [A, B]),
     "the same tensor twice": ((A, A), [A]),
-    "object": (Opaque(A), [A]),
-    "object among tensors": ((A, Opaque(B), C), [A, B, C]),
-    "object in a dataclass": (Plain(A, Opaque(B)), [A, B]),
-    "user dict": (collections.UserDict(a=A), [A]),
-    "namespace": (types.SimpleNamespace(a=A), [A]),
-    "set": ({A}, [A]),
 }
 
 
@@ -284,13 +278,18 @@ OPAQUE = {
     "generator": ((each for each in [A]), []),
     "array": (A.numpy(), []),
     "method": (torch.nn.Identity().forward, []),
-    "object with an iterator": ((A, Opaque(zip([B], strict=True))), [A]),
+    "object": (Opaque(A), []),
+    "object among tensors": ((A, Opaque(B), C), [A, C]),
+    "object in a dataclass": (Plain(A, Opaque(B)), [A]),
+    "user dict": (collections.UserDict(a=A), []),
+    "namespace": (types.SimpleNamespace(a=A), []),
+    "set": ({A}, []),
     "function": (lambda: A, []),
 }
 
 
 @pytest.mark.parametrize("what", OPAQUE)
-def test_what_cannot_be_looked_into_is_reported(what):
+def test_what_is_not_looked_into_is_reported(what):
     value, expected = OPAQUE[what]
     tensors, is_opaque = find_tensors(value)
     assert sorted(map(id, tensors)) == sorted(map(id, expected))
