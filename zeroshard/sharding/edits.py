@@ -1,9 +1,10 @@
 """Edits of parameters in a forward or backward, which are refused: the next gather would overwrite them.
 
-Modules compute with unsharded parameters, which are copies of the main ones. So versions and addresses of a
-unit's parameters are compared with those of the last look. `.data` shares the version of its parameter. Equal
-values in other memory are no edit: a recurrent layer on a GPU moves its weights into one piece of memory for
-cuDNN, and counts no version.
+Modules compute with unsharded parameters, which are mostly copies of the main ones. So versions and addresses
+of a unit's parameters are compared with those of the last look. `.data` shares the version of its parameter.
+The answer is the same at every stage and on all ranks, whose slices are different. Equal values in other
+memory are no edit: a recurrent layer on a GPU moves its weights into one piece of memory for cuDNN, and
+counts no version.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Edits:
         """Compare the parameters with those of the last look.
 
         Raises:
-            RuntimeError: one was edited since. It has its main values again after the next gather.
+            RuntimeError: one was edited since. The next gather is from main values.
         """
         # torch takes several times as long to read an attribute of a subclass of Parameter.
         with past_guards():
