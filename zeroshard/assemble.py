@@ -47,7 +47,6 @@ from zeroshard.plan.units import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter
-from zeroshard.sharding.fastpaths import leave_fast_paths
 from zeroshard.sharding.hooks import hook
 from zeroshard.sharding.reduced import gradients_of
 from zeroshard.sharding.runtime import Runtime
@@ -188,7 +187,6 @@ def divide_and_cast(
     if over is not None:
         install(module, division.layers, over, changes)
     cast_forwards(module, {m: cast for m, cast in casts.items() if m in divided}, changes)
-    leave_fast_paths(module, casts, changes)
 
 
 def find_module_casts(module: nn.Module, specs: Iterable[UnitSpec], config: Config) -> dict[nn.Module, Cast]:

@@ -20,7 +20,6 @@ from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.data.losses import LossFunction, check_loss
 from zeroshard.deepspeed.habits import DeepSpeedNames
 from zeroshard.forwards.methods import EnginesOwn, as_forward, held_unsharded, register_method_of_part
-from zeroshard.internals.autograd import outside_transforms
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.internals.warn import warn_user
@@ -31,7 +30,7 @@ from zeroshard.parallel.pipeline.training import Pipelined
 from zeroshard.parameters.state import refuse_averages, refuse_to_drop
 from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
-from zeroshard.sharding.tracers import refuse_proxies
+from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
 from zeroshard.stepping.attach import Judged, attach
 from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import StepGuard
@@ -105,11 +104,10 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward."""
-        if type(args) is not tuple:
-            refuse_proxies()
+        refuse_tracers(args)
+        refuse_transforms()
         if self._runtime.context.setting.placements.frees_parameters or self._axes.dp.size == 1:
-            with outside_transforms():
-                self._saver.check(self._axes.world)  # elsewhere the ranks may call forward unevenly
+            self._saver.check(self._axes.world)  # elsewhere the ranks may call forward unevenly
         try:
             return self.module(*args, **kwargs)
         except BaseException:

@@ -219,14 +219,14 @@ def hybrid_cuts_within_tolerance():
 class Segments(Chain):
     """Checkpoints around several blocks each, one of which is in a checkpoint of its own as well."""
 
-    def __init__(self, num_blocks, size, *, reentrant):
+    def __init__(self, num_blocks, size):
         super().__init__(num_blocks)
-        self.size, self.reentrant = size, reentrant
+        self.size = size
 
     def forward(self, x, cut=(), how="detach"):
         x = self.first(x)
         for begin in range(0, len(self.blocks), self.size):
-            x = checkpoint(self.run_segment, x, begin, cut, how, use_reentrant=self.reentrant)
+            x = checkpoint(self.run_segment, x, begin, cut, how, use_reentrant=False)
         return self.last(x)
 
     def run_segment(self, x, begin, cut, how):
@@ -239,20 +239,19 @@ class Segments(Chain):
         return checkpoint(self.call, block, x, is_cut, how, use_reentrant=False)
 
 
-def cut_segments(num_prefetch, reentrant):
+def cut_segments(num_prefetch):
     found = []
     for seed in range(3):
         torch.manual_seed(seed)
-        model = Segments(8, 3 + seed, reentrant=reentrant)
+        model = Segments(8, 3 + seed)
         found += follow(model, Plan(seed), stage=3, num_prefetch=num_prefetch)
     return found
 
 
 @pytest.mark.long_where(num_prefetch=[0])
-@pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("num_prefetch", [0, 2])
-def test_cuts_inside_checkpoints_around_several_units(ranks, num_prefetch, reentrant):
-    assert ranks(2, cut_segments, num_prefetch, reentrant) == [[], []]
+def test_cuts_inside_checkpoints_around_several_units(ranks, num_prefetch):
+    assert ranks(2, cut_segments, num_prefetch) == [[], []]
 
 
 class PackedBytes:
@@ -311,7 +310,7 @@ class TwoSegments(Segments):
     def forward(self, x, cut=(), how="detach"):
         x = self.first(x)
         for numbers_of_blocks in ((0, 1, 2), (1, 3, 4)):
-            x = checkpoint(self.run_blocks, x, numbers_of_blocks, cut, how, use_reentrant=self.reentrant)
+            x = checkpoint(self.run_blocks, x, numbers_of_blocks, cut, how, use_reentrant=False)
         return self.last(x)
 
     def run_blocks(self, x, numbers_of_blocks, cut, how):
@@ -336,8 +335,8 @@ def odd_checkpoints():
     found = []
     for seed in range(3):
         torch.manual_seed(seed)
-        found += follow(TwoSegments(5, 3, reentrant=False), Plan(seed), stage=3)
-        found += follow(SomeCheckpoint(6, 2, reentrant=False), Plan(seed), stage=3)
+        found += follow(TwoSegments(5, 3), Plan(seed), stage=3)
+        found += follow(SomeCheckpoint(6, 2), Plan(seed), stage=3)
     return found
 
 

@@ -1,4 +1,4 @@
-"""torch's own transformer layers in evaluation, whose fast paths ask for parameters and hooks."""
+"""torch's own transformer layers in evaluation compute as in training, as in plain PyTorch with a hook."""
 
 import copy
 
@@ -58,6 +58,15 @@ MODELS = {
 }
 
 
+def slowly(model, x, mask):
+    """The output without fast paths, those of attention alone included."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        return model(x, mask)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
 def evaluated(name, units):
     """How far evaluation is from plain PyTorch at each stage, and training losses that are not the same."""
     torch.manual_seed(0)
@@ -70,11 +79,9 @@ def evaluated(name, units):
         for _ in range(2):
             for context in (torch.no_grad(), torch.inference_mode()):
                 with context:
-                    want, got = plain.eval()(x, mask), engine.eval()(x, mask)
+                    want, got = slowly(plain.eval(), x, mask), engine.eval()(x, mask)
                 distance = (got - want).abs().max().item()
                 found += [f"stage {stage}: off by {distance:g}"] * (distance > 2e-6)
-                zeros = want.eq(0).all(-1).equal(got.eq(0).all(-1))
-                found += [] if zeros else [f"stage {stage}: other positions are 0"]
             losses = [net.train()(x, mask).square().mean() for net in (plain, engine)]
             found += [f"stage {stage}: losses {losses}"] * (abs(losses[0] - losses[1]).item() > 1e-6)
             losses[1].backward()

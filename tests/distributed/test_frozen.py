@@ -38,12 +38,12 @@ from tests.distributed.training import (
 peft = pytest.importorskip("peft")
 
 
-def lora(dtype=torch.float32, *, checkpoints=None, **options):
+def lora(dtype=torch.float32, *, checkpoints=False, **options):
     """Adapters, with random values in both halves, on a small Llama; the rest is frozen.
 
     Args:
         dtype: of what is frozen; adapters stay in fp32.
-        checkpoints: whether activation checkpoints are the reentrant ones; None: there are none.
+        checkpoints: whether there are activation checkpoints.
         options: of peft.
     """
     base = build("tied transformers Llama").to(dtype)
@@ -54,8 +54,8 @@ def lora(dtype=torch.float32, *, checkpoints=None, **options):
         task_type="CAUSAL_LM",
         **options,
     )
-    if checkpoints is not None:
-        base.gradient_checkpointing_enable({"use_reentrant": checkpoints})
+    if checkpoints:
+        base.gradient_checkpointing_enable()
         base.enable_input_require_grads()
     model = peft.get_peft_model(base, config)
     assert {p.dtype for p in trained(model).values()} == {torch.float32}
@@ -75,8 +75,7 @@ def lora_as_in_ddp():
         for name, options in {
             "plain": {},
             "frozen in bf16": {"dtype": torch.bfloat16},
-            "checkpoints": {"checkpoints": False},
-            "reentrant checkpoints": {"checkpoints": True},
+            "checkpoints": {"checkpoints": True},
             "gradients end before the first layer": {"layers_to_transform": [1]},
             "weights decomposed": {"use_dora": True},
             "a head beside": {"modules_to_save": ["lm_head"]},

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import math
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.models import GPT, VOCABULARY, Tiny
 from tests.distributed.training import (
+    ALL_STAGES,
     STAGES,
     build,
     differences,
@@ -290,12 +293,12 @@ def test_modules_of_other_kinds_train_as_in_ddp_to_the_bit(ranks, num_ranks, mak
 class Checkpointed(GPT):
     """`how`: what is recomputed in backward."""
 
-    def __init__(self, how, use_reentrant, **sizes):
+    def __init__(self, how, **sizes):
         super().__init__(tied=True, **sizes)
-        self.how, self.use_reentrant = how, use_reentrant
+        self.how = how
         if how == "parts":
             for block in self.blocks:
-                block.mlp = Recomputed(block.mlp, use_reentrant)
+                block.mlp = Recomputed(block.mlp)
 
     def forward(self, batch):
         x = self.tokens(batch) + self.positions.weight[: batch.shape[1]]
@@ -303,7 +306,7 @@ class Checkpointed(GPT):
         if self.how in groups:
             size = groups[self.how]
             for begin in range(0, len(self.blocks), size):
-                x = checkpoint(self._run, x, begin, begin + size, use_reentrant=self.use_reentrant)
+                x = checkpoint(self._run, x, begin, begin + size, use_reentrant=False)
         else:
             x = self._run(x, 0, len(self.blocks))
         return self.head(self.norm(x) * self.gain)
@@ -315,28 +318,28 @@ class Checkpointed(GPT):
 
 
 class Recomputed(nn.Module):
-    def __init__(self, inner, use_reentrant):
+    def __init__(self, inner):
         super().__init__()
-        self.inner, self.use_reentrant = inner, use_reentrant
+        self.inner = inner
 
     def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 class InsideAndOutside(nn.Module):
     """A block whose layer runs inside a checkpoint and again outside, in either order."""
 
-    def __init__(self, use_reentrant, inside_first):
+    def __init__(self, inside_first):
         super().__init__()
-        self.use_reentrant, self.inside_first = use_reentrant, inside_first
+        self.inside_first = inside_first
         self.layer, self.other = nn.Linear(20, 20), nn.Linear(20, 20)
 
     def forward(self, x):
         if self.inside_first:
-            x = checkpoint(self._body, x, use_reentrant=self.use_reentrant)
+            x = checkpoint(self._body, x, use_reentrant=False)
             return torch.tanh(self.layer(x))
         x = torch.tanh(self.layer(x))
-        return x + checkpoint(self._body, x, use_reentrant=self.use_reentrant)
+        return x + checkpoint(self._body, x, use_reentrant=False)
 
     def _body(self, x):
         return self.other(torch.tanh(self.layer(x)))
@@ -354,16 +357,16 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-def checkpointed(use_reentrant):
+def checkpointed():
     """To the bit where DDP can; it refuses parameters that a backward reaches twice."""
     found = []
     for how in ("blocks", "parts", "pairs", "all"):
         torch.manual_seed(0)
-        model = Checkpointed(how, use_reentrant, num_blocks=4)
+        model = Checkpointed(how, num_blocks=4)
         found += [f"{how}: {line}" for line in same_as_replicated(model, num_steps=3)]
     for inside_first in (True, False):
         torch.manual_seed(0)
-        model = Stack([InsideAndOutside(use_reentrant, inside_first) for _ in range(3)])
+        model = Stack([InsideAndOutside(inside_first) for _ in range(3)])
         lines = same_as_averaged(model, lambda net, n: net(numbers(n, 5, 7)).square().mean())
         found += [f"inside first {inside_first}: {line}" for line in lines]
     return found
@@ -377,9 +380,59 @@ def same_as_averaged(model, loss):
 
 @pytest.mark.long_where(num_ranks=[2])
 @RANKS
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints_around_blocks_and_parts_of_them_change_no_number(ranks, num_ranks, use_reentrant):
-    assert ranks(num_ranks, checkpointed, use_reentrant, timeout=120) == [[]] * num_ranks
+def test_checkpoints_around_blocks_and_parts_of_them_change_no_number(ranks, num_ranks):
+    assert ranks(num_ranks, checkpointed, timeout=120) == [[]] * num_ranks
+
+
+class OwnCheckpoint(torch.autograd.Function):
+    """A reentrant checkpoint that is not torch's."""
+
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run, ctx.x = run, x.detach()
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            output = ctx.run(x)
+        torch.autograd.backward(output, gradient)
+        return None, x.grad
+
+
+class Reentrant(nn.Module):
+    """Runs a block, which may be frozen, or a layer of the root in a reentrant checkpoint."""
+
+    def __init__(self, what, is_own, frozen):
+        super().__init__()
+        self.what, self.is_own = what, is_own
+        self.first, self.block, self.last = nn.Linear(7, 7), Recomputed(nn.Linear(7, 7)), nn.Linear(7, 1)
+        self.block.requires_grad_(not frozen)
+
+    def forward(self, x):
+        x, inside = self.first(x), getattr(self, self.what)
+        if self.is_own:
+            return OwnCheckpoint.apply(inside, x).square().mean()
+        return checkpoint(inside, x, use_reentrant=True).square().mean()
+
+
+def refused():
+    found = []
+    for stage in ALL_STAGES:
+        for what, is_own, frozen in product(("block", "last"), (False, True), (False, True)):
+            if what == "block" and frozen and (is_own or stage < 3):
+                continue  # the block has no gradient; stage 3 gathers it in an order that all ranks must know
+            engine, _ = start(Reentrant(what, is_own, frozen), "SGD", stage=stage, units=["Recomputed"])
+            with pytest.raises(RuntimeError, match=r"reentrant activation checkpoint.*use_reentrant=False"):
+                engine.backward(engine(numbers(0, 5, 7)))
+            with torch.no_grad():
+                found.append(engine(numbers(0, 5, 7)).item())
+    return all(math.isfinite(loss) for loss in found)
+
+
+def test_reentrant_checkpoints_are_refused_in_the_forward_or_with_the_first_gradient(ranks):
+    assert ranks(2, refused) == [True, True]
 
 
 # ------------------------------------------------------------------------------------------- two engines

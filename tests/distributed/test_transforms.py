@@ -1,4 +1,4 @@
-"""Forwards inside the transforms of torch.func and inside tracers; backwards through gradients."""
+"""Forwards inside transforms of torch.func and inside tracers are refused; backwards through gradients."""
 
 from __future__ import annotations
 
@@ -26,21 +26,17 @@ def dual(model):
         return forward_ad.unpack_dual(model(made)).tangent.clone()
 
 
-TRANSFORMS = {
-    "grad": lambda model: torch.func.grad(lambda x: model(x).square().mean())(numbers(0, 5, 7)),
-    "vjp": lambda model: torch.func.vjp(lambda x: model(x), numbers(0, 5, 7))[1](numbers(1, 5, 3)),
-    "jvp": lambda model: torch.func.jvp(lambda x: model(x), (numbers(0, 5, 7),), (numbers(1, 5, 7),)),
-    "vmap": lambda model: torch.func.vmap(lambda x: model(x))(numbers(0, 5, 7)),
-    "vmap without gradients": lambda model: torch.no_grad()(torch.func.vmap(lambda x: model(x)))(
-        numbers(0, 5, 7)
-    ),
-    "gradients of samples": lambda model: torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(
-        numbers(0, 5, 7)
-    ),
-    "jacrev": lambda model: torch.func.jacrev(lambda x: model(x))(numbers(0, 7)),
-    "jacfwd": lambda model: torch.func.jacfwd(lambda x: model(x))(numbers(0, 7)),
-    "hessian": lambda model: torch.func.hessian(lambda x: model(x).sum())(numbers(0, 7)),
-    "functionalize": lambda model: torch.func.functionalize(lambda x: model(x))(numbers(0, 5, 7)),
+TRANSFORMS = (
+    lambda model: torch.func.grad(lambda x: model(x).square().mean())(numbers(0, 5, 7)),
+    lambda model: torch.func.vjp(lambda x: model(x), numbers(0, 5, 7)),
+    lambda model: torch.func.jvp(lambda x: model(x), (numbers(0, 5, 7),), (numbers(1, 5, 7),)),
+    lambda model: torch.func.vmap(lambda x: model(x))(numbers(0, 5, 7)),
+    lambda model: torch.no_grad()(torch.func.vmap(lambda x: model(x)))(numbers(0, 5, 7)),
+    lambda model: torch.func.hessian(lambda x: model(x).sum())(numbers(0, 7)),
+    lambda model: torch.func.functionalize(lambda x: model(x))(numbers(0, 5, 7)),
+)
+
+DERIVATIVES = {
     "dual tensors": dual,
     "functional.jacobian": lambda model: functional.jacobian(lambda x: model(x), numbers(0, 5, 7)),
     "functional.jacobian of a vmap": lambda model: functional.jacobian(
@@ -65,7 +61,10 @@ TRACERS = (
     torch.fx.symbolic_trace,
     shape_of,
 )
-REFUSAL = r"a sharded model cannot be recorded by .*\. Trace the model before zeroshard\.initialize"
+REFUSALS = {
+    TRACERS: r"a sharded model cannot be recorded by .*\. Trace the model before zeroshard\.initialize",
+    TRANSFORMS: r"cannot be called inside a transform of torch\.func .*create_graph=True",
+}
 
 
 def make():
@@ -105,14 +104,14 @@ def apart(what, got, want):
     return found
 
 
-def transform_all(stage):
-    """Every transform through one engine, with a step after each."""
+def derive_all(stage):
+    """Every derivative through one engine, with a step after each."""
     model, found = make(), []
     plain = copy.deepcopy(model)
     optimizer, losses, want = sgd(plain), [], []
     engine, own = start(model, sgd(model), stage=stage, **UNITS)
-    for number, (name, transform) in enumerate(TRANSFORMS.items()):
-        found += unlike(f"stage {stage}, {name}", transform(engine), transform(plain))
+    for number, (name, derive) in enumerate(DERIVATIVES.items()):
+        found += unlike(f"stage {stage}, {name}", derive(engine), derive(plain))
         losses.append(step(engine, own, square_loss, number))
         want.append(averaged_step(plain, optimizer, square_loss, number))
     return found + apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
@@ -121,33 +120,41 @@ def transform_all(stage):
 @pytest.mark.long_where(num_ranks=[2], stage=[0, 2])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_transforms_give_what_plain_pytorch_gives_and_the_steps_between_them_too(ranks, num_ranks, stage):
-    for found in ranks(num_ranks, transform_all, stage):
+def test_derivatives_are_those_of_plain_pytorch_and_the_steps_between_them_too(ranks, num_ranks, stage):
+    for found in ranks(num_ranks, derive_all, stage):
         assert found == []
 
 
-def trace_all(stage):
+def trace_all(stage, around):
     model = make()
     plain = copy.deepcopy(model)
     optimizer, losses, want = sgd(plain), [], []
     engine, own = start(model, sgd(model), stage=stage, **UNITS)
-    for number, trace in enumerate(TRACERS):
-        with pytest.raises(RuntimeError, match=REFUSAL):
-            trace(engine)
+    for number, trace in enumerate(around):
+        for called in (engine, engine.module)[: 1 if trace in TRACERS else 2]:
+            with pytest.raises(RuntimeError, match=REFUSALS[around]):
+                trace(called)
         losses.append(step(engine, own, square_loss, number))
         want.append(averaged_step(plain, optimizer, square_loss, number))
     return apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_tracers_are_refused_and_the_steps_between_them_are_right(ranks, num_ranks):
+def test_tracers_and_transforms_are_refused_and_the_steps_between_them_are_right(ranks, num_ranks):
     for stage in STAGES:
-        for found in ranks(num_ranks, trace_all, stage):
-            assert found == []
+        for number in range(2):
+            for found in ranks(num_ranks, traced, stage, number):
+                assert found == []
+
+
+def traced(stage, number):
+    return trace_all(stage, (TRACERS, TRANSFORMS)[number])
 
 
 class Energy(nn.Module):
     """Takes gradients of a block inside its forward, as models of forces do."""
+
+    transforms = True
 
     def __init__(self):
         super().__init__()
@@ -160,25 +167,24 @@ class Energy(nn.Module):
 
     def forward(self, x):
         x = self.blocks[0](self.inner(x))
+        if not self.transforms:
+            return self.blocks[1](x) * self.scale
         forces = torch.func.vmap(torch.func.grad(lambda row: self.blocks[1](row).square().sum()))(x)
         return forces * self.scale
 
 
-def loss_of_samples(model, number):
-    return torch.func.vmap(lambda x: model(x))(numbers(number, 5, 7)).square().mean()
+def energy(stage):
+    engine, own = start(Energy(), "SGD", stage=stage, **UNITS)
+    with pytest.raises(RuntimeError, match=REFUSALS[TRANSFORMS]):
+        square_loss(engine, 0)
+    engine.module.transforms = False
+    return step(engine, own, square_loss, 0) > 0
 
 
-def loss_of_derivatives(model, number):
-    """A residual of a differential equation."""
-    slopes = torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(numbers(number, 5, 7))
-    return slopes.square().mean() + model(numbers(number + 50, 5, 7)).square().mean()
-
-
-def loss_of_directions(model, number):
-    output, tangent = torch.func.jvp(
-        lambda x: model(x), (numbers(number, 5, 7),), (numbers(number + 50, 5, 7),)
-    )
-    return (output + tangent).square().mean()
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_forward_that_transforms_a_unit_inside_is_refused(ranks, num_ranks):
+    for stage in STAGES:
+        assert all(ranks(num_ranks, energy, stage))
 
 
 def loss_of_critic(model, number):
@@ -197,61 +203,24 @@ def loss_of_two_backwards(model, number):
     return penalty
 
 
-def loss_of_samples_first(model, number):
-    return loss_of_samples(model, number) + square_loss(model, number + 50)
+LOSSES = (loss_of_critic, loss_of_two_backwards)
 
 
-def loss_of_samples_last(model, number):
-    return square_loss(model, number + 50) + loss_of_samples(model, number)
-
-
-LOSSES = (loss_of_samples, loss_of_derivatives, loss_of_directions, loss_of_critic, loss_of_two_backwards)
-MIXED = (loss_of_samples_first, loss_of_samples_last, loss_of_derivatives, loss_of_directions)
-
-
-def train_both(build, losses, stage, **options):
+def train_both(losses, stage):
     found = []
     for loss in losses:
-        model = build()
+        model = make()
         plain = copy.deepcopy(model)
         optimizer = sgd(plain)
-        engine, own = start(model, sgd(model), stage=stage, **UNITS, **options)
+        engine, own = start(model, sgd(model), stage=stage, **UNITS)
         got = [step(engine, own, loss, number) for number in range(3)]
         want = [averaged_step(plain, optimizer, loss, number) for number in range(3)]
         found += apart(f"stage {stage}, {loss.__name__}", finish(engine, got), finish(plain, want))
     return found
 
 
-@pytest.mark.long_where(num_ranks=[2], stage=[0, 2])
-@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_losses_made_of_transforms_train_as_in_plain_pytorch(ranks, num_ranks, stage):
-    for found in ranks(num_ranks, train_both, Tiny, LOSSES, stage):
-        assert found == []
-    for found in ranks(num_ranks, train_both, Energy, (square_loss,), stage):
-        assert found == []
-
-
-@pytest.mark.long_where(num_ranks=[2], recompute=["none"])
-@pytest.mark.parametrize("recompute", ["none", "unit"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_one_backward_goes_through_forwards_inside_and_outside_of_transforms(ranks, num_ranks, recompute):
+def test_losses_made_of_derivatives_train_as_in_plain_pytorch(ranks, num_ranks):
     for stage in STAGES:
-        for found in ranks(num_ranks, train_both, Tiny, MIXED, stage, recompute=recompute):
+        for found in ranks(num_ranks, train_both, LOSSES, stage):
             assert found == []
-
-
-def gathered_after_transforms():
-    """Elements of units gathered: after a transform, a forward and a backward; and a transform and a step."""
-    model = make()
-    engine, own = start(model, sgd(model), stage=3, units=["Sequential"])
-    now = []
-    for ends in (lambda: square_loss(engine, 1).backward(), own.step, lambda: engine.full_state_dict()):
-        loss_of_samples(engine, 0)
-        ends()
-        now.append(engine.memory_report().unsharded)
-    return now
-
-
-def test_what_a_transform_gathered_is_freed_by_a_backward_or_a_step(ranks):
-    assert ranks(2, gathered_after_transforms) == [[0, 0, 0]] * 2

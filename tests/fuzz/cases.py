@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.fuzz import tiers
-from tests.fuzz.blocks import Checkpointed, Gate
+from tests.fuzz.blocks import Gate
 from tests.fuzz.habits import Habits, draw_habits
 from tests.fuzz.models import Net, compute_in, random_model, unconditional
 from tests.fuzz.muon import MUON, draws_muon, make_muon
@@ -197,12 +197,12 @@ def build_case(seed: int) -> Case:
     habits = draw_habits(seed, model, loop, config, nums, case.wants_input_gradients)
     if frozen := _choose_frozen(seed, model, config):
         config["frozen"] = frozen
-    if habits.penalty is None and "ignored" not in config:
+    if not habits.penalty and "ignored" not in config:
         is_exact = num_ranks != 3
         if is_exact or all(p.dtype != torch.float64 for p in model.parameters()):
             main_dtype = config["precision"].get("main_dtype")
             config["precision"]["overrides"] = draw_overrides(seed, model, main_dtype, is_exact=is_exact)
-    if habits.penalty is not None:  # derivatives of gradients have another graph on each rank then
+    if habits.penalty:  # derivatives of gradients have another graph on each rank then
         steps = [replace(step, cuts=((),) * num_ranks, num_forwards=1) for step in steps]
     if draws_muon(seed):
         case = replace(case, optimizer=MUON)
@@ -324,12 +324,9 @@ def _precision(random: Random, num_ranks: int, model: Net) -> dict[str, Any]:
 def _step(random: Random, model: Net, loop: str, num_micro_batches: int) -> Step:
     numbers = list(range(len(model.blocks)))
     called = numbers if random.random() < 0.7 else random.sample(numbers, random.randint(0, len(numbers)))
-    # Where a reentrant checkpoint is used twice in a backward, its gradients arrive and are reduced in two
-    # parts, which is another order of additions.
-    is_reentrant = any(isinstance(m, Checkpointed) and m.reentrant for m in model.modules())
-    if called and not is_reentrant and random.random() < 0.1:
+    if called and random.random() < 0.1:
         called = [*called, random.choice(called)]
-    num_forwards = 2 if loop != "train_batch" and not is_reentrant and random.random() < 0.2 else 1
+    num_forwards = 2 if loop != "train_batch" and random.random() < 0.2 else 1
     fails = (random.choice(FAILURES), random.choice(called)) if called and random.random() < 0.15 else None
     if fails and any(isinstance(m, Gate) and m.cuts for m in model.modules()):
         fails = "forward", fails[1]  # a backward might not come there on all ranks

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,19 +32,12 @@ class Pair(NamedTuple):
     states: Tensor
 
 
-class Attributes(dict):
-    """A mapping of a class that nobody else knows."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-
 class Net(nn.Module):
     """A stem, blocks, a head; parameters of its own, one of which nobody uses.
 
     Args:
         kind: of the inputs, one of INPUTS.
-        returns: "tensor", "dict", "tuple" or "dataclass"; or "attributes" or "namespace", with a parameter.
+        returns: "tensor", "dict", "tuple" or "dataclass".
     """
 
     def __init__(self, kind: str, width: int, body: list[nn.Module], num_outputs: int, returns: str) -> None:
@@ -80,10 +72,6 @@ class Net(nn.Module):
                 return Pair(prediction, x)
             case "dataclass":
                 return Output(prediction)
-            case "attributes":
-                return Attributes(prediction=prediction, weights=[self.positions])
-            case "namespace":
-                return SimpleNamespace(prediction=prediction, weights=[self.positions])
         return prediction
 
 
@@ -109,8 +97,8 @@ def random_model(random: Random, *, recomputes: bool) -> Net:
     """Structure from `random`, values from torch's default generator.
 
     Args:
-        recomputes: whether units are recomputed: no reentrant checkpoint goes inside another, and running
-            statistics inside two depend on how often each of them runs the forward.
+        recomputes: whether units are recomputed: running statistics inside two checkpoints depend on how
+            often each of them runs the forward.
     """
     width, kind = random.choice((4, 6, 8, 12, 20, 32)), random.choice(INPUTS)
     make = _maker(random, width, recomputes)
@@ -127,7 +115,6 @@ def random_model(random: Random, *, recomputes: bool) -> Net:
         model.head.weight = model.stem.weight
     if random.random() < 0.25:
         _share(random, model)
-    _separate_reentrant(model)
     _choose_dtypes(random, model)
     if random.random() < 0.3:
         _freeze(random, model)
@@ -165,10 +152,7 @@ def _maker(random: Random, width: int, recomputes: bool) -> Callable[[int], nn.M
             (
                 lambda: blocks.Gate(random.choice(plain)(), cuts=random.random() < 0.3),
                 lambda: blocks.Nested([make(depth - 1) for _ in range(random.randint(1, 3))]),
-                lambda: blocks.Checkpointed(
-                    random.choice(plain[:-1] if recomputes else plain)(),
-                    reentrant=not recomputes and random.random() < 0.4,
-                ),
+                lambda: blocks.Checkpointed(random.choice(plain[:-1] if recomputes else plain)()),
                 lambda: blocks.KeywordOnly(make(depth - 1)),
             )
         )
@@ -216,16 +200,6 @@ def _share(random: Random, model: Net) -> None:
 def _num_places(model: Net) -> Counter[nn.Parameter]:
     """By parameter, how many names it has."""
     return Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-
-
-def _separate_reentrant(model: Net) -> None:
-    """A parameter in a reentrant checkpoint and elsewhere gets gradients twice in a backward, and each is
-    reduced by itself: another order of additions. So such a model has no reentrant checkpoint.
-    """
-    if any(number > 1 for number in _num_places(model).values()):
-        for module in model.modules():
-            if isinstance(module, blocks.Checkpointed):
-                module.reentrant = False
 
 
 def _choose_dtypes(random: Random, model: Net) -> None:

@@ -1,4 +1,4 @@
-"""Parts of a loss that are made of derivatives of the model, by torch.func or by autograd."""
+"""A part of a loss that is made of derivatives of the model."""
 
 from __future__ import annotations
 
@@ -16,56 +16,25 @@ Predict = Callable[[Tensor], Tensor]
 """[batch, ...] -> the prediction [batch, length, outputs]."""
 
 
-def _directions(predict: Predict, inputs: Tensor) -> Tensor:
-    return torch.func.jvp(predict, (inputs,), (inputs.flip(0) + 1,))[1]
-
-
-def _samples(predict: Predict, inputs: Tensor) -> Tensor:
-    return torch.func.vmap(lambda x: predict(x[None])[0])(inputs)
-
-
-def _gradients_of_samples(predict: Predict, inputs: Tensor) -> Tensor:
-    return torch.func.vmap(torch.func.grad(lambda x: predict(x[None]).sum()))(inputs)
-
-
-def _gradients(predict: Predict, inputs: Tensor) -> Tensor:
-    return torch.func.grad(lambda x: predict(x).square().sum())(inputs)
-
-
-def _gradients_of_gradients(predict: Predict, inputs: Tensor) -> Tensor:
-    inputs = inputs.detach().requires_grad_()
-    total = predict(inputs).square().sum()
-    return torch.autograd.grad(total, inputs, create_graph=True, materialize_grads=True)[0]
-
-
-PENALTIES: dict[str, Callable[[Predict, Tensor], Tensor]] = {
-    "jvp": _directions,
-    "vmap": _samples,
-    "vmap of grad": _gradients_of_samples,
-    "grad": _gradients,
-    "autograd.grad": _gradients_of_gradients,
-}
-
-
-def penalty(kind: str, predict: Predict, inputs: Tensor) -> Tensor:
-    """0-dim float32. The model should be in evaluation mode: what changes buffers is refused by torch.func.
+def penalty(predict: Predict, inputs: Tensor) -> Tensor:
+    """0-dim float32: of the gradients of the inputs, by torch.autograd.grad with create_graph.
 
     Args:
-        kind: a key of PENALTIES.
-        predict: a forward of the model.
+        predict: a forward of the model, in evaluation mode.
         inputs: [batch, ...]
     """
-    return 0.1 * PENALTIES[kind](predict, inputs.detach()).float().square().mean()
+    inputs = inputs.detach().requires_grad_()
+    total = predict(inputs).square().sum()
+    slopes = torch.autograd.grad(total, inputs, create_graph=True, materialize_grads=True)[0]
+    return 0.1 * slopes.float().square().mean()
 
 
-def can_compute(kind: str, model: Net, dtype: torch.dtype | None) -> bool:
-    """Whether plain PyTorch computes a penalty of a model, with its gradients, whatever blocks are called.
+def can_compute(model: Net, dtype: torch.dtype | None) -> bool:
+    """Whether plain PyTorch computes the penalty of a model, with its gradients, whatever blocks are called.
 
-    It does not of what looks at data inside vmap, saves tensors with hooks inside grad, or is not
-    differentiable twice.
+    It does not of what is not differentiable twice.
 
     Args:
-        kind: a key of PENALTIES.
         model: is left alone.
         dtype: of all parameters inside a forward; None: each has its own.
     """
@@ -82,7 +51,7 @@ def can_compute(kind: str, model: Net, dtype: torch.dtype | None) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            value = penalty(kind, lambda x: prediction_of(model(x, called=called)), inputs)
+            value = penalty(lambda x: prediction_of(model(x, called=called)), inputs)
             (value + model.offset.float().sum()).backward()
         except (RuntimeError, ValueError, NotImplementedError):
             return False

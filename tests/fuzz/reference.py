@@ -126,19 +126,8 @@ class Reference:
     def forward(self, inputs: Tensor, blocks: Blocks) -> Tensor:
         if self.case.compute_dtype and inputs.is_floating_point():
             inputs = inputs.to(self.case.compute_dtype)
-        try:
-            prediction = prediction_of(self.module(inputs, **blocks))
-        finally:
-            self._keep_edits()
+        prediction = prediction_of(self.module(inputs, **blocks))
         return prediction.to(self.case.config["precision"].get("output_dtype") or prediction.dtype)
-
-    @torch.no_grad()
-    def _keep_edits(self) -> None:
-        """What a forward has edited, in the compute dtype, is so in the main parameters, and nothing else."""
-        for name, parameter in self.parameters.items() if self.case.habits.edited else ():
-            main = self.main[name]
-            is_edited = parameter != main.to(parameter.dtype)
-            main.copy_(torch.where(is_edited, parameter.to(main.dtype), main))
 
     def backward(self, loss: Tensor, *, unsynced: bool) -> None:
         defers, is_last = unsynced, True
@@ -149,7 +138,6 @@ class Reference:
             loss = loss / self.num_micro_batches if self.num_micro_batches > 1 else loss
             defers |= self.config["stage"] < 2 and not is_last
         loss.backward()
-        self._keep_edits()  # of forwards that were run again
         for name in self.sharded:
             parameter = self.parameters[name]
             if parameter.grad is not None:

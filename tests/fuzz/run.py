@@ -115,7 +115,7 @@ def _train(case: Case, trainer: Reference | Sharded, step: Step, number: int, tr
     for micro, unsynced in enumerate(step.unsynced):
         what = f"step {number}, micro-batch {micro}"
         losses = []
-        trainer.train(case.habits.penalty is None)
+        trainer.train(not case.habits.penalty)
         for forward in range(step.num_forwards):
             inputs, targets = _batch(case, number, micro, forward)
             inputs.requires_grad_(case.wants_input_gradients)
@@ -139,9 +139,9 @@ def _train(case: Case, trainer: Reference | Sharded, step: Step, number: int, tr
 
 def _loss(case: Case, trainer: Reference | Sharded, inputs: Tensor, targets: Tensor, step: Step) -> Tensor:
     """Of the prediction, and before it of derivatives of the model where the case has a penalty."""
-    kind, more = case.habits.penalty, 0.0
-    if kind is not None:
-        more = penalty(kind, lambda x: trainer.forward(x, {"called": step.called}), inputs)
+    more: Tensor | float = 0.0
+    if case.habits.penalty:
+        more = penalty(lambda x: trainer.forward(x, {"called": step.called}), inputs)
     return mean_loss(trainer.forward(inputs, step.blocks), targets) + more
 
 

@@ -189,10 +189,9 @@ class Sharded:
     def record(self, tracer: str) -> None:
         inputs = random_inputs(self.case.model.kind, 2, torch.Generator().manual_seed(0)).to(place.device())
         blocks = {"called": tuple(range(len(self.case.model.blocks)))}
-        runs_before = inputs.is_floating_point() and not self.case.habits.edited
         self.train(False)  # linearize runs the forward once before it records
         try:
-            if tracer == "linearize" and runs_before:
+            if tracer == "linearize" and inputs.is_floating_point():
                 torch.func.linearize(lambda x: self.forward(x, blocks), inputs)
             else:
                 make_fx(lambda x: self.forward(x, blocks))(inputs)

@@ -44,7 +44,7 @@ def divided_case(seed: int, tp: int) -> Case | None:
         return None
     config |= {"precision": {}, "mesh": {"tp": tp}}
     config.pop("checkpoint", None)
-    habits: Habits = replace(case.habits, penalty=None, acts=())
+    habits: Habits = replace(case.habits, penalty=False, acts=())
     steps = tuple(
         replace(step, edits=False, cuts=tuple(cut for cut in step.cuts for _ in range(tp)))
         for step in case.steps

@@ -293,6 +293,39 @@ GUARDS = (
         ),
     ),
     Break(
+        name="an_edit_in_a_forward_is_lost",
+        says="A parameter that a forward edits has its old value after the next gather, without an error.",
+        file="zeroshard/sharding/edits.py",
+        find="        if moved or versions != self._versions:\n",
+        replace="        if False:\n",
+        tests=(
+            "tests/distributed/test_edits.py::"
+            "test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value[2]",
+        ),
+    ),
+    Break(
+        name="a_gradient_of_a_backward_inside_another",
+        says="The gradients of a reentrant checkpoint are taken, of which a reduction may see a part.",
+        file="zeroshard/sharding/passes.py",
+        find="if backward_task() != self._task and not self.is_delivering:",
+        replace="if False:",
+        tests=(
+            "tests/distributed/test_reuse.py::"
+            "test_reentrant_checkpoints_are_refused_in_the_forward_or_with_the_first_gradient",
+        ),
+    ),
+    Break(
+        name="a_unit_whose_outputs_hide_their_tensors",
+        says="A unit is freed whose backward cannot be noticed, as no tensor of its output is found.",
+        file="zeroshard/sharding/passes.py",
+        find="if is_opaque and not tensors and unit is not self.root and not unit.is_resident:",
+        replace="if False:",
+        tests=(
+            "tests/distributed/test_outputs.py::"
+            "test_a_unit_that_hides_its_tensors_in_an_object_is_refused_by_name[namespace]",
+        ),
+    ),
+    Break(
         name="tensor_ranks_train_different_models",
         says="Tensor ranks with different gradients of a parameter that each holds whole get no error.",
         file="zeroshard/stepping/replicas.py",

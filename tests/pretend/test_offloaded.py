@@ -284,10 +284,6 @@ def under_no_grad(model: Stack, engine: Any) -> Tensor:
         return engine(X)
 
 
-def transformed(model: Stack, engine: Any) -> Tensor:
-    return torch.func.grad(engine)(X)
-
-
 def twice_differentiated(model: Stack, engine: Any) -> Tensor:
     x = X.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(engine(x), x, create_graph=True)
@@ -317,7 +313,6 @@ def inside_checkpoints(model: Stack, engine: Any) -> Tensor:
 
 MODES = {
     under_no_grad: False,
-    transformed: False,
     twice_differentiated: True,
     kept_and_looked_at: True,
     inside_checkpoints: False,

@@ -47,7 +47,7 @@ def test_the_end_of_a_forward_leaves_what_backward_users_and_schedules_need():
     for lease in every:
         lease.take(unit)
     leases.end_forward()
-    needed = {leases.graph, leases.opaque, leases.second_graph, leases.held, leases.scheduled}
+    needed = {leases.graph, leases.second_graph, leases.held, leases.scheduled}
     assert unit.leases == needed
 
 

@@ -164,92 +164,9 @@ def test_mistakes_are_told(ranks):
         assert "expected an optimizer" in messages[2]
 
 
-class Twice(nn.Module):
-    """A layer that computes inside and outside of a reentrant checkpoint: its gradient comes in two parts."""
-
-    def __init__(self, *, has_both=True):
-        super().__init__()
-        self.layer, self.has_both = nn.Linear(8, 8), has_both
-
-    def forward(self, x):
-        outer = self.layer(x)
-        inner = torch.utils.checkpoint.checkpoint(self.layer, outer, use_reentrant=True)
-        return self.layer(inner) if self.has_both else outer + 0 * inner.detach()
-
-
-class Repeated(nn.Module):
-    """A layer in several reentrant checkpoints, as ALBERT's."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-
-    def forward(self, x):
-        for _ in range(3):
-            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
-        return x
-
-
-class Nested(nn.Module):
-    """A checkpoint inside of another one, both reentrant."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside = Twice()
-
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=True)
-
-
 def square_loss(engine, number):
     torch.manual_seed(number)
     return engine(torch.randn(4, 8, requires_grad=True)).square().mean()
-
-
-def in_parts():
-    """Differences to steps after the backward, and the units that were stepped in it, for each model."""
-    found = {}
-    for make_layer, units in ((Twice, ["Twice"]), (Repeated, ["Sequential"]), (Nested, ["Twice"])):
-        states = []
-        for options in ({}, {"offload": {"optimizer": "cpu", "step_in_backward": True}}):
-            torch.manual_seed(0)
-            model = nn.ModuleList([make_layer(), nn.Linear(8, 8)])
-            model.forward = lambda x, model=model: model[1](model[0](x))
-            engine = runs.start({"stage": 3, "units": units} | options, MAKERS["AdamW"], model=model)
-            steps = Stepped(engine) if options else None
-            losses = runs.train(engine, range(2), square_loss)
-            states.append(runs.state(engine, losses))
-            engine.close(restore=False)
-        found[make_layer.__name__] = runs.differences(*states), sorted(set(steps.names))
-    return found
-
-
-def test_a_unit_whose_gradient_comes_in_parts_is_left_to_the_step(ranks):
-    for found in ranks(2, in_parts):
-        assert found == dict.fromkeys(("Twice", "Repeated", "Nested"), ([], [""]))
-
-
-def in_parts_on_one_rank(num_before):
-    """Differences to steps after the backward, or the error."""
-    found = []
-    for options in ({}, {"offload": {"optimizer": "cpu", "step_in_backward": True}}):
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(8, 8)) for _ in range(num_before)]
-        model = nn.Sequential(*layers, Twice(has_both=dist.get_rank() == 0))
-        config = {"stage": 3, "units": ["Twice", "Sequential"]} | options
-        engine = runs.start(config, MAKERS["AdamW"], model=model)
-        try:
-            found.append(runs.state(engine, runs.train(engine, range(2), square_loss)))
-        except RuntimeError as error:
-            return str(error)
-        engine.close(restore=False)
-    return runs.differences(*found)
-
-
-def test_a_gradient_in_parts_on_one_rank_alone_is_stepped_once_or_an_error_on_all(ranks):
-    assert ranks(2, in_parts_on_one_rank, 0) == [[], []]  # told before the only unit is stepped
-    for message in ranks(2, in_parts_on_one_rank, 3):
-        assert "unit '3' got a gradient in two parts on one rank, and was stepped" in message
 
 
 def dropped():

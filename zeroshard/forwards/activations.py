@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.comm import streams
-from zeroshard.internals.autograd import is_in_backward, is_transformed, outermost_checkpoint
+from zeroshard.internals.autograd import is_in_backward, outermost_checkpoint
 from zeroshard.internals.warn import warn_user
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
@@ -74,7 +74,7 @@ def _offloaded(module: nn.Module, activations: Activations, units: Iterable[Unit
 
     @functools.wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or is_transformed() or is_in_backward():
+        if not torch.is_grad_enabled() or is_in_backward():
             return forward(*args, **kwargs)
         if outermost_checkpoint(sys._getframe(), None) is not None:
             activations.warn(type(module).__name__)

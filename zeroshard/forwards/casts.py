@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.internals import pytree
-from zeroshard.internals.nested import cast_inputs, copy_tensors
+from zeroshard.internals.nested import cast_inputs, change_tensors
 from zeroshard.plan.names import Cast
 from zeroshard.sharding.changes import Changes
 
@@ -58,7 +58,7 @@ def casting(
             output = method(*args, **kwargs)
         if back == cast.dtype:
             return output
-        return copy_tensors(output, lambda t: t.dtype == cast.dtype, copying=lambda t: t.to(back))
+        return change_tensors(output, lambda t: t.to(back) if t.dtype == cast.dtype else t)
 
     return cast_around
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.internals.autograd import is_transformed
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.unit import Unit
 
@@ -96,7 +95,7 @@ def checkpointed(module: nn.Module) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or is_transformed():  # no unit is shown in a transform's backward
+        if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         for cache, value in kwargs.items():
             if _is_cache(cache, value):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -16,13 +15,14 @@ import torch
 from torch import nn
 from torch._C import _get_dispatch_mode, _is_tracing, _len_torch_dispatch_stack, _TorchDispatchModeKey
 from torch._C._functorch import peek_interpreter_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 """The code that calls a checkpointed function, reentrant or not; a backward is to run it again."""
+
+_REENTRANT = CheckpointFunction.forward.__code__
+"""The code that a reentrant checkpoint alone runs."""
 
 _SECOND_FORWARDS = ("recompute_fn", "backward")
 """The functions in the same file that run it again: without and with `use_reentrant`."""
@@ -71,7 +71,6 @@ def will_accumulate(parameters: Iterable[nn.Parameter]) -> bool:
 
     Args:
         parameters: leaves that require gradients. They are looked at only in a backward to chosen inputs.
-            Such a backward allows no reentrant checkpoint, whose inner graphs could not be seen.
     """
     if torch.autograd._is_checkpoint_valid():
         return True
@@ -94,13 +93,27 @@ def outermost_checkpoint(frame: FrameType | None, until: FrameType | None) -> Fr
 
     Returns:
         The frame of the call, which names it as long as it runs; of several calls, the outermost.
+
+    Raises:
+        RuntimeError: the checkpoint is reentrant.
     """
     found = None
     while frame is not None and frame is not until:
+        if frame.f_code is _REENTRANT:
+            raise reentrant_error()
         if frame.f_code is _CHECKPOINT:
             found = frame
         frame = frame.f_back
     return found
+
+
+def reentrant_error() -> RuntimeError:
+    """Return the error for a reentrant checkpoint around a part of a sharded model."""
+    return RuntimeError(
+        "a part of a sharded model runs in a reentrant activation checkpoint, whose backward is hidden from "
+        "outside: pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or to "
+        'gradient_checkpointing_enable({"use_reentrant": False}), or set recompute="unit" in the Config'
+    )
 
 
 def is_in_second_forward(frame: FrameType | None) -> bool:
@@ -128,11 +141,3 @@ def tracer_around() -> str | None:
     if _len_torch_dispatch_stack():
         return next((name for key, name in _TRACERS.items() if _get_dispatch_mode(key) is not None), None)
     return None
-
-
-@contextmanager
-def outside_transforms() -> Iterator[None]:
-    """Compute on plain tensors, with values, under any transforms and tracers."""
-    modes = nullcontext() if tracer_around() is None else _disable_current_modes()
-    with temporarily_clear_interpreter_stack(), modes:
-        yield

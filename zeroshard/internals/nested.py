@@ -1,4 +1,4 @@
-"""Tensors inside the inputs and outputs of a forward: containers, dataclasses, objects, nested in any way."""
+"""Tensors inside the inputs and outputs of a forward: in containers and dataclasses, nested in any way."""
 
 from __future__ import annotations
 
@@ -8,26 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from zeroshard.internals import pytree
-from zeroshard.internals.objects import look_into, twin_of
 
-_PLAIN = frozenset(
-    (str, bytes, int, float, complex, bool, range, type(None), type(...), torch.dtype, torch.device)
-)
-"""Types without attributes; their subclasses may have some."""
-MAX_OBJECTS = 10_000
-"""The most objects that are looked through."""
+_PLAIN = (str, bytes, int, float, complex, range, type, type(None), type(...), torch.dtype, torch.device)
 
 
 def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
-    """Find all tensors in nested containers, dataclasses and objects with attributes.
+    """Find all tensors in nested containers and dataclasses.
 
     Returns:
-        The tensors, and True if an object cannot be looked into and may hide more.
+        The tensors, and True if there is another object, which may hide more.
     """
     if type(value) is Tensor:
         return [value], False
@@ -36,21 +29,16 @@ def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
     is_opaque = False
     to_visit = pytree.tree_leaves(value)
     for leaf in to_visit:  # the list grows in the loop
-        if type(leaf) in _PLAIN or id(leaf) in seen:
+        if id(leaf) in seen or isinstance(leaf, _PLAIN):
             continue
         seen.add(id(leaf))
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
-        elif not isinstance(leaf, type | np.generic):
-            parts = _parts(leaf) if len(seen) <= MAX_OBJECTS else None
-            is_opaque |= parts is None
-            to_visit += pytree.tree_leaves(parts)
+        elif is_dataclass(leaf):
+            to_visit += pytree.tree_leaves(list(_fields(leaf).values()))
+        else:
+            is_opaque = True
     return tensors, is_opaque
-
-
-def _parts(leaf: Any) -> list[Any] | None:
-    """The values inside an object; None if it may hide some, as a function and a module do."""
-    return look_into(leaf) if is_dataclass(leaf) or not callable(leaf) else None
 
 
 def cast_floats(
@@ -93,71 +81,33 @@ def cast_inputs(
 
 
 def view_tensors(value: Any) -> Any:
-    """Return the nested value with views of its tensors, inside objects too; autograd tells views apart."""
-    return copy_tensors(value, lambda t: t.requires_grad, copying=lambda t: t.view_as(t))
+    """Return the nested value with views of tensors that require gradients; autograd tells views apart."""
+    return change_tensors(value, lambda t: t.view_as(t) if t.requires_grad else t)
 
 
 def cast_outputs(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return the nested value with floating-point tensors in `dtype`, or as they are; inside objects too."""
+    """Return the nested value with floating-point tensors in `dtype`; None: as they are."""
     if dtype is None:
         return value
-    return copy_tensors(
-        value, lambda t: t.is_floating_point() and t.dtype != dtype, copying=lambda t: t.to(dtype)
-    )
+    return change_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def copy_tensors(
-    value: Any, which: Callable[[Tensor], bool], *, copying: Callable[[Tensor], Tensor] = Tensor.clone
-) -> Any:
-    """Return the nested value with copies of some tensors; gradients flow through the copies.
+def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the nested value with `change(tensor)` in the place of each tensor.
 
-    A container or object with such a tensor in it becomes a twin: other holders of it see no change. An
-        object without one stays the same object.
+    A container or dataclass with a changed tensor becomes a copy: other holders of it see no change. One
+    without stays the same object. A tensor that is found twice is changed once.
     """
     if type(value) is Tensor:
-        return copying(value) if which(value) else value
-    chosen = {id(tensor): tensor for tensor in find_tensors(value)[0] if which(tensor)}
-    return _Copies(chosen, copying).of(value) if chosen else value
+        return change(value)
+    done: dict[int, Tensor] = {}
 
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in done:
+            done[id(tensor)] = change(tensor)
+        return done[id(tensor)]
 
-class _Copies:
-    """Copies of some tensors. A recursive function would keep them until the next garbage collection."""
-
-    def __init__(self, chosen: Mapping[int, Tensor], copying: Callable[[Tensor], Tensor]) -> None:
-        self._chosen, self._copying = chosen, copying
-        self._done: dict[int, Any] = {}
-
-    def of(self, part: Any) -> Any:
-        """The part, or its twin with copies."""
-        if type(part) in _PLAIN or isinstance(part, type):
-            return part
-        done = self._done
-        if id(part) not in done:
-            done[id(part)] = part  # a cycle leads to the first twin
-            if isinstance(part, Tensor):
-                done[id(part)] = self._copying(part) if id(part) in self._chosen else part
-            elif (inside := _inside(part)) and any(self.of(each) is not each for each in inside):
-                done[id(part)] = _twin(part, self.of)
-        return done[id(part)]
-
-
-def _inside(part: Any) -> list[Any] | None:
-    if pytree.tree_is_leaf(part):
-        return _parts(part)
-    return _children(part)[0]
-
-
-def _children(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The values in a container that torch knows, and a function that makes a container of other values."""
-    children, structure = pytree.tree_flatten(node, is_leaf=lambda part: part is not node)
-    return children, functools.partial(pytree.tree_unflatten, treespec=structure)
-
-
-def _twin(part: Any, change: Callable[[Any], Any]) -> Any:
-    if pytree.tree_is_leaf(part):
-        return twin_of(part, change)
-    children, make = _children(part)
-    return make([change(child) for child in children])
+    return _map(value, once)
 
 
 def _map(value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -168,8 +118,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any]
             return change(leaf)
         if not is_dataclass(leaf) or isinstance(leaf, type) or (is_leaf is not None and is_leaf(leaf)):
             return leaf
-        names = [field.name for field in fields(leaf) if hasattr(leaf, field.name)]
-        values = {name: getattr(leaf, name) for name in names}
+        values = _fields(leaf)
         changed = {name: _map(part, change, is_leaf) for name, part in values.items()}
         if all(changed[name] is part for name, part in values.items()):
             return leaf
@@ -183,3 +132,9 @@ def _map(value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any]
     if all(new is old for new, old in zip(changed, leaves, strict=True)):
         return value
     return pytree.tree_unflatten(changed, structure)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The values of the fields of a dataclass, by name."""
+    names = [field.name for field in fields(value) if hasattr(value, field.name)]
+    return {name: getattr(value, name) for name in names}

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
-
 
 class Phase(Enum):
     """The phases of a sharded module."""
@@ -61,8 +59,6 @@ class ModuleState:
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
     forget_gradient: Callable[[Any], object]
     """Drops these sums for one parameter; set by the runtime."""
-    owns_memory: Callable[[Tensor], bool]
-    """True if a tensor lies in one of the flat buffers; set by the runtime."""
 
     def show_gradients(self) -> None:
         """Prepare for somebody who reads or sets a `p.grad`."""

@@ -4,38 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
-import torch
 from torch import Tensor, nn
 
-from zeroshard.parameters.state import ModuleState
-
-_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 """Gives a tensor other memory, past the property of its class."""
-
-
-class DataNote:
-    """A note that somebody was given the `.data` of a buffer's parameters; edits of it count no version.
-
-    Args:
-        state: the state of the module.
-    """
-
-    __slots__ = ("before", "is_taken", "state")
-
-    def __init__(self, state: ModuleState) -> None:
-        self.is_taken, self.state = False, state
-        self.before: dict[str, Tensor] | None = None
-        """By name, the values that somebody was given; None where nobody asks if they were edited."""
-
-    def take(self, parameter: UnshardedParameter) -> Tensor:
-        """Return the values of a parameter, and note that somebody has them."""
-        values: Tensor = _GET_DATA(parameter)
-        self.is_taken = True
-        if self.before is not None and parameter.fqn not in self.before:
-            self.before[parameter.fqn] = values.clone()
-        return values
 
 
 class UnshardedParameter(nn.Parameter):
@@ -43,46 +17,66 @@ class UnshardedParameter(nn.Parameter):
 
     Attributes:
         fqn: the original name.
-        note: the note of its buffer.
     """
 
     fqn = ""
-    note: DataNote
+
+    @staticmethod
+    def over(view: Tensor, fqn: str, class_name: str | None = None) -> UnshardedParameter:
+        """Make a parameter over the memory of `view`, with a version counter of its own.
+
+        A refill of the buffer is then no in-place change to autograd.
+
+        Args:
+            view: the values, in the shape of the original.
+            fqn: the name in the model.
+            class_name: the name of its class; None: that of `UnshardedParameter`.
+        """
+        parameter = nn.Parameter(view.new_empty(0), requires_grad=view.is_floating_point())
+        parameter.data = view
+        parameter.__class__ = UnshardedParameter if class_name is None else _named(class_name)
+        unsharded = cast(UnshardedParameter, parameter)
+        unsharded.fqn = fqn
+        return unsharded
 
     @property
     def data(self) -> Tensor:
-        """The values, in the shape of the original. A read is noted: an edit through it counts no version."""
-        return self.note.take(self)
+        """The values without a graph, over the same memory; unlike torch's, edits of them count versions."""
+        return self.detach()
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        """Take over the values; the memory stays that of the buffer.
+        """Take equal values, or a cast of them: layers of bitsandbytes cast their bias in a forward.
+
+        The parameter keeps its dtype and its memory.
 
         Raises:
-            RuntimeError: the values have another shape, or lie in the memory of another parameter.
+            RuntimeError: the values are others.
         """
-        if new.shape != self.shape:
-            raise RuntimeError(
-                f"the data of '{self.fqn}' is a view of a flat buffer: expected new data of the shape "
-                f"{list(self.shape)}, got {list(new.shape)}. Change shapes before initialize"
-            )
-        if self.note.state.owns_memory(new):
-            if not 0 <= new.data_ptr() - self.data_ptr() < self.nbytes:
-                raise RuntimeError(
-                    f"'{self.fqn}' was given the data of another parameter and would share its memory; a "
-                    "sharded parameter has memory of its own. Assign a copy, other.data.clone(); to swap "
-                    "two parameters, clone both first; to tie two, assign one Parameter to both before "
-                    "initialize"
-                )
-            new = new.clone()  # a view of itself, such as its transpose
-        with torch.no_grad():
-            self.note.take(self).copy_(new)
+        if not equal_values(self.detach().to(new), new):
+            raise edit_error(self.fqn)
 
 
 @functools.cache
-def unsharded_class(name: str) -> type[UnshardedParameter]:
+def _named(name: str) -> type[UnshardedParameter]:
     """Return the subclass of `UnshardedParameter` with another name, for code that asks for a name."""
     return type(name, (UnshardedParameter,), {"__module__": __name__})
+
+
+def equal_values(values: Tensor, others: Tensor) -> bool:
+    """True if two tensors have the same shape, dtype and values; NaN is equal to itself."""
+    if values.shape != others.shape or values.dtype != others.dtype:
+        return False
+    return bool(((values == others) | ((values != values) & (others != others))).all())
+
+
+def edit_error(fqn: str) -> RuntimeError:
+    """Return the error for a parameter that was edited in a forward or backward."""
+    return RuntimeError(
+        f"'{fqn}' was edited in a forward or backward. Modules compute there with copies of the parameters, "
+        "so the edit would be lost: edit it between steps, under engine.unsharded(write_back=True), or make "
+        "it a buffer of the module (register_buffer), which a forward may edit"
+    )
 
 
 def refuse_gradient(fqn: str) -> Callable[[Tensor], None]:

@@ -72,7 +72,7 @@ def read_flags(flags: Iterable[bool], everything: Sequence[Gradients], units: Se
 def agree_on_frozen(units: Iterable[Unit], axis: Axis) -> None:
     """Agree on frozen units with a backward: those after a trained module, perhaps on some ranks only."""
     units = [unit for unit in units if unit.may_join_backward]
-    flags = [bool(unit.open_calls) or unit.is_in_reentrant for unit in units]
+    flags = [bool(unit.open_calls) for unit in units]
     answer = axis.any(flags, "agreement on which frozen units have a backward")
     for unit, joins in zip(units, answer(), strict=True):
         unit.joins_backward = joins

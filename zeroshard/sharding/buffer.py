@@ -15,22 +15,21 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.comm.collectives import Axis, Part
 from zeroshard.lazy.deferred import is_stored
 from zeroshard.parameters.gradient import move_values
 from zeroshard.parameters.original import class_before, retire
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit
-from zeroshard.parameters.unsharded import DataNote, refuse_gradient
+from zeroshard.parameters.unsharded import UnshardedParameter, refuse_gradient, set_data
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original, counts
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.filling import read, take_over
 from zeroshard.sharding.source import Source
-from zeroshard.sharding.storage import allocate, count_views, release
-from zeroshard.sharding.views import equal_values, move_onto, shaped, unsharded_over
+from zeroshard.sharding.storage import allocate, release
 
 
 class Gather(NamedTuple):
@@ -79,7 +78,6 @@ class FlatBuffer:
         self.source.rest()
         for original in self.originals:
             retire(original.parameter, original.fqn)
-        self.data_note = DataNote(context.state)
         self.sharded = self._make_sharded()
         self.unsharded = self._make_unsharded()
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
@@ -88,8 +86,6 @@ class FlatBuffer:
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         self._hidden: Tensor | None = None
         """The memory of `full` while other memory is shown; see `show`."""
-        self._num_views = 0
-        """Tensors over `full` before a forward without a graph."""
         self._freed = self._describe_freed()
         if not self.is_resident:
             release(self.full, self._freed)
@@ -118,14 +114,16 @@ class FlatBuffer:
             for index, original in enumerate(self.originals)
         )
 
-    def _make_unsharded(self) -> tuple[nn.Parameter, ...]:
+    def _make_unsharded(self) -> tuple[UnshardedParameter, ...]:
         parameters = []
         for index, sharded in enumerate(self.sharded):
             # peft asks for the name of the class before it dequantizes codes.
             kind = class_before(self.originals[index].parameter).__name__ if self.plan.is_packed else None
-            parameter = unsharded_over(self._view(index), sharded.fqn, self.data_note, kind)
+            parameter = UnshardedParameter.over(self.view(index), sharded.fqn, kind)
             if not self.trainable and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(refuse_gradient(sharded.fqn))
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    refuse_gradient(sharded.fqn)
+                )
                 parameter.requires_grad_(False)
             sharded.unsharded = weakref.ref(parameter)  # weak: a slice need not keep the whole alive
             sharded.cut, sharded.tp_rank = self.originals[index].cut, self._context.axes.tp.rank
@@ -160,20 +158,13 @@ class FlatBuffer:
         """True if main parameters changed since `full` was filled from them."""
         return not (self.is_alias_of_all or self._hidden is not None) and self.source.has_changed
 
-    @property
-    def shows_other(self) -> bool:
-        """True while unsharded parameters have other values than the main ones: those of `show` or `use`."""
-        return self._hidden is not None or self.source.uses_other
-
     def use(self, name: Hashable, values: Callable[[], Tensor]) -> None:
         """Gather other values than the main parameters, until `use_main`; see `Source.use`."""
         self.source.use(name, values)
-        self.data_note.before = {}
 
     def use_main(self) -> None:
         """Gather the main parameters again."""
         self.source.use_main()
-        self.data_note.before = None
 
     def show(self, values: Tensor | None) -> None:
         """Let the unsharded parameters be views of other memory, without a copy.
@@ -185,7 +176,6 @@ class FlatBuffer:
             values: [total], compute dtype; the plan of the buffer `shows_versions`. None: its own memory.
         """
         shown = (self.full if self._hidden is None else self._hidden) if values is None else values
-        self.data_note.before = None if values is None else {}
         if values is None:
             self._hidden = None
         elif self._hidden is None:
@@ -193,7 +183,7 @@ class FlatBuffer:
         if shown is not self.full:
             self.full = shown
             for index, parameter in enumerate(self.unsharded):
-                move_onto(parameter, self._view(index))
+                set_data(parameter, self.view(index))
 
     def leave(self) -> Tensor:
         """Go on in new memory with the same values; return the memory so far, which graphs may read.
@@ -207,37 +197,12 @@ class FlatBuffer:
         left = self.full
         self.full = left.clone()
         for index, parameter in enumerate(self.unsharded):
-            move_onto(parameter, self._view(index))
+            set_data(parameter, self.view(index))
         self.source.move(self.full.detach()[self.main_span.slice])
         if self.plan.is_alias:
             for index, sharded in enumerate(self.sharded):
                 move_values(sharded, self.main[self.sharded_span(index).slice])
         return left
-
-    def take_back(self, index: int) -> bool:
-        """Make an unsharded parameter a view of `full` again, if `set_()` gave it other memory.
-
-        Returns:
-            True if it had other values there.
-
-        Raises:
-            RuntimeError: the other memory has another shape or dtype.
-        """
-        parameter = self.unsharded[index]
-        view = self._view(index)
-        if parameter.data_ptr() == view.data_ptr() and parameter.shape == view.shape:
-            return False
-        values = parameter.detach()
-        move_onto(parameter, view)
-        if (values.shape, values.dtype) != (view.shape, view.dtype):
-            raise RuntimeError(
-                f"'{self.originals[index].fqn}' was given other memory in a forward, by set_() or resize_(): "
-                f"expected the shape {list(view.shape)} and {view.dtype}, got {list(values.shape)} and "
-                f"{values.dtype}. Change shapes before initialize"
-            )
-        has_changed = not equal_values(values, view)
-        view.copy_(values)
-        return has_changed
 
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.
@@ -271,22 +236,6 @@ class FlatBuffer:
             self._keep_second(keep_second)
             release(self.full, self._freed)
             self._context.meter.add(-self.full_bytes)
-
-    def note_views(self) -> None:
-        """Count the tensors over `full`, before a forward without a graph."""
-        self._num_views = 0 if self.is_resident else count_views(self.full)
-
-    def leave_views(self) -> None:
-        """Leave the memory of `full` to the views that a forward without a graph has left.
-
-        The parameters move to memory of their own, which the next gather fills.
-        """
-        if self.is_resident or count_views(self.full) <= self._num_views:
-            return
-        with torch.inference_mode(False):
-            self.full = self.full.clone()
-            for index, parameter in enumerate(self.unsharded):
-                move_onto(parameter, self._view(index))
 
     def _describe_freed(self) -> str:
         names = [original.fqn for original in self.originals]
@@ -331,10 +280,9 @@ class FlatBuffer:
     def main_views(self, whole: Tensor) -> list[Tensor]:
         """The full-shape parameters inside the result of `gather_main`."""
         return [
-            shaped(whole[self.layout.parameter(index).slice], shape)
-            for index, shape in enumerate(self.shapes)
+            whole[self.layout.parameter(index).slice].view(shape) for index, shape in enumerate(self.shapes)
         ]
 
-    def _view(self, index: int) -> Tensor:
+    def view(self, index: int) -> Tensor:
         """The part of `full` under an unsharded parameter, in the shape of the original."""
-        return shaped(self.full[self.layout.parameter(index).slice], self.shapes[index])
+        return self.full[self.layout.parameter(index).slice].view(self.shapes[index])

@@ -147,9 +147,7 @@ class CallLog:
         if unit is self._root:
             self._root_caller = caller
         if checkpoint is not None:
-            is_reentrant = not torch.is_grad_enabled()
-            region = Region(unit.call.began, is_reentrant=is_reentrant)
-            return self._regions.setdefault(checkpoint, region)
+            return self._regions.setdefault(checkpoint, Region(unit.call.began))
         return self._root.call.region if is_in_root else None
 
     def _forget_frames(self) -> None:

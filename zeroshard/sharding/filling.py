@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroshard.lazy.deferred import has_memory, read_part
+from zeroshard.lazy.deferred import has_memory, read_part, values_of
 from zeroshard.parameters.parts import part_of
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.views import flat_of
 
 
 def take_over(
@@ -34,7 +33,7 @@ def take_over(
         if context.axes.tp.size > 1:
             _take_part(values[plan.layout.parameter(index).slice], original, context)
         elif has_memory(data) or context.axes.dp.rank == 0:  # others need no deferred values
-            values[plan.layout.parameter(index).slice].copy_(flat_of(data))
+            values[plan.layout.parameter(index).slice].copy_(values_of(data).reshape(-1))
         original.parameter.data = data.new_empty(0)
     context.axes.dp.broadcast(values, f"first broadcast of {what}")
     main = values[own.slice]
@@ -50,7 +49,7 @@ def _take_part(target: Tensor, original: Original, context: Context) -> None:
     axes, data = context.axes, original.parameter.detach()
     has_values = has_memory(data) or axes.dp.rank == 0
     if axes.tp.rank == 0 and has_values:
-        whole = flat_of(data).to(context.device)
+        whole = values_of(data).reshape(-1).to(context.device)
     else:
         whole = torch.empty(data.numel(), dtype=data.dtype, device=context.device)
     axes.tp.broadcast(whole, f"first broadcast of '{original.fqn}' over the tensor ranks")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeroshard.internals.nested import cast_inputs, cast_outputs
 from zeroshard.plan.originals import computes_in_own_dtype
-from zeroshard.sharding.fastpaths import allows_no_hooks, layers_without_hooks, show_first_layers, surround
+from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.post_accumulate import redirect_hooks
 from zeroshard.sharding.runtime import Runtime
@@ -27,7 +27,7 @@ def hook(runtime: Runtime) -> None:
     """Let the forwards and backwards of a module drive its runtime."""
     for unit in runtime.units:
         _hook_unit(runtime, unit)
-    show_first_layers(runtime.units, runtime.module, runtime.changes)
+    _leave_fast_paths(runtime.module, runtime.changes)
 
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
@@ -39,9 +39,6 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         own, dtype = None, runtime.input_dtype(module)
         if dtype is not None and not _casts_itself(runtime, module):
             own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
-        if allows_no_hooks(module):
-            surround(module, changes, cast=own, before=before, after=after, at_last=at_last)
-            continue
         if own is not None:
             changes.hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
         changes.hook(module.register_forward_pre_hook(before, prepend=True))
@@ -103,8 +100,7 @@ def _hook_layers(runtime: Runtime, unit: Unit) -> None:
     def after(layer: nn.Module, args: Any, output: Any) -> None:
         runtime.watch_layer(unit, output)
 
-    without = {layer for module in unit.modules for layer in layers_without_hooks(module)}
-    for layer in unit.slots.owners.difference(unit.modules) - without:
+    for layer in unit.slots.owners.difference(unit.modules):
         runtime.changes.hook(layer.register_forward_hook(after))
 
 
@@ -127,3 +123,12 @@ def _hook_gradient(
 
     gradients.arrived.append(arrived)
     redirect_hooks(parameter, gradients.buffer.sharded[index])
+
+
+def _leave_fast_paths(root: nn.Module, changes: Changes) -> None:
+    """Let torch's encoders compute in evaluation as in training: their fast paths allow no hooks."""
+    for module in root.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            changes.set(module, "activation_relu_or_gelu", 0)
+        elif isinstance(module, nn.TransformerEncoder):
+            changes.set(module, "use_nested_tensor", False)

@@ -7,7 +7,6 @@ staying        after a forward, where units are kept    when the root's forward 
 ahead          by a prefetch in forward                 when the unit begins, or with the forward
 graph          when the root's forward ends: on the     by the backward, the unit's next forward, or
                root, and on units that trail or stay    the end of the root's
-opaque         after outputs that cannot be hooked      by the end of a backward, or a step
 backward       when a backward gathers the unit         when the backward leaves the unit
 second graph   by a backward that makes a graph         by the step
 held           by `generate` and its like               by them
@@ -66,7 +65,7 @@ class Leases(Generic[T]):
 
     def __init__(self) -> None:
         self.in_use, self.ahead, self.trailing = Lease[T]("in use"), Lease[T]("ahead"), Lease[T]("trailing")
-        self.staying, self.graph, self.opaque = Lease[T]("staying"), Lease[T]("graph"), Lease[T]("opaque")
+        self.staying, self.graph = Lease[T]("staying"), Lease[T]("graph")
         self.second_graph, self.held = Lease[T]("second graph"), Lease[T]("held")
         self.scheduled = Lease[T]("scheduled")
 

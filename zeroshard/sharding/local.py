@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zeroshard.comm.watch.status import RankStatus
-from zeroshard.internals.autograd import is_in_backward, is_transformed, outside_transforms
+from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parameters.state import ModuleState, Phase
 from zeroshard.sharding.lease import Lease
-from zeroshard.sharding.tracers import refuse_tracers
+from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
 from zeroshard.sharding.unit import Unit, UnitState
 
 # An attribute of an enum takes longer to read than a global name.
@@ -51,14 +51,13 @@ class LocalForwards:
         """Show sharded parameters between forwards again."""
         shown, self._shown = self._shown, ()
         for unit in shown:
-            unit.edits.keep()
             unit.slots.uninstall()
 
     def begin(self, unit: Unit) -> None:
         """Show the parameters of a unit.
 
         Raises:
-            RuntimeError: a tracer records operations, or the steps of optimizers are under way.
+            RuntimeError: a tracer or a transform is around, or the steps of optimizers are under way.
         """
         if not self._shown:
             self._show(unit)
@@ -69,31 +68,30 @@ class LocalForwards:
         if self._state.phase is not _FORWARD:
             refuse_tracers()
             self._state.refuse_between_steps()
+        refuse_transforms()
         unit.num_open += 1
         if unit.state is not _UNSHARDED:  # a copy in the compute dtype follows the main parameters
-            with outside_transforms():
-                unit.wait()
+            unit.wait()
         unit.slots.install()
 
     def end(self, unit: Unit) -> None:
-        """Keep the edits of a forward, also after an exception, and show the sharded parameters again."""
+        """Show the sharded parameters again.
+
+        Raises:
+            RuntimeError: the forward has edited a parameter.
+        """
         if not self._shown:
             self._end(unit)
-        if is_in_backward():
-            return
-        if self._state.phase is _FORWARD:
-            self._here.enter("the forward of ", self._root.described)
-        else:
-            self._here.leave()
+        if not is_in_backward():
+            if self._state.phase is _FORWARD:
+                self._here.enter("the forward of ", self._root.described)
+            else:
+                self._here.leave()
+        unit.edits.check()
 
     def _end(self, unit: Unit) -> None:
         if unit.num_open:  # a hook before ours may have failed
             unit.num_open -= 1
-        if is_transformed():
-            with outside_transforms():
-                unit.edits.keep()
-        else:
-            unit.edits.keep()
         # Else a backward shows all, methods hold all, or the unit has called itself.
         if not (is_in_backward() or self._held.units or unit.is_in_forward):
             unit.slots.uninstall()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
@@ -20,7 +20,6 @@ from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.slots import ShownParameter
-from zeroshard.sharding.storage import share_storage
 from zeroshard.sharding.unit import Unit, UnitInfo, UnitState
 
 _OURS = (ShardedParameter, UnshardedParameter, ShownParameter)
@@ -58,10 +57,8 @@ class ShardedModule:
     ) -> None:
         """Give parameters the functions that they call, without a strong reference to the module."""
         finish, forget = weakref.WeakMethod(finish_gathers), weakref.WeakMethod(forget_gradient)
-        owns = weakref.WeakMethod(self._owns_memory)
         self.state.before_edit = lambda: (call := finish()) is not None and call()
         self.state.forget_gradient = lambda parameter: (call := forget()) is not None and call(parameter)
-        self.state.owns_memory = lambda tensor: (call := owns()) is not None and call(tensor)
 
     @property
     def module(self) -> nn.Module:
@@ -128,7 +125,7 @@ class ShardedModule:
             )
 
     def check_slots(self) -> None:
-        """Refuse parameters that others have put into the modules, before parameters are read.
+        """Refuse parameters that others have put into the modules, or edited there, before they are read.
 
         Raises:
             RuntimeError: the name of the first one, on the rank that has it.
@@ -136,6 +133,7 @@ class ShardedModule:
         for unit in self.units:
             unit.slots.check()
         self.check_additions()
+        self.check_edits()
 
     def check_additions(self) -> None:
         """Refuse parameters that came into the model after sharding, before a step or a save misses them.
@@ -152,6 +150,11 @@ class ShardedModule:
                     "sharded, not be saved, and train differently on each rank. Add it before initialize; or "
                     "call engine.close() on all ranks, add it, and initialize again"
                 )
+
+    def check_edits(self) -> None:
+        """Refuse edits of unsharded parameters, which would be lost; see `Edits.check`."""
+        for unit in self.units:
+            unit.edits.check()
 
     def changed(self, buffers: Iterable[FlatBuffer] | None = None) -> None:
         """The main parameters of buffers, None: of all, were written; `refresh` gathers them again."""
@@ -175,7 +178,3 @@ class ShardedModule:
                     unit.wait()
             for buffer in self._offloaded:
                 buffer.source.await_copies()
-
-    def _owns_memory(self, tensor: Tensor) -> bool:
-        """True if a tensor lies in the memory of unsharded parameters."""
-        return any(share_storage(tensor, buffer.full) for buffer in self.buffers)

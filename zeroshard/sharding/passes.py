@@ -14,7 +14,6 @@ backward of them, `lease.py` lists the reasons to keep a unit gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from types import FrameType
 from typing import Any
 
@@ -26,11 +25,10 @@ from zeroshard.internals.autograd import (
     at_end_of_backward,
     backward_task,
     is_in_backward,
-    is_transformed,
-    outside_transforms,
+    reentrant_error,
     will_accumulate,
 )
-from zeroshard.internals.nested import cast_outputs
+from zeroshard.internals.nested import cast_outputs, find_tensors, view_tensors
 from zeroshard.parameters.state import Phase, refuse_averages
 from zeroshard.sharding.agreed import agree_on_frozen
 from zeroshard.sharding.backward import Backward
@@ -41,10 +39,9 @@ from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.lease import Leases
 from zeroshard.sharding.local import LocalForwards
 from zeroshard.sharding.module import ShardedModule
-from zeroshard.sharding.outputs import OutputHooks
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.tracers import refuse_tracers
-from zeroshard.sharding.unit import ForwardCall, Unit, UnitState
+from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
+from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
 
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD = Phase.REST, Phase.FORWARD, Phase.BACKWARD
@@ -81,18 +78,19 @@ class Passes(ShardedModule):
         self._reads_files = any(unit.reads_files for unit in units)
         self.output_dtype, self._keeps_units = output_dtype, not placements.kept
         self._keeps_units &= not context.setting.has_versions
-        self._calls, self._outputs = CallLog(units), OutputHooks(self._before_backward, self._before_again)
+        self._calls = CallLog(units)
         self._called: list[Unit] = []
         """The units of the forward under way, in the order of their calls."""
         self.leases = Leases[Unit]()
         self.local = LocalForwards(self.root, self.state, self.here, self.leases.held)
-        self._opaque_calls: list[ForwardCall] = []
         self.is_in_method = False
         """True if the forward under way is another method of the root, which may call the root itself."""
         self._walk = self._begin_walk()
         """The backward under way, or the last one."""
         self._around_backward = _REST
         """The phase to which the end of a backward returns: between the steps of two optimizers, that."""
+        self._task = NEVER
+        """The task of autograd in which it has begun, see `backward_task`."""
         self._backward: Callable[[], object] = object
         """Returns None when the backward that was begun has ended in an exception."""
 
@@ -109,11 +107,7 @@ class Passes(ShardedModule):
             return
         if unit is self.root or self.state.phase is not _FORWARD:
             refuse_tracers()
-        if is_transformed():
-            with outside_transforms():
-                self.before_forward(unit, caller)
-            unit.call.is_transformed = True
-            return
+        refuse_transforms()
         if is_second := is_in_backward():
             self._begin_second_call(unit)
         else:
@@ -129,8 +123,6 @@ class Passes(ShardedModule):
                     upcoming.read_ahead()
         unit.wait()
         unit.slots.install()
-        if not torch.is_grad_enabled():
-            unit.note_views()
         if not is_second:
             self.here.enter("the forward of ", unit.described)
 
@@ -157,48 +149,39 @@ class Passes(ShardedModule):
             self._walk.enter_again(unit)
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
-        """Hook the outputs for backward; return the output, or views of it."""
+        """Hook the outputs for backward; return the output, or views of it.
+
+        Raises:
+            RuntimeError: the forward has edited a parameter.
+        """
         if self.is_in_method and unit is self.root:
             return output
+        unit.edits.check()
         if unit is self.root:
             output = cast_outputs(output, self.output_dtype)
-        # Hooks would run inside the transform, and a unit whose outputs have none stays gathered.
-        is_hidden = unit.call.is_transformed
-        if not is_hidden:
-            if not unit.is_resident and not self.leases.held.units:
-                output = unit.copy_own(output)
-            if unit is self.root or not self.is_local:
-                output, is_hidden = self._outputs.watch(unit, output, is_root=unit is self.root)
+        if not unit.is_resident and not self.leases.held.units:
+            output = unit.copy_own(output)
+        if unit is self.root or not self.is_local:
+            output = self._watch(unit, output)
         if not is_in_backward():
-            if is_hidden and torch.is_grad_enabled():
-                self.leases.opaque.take(unit)
-                self._opaque_calls.append(unit.call)
             if unit is self.root:
-                with outside_transforms() if unit.call.is_transformed else nullcontext():
-                    self._end_forward(torch.is_grad_enabled() or unit.call.is_transformed)
+                self._end_forward(torch.is_grad_enabled())
             elif not unit.is_resident and unit.call.outer is None:
-                (self.leases.staying if self._keeps_units or is_hidden else self.leases.trailing).take(unit)
+                (self.leases.staying if self._keeps_units else self.leases.trailing).take(unit)
         return output
 
     def leave_forward(self, unit: Unit) -> None:
         """End a forward, perhaps after an exception; then the root's forward has failed, too."""
         if self.is_in_method and unit is self.root:
             return
-        if is_transformed():
-            with outside_transforms():
-                self.leave_forward(unit)
-            return
         is_second = is_in_backward()
         self._calls.end(unit, is_second)
-        unit.edits.keep()
         if not is_second:
             if not unit.is_in_forward:  # else the unit has called itself
                 if not unit.is_resident:
                     self.leases.in_use.end((unit,))
                 if not self.leases.held.units:
                     unit.slots.uninstall()
-                    if not torch.is_grad_enabled():
-                        unit.leave_views()
             if unit is self.root:
                 self.abandon_forward()
             if self.state.phase is _FORWARD:
@@ -241,9 +224,49 @@ class Passes(ShardedModule):
 
     # -- backward -------------------------------------------------------------------------------------
 
+    def _watch(self, unit: Unit, output: Any) -> Any:
+        """Hook the outputs of a forward that will have a backward: the first gradient of one begins it.
+
+        Raises:
+            RuntimeError: no tensor is found, and the parameters would be freed before the backward.
+        """
+        if not torch.is_grad_enabled():
+            return output
+        tensors, is_opaque = find_tensors(output)
+        if is_opaque and not tensors and unit is not self.root and not unit.is_resident:
+            raise RuntimeError(
+                f"{unit.described} returns a {type(output).__name__}, in which no tensor can be found, so "
+                "its backward would not be noticed: return a tensor, or tensors in tuples, lists, dicts or "
+                "dataclasses, or name in units= the class of a module around it that does"
+            )
+        tensors = [tensor for tensor in tensors if tensor.requires_grad]
+        if any(tensor.is_leaf or tensor._backward_hooks for tensor in tensors):
+            # A unit may return its input: two hooks of one tensor would run in the order of the forward. It
+            # may return a parameter, which lives on: a hook on it would run in later backwards too.
+            output = view_tensors(output)
+            tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
+        if tensors:
+            call, before_backward = unit.call, self._before_backward
+            if unit.may_join_backward:
+                unit.open_calls.add(call)
+
+            def enter(gradient: Tensor) -> None:
+                before_backward(call)
+
+            for tensor in tensors:
+                tensor.register_hook(enter)
+        return output
+
     def watch_layer(self, unit: Unit, output: Any) -> None:
-        """Hook the output of a layer inside a unit."""
-        self._outputs.watch_layer(unit, output)
+        """Hook a layer with parameters: its values may leave the unit beside the outputs, as in a cache."""
+        if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
+            return
+        call, before_again = unit.call, self._before_again
+
+        def enter(gradient: Tensor) -> None:
+            before_again(call)
+
+        output.register_hook(enter)
 
     def _before_again(self, call: ForwardCall) -> None:
         if call.entered_in is not self._backward or self._backward() is None:
@@ -257,7 +280,7 @@ class Passes(ShardedModule):
         unit = call.unit
         if unit.open_calls:
             unit.open_calls.discard(call)
-        call.entered_in, unit.task = self._backward, backward_task()
+        call.entered_in = self._backward
         if not self.is_local:  # else parameters stay shown to the end
             self._walk.enter(call)
         if unit.backward_needs_parameters:
@@ -294,9 +317,7 @@ class Passes(ShardedModule):
         self._calls.collect()
         self._walk = self._begin_walk(makes_graph)
         self.order.leave(self._walk.left)
-        task = backward_task()
-        for member in self.units:
-            member.begin_backward(task)
+        self._task = backward_task()
         self.reducer.begin(accumulates, leave=self.is_local)
         agree_on_frozen(self.units[1:], self.context.axes.everyone)
         if self.is_local and not self.local.shows_all:
@@ -313,7 +334,8 @@ class Passes(ShardedModule):
         """Pack the gradient of the parameter at `index` of a buffer, and start the reductions that are due.
 
         Raises:
-            RuntimeError: the loss is not scaled, in float16; or the gradient came after the unit was freed.
+            RuntimeError: the loss is not scaled, in float16; the gradient came after the unit was freed, or
+                from a reentrant checkpoint.
         """
         reducer = self.reducer
         if reducer.lacks_scale:
@@ -329,6 +351,8 @@ class Passes(ShardedModule):
                 f"backward of {unit.described}, after its parameters were freed: return every tensor that "
                 "the loss depends on from the unit's forward"
             )
+        if backward_task() != self._task and not self.is_delivering:
+            raise reentrant_error()
         if gradients.is_early:
             raise RuntimeError(
                 f"{unit.described} got a gradient after it was stepped in this backward: set "
@@ -336,7 +360,6 @@ class Passes(ShardedModule):
             )
         if reducer.under_way and not gradients.has_more:
             reducer.make_room()
-        unit.note_gradient(backward_task())
         if gradients.set_aside is None or not gradients.set_aside(index, gradient):
             gradients.pack(index, gradient, reducer.is_deferring)
         if not gradients.num_missing:
@@ -352,6 +375,7 @@ class Passes(ShardedModule):
         self.put_away()
         torch.clear_autocast_cache()  # gradients of old casts would arrive at the end of the next backward
         self.here.leave()
+        self.check_edits()  # of hooks in the backward, too
         if completes:
             self.reducer.call_hooks()
 
@@ -373,15 +397,12 @@ class Passes(ShardedModule):
         """Show sharded parameters and free the others, unless they are held or a graph needs them."""
         if self.leases.held.units:
             return
-        self._opaque_calls.clear()
         self.leases.end_forward()
-        for lease in (self.leases.graph, self.leases.opaque, self._walk.lease):
+        for lease in (self.leases.graph, self._walk.lease):
             lease.end()
         if self.local.shows_all:
             return
         for unit in self.units:
             unit.slots.uninstall()
-            if unit.is_resident:
-                unit.edits.keep()  # of a forward that ran again
-            elif not unit.leases:
+            if not unit.leases:
                 unit.reshard()

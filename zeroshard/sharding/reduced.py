@@ -41,8 +41,8 @@ class GradientState(Enum):
 _MOVES = {
     GradientState.EMPTY: {GradientState.PACKING, GradientState.REDUCING},
     GradientState.PACKING: {GradientState.REDUCING, GradientState.EMPTY},
-    # A layer used inside and outside a reentrant checkpoint gets gradients twice in one backward: the second
-    # share is packed while the first is still reduced, and is reduced by itself.
+    # A parameter that is used outside of its unit's forward, too, may get its gradient after the unit was
+    # left: this part is packed while the first one is still reduced, and is reduced by itself.
     GradientState.REDUCING: {GradientState.REDUCED, GradientState.PACKING},
     GradientState.REDUCED: {GradientState.EMPTY, GradientState.PACKING, GradientState.REDUCING},
 }

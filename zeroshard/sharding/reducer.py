@@ -218,9 +218,7 @@ class Reducer(Deferral):
             self.step_unit(unit)
 
     def _may_step(self, unit: Unit) -> bool:
-        if not unit.gradients or unit.computes_with_main or self.has_more:
-            return False
-        if unit.comes_in_parts or unit.has_more:
+        if not unit.gradients or unit.computes_with_main or self.has_more or unit.has_more:
             return False
         if self._state.has_hooks and any(map(has_hooks, unit.gradients)):
             return False  # they are to see, and may change, the gradients of a whole backward

@@ -20,7 +20,7 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.backward import Backward
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.passes import Passes
-from zeroshard.sharding.unit import NEVER, Unit, UnitState
+from zeroshard.sharding.unit import Unit, UnitState
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
@@ -56,7 +56,6 @@ class Runtime(Passes):
         self._walk = Backward((), self.reducer, self.leases.graph, num_prefetch=0, makes_graph=False)
         for unit in self.units:
             unit.visit = None
-            unit.begin_backward(NEVER)
         self.reducer.begin(accumulates=True, leave=self.is_local)
         self.is_delivering = True
         try:
@@ -127,6 +126,7 @@ class Runtime(Passes):
                 if any(gradients.left_to_autograd for gradients in unit.gradients):  # the batch has failed
                     unit.drop_gradients()
             self.end_parts()
+        self.check_edits()
 
     def show_all(self) -> None:
         """Show the parameters of all units to the end of the batch, where they all lie on this rank.
@@ -214,7 +214,7 @@ class Runtime(Passes):
 
     def _drop_graphs(self) -> None:
         """Let go of earlier forwards and backwards: after a step no backward goes through them."""
-        if self.leases.second_graph.units or self.leases.opaque.units:
+        if self.leases.second_graph.units:
             self.leases.second_graph.end()
             self._calls.end_backward()
             self.put_away()

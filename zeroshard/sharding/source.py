@@ -75,11 +75,6 @@ class Source:
             self._unsharded.changed()
         self._use = name, values
 
-    @property
-    def uses_other(self) -> bool:
-        """True from `use` to `use_main`."""
-        return self._use is not None
-
     def use_main(self) -> None:
         """Let gathers start from the main parameters again."""
         if self._use is not None:

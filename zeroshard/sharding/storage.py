@@ -2,7 +2,7 @@
 
 Autograd keeps views of parameters from forward to backward, so the storage stays and only its memory goes.
 A view that somebody else has kept would make a kernel read at address 0, and the process would end. torch
-2.14 can raise an error instead, 2.11 cannot. Under `no_grad` nobody but the user keeps a view.
+2.14 can raise an error instead, 2.11 cannot.
 tests/sharding/test_storage.py notices a change of torch.
 """
 
@@ -41,11 +41,6 @@ def allocate(tensor: Tensor, num_bytes: int) -> None:
 def is_allocated(tensor: Tensor) -> bool:
     """True if there is memory under a tensor."""
     return tensor.untyped_storage().nbytes() > 0
-
-
-def share_storage(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors lie in one storage, even while its memory is freed."""
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def count_views(tensor: Tensor) -> int:

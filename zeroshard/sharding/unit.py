@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.handles import Handle
 from zeroshard.comm.streams import SideStream
-from zeroshard.internals.nested import copy_tensors
+from zeroshard.internals.nested import change_tensors
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
 from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.buffers import UnitPlan
@@ -63,8 +63,6 @@ class Region:
     """The tick at which the first call began."""
     ended: int = NEVER
     """The tick at which the last call ended."""
-    is_reentrant: bool = False
-    """True if its second forward has a backward of its own, inside the one that comes to it."""
 
 
 @dataclass(slots=True)
@@ -93,10 +91,7 @@ class ForwardCall:
         began: the tick at which the call begins.
     """
 
-    __slots__ = (
-        *("__weakref__", "began", "ended", "entered_in", "forward", "is_transformed", "outer", "region"),
-        "unit",
-    )
+    __slots__ = (*("__weakref__", "began", "ended", "entered_in", "forward", "outer", "region", "unit"),)
 
     def __init__(self, unit: Unit, began: int) -> None:
         self.unit, self.began, self.ended = unit, began, NEVER
@@ -106,8 +101,6 @@ class ForwardCall:
         """The activation checkpoint around it."""
         self.forward: object = None
         """The notes of the call log on its forward."""
-        self.is_transformed = False
-        """True inside a transform of torch.func: its outputs have no hooks."""
         self.entered_in: object = None
         """The last backward that has come to it."""
 
@@ -164,10 +157,6 @@ class Unit:
         """The calls in forwards that a backward may come to, if there are any."""
         self.recomputed_in: list[Unit] = []
         """The units around it whose forward is run again in backward."""
-        self.task = self._first_task = NEVER
-        """The task of autograd that has come to its last call, see `backward_task`; and the outermost one."""
-        self.comes_in_parts = False
-        """True if its gradients may arrive in several parts in this backward."""
         self.step_under_way: Callable[[], object] = object
         """Waits for the step of the unit, which another thread may take in this backward."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
@@ -183,7 +172,7 @@ class Unit:
         self.slots = Slots(buffers)
         """The places in modules that hold its parameters."""
         self.edits = Edits(buffers)
-        """The edits of forwards."""
+        """Notices edits of its unsharded parameters."""
 
     @property
     def is_in_forward(self) -> bool:
@@ -245,8 +234,6 @@ class Unit:
         if self.is_resident:
             return
         if self.state is not UnitState.SHARDED:
-            if not for_backward:
-                self.edits.keep()  # of a second forward; a first one has kept its own
             self.wait()
             for buffer in self.buffers:
                 buffer.free(for_backward and self.backward_needs_parameters)
@@ -268,16 +255,6 @@ class Unit:
         else:
             self.reshard()
 
-    def note_views(self) -> None:
-        """Count the views of parameters that exist before a forward without a graph."""
-        for buffer in self.buffers:
-            buffer.note_views()
-
-    def leave_views(self) -> None:
-        """Leave the memory of parameters to the views that a forward without a graph has left."""
-        for buffer in self.buffers:
-            buffer.leave_views()
-
     def copy_own(self, output: Any) -> Any:
         """Return the output of a forward without views of parameters, whose memory is about to be freed."""
         places = [(b.full.data_ptr(), b.full.data_ptr() + b.full_bytes) for b in self.buffers]
@@ -288,17 +265,12 @@ class Unit:
             at = tensor.data_ptr() if has_place else 0
             return any(start <= at < stop for start, stop in places)
 
-        return copy_tensors(output, is_own)
+        return change_tensors(output, lambda tensor: tensor.clone() if is_own(tensor) else tensor)
 
     @property
     def may_join_backward(self) -> bool:
         """True for a frozen unit: the graph decides if a backward gathers its parameters."""
         return self.backward_needs_parameters and not self.is_resident and not self.gradients
-
-    @property
-    def is_in_reentrant(self) -> bool:
-        """True if a reentrant checkpoint is around a call: its first forward has no graph to tell of it."""
-        return self.visit is not None and any(region.is_reentrant for region in self.visit.regions)
 
     @property
     def computes_with_main(self) -> bool:
@@ -321,30 +293,6 @@ class Unit:
     def has_more(self) -> bool:
         """True if gradients have arrived since their last reduction."""
         return any(map(_has_more, self.gradients))
-
-    def begin_backward(self, task: int) -> None:
-        """Begin a backward, in a task of autograd; the calls that it may come to are known.
-
-        Args:
-            task: the task; NEVER for that of the first gradient.
-        """
-        self.task = self._first_task = task
-        regions = () if self.visit is None else self.visit.regions
-        self.comes_in_parts = self._has_several_calls and any(region.is_reentrant for region in regions)
-
-    def note_gradient(self, task: int) -> None:
-        """Note that a gradient has arrived in a task of autograd, which gives it once for all calls there.
-
-        There may be another part in another task if the unit has several calls, or a checkpoint inside it.
-        """
-        if self.task == NEVER:
-            self.task = self._first_task = task
-        is_inner = task != self._first_task
-        self.comes_in_parts |= task != self.task or (is_inner and self._has_several_calls)
-
-    @property
-    def _has_several_calls(self) -> bool:
-        return self.visit is not None and self.visit.num_calls > 1
 
     def start_reduce(self) -> None:
         """Start the reduction of each buffer; parameters without a gradient count zeros."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 
 WIDTH = 24
@@ -29,35 +28,6 @@ class Residual(nn.Module):
             y = self.blocks[number](x)
             x = x + (y.detach() if number in cut else y)
         out: Tensor = self.last(x)
-        return out
-
-
-class Editing(nn.Module):
-    """Blocks of which each divides its first weight by its norm before it computes with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(7, WIDTH), nn.Linear(WIDTH, 3)
-        self.blocks = nn.ModuleList(NormalizedBlock() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.last(x)
-        return out
-
-
-class NormalizedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.up.weight.div_(self.up.weight.norm())
-            self.down.weight.data.clamp_(-0.2, 0.2)
-        out: Tensor = x + self.down(self.up(x).tanh())
         return out
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
-from tests.pretend.scenarios.models import Editing
 from tests.pretend.scenarios.plain import BF16, READS_NORM
 from zeroshard.optim import LAMB
 
@@ -288,20 +287,6 @@ _add(
     stage=3,
     may_sync=("optim/layerwise.py",),
 )
-
-
-def _edits_in_forward(stage: int) -> None:
-    def run(bench: Bench) -> None:
-        bench.start(Editing(), stage=stage, precision=BF16, units=["NormalizedBlock"], offload=HOST)
-        for number in range(3):
-            bench.engine.backward(bench.engine(bench.values(number)).square().mean())
-            bench.engine.step()
-
-    add(f"host_edits_in_forward_stage{stage}", run, may_sync=("sharding/edits.py",))
-
-
-for _stage in (1, 3):
-    _edits_in_forward(_stage)
 
 
 @scenario()

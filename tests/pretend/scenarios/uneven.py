@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.pretend.scenario import Bench, add, scenario
 from tests.pretend.scenarios.models import Adapted, Funnel, PartlyFrozen, Residual, Routed
@@ -100,16 +99,6 @@ def adapters(bench: Bench) -> None:
 @scenario()
 def called_twice(bench: Bench) -> None:
     bench.start(Residual(3), stage=3, precision=BF16)
-    bench.train_on(3, lambda step: (), lambda step: [0, 1, 0, 2, 1])
-
-
-@scenario()
-def reentrant_checkpoint(bench: Bench) -> None:
-    model = Residual(3)
-    bench.start(model, stage=3, precision=BF16)
-    block = model.blocks[1]
-    forward = block.forward
-    block.forward = lambda x: checkpoint(forward, x, use_reentrant=True)
     bench.train_on(3, lambda step: (), lambda step: [0, 1, 0, 2, 1])
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Axis
-from zeroshard.internals.autograd import is_in_backward, is_transformed
+from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import find_tensors
 from zeroshard.sharding.runtime import Runtime
 
@@ -63,7 +63,7 @@ class _InputComparison:
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if is_transformed() or is_in_backward():
+        if is_in_backward():
             return
         self._num_forwards[module.training] = number = self._num_forwards[module.training] + 1
         if number & (number - 1):  # 1, 2, 4, 8, ...

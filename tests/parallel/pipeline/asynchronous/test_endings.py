@@ -91,6 +91,4 @@ def test_a_recomputation_with_other_weights_than_its_forward_is_refused(run: For
 def test_a_forward_that_edits_a_version_is_refused(run: Forks):
     [(_, last)] = run(script("pipedream", checkpoints=False, act=EDIT, stage=0, weights="vertical"))
     assert last.code == 1
-    assert last.last_line.startswith(
-        "RuntimeError: '3.linear.weight' was edited in a forward, which computed with a version of it"
-    )
+    assert last.last_line.startswith("RuntimeError: '3.linear.weight' was edited in a forward or backward")

@@ -68,7 +68,7 @@ engine.train_batch(x, y)
 """
 
 
-EDITED = "RuntimeError: '0.linear.bias' was edited in a forward, which computed with a version of it"
+EDITED = "RuntimeError: '0.linear.bias' was edited in a forward or backward"
 
 
 def editing(stage, how, first):

@@ -85,10 +85,6 @@ class Versions:
     def __init__(self, runtime: Runtime, change: Change | None) -> None:
         self._runtime = runtime
         self._places = [place_of(buffer, change) for buffer in runtime.buffers if buffer.trainable]
-        self._shown = [
-            unit for unit in runtime.units if any(buffer.plan.shows_versions for buffer in unit.buffers)
-        ]
-        """The units that stay gathered, so that nobody else asks for edits between their forwards."""
         self._kept: tuple[frozenset[int], ...] = ()
         self._newest = 0
         self.peak_bytes = 0
@@ -112,19 +108,13 @@ class Versions:
             for place in self._places:
                 place.begin(moves=moves)
             yield
-            self._check_edits()
         finally:
             for place in self._places:
                 place.end()
             self._runtime.refresh()
 
     def enter(self, use: Use) -> None:
-        """Let the units of this rank have the weights of an action that begins.
-
-        Raises:
-            RuntimeError: the action before it has edited weights that are not the main parameters.
-        """
-        self._check_edits()
+        """Let the units of this rank have the weights of an action that begins."""
         for place in self._places:
             place.enter(use, self._newest)
         self._runtime.refresh()
@@ -132,7 +122,6 @@ class Versions:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Keep the weights from before the step inside, if they are used behind it, and drop older ones."""
-        self._check_edits()
         kept = self._kept[self._newest]
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         for place in self._places:
@@ -143,7 +132,3 @@ class Versions:
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         yield
         self._newest += 1
-
-    def _check_edits(self) -> None:
-        for unit in self._shown:
-            unit.edits.keep()
