@@ -21,7 +21,7 @@ from zeroshard.optim.asynchronous.corrected import Corrected, rescaled, spike_co
 from zeroshard.optim.asynchronous.updates import update_of
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes, mean_of_changes
+from zeroshard.parallel.pipeline.asynchronous.directions import decay_of_changes, mean_of_changes
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.simulate import Timeline, simulate
 from zeroshard.parameters.gradient import set_gradient

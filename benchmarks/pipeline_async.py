@@ -45,7 +45,7 @@ from pipeline_clock import Clock, makespans, measure_transfer, predict
 from pipeline_engines import adamw
 from pipeline_jobs import VOCABULARY, Job
 from zeroshard.config.pipeline import ASYNCHRONOUS
-from zeroshard.parallel.pipeline.asynchronous.steady import steady
+from zeroshard.parallel.pipeline.schedules import steady
 
 FLUSHED = "1F1B, flushed"
 WARM_UP = 2

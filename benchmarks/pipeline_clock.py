@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.simulate import simulate
+from zeroshard.parallel.pipeline.simulate import Costs, simulate
 
 _PARTS = {
     Kind.FORWARD: "forward",

@@ -12,9 +12,8 @@ import pytest
 from zeroshard.cli.gantt import Chart, draw_text
 from zeroshard.cli.main import main
 from zeroshard.parallel.pipeline.actions import parse_schedule
-from zeroshard.parallel.pipeline.costs import Costs
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
-from zeroshard.parallel.pipeline.simulate import simulate
+from zeroshard.parallel.pipeline.simulate import Costs, simulate
 
 ROOT = Path(__file__).parents[1]
 FOUR_EIGHT = ("--stages", 4, "--microbatches", 8)

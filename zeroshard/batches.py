@@ -14,8 +14,7 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.mesh import Axes
 from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
-from zeroshard.parallel.pipeline.feed import next_batch
-from zeroshard.parallel.pipeline.training import Pipelined
+from zeroshard.parallel.pipeline.training import Pipelined, next_batch
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 

@@ -36,7 +36,7 @@ from zeroshard.lazy.recording import refuse_recording
 from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.overrides import forget, read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
-from zeroshard.parallel.pipeline.sample import Source
+from zeroshard.parallel.pipeline.profile import Source
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.wrapping import UnitSpec

@@ -10,8 +10,8 @@ from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.parallel.pipeline.choice import schedule_of
+from zeroshard.parallel.pipeline.cut import PipelineReport, report_cut
 from zeroshard.parallel.pipeline.part import Part
-from zeroshard.parallel.pipeline.report import PipelineReport, report_cut
 from zeroshard.parallel.pipeline.training import Pipelined
 from zeroshard.sharding.runtime import Runtime
 

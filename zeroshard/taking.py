@@ -17,12 +17,10 @@ from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import form_of
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import record_resets
-from zeroshard.parallel.pipeline.chunked import Absent
+from zeroshard.parallel.pipeline.chunked import Absent, Outline, outline_of
 from zeroshard.parallel.pipeline.cut import Cut, cut_model
-from zeroshard.parallel.pipeline.narrowed import find_chosen, narrowed
-from zeroshard.parallel.pipeline.outline import Outline, outline_of
-from zeroshard.parallel.pipeline.part import Part, take_part
-from zeroshard.parallel.pipeline.sample import Source, sample_of
+from zeroshard.parallel.pipeline.part import Part, find_chosen, narrowed, take_part
+from zeroshard.parallel.pipeline.profile import Source, sample_of
 from zeroshard.parallel.pipeline.traced import TracedModel, trace
 from zeroshard.plan.arrangement import Arrangement
 

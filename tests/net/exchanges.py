@@ -239,7 +239,7 @@ EXCHANGES = (
             "The sums of exponentials of tensor ranks are added up without bringing them to one largest "
             "logit."
         ),
-        file="zeroshard/parallel/tensor/vocabulary.py",
+        file="zeroshard/parallel/tensor/losses.py",
         find="total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)",
         replace="total = everyone[:, 1].sum(0)",
         tests=("tests/parallel/test_moves.py::test_the_loss_over_divided_logits_is_that_over_all",),

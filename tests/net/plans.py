@@ -78,7 +78,7 @@ PLANS = (
     Break(
         name="1f1b_runs_one_forward_more",
         says="A rank of 1F1B runs one forward more before its first backward, and holds its activations.",
-        file="zeroshard/parallel/pipeline/alternating.py",
+        file="zeroshard/parallel/pipeline/schedules.py",
         find="lists.append(_alternate(places, places, num_ranks - 1 - rank))",
         replace="lists.append(_alternate(places, places, num_ranks - rank))",
         tests=(
@@ -88,7 +88,7 @@ PLANS = (
     Break(
         name="a_list_without_a_forward",
         says="A list in which the forward of a micro-batch is missing is not refused.",
-        file="zeroshard/parallel/pipeline/check.py",
+        file="zeroshard/parallel/pipeline/actions.py",
         find="    if not num[_F]:\n",
         replace="    if False:\n",
         tests=(

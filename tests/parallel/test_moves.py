@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
+from zeroshard.parallel.tensor.losses import divided_cross_entropy, embed
 from zeroshard.parallel.tensor.moves import Move, move
-from zeroshard.parallel.tensor.vocabulary import cross_entropy, embed
 from zeroshard.plan.cuts import Cut
 
 RANKS = [1, 2, 3, 4]
@@ -187,12 +187,12 @@ def losses():
         (own,) = Cut("head", (TOKENS, D), 0, over.size).spans(over.rank)
         mine = logits[:, own.slice].clone().requires_grad_()
         before = sum(counter.calls.values())
-        got = cross_entropy(mine, own_targets, own, over, reduction=reduction, ignore_index=ignored)
+        got = divided_cross_entropy(mine, own_targets, own, over, reduction=reduction, ignore_index=ignored)
         assert sum(counter.calls.values()) - before == (over.size > 1)
         got.sum().backward()
         found += [(got, want), (mine.grad, whole.grad[:, own.slice])]
     with pytest.raises(ValueError, match="reduction: expected 'mean', 'sum' or 'none', got 'max'"):
-        cross_entropy(mine, own_targets, own, over, reduction="max")
+        divided_cross_entropy(mine, own_targets, own, over, reduction="max")
     return [(got.detach(), want.detach()) for got, want in found]
 
 
@@ -208,8 +208,8 @@ def without_targets():
     over, _ = tensor_ranks()
     logits = values(4, 12 // over.size).requires_grad_()
     (own,) = Cut("head", (12, D), 0, over.size).spans(over.rank)
-    total = cross_entropy(logits, torch.full((4,), -100), own, over, reduction="sum")
-    mean = cross_entropy(logits, torch.full((4,), -100), own, over)
+    total = divided_cross_entropy(logits, torch.full((4,), -100), own, over, reduction="sum")
+    mean = divided_cross_entropy(logits, torch.full((4,), -100), own, over)
     total.backward()
     return total.item(), mean.item(), logits.grad.abs().max().item()
 

@@ -11,12 +11,9 @@ from zeroshard.cli.gantt import WIDTH, Chart, draw_text, save_picture
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous, is_step_of
-from zeroshard.parallel.pipeline.asynchronous.steady import steady
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.held import count_activations
-from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
-from zeroshard.parallel.pipeline.simulate import simulate
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
+from zeroshard.parallel.pipeline.simulate import Costs, count_activations, simulate
 from zeroshard.tables import LINE, render
 
 _MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute

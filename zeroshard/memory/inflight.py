@@ -16,9 +16,9 @@ from itertools import pairwise
 from zeroshard.memory.activations import Blocks, MicroBatch
 from zeroshard.memory.dryrun import DryRun
 from zeroshard.memory.planned import Pipelined
-from zeroshard.parallel.pipeline.held import most_bytes
-from zeroshard.parallel.pipeline.outline import Outline
+from zeroshard.parallel.pipeline.chunked import Outline
 from zeroshard.parallel.pipeline.runner import AHEAD
+from zeroshard.parallel.pipeline.simulate import most_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,11 @@ from zeroshard.memory.dryrun import without_memory
 from zeroshard.memory.typical import Sizes
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.choice import largest_schedule_of, read_schedule, with_schedule
+from zeroshard.parallel.pipeline.chunked import outline_of
 from zeroshard.parallel.pipeline.cut import Cut, cut_model
-from zeroshard.parallel.pipeline.narrowed import find_chosen, narrowed
-from zeroshard.parallel.pipeline.outline import outline_of
-from zeroshard.parallel.pipeline.part import take_part
+from zeroshard.parallel.pipeline.part import find_chosen, narrowed, take_part
 from zeroshard.parallel.pipeline.partition import Block, partition
-from zeroshard.parallel.pipeline.sample import Source
+from zeroshard.parallel.pipeline.profile import Source
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement

@@ -14,10 +14,9 @@ from torch import nn
 import zeroshard
 from tests.parallel.pipeline.runs import build as language_model
 from tests.parallel.pipeline.runs import sgd, tokens_of
-from zeroshard.parallel.pipeline.chunked import Chunked
+from zeroshard.parallel.pipeline.chunked import Chunked, outline_of
 from zeroshard.parallel.pipeline.cut import require_handed_on
-from zeroshard.parallel.pipeline.outline import outline_of
-from zeroshard.parallel.pipeline.sample import Sample
+from zeroshard.parallel.pipeline.profile import Sample
 from zeroshard.parallel.pipeline.traced import TracedModel, trace
 
 WIDTH, ROWS, STEPS, NUM = 6, 8, 2, 4

@@ -13,12 +13,8 @@ import pytest
 from torch.distributed.pipelining import schedules as torchs
 
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.held import count_activations
-from zeroshard.parallel.pipeline.recompute import with_recompute
-from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
-from zeroshard.parallel.pipeline.simulate import Timeline, simulate
-from zeroshard.parallel.pipeline.zbv import zbv
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, with_recompute, zbv
+from zeroshard.parallel.pipeline.simulate import Costs, Timeline, count_activations, simulate
 
 
 def length(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1, **options: Any) -> Timeline:

@@ -16,10 +16,10 @@ from zeroshard import Config
 from zeroshard.parallel.pipeline import cut as cutting
 from zeroshard.parallel.pipeline.actions import parse_schedule
 from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
+from zeroshard.parallel.pipeline.chunked import outline_of
 from zeroshard.parallel.pipeline.cut import cut_model
-from zeroshard.parallel.pipeline.outline import outline_of
 from zeroshard.parallel.pipeline.partition import Block
-from zeroshard.parallel.pipeline.sample import Source
+from zeroshard.parallel.pipeline.profile import Source
 from zeroshard.parallel.pipeline.sharding import with_sharding
 
 CPU = torch.device("cpu")

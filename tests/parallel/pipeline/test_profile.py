@@ -14,9 +14,15 @@ from torch.utils.data import Dataset, TensorDataset
 
 import zeroshard
 from zeroshard.parallel.pipeline import profile
-from zeroshard.parallel.pipeline.outline import outline_of
-from zeroshard.parallel.pipeline.profile import likeness_of, measure_blocks, weigh_blocks
-from zeroshard.parallel.pipeline.sample import Sample, Source, sample_of
+from zeroshard.parallel.pipeline.chunked import outline_of
+from zeroshard.parallel.pipeline.profile import (
+    Sample,
+    Source,
+    likeness_of,
+    measure_blocks,
+    sample_of,
+    weigh_blocks,
+)
 
 CPU = torch.device("cpu")
 SLEEP = 0.05

@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.parallel.pipeline.random_schedules import schedules
-from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
-from zeroshard.parallel.pipeline.costs import Costs
+from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, needed_actions, parse_schedule
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.simulate import simulate, validate
-from zeroshard.parallel.pipeline.transfers import needed_actions
+from zeroshard.parallel.pipeline.simulate import Costs, simulate, validate
 
 TWO = """
 0F0,0F1,0B0,0B1

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroshard
-from zeroshard.parallel.pipeline.sample import Sample
+from zeroshard.parallel.pipeline.profile import Sample
 from zeroshard.parallel.pipeline.traced import TracedModel, trace
 
 ROWS, LENGTH, WIDTH, WORDS, STEPS = 8, 5, 8, 11, 6

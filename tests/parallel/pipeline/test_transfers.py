@@ -7,9 +7,16 @@ from collections import defaultdict
 from hypothesis import given
 
 from tests.parallel.pipeline.random_schedules import schedules
-from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.actions import (
+    Action,
+    Kind,
+    Schedule,
+    Transfer,
+    parse_schedule,
+    plan_exchanges,
+    plan_transfers,
+)
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.transfers import Transfer, plan_exchanges, plan_transfers
 
 
 @given(schedules())

@@ -3,7 +3,7 @@
     rescale    lr / tau^(1 - min(step / K, 1))          any optimizer (PipeMare, technique 1)
     spike      w -= lr (a v + b g)                      SGD with momentum (Kosson et al. 2021, section 3.2)
 
-`corrections.py` has the formulas.
+`directions.py` of `parallel/pipeline/asynchronous/` has the formulas.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from zeroshard.optim.asynchronous.updates import require_groups
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.parallel.pipeline.asynchronous.corrections import Spike, compensate, lr_factor
-from zeroshard.parallel.pipeline.asynchronous.directions import Corrected
+from zeroshard.parallel.pipeline.asynchronous.directions import Corrected, Spike, compensate, lr_factor
 from zeroshard.parameters.gradient import gradient_of
 
 

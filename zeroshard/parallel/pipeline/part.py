@@ -1,10 +1,12 @@
-"""The part of a model that a pipeline rank holds, and the schedule by which all ranks compute it."""
+"""The part of a model that a pipeline rank holds, and its config; the schedule by which all ranks compute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import combinations, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,14 +14,15 @@ from torch import nn
 from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.choice import schedule_of, with_schedule
-from zeroshard.parallel.pipeline.chunked import Chunked
+from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.cut import Cut
-from zeroshard.parallel.pipeline.outline import Outline
 from zeroshard.parallel.pipeline.sharding import with_sharding
 from zeroshard.parallel.pipeline.traced import TracedChunks, TracedModel
 from zeroshard.parameters.original import retire
 from zeroshard.plan.ignored import Ignored, find_ignored
 from zeroshard.plan.originals import Original
+from zeroshard.plan.overrides import find_overrides
+from zeroshard.plan.replicated import find_replicated
 from zeroshard.plan.wrapping import UnitSpec
 
 
@@ -196,3 +199,40 @@ def _tensors_of(model: nn.Module, outline: Outline, chunk: int, run: range) -> I
     for name in outline.chunk(run, len(outline.blocks)):
         module = model.get_submodule(name)
         yield from (*module.parameters(), *(buffer for buffer in module.buffers() if buffer not in tables))
+
+
+class Chosen(NamedTuple):
+    """The parameters of the whole model that patterns fit."""
+
+    overrides: Mapping[nn.Parameter, torch.dtype]
+    replicated: Container[nn.Parameter]
+
+
+def find_chosen(model: nn.Module, config: Config) -> Chosen:
+    """Return the parameters of a whole model that a config names. Raises ValueError for unknown names."""
+    ignored = find_ignored(model, config.ignored)
+    return Chosen(
+        find_overrides(model, config.precision.overrides, ignored),
+        find_replicated(model, config.frozen, ignored),
+    )
+
+
+def narrowed(config: Config, model: nn.Module, chosen: Chosen) -> Config:
+    """Return a config without the names that other parts of the model have; the whole model has all.
+
+    Each parameter that is chosen is named by itself: a tied one may have the name that fits on another rank.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    ignored = [pattern for pattern in config.ignored or () if any(fnmatchcase(n, pattern) for n in named)]
+    units = config.units
+    if units is not None and not callable(units):
+        kinds = {type(module).__name__ for module in model.modules()}
+        units = [unit for unit in units if not isinstance(unit, str) or unit in kinds]
+    own = {name: chosen.overrides[p] for name, p in named.items() if p in chosen.overrides}
+    return replace(
+        config,
+        ignored=ignored or None,
+        units=units,
+        precision=replace(config.precision, overrides=own or None),
+        frozen=[name for name, p in named.items() if p in chosen.replicated] or "shard",
+    )

@@ -17,7 +17,7 @@ one that computes them alone; see `weights.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.messages import Form, Forms, Messages, Receipt
-from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
-from zeroshard.parallel.pipeline.random import random_states, set_random_states
+from zeroshard.parallel.pipeline.actions import Action, Exchange, Kind, Schedule, Transfer, plan_exchanges
 from zeroshard.parallel.pipeline.sharding import ends_of_chunks
 from zeroshard.parallel.pipeline.simulate import validate
-from zeroshard.parallel.pipeline.transfers import Exchange, Transfer, plan_exchanges
 from zeroshard.parallel.pipeline.weights import Waiting
+from zeroshard.parallel.random import random_states, set_random_states
 
 AHEAD = 2
 """The receives that are posted ahead of the one that an action needs, from each rank."""
@@ -106,7 +105,7 @@ class _Call(NamedTuple):
     """Leaves."""
     outputs: tuple[Tensor, ...]
     """() until a recomputation has made them."""
-    random: tuple[Tensor, ...]
+    random: Mapping[torch.device, Tensor]
     """The states of random generators before it, if it will run again."""
 
 
@@ -235,7 +234,7 @@ class Runner:
                 # The forward may edit its inputs, and comes again.
                 outputs = tuple(self._chunks.forward(chunk, microbatch, [one.clone() for one in inputs]))
         else:
-            random = ()
+            random = {}
             with self._leaving(action):
                 outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
         if chunk in self._trained:
@@ -252,10 +251,10 @@ class Runner:
         chunk, microbatch = _place(action)
         call = self._batch.calls[chunk, microbatch]
         now = random_states(self._messages.device)
-        set_random_states(self._messages.device, call.random)
+        set_random_states(call.random)
         with self._leaving(action):
             outputs = tuple(self._chunks.forward(chunk, microbatch, call.inputs))
-        set_random_states(self._messages.device, now)
+        set_random_states(now)
         self._batch.calls[chunk, microbatch] = call._replace(outputs=outputs)
 
     def _leaving(self, action: Action) -> AbstractContextManager[None]:

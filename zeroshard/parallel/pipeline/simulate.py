@@ -1,19 +1,111 @@
-"""A simulator of schedules, which also refuses lists whose ranks wait for each other.
+"""A simulator of schedules: the times of all actions, lists that deadlock, and the activations in flight.
 
 Each rank runs its actions one after the other. A message leaves when its action ends, and arrives after the
 duration of a transfer. A rank takes the messages of another one in order, so a message that it needs may wait
-behind an earlier one. Transfers take no time of the ranks and do not slow each other down.
+after an earlier one. Transfers take no time of the ranks and do not slow each other down.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from math import isfinite
 from typing import NamedTuple
 
-from zeroshard.parallel.pipeline.actions import Action, Schedule
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.transfers import Transfer, needed_actions, plan_exchanges
+from zeroshard.parallel.pipeline.actions import (
+    END_BACKWARD,
+    Action,
+    Kind,
+    Schedule,
+    Transfer,
+    check_actions,
+    needed_actions,
+    plan_exchanges,
+)
+
+PerChunk = float | tuple[float, ...]
+"""One number for all chunks, or a number for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The durations of actions, in any unit of time.
+
+    The defaults are the usual ones of papers: a forward takes 1, a whole backward 2. Unshard, reshard and
+    reduce take no time here, as they run beside the compute.
+
+    Raises:
+        ValueError: a duration is negative, infinite or not a number.
+    """
+
+    forward: PerChunk = 1.0
+    """Duration of a forward."""
+    backward_input: PerChunk = 1.0
+    """Duration of the gradient of the input, the first half of a backward."""
+    backward_weight: PerChunk = 1.0
+    """Duration of the gradient of the weights, the second half."""
+    recompute: PerChunk = 1.0
+    """Duration of a recompute."""
+    transfer: PerChunk = 0.0
+    """Time between a send and the arrival, for a chunk's output and, the same way back, for its gradient."""
+    step: float = 0.0
+    """Duration of a step of a rank."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            for number in given if isinstance(given, tuple) else (given,):
+                if not (isfinite(number) and number >= 0):
+                    raise ValueError(f"{field.name}: expected a duration of at least 0, got {number}")
+
+    def of(self, action: Action) -> float:
+        """Return the duration of an action."""
+        parts = _PARTS.get(action.kind, ())
+        return sum((self._at(name, action.chunk) for name in parts), start=0.0)
+
+    def transfer_after(self, chunk: int) -> float:
+        """Return the duration of a transfer between a chunk and the next one, in either direction."""
+        return self._at("transfer", chunk)
+
+    def divided_by(self, number: float) -> Costs:
+        """Return the costs of chunks that are a part of a rank's layers each; a transfer stays as it is."""
+        return replace(
+            self,
+            forward=_divided(self.forward, number),
+            backward_input=_divided(self.backward_input, number),
+            backward_weight=_divided(self.backward_weight, number),
+            recompute=_divided(self.recompute, number),
+        )
+
+    def require_chunks(self, num_chunks: int) -> None:
+        """Raise ValueError if there is a list of numbers for another number of chunks."""
+        for field in fields(self):
+            given = getattr(self, field.name)
+            needed = num_chunks - (field.name == "transfer")  # nothing leaves the last chunk
+            if isinstance(given, tuple) and not needed <= len(given) <= num_chunks:
+                raise ValueError(f"{field.name}: expected {num_chunks} numbers, got {len(given)}")
+
+    def _at(self, name: str, chunk: int | None) -> float:
+        given: PerChunk = getattr(self, name)
+        if isinstance(given, tuple):
+            assert chunk is not None  # only a step has none
+            return given[chunk]
+        return given
+
+
+_PARTS: dict[Kind, tuple[str, ...]] = {
+    Kind.FORWARD: ("forward",),
+    Kind.BACKWARD: ("backward_input", "backward_weight"),
+    Kind.INPUT_GRADIENT: ("backward_input",),
+    Kind.WEIGHT_GRADIENT: ("backward_weight",),
+    Kind.RECOMPUTE: ("recompute",),
+    Kind.STEP: ("step",),
+}
+
+
+def _divided(given: PerChunk, number: float) -> PerChunk:
+    return tuple(each / number for each in given) if isinstance(given, tuple) else given / number
 
 
 class Span(NamedTuple):
@@ -222,3 +314,83 @@ def _programs(schedule: Schedule) -> list[list[_Operation]]:
             program.extend(map(_Send, exchange.sends))
         programs.append(program)
     return programs
+
+
+@dataclass(frozen=True)
+class Held:
+    """The largest numbers of micro-batches whose activations are held at a time.
+
+    Args:
+        per_chunk: for each chunk, from its forward, or its recompute if it has one, to the end of its
+            backward.
+        per_rank: for each pipeline rank, over all of its chunks together.
+        inputs_per_chunk: for each chunk, micro-batches of which only the input is held, for a recompute.
+        inputs_per_rank: the same for each pipeline rank.
+    """
+
+    per_chunk: tuple[int, ...]
+    per_rank: tuple[int, ...]
+    inputs_per_chunk: tuple[int, ...]
+    inputs_per_rank: tuple[int, ...]
+
+
+class _Peaks:
+    """Counts by key, with the largest value that each had."""
+
+    def __init__(self) -> None:
+        self.now: Counter[tuple[str, int]] = Counter()
+        self.peak: Counter[tuple[str, int]] = Counter()
+
+    def add(self, rank: int, chunk: int, number: int) -> None:
+        for key in (("rank", rank), ("chunk", chunk)):
+            self.now[key] += number
+            self.peak[key] = max(self.peak[key], self.now[key])
+
+    def of(self, name: str, count: int) -> tuple[int, ...]:
+        return tuple(self.peak[name, index] for index in range(count))
+
+
+def count_activations(schedule: Schedule) -> Held:
+    """Count the activations in flight. Raises ValueError as `check_actions` does."""
+    check_actions(schedule)
+    recomputed = {
+        (action.chunk, action.microbatch) for _, action in schedule if action.kind is Kind.RECOMPUTE
+    }
+    whole, inputs = _Peaks(), _Peaks()
+    for rank, action in schedule:
+        if action.chunk is None or not action.is_compute:
+            continue
+        is_recomputed = (action.chunk, action.microbatch) in recomputed
+        if action.kind is Kind.FORWARD:
+            (inputs if is_recomputed else whole).add(rank, action.chunk, 1)
+        elif action.kind is Kind.RECOMPUTE:
+            inputs.add(rank, action.chunk, -1)
+            whole.add(rank, action.chunk, 1)
+        elif action.kind in END_BACKWARD:
+            whole.add(rank, action.chunk, -1)
+    chunks, ranks = schedule.num_chunks, schedule.num_ranks
+    return Held(
+        whole.of("chunk", chunks),
+        whole.of("rank", ranks),
+        inputs.of("chunk", chunks),
+        inputs.of("rank", ranks),
+    )
+
+
+def most_bytes(schedule: Schedule, per_chunk: Sequence[int]) -> tuple[int, ...]:
+    """Return for each pipeline rank the most bytes of activations that it holds at a time.
+
+    Args:
+        schedule: a schedule without recomputation of its own.
+        per_chunk: the bytes of a micro-batch in each chunk, from its forward to the end of its backward.
+    """
+    now, most = [0] * schedule.num_ranks, [0] * schedule.num_ranks
+    for rank, action in schedule:
+        if action.chunk is None:
+            continue
+        if action.kind is Kind.FORWARD:
+            now[rank] += per_chunk[action.chunk]
+            most[rank] = max(most[rank], now[rank])
+        elif action.kind in END_BACKWARD:
+            now[rank] -= per_chunk[action.chunk]
+    return tuple(most)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
-from zeroshard.parallel.pipeline.sample import Sample, same_random_numbers
+from zeroshard.parallel.pipeline.profile import Sample, same_random_numbers
 
 Value = tuple[int, int]
 """An output of a chunk: the number of the chunk, and its place among the outputs."""

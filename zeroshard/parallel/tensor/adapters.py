@@ -21,9 +21,8 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
-from zeroshard.parallel.tensor.heads import with_heads
 from zeroshard.parallel.tensor.sequence import Regions, blocks_of
-from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Plan, Style, Way
+from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Plan, Style, Way, with_heads
 from zeroshard.sharding.changes import Changes
 
 

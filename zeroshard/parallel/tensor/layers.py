@@ -20,15 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
+from zeroshard.parallel.random import share_random_states
 from zeroshard.parallel.tensor.adapters import adapt_regions
-from zeroshard.parallel.tensor.experts import compute_experts
-from zeroshard.parallel.tensor.heads import is_conv1d, rotary_size, set_counts
-from zeroshard.parallel.tensor.losses import divide_losses
+from zeroshard.parallel.tensor.losses import divide_losses, embed
 from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
-from zeroshard.parallel.tensor.random import share_random_states
 from zeroshard.parallel.tensor.sequence import Regions, copied, install_regions
-from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Way
-from zeroshard.parallel.tensor.vocabulary import embed
+from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Way, is_conv1d, rotary_size, set_counts
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.changes import Changes
 
@@ -186,7 +183,7 @@ def _forward_of(layer: Divided, over: Activations, add: Sum) -> Callable[..., Te
         Way.COLUMNS_LOSS: _columns,
         Way.ROWS: functools.partial(_rows, add),
         Way.ROWS_SPLIT: functools.partial(_split_rows, add),
-        Way.EXPERTS: compute_experts,
+        Way.EXPERTS: _experts,
         Way.PER_HEAD: _per_head,
         Way.LATENT: functools.partial(_latent, layer.parent),
     }
@@ -234,3 +231,20 @@ def _per_head(module: Any, over: Activations, name: str, tokens: Tensor) -> Tens
 def _look_up(own: Span, add: Sum, module: Any, over: Activations, name: str, tokens: Tensor) -> Tensor:
     """Some models scale what is found, in a forward of their own."""
     return embed(tokens, functools.partial(type(module).forward, module), own, over, name, add)
+
+
+def _experts(module: Any, over: Activations, name: str, *values: Any, **named: Any) -> Tensor:
+    """Compute the output of the experts of a layer from their parts.
+
+    The routing weights multiply the output of a rank, which is a summand. So each rank finds a summand of
+    their gradient, and the router needs the sum.
+    """
+
+    def copied(value: Any) -> Any:
+        is_real = isinstance(value, Tensor) and value.is_floating_point()
+        return move(value, Move.COPY, over, name) if is_real else value
+
+    summand = type(module).forward(
+        module, *map(copied, values), **{key: copied(value) for key, value in named.items()}
+    )
+    return move(summand, Move.SUM, over, name)

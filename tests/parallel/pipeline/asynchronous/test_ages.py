@@ -11,7 +11,6 @@ from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.pipeline import WEIGHTS as NAMES
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_action, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous
-from zeroshard.parallel.pipeline.asynchronous.steady import require_steps, steady
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.choice import (
     count_synchronous,
@@ -19,10 +18,8 @@ from zeroshard.parallel.pipeline.choice import (
     largest_schedule_of,
     schedule_of,
 )
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.held import count_activations
-from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
-from zeroshard.parallel.pipeline.simulate import simulate
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, require_steps, steady
+from zeroshard.parallel.pipeline.simulate import Costs, count_activations, simulate
 
 DEPTHS = st.integers(1, 6)
 SIZES = st.integers(1, 40)

@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 
 import zeroshard
-from zeroshard.parallel.pipeline.actions import Kind
-from zeroshard.parallel.pipeline.alternating import one_f_one_b
-from zeroshard.parallel.pipeline.asynchronous.steady import steady
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.simulate import Span, simulate
-from zeroshard.parallel.pipeline.transfers import needed_actions
+from zeroshard.parallel.pipeline.actions import Kind, needed_actions
+from zeroshard.parallel.pipeline.schedules import one_f_one_b, steady
+from zeroshard.parallel.pipeline.simulate import Costs, Span, simulate
 
 BENCHMARKS = str(Path(__file__).parents[4] / "benchmarks")
 BLOCK_S = 0.02

@@ -19,10 +19,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroshard.parallel.pipeline.actions import BEGIN_BACKWARD, END_BACKWARD, Action, Kind, Schedule
-from zeroshard.parallel.pipeline.check import check_actions
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.simulate import simulate
+from zeroshard.parallel.pipeline.actions import (
+    BEGIN_BACKWARD,
+    END_BACKWARD,
+    Action,
+    Kind,
+    Schedule,
+    check_actions,
+)
+from zeroshard.parallel.pipeline.simulate import Costs, simulate
 
 Place = tuple[int, int]
 """A chunk and a micro-batch."""

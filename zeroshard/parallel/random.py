@@ -1,17 +1,22 @@
-"""Random numbers of tensor ranks: the same where values are whole, others where each rank has a part.
+"""Random numbers of tensor and pipeline ranks: alike where values are whole, others where they are parts.
 
     x --dropout--> [ up: columns ] --dropout--> [ down: rows ] --dropout--> y
       same mask                    own masks                   same mask
 
-Ranks that drop other elements of the same values go apart without an error. So all of them begin a forward
-with the random state of the first one. In a region, between a layer that is divided by columns and the next
-one that is divided by rows, each rank has other elements, and draws other numbers.
+Tensor ranks that drop other elements of the same values go apart without an error. So all of them begin a
+forward with the random state of the first one. In a region, between a layer that is divided by columns and
+the next one that is divided by rows, each rank has other elements, and draws other numbers.
 
 The state of a region is a function of the state at its beginning and the rank. Nothing is kept beside the
 default generator of the device. So a forward that runs again from the state of its beginning, as under
 recomputation and after a checkpoint was loaded, draws the same numbers again.
 
 Korthikanti et al. 2022, section 4, need the same two kinds of random states.
+
+All pipeline ranks may have the same random state, so that they choose the same batch. With it, their layers
+would drop the same elements. So before a batch each rank draws one number from the default generator, and
+computes the batch from a state that follows from that number and its rank. After the batch the generator goes
+on as if the batch had drawn that number alone, on all ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +35,52 @@ from zeroshard.comm.activations import Activations
 from zeroshard.parallel.tensor.styles import Divided, Way
 from zeroshard.sharding.changes import Changes
 
+_LARGEST = 1 << 62
 
-class _Region(NamedTuple):
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of the default generator of a device."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Give the default generator of a device a state that `random_state` has returned."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def random_states(device: torch.device) -> dict[torch.device, Tensor]:
+    """Return the states of the default generators of the CPU and of a device."""
+    return {each: random_state(each) for each in {torch.device("cpu"), device}}
+
+
+def set_random_states(states: Mapping[torch.device, Tensor]) -> None:
+    """Give default generators states that `random_states` has returned."""
+    for device, state in states.items():
+        set_random_state(device, state)
+
+
+@contextmanager
+def own_numbers(device: torch.device, pipeline_rank: int) -> Iterator[None]:
+    """Draw other numbers than the other pipeline ranks."""
+    drawn = int(torch.randint(_LARGEST, (), device="cpu"))
+    before = random_states(device)
+    digest = blake2b(f"{drawn} {pipeline_rank}".encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 2
+    for each in before:
+        set_random_state(each, torch.Generator(each).manual_seed(seed).get_state())
+    try:
+        yield
+    finally:
+        set_random_states(before)
+
+
+class _RandomRegion(NamedTuple):
     """Two states at the beginning of a region."""
 
     shared: Tensor
@@ -43,7 +92,7 @@ class _Scope:
     """The call of a module, and the region that is open in it."""
 
     module: nn.Module
-    region: _Region | None = None
+    region: _RandomRegion | None = None
 
 
 class RandomStates:
@@ -69,10 +118,10 @@ class RandomStates:
         self._scopes.clear()  # an interrupt may have left some
         self._loose = None
         devices = {torch.device("cpu"), self._over.device}
-        own = {device: bytes(_get(device).numpy()) for device in devices}
+        own = {device: bytes(random_state(device).numpy()) for device in devices}
         for device, state in self._over.first(own, "random states of the tensor ranks").items():
             if state != own[device]:
-                _set(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
+                set_random_state(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     @contextmanager
     def scope(self, module: nn.Module) -> Iterator[None]:
@@ -102,43 +151,29 @@ class RandomStates:
             self._end(self._loose)
             self._loose = None
 
-    def _begin(self) -> _Region:
-        shared = _get(self._over.device)
+    def _begin(self) -> _RandomRegion:
+        shared = random_state(self._over.device)
         salt = self._over.rank.to_bytes(8, "little")
         digest = blake2b(bytes(shared.numpy()), digest_size=8, salt=salt).digest()
         seed = int.from_bytes(digest, "little") >> 1
-        _set(self._over.device, torch.Generator(self._over.device).manual_seed(seed).get_state())
-        return _Region(shared, _get(self._over.device))
+        set_random_state(self._over.device, torch.Generator(self._over.device).manual_seed(seed).get_state())
+        return _RandomRegion(shared, random_state(self._over.device))
 
     def _end(self, scope: _Scope) -> None:
         region, scope.region = scope.region, None
         if region is not None:
             self._share(region)
 
-    def _share(self, region: _Region) -> None:
+    def _share(self, region: _RandomRegion) -> None:
         """Go on with the shared numbers.
 
         If numbers were drawn in the region, one of the shared ones is left out: the next region would begin
         with the same state. If none were drawn, no other numbers change either.
         """
-        is_used = not torch.equal(_get(self._over.device), region.own)
-        _set(self._over.device, region.shared)
+        is_used = not torch.equal(random_state(self._over.device), region.own)
+        set_random_state(self._over.device, region.shared)
         if is_used:
             torch.empty((), device=self._over.device).uniform_()
-
-
-def _get(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def _set(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def share_random_states(
