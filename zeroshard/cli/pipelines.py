@@ -10,7 +10,7 @@ from shutil import get_terminal_size
 from zeroshard.cli.gantt import WIDTH, Chart, draw_text, save_picture
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous, is_step_of
+from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
 from zeroshard.parallel.pipeline.simulate import Costs, count_activations, simulate
@@ -160,7 +160,7 @@ def _table(charts: Sequence[Chart]) -> str:
 def _num_steps(schedule: Schedule) -> int:
     """The steps of the last chunk; 0 in a synchronous list, whose batch ends with one."""
     last = schedule.num_chunks - 1
-    return sum(is_step_of(action, last) for action in schedule.lists[schedule.placement[last]])
+    return sum(action.is_step_of(last) for action in schedule.lists[schedule.placement[last]])
 
 
 def _delays(ages: Ages) -> tuple[int, ...]:

@@ -177,7 +177,9 @@ def test_a_list_is_read_from_a_text_a_file_or_an_object(form, tmp_path):
         OWN.replace("B1", "B1,STEP"),
         OWN.replace("0B1", "0B1,0STEP").replace("1B1", "1B1,1STEP"),
         str(with_sharding(parse_schedule(OWN))),
-        str(with_sharding(parse_schedule(OWN), "microbatch")),
+        re.sub(r"(\d)([FB])(\d)", r"\1UNSHARD\3,\1\2\3,\1RESHARD\3", OWN).replace(
+            "RESHARD1\n", "RESHARD1,STEP\n"
+        ),
     ],
 )
 def test_steps_at_the_end_of_each_list_are_that_of_the_batch(text):

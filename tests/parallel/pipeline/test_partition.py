@@ -18,7 +18,6 @@ profiles = st.lists(
         Block,
         time=st.one_of(st.integers(0, 4).map(float), st.floats(0, 10)),
         parameter_bytes=st.integers(0, 5),
-        activation_bytes=st.integers(0, 5),
     ),
     min_size=1,
     max_size=7,
@@ -47,29 +46,13 @@ def measure(blocks: Sequence[Block], chunks: tuple[range, ...], balance: str) ->
     return (*measures[balance], [len(chunk) for chunk in chunks])
 
 
-def needed_bytes(blocks: Sequence[Block], chunks: tuple[range, ...], held: Sequence[int]) -> int:
-    return max(
-        sum(blocks[i].parameter_bytes + times * blocks[i].activation_bytes for i in chunk)
-        for chunk, times in zip(chunks, held, strict=True)
-    )
-
-
 @given(profiles, st.sampled_from(BALANCES), st.data())
 def test_a_search_through_all_divisions_finds_the_same(
     blocks: list[Block], balance: Any, data: st.DataObject
 ) -> None:
     num_chunks = data.draw(st.integers(1, len(blocks)))
-    held = data.draw(st.lists(st.integers(0, 3), min_size=num_chunks, max_size=num_chunks))
-    limit = data.draw(st.none() | st.integers(0, 60))
-    every = list(divisions(len(blocks), num_chunks))
-    allowed = [chunks for chunks in every if limit is None or needed_bytes(blocks, chunks, held) <= limit]
-    if allowed:
-        expected = min(allowed, key=lambda chunks: measure(blocks, chunks, balance))
-        assert partition(blocks, num_chunks, balance, max_bytes=limit, held=held) == expected
-    else:
-        least = min(needed_bytes(blocks, chunks, held) for chunks in every)
-        with pytest.raises(ValueError, match=f"max_bytes: expected at least {least}, .* got {limit}$"):
-            partition(blocks, num_chunks, balance, max_bytes=limit, held=held)
+    expected = min(divisions(len(blocks), num_chunks), key=lambda chunks: measure(blocks, chunks, balance))
+    assert partition(blocks, num_chunks, balance) == expected
 
 
 def test_all_profiles_of_five_blocks_with_few_times_agree_with_the_search() -> None:
@@ -93,20 +76,12 @@ def test_the_first_chunk_gets_fewest_blocks_among_equals() -> None:
     assert partition([Block(time=0)] * 4, 2, "bottleneck") == (range(1), range(1, 4))
 
 
-def test_more_activations_on_a_rank_leave_it_fewer_blocks() -> None:
-    blocks = [Block(time=1, parameter_bytes=10, activation_bytes=5)] * 6
-    assert partition(blocks, 2, max_bytes=60, held=(2, 1)) == (range(3), range(3, 6))
-    assert partition(blocks, 2, max_bytes=60, held=(4, 1)) == (range(2), range(2, 6))
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"num_chunks": 4}, "expected 1 to 3 chunks, as each has a block or more, got 4"),
         ({"num_chunks": 0}, "expected 1 to 3 chunks, as each has a block or more, got 0"),
         ({"num_chunks": 2, "balance": "layers"}, "one of time, memory, bottleneck, got 'layers'"),
-        ({"num_chunks": 2, "held": (1,)}, "held: expected a number for each of 2 chunks, got 1"),
-        ({"num_chunks": 2, "max_bytes": 9}, "max_bytes: expected at least 10, which the largest of 2 chunks"),
     ],
 )
 def test_an_impossible_partition_is_refused(options: Any, expected: str) -> None:

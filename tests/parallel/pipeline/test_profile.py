@@ -131,7 +131,6 @@ def test_a_head_over_a_large_vocabulary_counts_in_the_last_block():
     model = llama(vocab_size=20_000)
     blocks = measured(model, sample_of(model, Source(), 1))
     assert blocks[3].time > 2 * blocks[1].time
-    assert blocks[3].activation_bytes > blocks[1].activation_bytes + 128 * 20_000 * 4
 
 
 def test_the_loss_counts_in_the_last_block():
@@ -159,15 +158,6 @@ def test_modules_before_the_blocks_count_in_the_first_block():
 
 
 # ------------------------------------------------------------------------------------------- bytes
-
-
-def test_activations_are_the_tensors_that_autograd_saves():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    blocks = measured(model, rows(5, 4))
-    # A linear layer saves its input, a tanh its output.
-    assert [block.activation_bytes for block in blocks] == [5 * 4 * 4, 5 * 8 * 4, 5 * 8 * 4]
-    half = measured(model, rows(5, 4), dtype=torch.bfloat16)
-    assert [block.activation_bytes for block in half] == [5 * 4 * 2, 5 * 8 * 2, 5 * 8 * 2]
 
 
 def test_parameter_bytes_are_those_of_the_block_and_of_modules_around_the_blocks():

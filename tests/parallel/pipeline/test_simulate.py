@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.parallel.pipeline.random_schedules import schedules
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, needed_actions, parse_schedule
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.simulate import Costs, simulate, validate
+from zeroshard.parallel.pipeline.simulate import Costs, simulate
 
 TWO = """
 0F0,0F1,0B0,0B1
@@ -126,7 +126,7 @@ def test_a_list_with_missing_double_or_misplaced_actions_is_refused(
     old: str, new: str, expected: str
 ) -> None:
     with pytest.raises(ValueError, match="expected") as error:
-        validate(changed(old, new))
+        simulate(changed(old, new))
     assert expected in str(error.value)
 
 
@@ -150,7 +150,7 @@ def test_a_list_with_missing_double_or_misplaced_actions_is_refused(
 )
 def test_a_deadlock_is_refused_with_the_actions_that_wait_for_each_other(text: str, expected: str) -> None:
     with pytest.raises(ValueError, match="deadlock") as error:
-        validate(parse_schedule(text))
+        simulate(parse_schedule(text))
     assert expected in str(error.value)
 
 
@@ -261,7 +261,7 @@ def test_interleaved_needs_more_than_one_buffer() -> None:
 
 def test_the_number_of_buffers_is_checked() -> None:
     with pytest.raises(ValueError, match="max_unreceived: expected at least 0 or None, got -1"):
-        validate(parse_schedule(TWO), max_unreceived=-1)
+        simulate(parse_schedule(TWO), max_unreceived=-1)
 
 
 def test_a_step_is_allowed_anywhere() -> None:

@@ -31,8 +31,8 @@ micro-batch, but collectives of NCCL have no such tags.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -63,6 +63,9 @@ BEGIN_BACKWARD = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 END_BACKWARD = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 """The kinds after which nobody needs the activations of a micro-batch."""
 
+Place = tuple[int, int]
+"""A chunk and a micro-batch."""
+
 _TEXT = re.compile(r"(\d*)([A-Z_]+)(\d*)")
 _TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 _FORM = "chunk, kind and micro-batch, such as 0F3"
@@ -87,6 +90,21 @@ class Action(NamedTuple):
     def is_compute(self) -> bool:
         """True if the action computes one micro-batch in one chunk."""
         return self.kind in COMPUTE
+
+    @property
+    def place(self) -> Place:
+        """The chunk and the micro-batch of a compute action."""
+        assert self.chunk is not None
+        assert self.microbatch is not None
+        return self.chunk, self.microbatch
+
+    def is_step_of(self, chunk: int | None) -> bool:
+        """True for a step of a chunk, perhaps with the other chunks of its rank."""
+        return self.kind is Kind.STEP and self.chunk in (None, chunk)
+
+
+STEP = Action(Kind.STEP, None, None)
+"""The step of all chunks of a rank."""
 
 
 def parse_action(text: str) -> Action:
@@ -165,8 +183,7 @@ class Schedule:
     @cached_property
     def forwards(self) -> Schedule:
         """The forwards alone, in the same order: for an evaluation."""
-        own = [[action for action in actions if action.kind is Kind.FORWARD] for actions in self.lists]
-        return Schedule(self.placement, self.num_microbatches, frozen(own))
+        return self.with_lists([a for a in actions if a.kind is Kind.FORWARD] for actions in self.lists)
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
@@ -175,6 +192,10 @@ class Schedule:
             tuple(chunk for chunk, place in enumerate(self.placement) if place == rank)
             for rank in range(self.num_ranks)
         )
+
+    def with_lists(self, lists: Iterable[Iterable[Action]]) -> Schedule:
+        """Return the schedule with other lists of actions."""
+        return Schedule(self.placement, self.num_microbatches, frozen(lists))
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -192,15 +213,13 @@ def parse_schedule(text: str) -> Schedule:
         raise ValueError("expected a line of actions for each pipeline rank, got none")
     places: dict[int, int] = {}
     for rank, actions in enumerate(lists):
-        for chunk in {action.chunk for action in actions if action.kind is Kind.FORWARD}:
-            assert chunk is not None
+        for chunk in {action.place[0] for action in actions if action.kind is Kind.FORWARD}:
             if (other := places.setdefault(chunk, rank)) != rank:
                 raise ValueError(f"expected chunk {chunk} on one rank, got ranks {other} and {rank}")
     if sorted(places) != list(range(len(places))):
         raise ValueError(f"expected forwards of the chunks 0 to N - 1, got those of {sorted(places)}")
     placement = tuple(places[chunk] for chunk in range(len(places)))
-    microbatches = [action.microbatch for action in compute if action.microbatch is not None]
-    return Schedule(placement, max(microbatches) + 1, lists)
+    return Schedule(placement, max(action.place[1] for action in compute) + 1, lists)
 
 
 def _parse_row(number: int, row: str) -> tuple[Action, ...]:
@@ -230,18 +249,9 @@ def loop(num_ranks: int, chunks_per_rank: int) -> tuple[int, ...]:
     return tuple(range(num_ranks)) * chunks_per_rank
 
 
-def frozen(lists: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+def frozen(lists: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
     """Return lists of actions as a schedule holds them."""
-    return tuple(tuple(actions) for actions in lists)
-
-
-_F, _B, _I, _W, _R = (
-    Kind.FORWARD,
-    Kind.BACKWARD,
-    Kind.INPUT_GRADIENT,
-    Kind.WEIGHT_GRADIENT,
-    Kind.RECOMPUTE,
-)
+    return tuple(map(tuple, lists))
 
 
 def check_actions(schedule: Schedule) -> None:
@@ -253,7 +263,9 @@ def check_actions(schedule: Schedule) -> None:
         ValueError: an action is missing, is there twice, or is on another rank; a chunk computes while it is
             not unsharded; gradients are left that no reduce takes.
     """
-    _check_places(schedule)
+    for rank, action in schedule:
+        if action.chunk is not None and (place := schedule.placement[action.chunk]) != rank:
+            raise ValueError(f"expected {action} on pipeline rank {place}, got it on {rank}")
     counts = Counter(action for _, action in schedule if action.is_compute)
     is_evaluation = all(action.kind is Kind.FORWARD for action in counts)
     for chunk in range(schedule.num_chunks):
@@ -264,29 +276,22 @@ def check_actions(schedule: Schedule) -> None:
             _check_sharding(rank, [action for action in actions if action.chunk == chunk])
 
 
-def _check_places(schedule: Schedule) -> None:
-    for rank, action in schedule:
-        if action.chunk is not None and schedule.placement[action.chunk] != rank:
-            place = schedule.placement[action.chunk]
-            raise ValueError(f"expected {action} on pipeline rank {place}, got it on {rank}")
-
-
 def _check_microbatch(counts: Counter[Action], chunk: int, microbatch: int, is_evaluation: bool) -> None:
-    num = {kind: counts[Action(kind, chunk, microbatch)] for kind in (_F, _B, _I, _W, _R)}
-    for kind, count in num.items():
-        if count > 1:
-            raise ValueError(f"expected {Action(kind, chunk, microbatch)} once, got it {count} times")
-    forward, backward, half, weight = (Action(kind, chunk, microbatch) for kind in (_F, _B, _I, _W))
-    if not num[_F]:
-        raise ValueError(f"expected {forward} in a list, got none")
-    if num[_B] and (num[_I] or num[_W]):
-        other = half if num[_I] else weight
-        raise ValueError(f"expected a whole backward or its two halves, got {backward} and {other}")
-    if not num[_B] and num[_I] != num[_W]:
-        there, missing = (half, weight) if num[_I] else (weight, half)
+    own = [Action(kind, chunk, microbatch) for kind in COMPUTE]
+    for action in own:
+        if counts[action] > 1:
+            raise ValueError(f"expected {action} once, got it {counts[action]} times")
+    first, whole, half, weight, _ = own
+    if not counts[first]:
+        raise ValueError(f"expected {first} in a list, got none")
+    if counts[whole] and (counts[half] or counts[weight]):
+        other = half if counts[half] else weight
+        raise ValueError(f"expected a whole backward or its two halves, got {whole} and {other}")
+    if counts[half] != counts[weight]:
+        there, missing = (half, weight) if counts[half] else (weight, half)
         raise ValueError(f"expected {missing} with {there}, got none")
-    if not is_evaluation and not num[_B] and not num[_I]:
-        raise ValueError(f"expected {backward}, or {half} and {weight}, got none")
+    if not is_evaluation and not counts[whole] and not counts[half]:
+        raise ValueError(f"expected {whole}, or {half} and {weight}, got none")
 
 
 def _check_sharding(rank: int, actions: list[Action]) -> None:
@@ -327,52 +332,50 @@ class Transfer(NamedTuple):
     @property
     def boundary(self) -> int:
         """The chunk before the boundary that the message crosses."""
-        chunk = (self.action if self.is_activation else self.user).chunk
-        assert chunk is not None
-        return chunk
+        return (self.action if self.is_activation else self.user).place[0]
+
+    @property
+    def output(self) -> Place:
+        """The place of the tensors at the source: the chunk that gets them."""
+        chunk, microbatch = self.action.place
+        return chunk + (1 if self.is_activation else -1), microbatch
 
     def __str__(self) -> str:
         word = "activation" if self.is_activation else "gradient"
         return f"{word} of {self.action} from pipeline rank {self.source} to {self.target}"
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """An action with its messages.
-
-    Args:
-        action: the action.
-        needed: the messages that the action itself needs.
-        receives: the messages to receive before it, in the order of the sender. They are those that it needs,
-            and earlier ones of the same sender that nobody has received.
-        sends: the messages to send after it.
-    """
+class Exchange(NamedTuple):
+    """An action with its messages."""
 
     action: Action
-    needed: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
+    """The messages to receive before the action, in the order of the sender: those that the action needs, and
+    earlier ones of the same sender that nobody has received."""
     sends: tuple[Transfer, ...]
+    """The messages to send after it."""
+
+
+_OF_A_BACKWARD = ((Kind.FORWARD, 0), (Kind.RECOMPUTE, 0), *((kind, 1) for kind in BEGIN_BACKWARD))
+_NEEDED: dict[Kind, tuple[tuple[Kind, int], ...]] = {
+    Kind.FORWARD: ((Kind.FORWARD, -1),),
+    Kind.RECOMPUTE: ((Kind.FORWARD, 0),),
+    Kind.WEIGHT_GRADIENT: ((Kind.INPUT_GRADIENT, 0),),
+    Kind.BACKWARD: _OF_A_BACKWARD,
+    Kind.INPUT_GRADIENT: _OF_A_BACKWARD,
+}
+"""The actions of its micro-batch that an action needs, if they are listed: kind, and chunks after its own."""
 
 
 def needed_actions(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
     """Return for each compute action the actions, of all ranks, that must end before it begins."""
     listed = dict.fromkeys(action for _, action in schedule if action.is_compute)
-    return {action: tuple(_needed(action, listed)) for action in listed}
-
-
-def _needed(action: Action, listed: Collection[Action]) -> Iterator[Action]:
-    kind, chunk, microbatch = action
-    assert chunk is not None
-    if kind is Kind.FORWARD:
-        before = Action(Kind.FORWARD, chunk - 1, microbatch)
-        return (each for each in (before,) if chunk)
-    if kind is Kind.RECOMPUTE:
-        return iter((Action(Kind.FORWARD, chunk, microbatch),))
-    if kind is Kind.WEIGHT_GRADIENT:
-        return iter((Action(Kind.INPUT_GRADIENT, chunk, microbatch),))
-    own = (Action(Kind.FORWARD, chunk, microbatch), Action(Kind.RECOMPUTE, chunk, microbatch))
-    later = (Action(each, chunk + 1, microbatch) for each in BEGIN_BACKWARD)
-    return (each for each in (*own, *later) if each in listed)
+    found = {}
+    for action in listed:
+        chunk, microbatch = action.place
+        needed = (Action(kind, chunk + after, microbatch) for kind, after in _NEEDED[action.kind])
+        found[action] = tuple(one for one in needed if one in listed)
+    return found
 
 
 def plan_exchanges(schedule: Schedule) -> tuple[tuple[Exchange, ...], ...]:
@@ -394,42 +397,17 @@ def plan_exchanges(schedule: Schedule) -> tuple[tuple[Exchange, ...], ...]:
                 transfer = Transfer(action, user, places[action], places[user])
                 needed[user].append(transfer)
                 sent[action].append(transfer)
-    waiting: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    waiting: dict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
     for _, action in schedule:
         for transfer in sent[action]:
             waiting[transfer.source, transfer.target].append(transfer)
-    queues = {pair: iter(transfers) for pair, transfers in waiting.items()}
-    return tuple(_plan_rank(actions, needed, sent, queues) for actions in schedule.lists)
-
-
-def _plan_rank(
-    actions: tuple[Action, ...],
-    needed: dict[Action, list[Transfer]],
-    sent: dict[Action, list[Transfer]],
-    queues: dict[tuple[int, int], Iterator[Transfer]],
-) -> tuple[Exchange, ...]:
     received: set[Transfer] = set()
-    exchanges = []
-    for action in actions:
+    planned: list[list[Exchange]] = [[] for _ in schedule.lists]
+    for rank, action in schedule:
         receives: list[Transfer] = []
-        for transfer in needed.get(action, ()):
-            queue = queues[transfer.source, transfer.target]
+        for transfer in needed[action]:
             while transfer not in received:
-                receives.append(next(queue))
+                receives.append(waiting[transfer.source, transfer.target].popleft())
                 received.add(receives[-1])
-        exchanges.append(
-            Exchange(action, tuple(needed.get(action, ())), tuple(receives), tuple(sent.get(action, ())))
-        )
-    return tuple(exchanges)
-
-
-def plan_transfers(schedule: Schedule) -> tuple[tuple[Transfer, ...], ...]:
-    """Return for each pipeline rank its sends and receives, in order.
-
-    Raises:
-        ValueError: see `plan_exchanges`.
-    """
-    return tuple(
-        tuple(transfer for exchange in exchanges for transfer in (*exchange.receives, *exchange.sends))
-        for exchanges in plan_exchanges(schedule)
-    )
+        planned[rank].append(Exchange(action, tuple(receives), tuple(sent[action])))
+    return tuple(map(tuple, planned))

@@ -34,6 +34,7 @@ from zeroshard.parallel.pipeline.profile import (
     measure_blocks,
     same_random_numbers,
     sample_of,
+    weigh,
     weigh_blocks,
 )
 from zeroshard.parallel.pipeline.traced import TracedModel
@@ -144,11 +145,7 @@ def _one_each(model: TracedModel, outline: Outline, schedule: str, num_chunks: i
     stages = range(len(outline.blocks))
     if num_chunks != len(stages):
         raise ValueError(_wrong_number(num_chunks, outline.blocks[1:]))
-    parameters = [list(model.trace.parameters_of(chunk)) for chunk in stages]
-    blocks = tuple(
-        Block(time=sum(one.numel() for one in own), parameter_bytes=sum(one.nbytes for one in own))
-        for own in parameters
-    )
+    blocks = tuple(weigh(model.trace.parameters_of(chunk)) for chunk in stages)
     return Cut(outline, schedule, tuple(range(chunk, chunk + 1) for chunk in stages), blocks, False)
 
 

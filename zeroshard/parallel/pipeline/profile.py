@@ -1,4 +1,4 @@
-"""The profile of a model's blocks: measured times, and bytes of parameters and activations.
+"""The profile of a model's blocks: measured times, and bytes of parameters.
 
 The model runs once. Where its forward comes to a module of the outline, this module is measured with the
 inputs that have arrived: its forward and its backward. Then its outputs go on.
@@ -20,8 +20,9 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -125,25 +126,16 @@ _PLACE = "layer_idx"
 _PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, type(None))
 
 
-class Cost(NamedTuple):
-    """The cost of a module for one micro-batch."""
-
-    seconds: float
-    """Of forward and backward."""
-    activation_bytes: int
-    """Of the tensors that autograd saves for the backward, without parameters and buffers."""
-
-
 def weigh_blocks(model: nn.Module, outline: Outline) -> tuple[Block, ...]:
     """Return the profile of each block without a measurement: its time is its number of parameters."""
-    parameters = [
-        [parameter for name in names for parameter in model.get_submodule(name).parameters()]
-        for names in names_by_block(outline)
-    ]
-    return tuple(
-        Block(time=sum(one.numel() for one in own), parameter_bytes=sum(one.nbytes for one in own))
-        for own in parameters
-    )
+    modules = (map(model.get_submodule, names) for names in names_by_block(outline))
+    return tuple(weigh(one for module in own for one in module.parameters()) for own in modules)
+
+
+def weigh(parameters: Iterable[nn.Parameter]) -> Block:
+    """Return the profile of a block with some parameters; their number stands for its time."""
+    own = list(parameters)
+    return Block(time=sum(one.numel() for one in own), parameter_bytes=sum(one.nbytes for one in own))
 
 
 def names_by_block(outline: Outline) -> list[tuple[str, ...]]:
@@ -181,29 +173,13 @@ def measure_blocks(
     profiler = Profiler(device, dtype)
     with same_random_numbers(device), torch.enable_grad(), profiler.inside(model, outline):
         tail = profiler.run(model, to_device(sample, device), loss_fn)
-    blocks: list[Block] = []
-    for weighed, names in zip(weigh_blocks(model, outline), names_by_block(outline), strict=True):
-        costs = [cost for name in names for cost in profiler.costs[name]]
-        costs += [tail] * (len(blocks) == len(outline.blocks) - 1)
-        blocks.append(
-            Block(
-                time=sum(cost.seconds for cost in costs),
-                parameter_bytes=weighed.parameter_bytes,
-                activation_bytes=sum(cost.activation_bytes for cost in costs),
-            )
-        )
+    times = [[one for name in names for one in profiler.seconds[name]] for names in names_by_block(outline)]
+    times[-1].append(tail)
     for name in outline.blocks:
-        if not profiler.costs[name]:
+        if not profiler.seconds[name]:
             raise RuntimeError(f"expected the model's forward to call '{name}', but it did not")
-    return tuple(blocks)
-
-
-class _Measured(NamedTuple):
-    """A module that was measured."""
-
-    cost: Cost
-    outputs: Any
-    """Without a graph. Those that had one require gradients."""
+    weighed = weigh_blocks(model, outline)
+    return tuple(replace(block, time=sum(own)) for block, own in zip(weighed, times, strict=True))
 
 
 class Profiler:
@@ -215,10 +191,11 @@ class Profiler:
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
-        self.costs: defaultdict[str, list[Cost]] = defaultdict(list)
-        """The cost of each call, by name of a module."""
-        self._measured: dict[Hashable, _Measured] = {}
-        """By likeness of the module and form of its arguments."""
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        """The seconds of each call, forward and backward, by name of a module."""
+        self._measured: dict[Hashable, tuple[float, Any]] = {}
+        """Seconds, and outputs without a graph, by likeness of the module and form of its arguments. Outputs
+        that had a graph require gradients."""
         self._last: list[Tensor] = []
         """The outputs of the last module that was called, without a graph."""
         self._since = 0.0
@@ -247,8 +224,8 @@ class Profiler:
                 if forward is not None:
                     module.forward = forward
 
-    def run(self, model: nn.Module, sample: Sample, loss_fn: LossFunction | None) -> Cost:
-        """Run the model; return the cost of what follows its last module: the loss."""
+    def run(self, model: nn.Module, sample: Sample, loss_fn: LossFunction | None) -> float:
+        """Run the model; return the seconds of the loss, which follows its last module."""
         named = dict(sample.named)
         if not isinstance(model, nn.Sequential):
             named["use_cache"] = False
@@ -257,17 +234,16 @@ class Profiler:
         runs = []
         for number in self._count_runs():  # later runs know the costs of all modules
             self._is_counting = number == 0
-            with _noting_saved(self._last) as saved:
-                output = model(*sample.inputs, **named)
-                has_targets = loss_fn is not None and sample.targets is not None
-                loss = loss_fn(output, sample.targets) if has_targets else _loss_in(output)  # type: ignore[misc]
-                seconds = self._now() - self._since
+            output = model(*sample.inputs, **named)
+            has_targets = loss_fn is not None and sample.targets is not None
+            loss = loss_fn(output, sample.targets) if has_targets else _loss_in(output)  # type: ignore[misc]
+            seconds = self._now() - self._since
             if loss is not None and loss.requires_grad and self._last:
                 start = self._now()
                 torch.autograd.grad(loss, self._last, allow_unused=True)  # a loss may have parameters, too
                 seconds += self._now() - start
-            runs.append(Cost(seconds, sum(saved.values())))
-        return _least(runs)
+            runs.append(seconds)
+        return min(runs[1:])
 
     def _standing_for(self, name: str, module: nn.Module) -> Callable[..., Any]:
         forward, likeness = module.forward, likeness_of(module)
@@ -276,9 +252,9 @@ class Profiler:
             key = (likeness, facts_of(args), facts_of(kwargs))
             if key not in self._measured:
                 self._measured[key] = self._measure(module, forward, args, kwargs)
-            cost, outputs = self._measured[key]
+            seconds, outputs = self._measured[key]
             if self._is_counting:
-                self.costs[name].append(cost)
+                self.seconds[name].append(seconds)
             self._last = [value for value in _tensors(outputs) if value.requires_grad]
             given = pytree.tree_map_only(Tensor, Tensor.clone, outputs)  # the model may write to it
             self._since = self._now()
@@ -299,29 +275,31 @@ class Profiler:
     @torch.enable_grad()  # the model may be inside a checkpoint, which switches it off
     def _measure(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> _Measured:
+    ) -> tuple[float, Any]:
         placed = self._place(module)
 
-        def run() -> tuple[Cost, Any]:
+        def run() -> tuple[float, Any]:
             given, named = pytree.tree_map_only(Tensor, self._enter, (args, dict(kwargs)))
             start = self._now()
-            with _noting_saved(list(placed.values())) as saved:
+            with saved_tensors_hooks(
+                _same, _same
+            ):  # no others, such as those of a checkpoint around the block
                 outputs = forward(*given, **named)
                 seconds = self._now() - start
             seconds += self._backward(_tensors(outputs))
             for value in placed.values():
                 value.grad = None
-            return Cost(seconds, sum(saved.values())), outputs
+            return seconds, outputs
 
         # The backward, too, needs the tensors in their place: it may run parts of the forward again.
-        costs, outputs = [], None
+        runs, outputs = list[float](), None
         for _ in self._count_runs():
-            cost, outputs = functional_call(_With(module), placed, (run,))
-            costs.append(cost)
+            seconds, outputs = functional_call(_With(module), placed, (run,))
+            runs.append(seconds)
         outputs = pytree.tree_map_only(
             Tensor, lambda value: value.detach().requires_grad_(value.requires_grad), outputs
         )
-        return _Measured(_least(costs), outputs)
+        return min(runs[1:]), outputs
 
     def _count_runs(self) -> Iterator[int]:
         """Count the run that warms up, and as many more as a measurement needs."""
@@ -394,28 +372,8 @@ class _With(nn.Module):
         return run()
 
 
-@contextmanager
-def _noting_saved(known: Sequence[Tensor]) -> Iterator[dict[int, int]]:
-    """Note the bytes of memory that autograd saves, by address; that of some tensors does not count.
-
-    Inside, no other hooks on saved tensors have an effect, such as those of a checkpoint around the block.
-    """
-    left_out = {value.untyped_storage().data_ptr() for value in known}
-    saved: dict[int, int] = {}
-
-    def note(value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in left_out:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return value
-
-    with saved_tensors_hooks(note, lambda value: value):
-        yield saved
-
-
-def _least(runs: Sequence[Cost]) -> Cost:
-    """Return the shortest time of all runs but the first, and the bytes of the last one."""
-    return Cost(min(run.seconds for run in runs[1:]), runs[-1].activation_bytes)
+def _same(value: Tensor) -> Tensor:
+    return value
 
 
 def _tensors(tree: Any) -> list[Tensor]:

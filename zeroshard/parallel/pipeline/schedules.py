@@ -13,8 +13,10 @@ from typing import NamedTuple
 from zeroshard.parallel.pipeline.actions import (
     BEGIN_BACKWARD,
     END_BACKWARD,
+    STEP,
     Action,
     Kind,
+    Place,
     Schedule,
     backward,
     forward,
@@ -30,29 +32,19 @@ def with_recompute(schedule: Schedule) -> Schedule:
 
     A backward directly after its forward finds the activations still there and needs no recompute: that of
     the last rank in 1F1B, and the first one of a GPipe that goes back from the last micro-batch. A recompute
-    does not need the gradient, so a rank runs it while the gradient is on its way.
-
-    Raises:
-        ValueError: the schedule has recomputes.
+    does not need the gradient, so a rank runs it while the gradient is on its way. A schedule that has
+    recomputes stays as it is.
     """
     if any(action.kind is Kind.RECOMPUTE for _, action in schedule):
-        raise ValueError("expected a schedule without recomputes, got one that has them")
-    lists = [_recomputing(actions) for actions in schedule.lists]
-    return Schedule(schedule.placement, schedule.num_microbatches, frozen(lists))
-
-
-def _recomputing(actions: tuple[Action, ...]) -> list[Action]:
-    found = list(actions[:1])
-    for before, action in pairwise(actions):
-        is_direct = before == action._replace(kind=Kind.FORWARD)
-        if action.kind in BEGIN_BACKWARD and not is_direct:
-            found.append(action._replace(kind=Kind.RECOMPUTE))
-        found.append(action)
-    return found
-
-
-_Place = tuple[int, int]
-"""A chunk and a micro-batch."""
+        return schedule
+    lists = []
+    for actions in schedule.lists:
+        lists.append(list(actions[:1]))
+        for before, action in pairwise(actions):
+            if action.kind in BEGIN_BACKWARD and before != action._replace(kind=Kind.FORWARD):
+                lists[-1].append(action._replace(kind=Kind.RECOMPUTE))
+            lists[-1].append(action)
+    return schedule.with_lists(lists)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -64,11 +56,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", section 2.2 (1F1B with a flush, and interleaved).
     """
-    lists = []
-    for rank in range(num_ranks):
-        places = [(rank, microbatch) for microbatch in range(num_microbatches)]
-        lists.append(_alternate(places, places, num_ranks - 1 - rank))
-    return Schedule(loop(num_ranks, 1), num_microbatches, tuple(lists))
+    return _in_rounds("1f1b", num_ranks, num_microbatches, 1, hops=1)
 
 
 def interleaved(num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> Schedule:
@@ -84,13 +72,7 @@ def interleaved(num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> 
     Raises:
         ValueError: the micro-batches cannot be divided into rounds of the same size.
     """
-    size = _round_size("interleaved", num_ranks, num_microbatches, chunks_per_rank)
-    lists = []
-    for rank in range(num_ranks):
-        forwards, backwards = _in_rounds(rank, num_ranks, num_microbatches, chunks_per_rank, size)
-        warm = (chunks_per_rank - 1) * size + 2 * (num_ranks - 1 - rank)
-        lists.append(_alternate(forwards, backwards, warm))
-    return Schedule(loop(num_ranks, chunks_per_rank), num_microbatches, tuple(lists))
+    return _in_rounds("interleaved", num_ranks, num_microbatches, chunks_per_rank, hops=2)
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> Schedule:
@@ -104,17 +86,51 @@ def zb_h1(num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> Schedu
     Raises:
         ValueError: with several chunks a rank, the micro-batches cannot be divided into rounds.
     """
-    size = _round_size("zb-h1", num_ranks, num_microbatches, chunks_per_rank)
+    return _in_rounds("zb-h1", num_ranks, num_microbatches, chunks_per_rank, hops=1, has_halves=True)
+
+
+def _in_rounds(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks_per_rank: int,
+    *,
+    hops: int,
+    has_halves: bool = False,
+) -> Schedule:
+    """Return lists that alternate between forwards and backwards, round by round.
+
+    Args:
+        name: the name of the schedule.
+        num_ranks, num_microbatches, chunks_per_rank: as `build_schedule` has them.
+        hops: the forwards that a rank begins earlier than the next one.
+        has_halves: the gradient of the weights comes r micro-batches after that of the input on rank r.
+    """
+    rounds = max(1, num_microbatches // num_ranks)
+    if chunks_per_rank > 1 and num_microbatches % rounds:
+        raise ValueError(
+            f"{name} with {chunks_per_rank} chunks a rank: expected {num_ranks} pipeline ranks to divide the "
+            f"micro-batches, or {rounds} rounds of the same size, got {num_microbatches} micro-batches"
+        )
+    size = num_microbatches // rounds  # as many rounds as there are full pipelines of micro-batches
     lists = []
     for rank in range(num_ranks):
-        forwards, backwards = _in_rounds(rank, num_ranks, num_microbatches, chunks_per_rank, size)
-        warm = (chunks_per_rank - 1) * size + num_ranks - 1 - rank
-        lists.append(_alternate(forwards, backwards, warm, weights_behind=rank))
+        forwards, backwards = (
+            [
+                (rank + local * num_ranks, microbatch)
+                for start in range(0, num_microbatches, size)
+                for local in order
+                for microbatch in range(start, min(start + size, num_microbatches))
+            ]
+            for order in (range(chunks_per_rank), range(chunks_per_rank)[::-1])
+        )
+        warm = (chunks_per_rank - 1) * size + hops * (num_ranks - 1 - rank)
+        lists.append(_alternate(forwards, backwards, warm, rank if has_halves else None))
     return Schedule(loop(num_ranks, chunks_per_rank), num_microbatches, tuple(lists))
 
 
 def _alternate(
-    forwards: Sequence[_Place], backwards: Sequence[_Place], warm: int, weights_behind: int | None = None
+    forwards: Sequence[Place], backwards: Sequence[Place], warm: int, weights_behind: int | None = None
 ) -> tuple[Action, ...]:
     """Return `warm` forwards, then a forward and a backward in turn, then the backwards that are left.
 
@@ -135,36 +151,6 @@ def _alternate(
     return tuple(actions)
 
 
-def _round_size(name: str, num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> int:
-    """Return the micro-batches of a round: as many rounds as there are full pipelines of micro-batches."""
-    rounds = max(1, num_microbatches // num_ranks)
-    if chunks_per_rank > 1 and num_microbatches % rounds:
-        raise ValueError(
-            f"{name} with {chunks_per_rank} chunks a rank: expected {num_ranks} pipeline ranks to divide the "
-            f"micro-batches, or {rounds} rounds of the same size, got {num_microbatches} micro-batches"
-        )
-    return num_microbatches // rounds
-
-
-def _in_rounds(
-    rank: int, num_ranks: int, num_microbatches: int, chunks_per_rank: int, size: int
-) -> tuple[list[_Place], list[_Place]]:
-    """Return the forwards and the backwards of a rank, round by round."""
-    chunks = [rank + local * num_ranks for local in range(chunks_per_rank)]
-    starts = range(0, num_microbatches, size)
-
-    def places(order: Sequence[int]) -> list[_Place]:
-        return [
-            (chunk, microbatch)
-            for start in starts
-            for chunk in order
-            for microbatch in range(start, min(start + size, num_microbatches))
-        ]
-
-    return places(chunks), places(chunks[::-1])
-
-
-_STEP = Action(Kind.STEP, None, None)
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)
 """The kinds of compute actions of an asynchronous list."""
 
@@ -210,7 +196,7 @@ def _with_steps(actions: tuple[Action, ...], start: int, per_step: int) -> Itera
         if action.kind in END_BACKWARD:
             num_backwards, since = num_backwards - 1, since + 1
             if since == per_step or not num_backwards:
-                yield _STEP
+                yield STEP
                 since = 0
 
 
@@ -330,7 +316,7 @@ def varuna(num_ranks: int, num_microbatches: int, costs: Costs) -> Schedule:
     part on the schedule of micro-batches.
     """
     costs.require_chunks(num_ranks)
-    builder = _Builder(num_ranks, num_microbatches, costs)
+    builder = _VarunaBuilder(num_ranks, num_microbatches, costs)
     options = [builder.next_of(rank) for rank in range(num_ranks)]
     while found := [option for option in options if option is not None]:
         option = min(found)
@@ -349,7 +335,7 @@ class _Option(NamedTuple):
     kind: Kind
 
 
-class _Builder:
+class _VarunaBuilder:
     """The lists so far, with the time at which each action ends."""
 
     def __init__(self, num_ranks: int, num_microbatches: int, costs: Costs) -> None:
@@ -442,21 +428,12 @@ class Builder(NamedTuple):
     max_chunks: int | None
 
 
-def _gpipe(request: Request) -> Schedule:
-    schedule = gpipe(request.num_ranks, request.num_microbatches, is_last_first=request.recompute)
-    return _recomputed(schedule, request)
-
-
-def _recomputed(schedule: Schedule, request: Request) -> Schedule:
-    return with_recompute(schedule) if request.recompute else schedule
-
-
 SCHEDULES: dict[str, Builder] = {
-    "gpipe": Builder(_gpipe, 1, 1),
-    "1f1b": Builder(lambda r: _recomputed(one_f_one_b(*r[:2]), r), 1, 1),
-    "interleaved": Builder(lambda r: _recomputed(interleaved(*r[:3]), r), 2, None),
-    "zb-h1": Builder(lambda r: _recomputed(zb_h1(*r[:3]), r), 1, None),
-    "zbv": Builder(lambda r: _recomputed(zbv(*r[:2]), r), 2, 2),
+    "gpipe": Builder(lambda r: gpipe(*r[:2], is_last_first=r.recompute), 1, 1),
+    "1f1b": Builder(lambda r: one_f_one_b(*r[:2]), 1, 1),
+    "interleaved": Builder(lambda r: interleaved(*r[:3]), 2, None),
+    "zb-h1": Builder(lambda r: zb_h1(*r[:3]), 1, None),
+    "zbv": Builder(lambda r: zbv(*r[:2]), 2, 2),
     "varuna": Builder(lambda r: varuna(*r[:2], r.costs), 1, 1),
 }
 """The builders by the names that a user writes."""
@@ -495,4 +472,5 @@ def build_schedule(
         least, most = builder.min_chunks, builder.max_chunks
         expected = f"{least}" if least == most else f"at least {least}"
         raise ValueError(f"{name}: expected {expected} chunk{'s' * (least > 1)} a rank, got {chunks}")
-    return builder.build(Request(num_ranks, num_microbatches, chunks, recompute, costs or Costs()))
+    schedule = builder.build(Request(num_ranks, num_microbatches, chunks, recompute, costs or Costs()))
+    return with_recompute(schedule) if recompute else schedule

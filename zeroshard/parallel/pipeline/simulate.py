@@ -298,11 +298,6 @@ def simulate(
     return Timeline(tuple(map(tuple, run.spans)))
 
 
-def validate(schedule: Schedule, *, max_unreceived: int | None = None) -> None:
-    """Raise a ValueError if a schedule cannot run; see `simulate`."""
-    simulate(schedule, max_unreceived=max_unreceived)
-
-
 def _programs(schedule: Schedule) -> list[list[_Operation]]:
     """Return the receives, actions and sends of each rank, in order."""
     programs: list[list[_Operation]] = []

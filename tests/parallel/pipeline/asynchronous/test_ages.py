@@ -219,7 +219,7 @@ def test_a_list_is_asynchronous_if_a_chunk_computes_behind_its_step(text: str, e
 
 
 def test_a_backward_before_its_forward_is_refused() -> None:
-    with pytest.raises(ValueError, match="pipeline rank 0: expected 0B0 behind the forward"):
+    with pytest.raises(ValueError, match="pipeline rank 0: expected 0B0 after the forward"):
         Ages(parse_schedule("0B0,0F0"))
 
 

@@ -25,7 +25,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from zeroshard.parallel.pipeline.actions import Action, Kind
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_step_of
+from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 
 
 class Use(NamedTuple):
@@ -114,9 +114,9 @@ def kept_versions(ages: Ages, rank: int, chunk: int, uses: Uses) -> tuple[frozen
     """Return, for each step of a chunk, the versions from before it that are used behind it."""
     kept: list[frozenset[int]] = []
     later: frozenset[int] = frozenset()
-    newest = sum(is_step_of(action, chunk) for action in ages.schedule.lists[rank])
+    newest = sum(action.is_step_of(chunk) for action in ages.schedule.lists[rank])
     for action in reversed(ages.schedule.lists[rank]):
-        if is_step_of(action, chunk):
+        if action.is_step_of(chunk):
             later -= {newest}
             kept.append(later)
             newest -= 1
