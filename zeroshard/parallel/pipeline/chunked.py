@@ -173,7 +173,8 @@ def names_below(outline: Outline) -> Iterator[str]:
 
 _OF_THE_HEAD = ("labels", "logits_to_keep", "num_logits_to_keep")
 """Arguments of transformers that concern the logits alone."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The attributes of a module that have its hooks."""
 
 
 class Turn:
@@ -332,7 +333,7 @@ class Chunked:
 def surroundings_of(module: nn.Module) -> tuple[Any, ...]:
     """Return the forward that is set on the instance of a container, and the keys of its hooks."""
     # Layers have forwards of the engine, where weight gradients are computed late.
-    return module._modules and vars(module).get("forward"), *(tuple(getattr(module, k)) for k in _HOOKS)
+    return module._modules and vars(module).get("forward"), *(tuple(getattr(module, k)) for k in HOOKS)
 
 
 def tell_hooked(name: str = "") -> str:

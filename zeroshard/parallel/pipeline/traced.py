@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -69,14 +70,11 @@ class Trace:
             for chunk in range(len(stages))
         )
         """For each chunk, the values that it hands on to the next one."""
-        self.users = _users_of(stages)
-        """The chunks that compute a module, by its name."""
-        self.readers = _readers_of(stages)
-        """The chunks that read a parameter or buffer, by its name."""
-        for name, _ in model.named_parameters(remove_duplicate=False):
-            self.readers.setdefault(name, {0})  # unused ones belong to the first chunk
-        for name, _ in model.named_buffers(remove_duplicate=False):
-            self.readers.setdefault(name, {0})
+        self.users, self.readers = _uses_of(stages)
+        """The chunks that compute a module, and those that read a parameter or buffer, by name."""
+        for named in (model.named_parameters, model.named_buffers):
+            for name, _ in named(remove_duplicate=False):
+                self.readers.setdefault(name, {0})  # unused ones belong to the first chunk
 
     def parameters_of(self, chunk: int) -> Iterator[nn.Parameter]:
         """Yield the parameters of a chunk, each once."""
@@ -123,14 +121,15 @@ def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
                 f"pipeline.trace: the {type(model).__name__} could not be traced: {error.__cause__ or error}"
             ) from error
     stages = _read_stages(pipe.split_gm)
-    for name in _readers_of(stages):
+    _, readers = _uses_of(stages)
+    for name in readers:
         if "@" in name:  # torch names the second call of a module so, and copies its parameters
             called = re.sub(r"@\d+", "", name).rpartition(".")[0]
             raise ValueError(
                 "pipeline.trace: expected modules with parameters to run once in a forward, but "
                 f"'{called}' runs several times"
             )
-    _refuse_written(model, bound, _readers_of(stages))
+    _refuse_written(model, bound, readers)
     if len(stages) != len(names) + 1:
         raise ValueError(
             f"pipeline.split: expected {len(names) + 1} chunks, as many as names and one more, got "
@@ -215,29 +214,18 @@ def _read_stages(whole: fx.GraphModule) -> list[_Stage]:
     return stages
 
 
-def _users_of(stages: Sequence[_Stage]) -> dict[str, set[int]]:
-    users: dict[str, set[int]] = {}
+def _uses_of(stages: Sequence[_Stage]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+    """Return the chunks that compute a module, and those that read a parameter or buffer, by name."""
+    users, readers = defaultdict[str, set[int]](set), defaultdict[str, set[int]](set)
     for chunk, stage in enumerate(stages):
         for name, module in stage.graph.named_modules():
-            if any(node.op != "output" and node.op != "placeholder" for node in _nodes(module)):
-                users.setdefault(name, set()).add(chunk)
-    return users
-
-
-def _readers_of(stages: Sequence[_Stage]) -> dict[str, set[int]]:
-    readers: dict[str, set[int]] = {}
-    for chunk, stage in enumerate(stages):
-        for name, module in stage.graph.named_modules():
-            for node in _nodes(module):
+            graph = getattr(module, "graph", None)
+            for node in graph.nodes if isinstance(graph, fx.Graph) else ():
+                if node.op not in ("output", "placeholder"):
+                    users[name].add(chunk)
                 if node.op == "get_attr":
-                    place = f"{name}.{node.target}" if name else str(node.target)
-                    readers.setdefault(place, set()).add(chunk)
-    return readers
-
-
-def _nodes(module: nn.Module) -> Sequence[fx.Node]:
-    graph = getattr(module, "graph", None)
-    return list(graph.nodes) if isinstance(graph, fx.Graph) else ()
+                    readers[f"{name}.{node.target}" if name else str(node.target)].add(chunk)
+    return dict(users), dict(readers)
 
 
 class TracedModel(nn.Module):
@@ -275,11 +263,6 @@ class TracedModel(nn.Module):
         for tensors, key, _ in places:
             if (id(tensors), key) not in kept:
                 tensors.pop(key, None)
-
-    def chunk_modules(self, chunk: int) -> list[nn.Module]:
-        """Return the modules that this chunk alone computes."""
-        users = self.trace.users
-        return [module for name, module in self.named_modules() if name and users.get(name) == {chunk}]
 
     def _build(self, own: Collection[int]) -> None:
         given, self._own, self._modules = self.trace, frozenset(own), {}
@@ -353,25 +336,6 @@ class TracedModel(nn.Module):
         values |= {(chunk, place): value for place, value in enumerate(made)}
         return [values[key] for key in given.boundaries[chunk]]
 
-    def check(self, named: Mapping[str, Any]) -> None:
-        """Check arguments of the model against those that were traced.
-
-        Raises:
-            ValueError: they have other names, dtypes or shapes.
-            RuntimeError: the model is in another mode than when it was traced, and computes otherwise there.
-        """
-        given = self.trace
-        if self.training != given.is_training and given.has_modes:
-            raise RuntimeError(
-                "pipeline.trace: the trace holds the train mode, and this model computes otherwise in eval "
-                "mode (dropout, batch statistics): evaluate it without a pipeline"
-            )
-        found = {name: form_of(value) for name, value in named.items()}
-        if found != given.forms:
-            raise ValueError(
-                f"pipeline.trace: expected arguments as those that were traced, {given.forms}; got {found}"
-            )
-
 
 class TracedChunks:
     """The chunks of a traced model on this rank, as `Chunked` has those of other models.
@@ -389,12 +353,28 @@ class TracedChunks:
         """All modules: a graph calls its own with other arguments, and nobody calls those of the model."""
 
     def modules_of(self, chunk: int) -> list[nn.Module]:
-        """Return the modules of a chunk of this rank."""
-        return self.model.chunk_modules(chunk)
+        """Return the modules that one chunk of this rank alone computes."""
+        users = self.model.trace.users
+        return [one for name, one in self.model.named_modules() if name and users.get(name) == {chunk}]
 
     def check(self, named: Mapping[str, Any]) -> None:
-        """Check arguments of the model; see `TracedModel.check`."""
-        self.model.check(named)
+        """Check arguments of the model against those that were traced.
+
+        Raises:
+            ValueError: they have other names, dtypes or shapes.
+            RuntimeError: the model is in another mode than when it was traced, and computes otherwise there.
+        """
+        given = self.model.trace
+        if self.model.training != given.is_training and given.has_modes:
+            raise RuntimeError(
+                "pipeline.trace: the trace holds the train mode, and this model computes otherwise in eval "
+                "mode (dropout, batch statistics): evaluate it without a pipeline"
+            )
+        found = {name: form_of(value) for name, value in named.items()}
+        if found != given.forms:
+            raise ValueError(
+                f"pipeline.trace: expected arguments as those that were traced, {given.forms}; got {found}"
+            )
 
     def __call__(self, chunk: int, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
         """Compute a chunk; see `TracedModel.forward`."""

@@ -39,8 +39,8 @@ from zeroshard.internals import pytree
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
-from zeroshard.parallel.pipeline.asynchronous.versions import Versions
-from zeroshard.parallel.pipeline.choice import count_synchronous, full_schedule_of
+from zeroshard.parallel.pipeline.asynchronous.versions import WeightVersions
+from zeroshard.parallel.pipeline.choice import count_synchronous
 from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
 from zeroshard.parallel.pipeline.part import Part
 from zeroshard.parallel.pipeline.runner import Runner
@@ -129,7 +129,7 @@ class Comparison:
         self._containers = [(name, one, surroundings_of(one)) for name, one in containers]
         """Each with the hooks that it had at the start: the engine's."""
         self._num_batches = self._num_changes = 0
-        self._trained: Any = None
+        self._trained: list[bool] | None = None
         """The parameters and inputs that need a gradient."""
         self._noted = 0
         """The checksum of batches that are to be compared later."""
@@ -146,7 +146,8 @@ class Comparison:
         value = crc32(repr(shapes).encode())
         if self._counts():
             value = _checksum(batch, value)
-        trained = tuple(p.requires_grad for p in self._parameters), _trained_in(batch)
+        values = (*self._parameters, *_leaves(batch))
+        trained = [isinstance(value, Tensor) and value.requires_grad for value in values]
         has_changed, self._trained = self._trained not in (None, trained), trained
         hooked = [name for name, one, known in self._containers if surroundings_of(one) != known]
         flags = *_flags(value), has_changed, bool(hooked)
@@ -207,23 +208,21 @@ def shapes_of(value: Any) -> Any:
     return repr(value) if isinstance(value, bool | int | str | None) else type(value).__name__
 
 
-def _trained_in(value: Any) -> Any:
-    """A value that tells which tensors of a batch need a gradient."""
-    if isinstance(value, Mapping):
-        return tuple(map(_trained_in, value.values()))
-    if isinstance(value, list | tuple):
-        return tuple(map(_trained_in, value))
-    return isinstance(value, Tensor) and value.requires_grad
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield all values of a batch, in order."""
+    if not isinstance(value, Mapping | list | tuple):
+        yield value
+        return
+    for item in value.values() if isinstance(value, Mapping) else value:
+        yield from _leaves(item)
 
 
-def _checksum(value: Any, start: int) -> int:
+def _checksum(batch: Any, start: int) -> int:
     """The crc32 of all tensors of a batch."""
-    if isinstance(value, Tensor):
-        memory = value.detach().contiguous().view(-1).view(torch.uint8).cpu()
-        return crc32(memory.numpy().data, start)
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    for item in items:
-        start = _checksum(item, start)
+    for value in _leaves(batch):
+        if isinstance(value, Tensor):
+            memory = value.detach().contiguous().view(-1).view(torch.uint8).cpu()
+            start = crc32(memory.numpy().data, start)
     return start
 
 
@@ -294,14 +293,13 @@ class Pipelined:
         self.method = None
         """The method of an asynchronous pipeline; None for a synchronous one."""
         if config.is_asynchronous:
-            self.method = AsynchronousMethod(runtime, config, self._axes.pp.rank, change, corrected)
             lists = part.schedule(config.num_microbatches, has_backward=True)
-            self.method.prepare(lists, full_schedule_of(part.config))
+            self.method = AsynchronousMethod(runtime, part.config, lists, change, corrected)
         self._take_step: Callable[[AbstractContextManager[None]], None] | None = None
         """Takes a step inside a context, in the middle of a list."""
 
     @property
-    def versions(self) -> Versions | None:
+    def versions(self) -> WeightVersions | None:
         """The versions of weights that are kept; None if all actions compute with the newest ones."""
         return None if self.method is None else self.method.versions
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.parallel.pipeline.chunked import Absent
+from zeroshard.parallel.pipeline.chunked import HOOKS, Absent
 from zeroshard.parallel.tensor.adapters import around, through_adapters
 from zeroshard.parallel.tensor.losses import with_loss
 from zeroshard.parallel.tensor.sequence import check_coverage, with_sequence
@@ -133,7 +133,6 @@ def _found(model: Any, method: str) -> Any:
 _WHOLE = Style(Way.REPLICATE)
 _TORCH, _LORA = ("torch.nn.modules.linear", "torch.nn.modules.sparse"), ("peft.tuners.lora.",)
 """The Python modules whose forwards compute parts of outputs with parts of weights."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
@@ -188,7 +187,7 @@ def _refuse_own_code(layer: Divided) -> None:
         is_other = "forward" in vars(one) or not origin.startswith(origins)
         if is_other and layer.has_other_forward:
             what = "a forward of its own"
-        elif not sees_wholes and any(getattr(one, kind) for kind in _HOOKS):
+        elif not sees_wholes and any(getattr(one, kind) for kind in HOOKS):
             what = "hooks"
         else:
             continue
@@ -263,7 +262,8 @@ def plan_division(
     if along_sequence:
         _refuse_experts(layers)
         check_coverage(model, plan)
-        summed.update(_biases_of_rows(layers))
+        biases = (layer.module._parameters.get("bias") for layer in layers if layer.style.way in BY_ROWS)
+        summed.update(bias for bias in biases if bias is not None)  # they are added to parts of a sequence
     _refuse_ignored(model, specs, cuts, summed)
 
     def noted(o: Original) -> Original:
@@ -339,12 +339,6 @@ def _refuse_experts(layers: Sequence[Divided]) -> None:
             raise ValueError(
                 f"tp_plan: '{layer.name}' is '{layer.style.way.value}'; expected none with 'sequence'"
             )
-
-
-def _biases_of_rows(layers: Sequence[Divided]) -> set[nn.Parameter]:
-    """The biases that are added to parts of a sequence."""
-    biases = (layer.module._parameters.get("bias") for layer in layers if layer.style.way in BY_ROWS)
-    return {bias for bias in biases if bias is not None}
 
 
 def _refuse_whole_ties(model: nn.Module, layers: Sequence[Divided], cuts: Mapping[nn.Parameter, Cut]) -> None:

@@ -81,11 +81,7 @@ class Ages:
 
     def tau_forward(self, chunk: int) -> int:
         """The most steps of a chunk from a forward to the step that applies its gradient."""
-        return self._most(chunk, (Kind.FORWARD,))
-
-    def tau_backward(self, chunk: int) -> int:
-        """The most steps of a chunk from a backward to the step that applies its gradient."""
-        return self._most(chunk, BEGIN_BACKWARD)
+        return max(self._taus[chunk].values(), default=0)
 
     def until_applied(self, action: Action) -> int:
         """The steps of a chunk from an action to the one that applies the gradient of its micro-batch."""
@@ -106,10 +102,6 @@ class Ages:
     def most_crossed(self, chunk: int) -> int:
         """The most steps of a chunk from a forward to the backward of its micro-batch."""
         return max((steps for action, steps in self.crossed.items() if action.chunk == chunk), default=0)
-
-    def _most(self, chunk: int, kinds: tuple[Kind, ...]) -> int:
-        own = (a for a in self.before if a.chunk == chunk and a.kind in kinds and a.place in self.applied)
-        return max(map(self.until_applied, own), default=0)
 
     @cached_property
     def round_trips(self) -> Mapping[Action, int]:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.config.pipeline import KEPT_WEIGHTS, NOTED_CHANGES, Pipeline
+from zeroshard.config.pipeline import KEPT_WEIGHTS, NOTED_CHANGES
 from zeroshard.config.sections import Config
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected, decay_of_changes
-from zeroshard.parallel.pipeline.asynchronous.versions import Delays, Versions, read_delays
+from zeroshard.parallel.pipeline.asynchronous.versions import Delays, WeightVersions, read_delays
 from zeroshard.parallel.pipeline.choice import full_schedule_of
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.runtime import Runtime
@@ -117,51 +117,44 @@ class AsynchronousMethod:
 
     Args:
         runtime: the runtime of its units.
-        config: the config of the pipeline.
-        rank: the pipeline rank.
+        config: the config.
+        schedule: the lists of the config.
         change: the change of a step, if the method moves weights.
         corrected: the correction of each step, if there is one.
+
+    Raises:
+        ValueError: see `read_delays`, for the lists of the config and those of a full pipeline.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        config: Pipeline,
-        rank: int,
+        config: Config,
+        schedule: Schedule,
         change: Change | None,
         corrected: Corrected | None,
     ) -> None:
-        self._config, self._rank = config, rank
+        self._config, self._rank = config.pipeline, runtime.context.axes.pp.rank
         self._change, self._corrected = change, corrected
-        self.versions = Versions(runtime, change) if config.has_versions else None
+        self.versions = WeightVersions(runtime, change) if self._config.has_versions else None
         """The versions of weights; None if all actions compute with the newest ones."""
         self._looked_at: set[nn.Module] = set()
         """The layers for which no hooks of saved tensors were found in this list."""
-        if config.chosen_weights not in KEPT_WEIGHTS:
-            layers, weights = list(runtime.module.modules()), config.chosen_weights
+        if (weights := self._config.chosen_weights) not in KEPT_WEIGHTS:
+            layers = list(runtime.module.modules())
             self._looked_at = refuse_weights_of_forwards(layers, runtime.changes, weights)
         self._device, self._state = runtime.context.device, runtime.state
-        self._delays = Delays({}, (), ())
-        self._most_crossed = 0
-        """The most steps between a forward and its backward on this rank, while the pipeline is full."""
+        self._delays, full = self._read(schedule), full_schedule_of(config)
+        self._read(full)
+        (chunk,) = full.chunks[self._rank]
+        self._most_crossed = Ages(full).most_crossed(chunk)
+        """The most steps between a forward and its backward on this rank, while the pipeline is full, as
+        `train_batches` runs it after the synchronous steps. The decay of changes is read from these: it
+        belongs to the stage, and each step has the same one, in short lists and in synchronous steps, too."""
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
         self._has_begun = False
         """True if an action of the list has begun."""
-
-    def prepare(self, schedule: Schedule, full: Schedule) -> None:
-        """Raise the errors of `read_delays` for the lists of the config, and read the decay of changes.
-
-        Args:
-            schedule: the lists of the config.
-            full: those of a full pipeline, as `train_batches` runs them behind the synchronous steps. The
-                decay is read from these: it belongs to the stage, and each step has the same one, in short
-                lists and in synchronous steps, too.
-        """
-        for lists in (schedule, full):
-            self._read(lists)
-        (chunk,) = full.chunks[self._rank]
-        self._most_crossed = Ages(full).most_crossed(chunk)
 
     def _read(self, schedule: Schedule) -> Delays:
         weights = self._config.chosen_weights

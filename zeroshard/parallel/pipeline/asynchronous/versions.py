@@ -23,7 +23,7 @@ MovedWeights       the same for weights that are moved, where units stay whole: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 
 
-class Place:
+class WeightsPlace:
     """The weights of one buffer; a subclass tells how the units get them.
 
     Args:
@@ -85,7 +85,7 @@ class Place:
         self.rest()
 
 
-class Gathered(Place):
+class GatheredWeights(WeightsPlace):
     """The weights of a buffer that is gathered or computed before each action.
 
     Args:
@@ -98,13 +98,14 @@ class Gathered(Place):
         self._change = change
 
     def enter(self, use: Use, newest: int) -> None:
-        """Let gathers start from the weights of an action; see `Place`."""
+        """Let gathers start from the weights of an action; see `WeightsPlace`."""
         if use.ahead and self._change is not None:
             self._buffer.use((newest, use.ahead), moved(self._buffer, self._change, use.ahead))
         elif use.version in (None, newest):
             self._buffer.use_main()
         else:
-            self._buffer.use((use.version, 0), _give(self._kept[use.version]))
+            values = self._kept[use.version]
+            self._buffer.use((use.version, 0), lambda: values)
 
     def end(self) -> None:
         """Let the units have the main parameters again."""
@@ -112,18 +113,18 @@ class Gathered(Place):
         self._buffer.use_main()
 
 
-class Shown(Place):
+class ShownWeights(WeightsPlace):
     """The weights of a buffer that shows versions, for a method that keeps them."""
 
     def enter(self, use: Use, newest: int) -> None:
-        """Show the weights of an action; see `Place`."""
+        """Show the weights of an action; see `WeightsPlace`."""
         if use.version is None or use.version == newest:
             self._buffer.show(None)
         else:
             self._buffer.show(self._kept[use.version])
 
     def rest(self) -> None:
-        """Show the main parameters; see `Place`."""
+        """Show the main parameters; see `WeightsPlace`."""
         self._buffer.show(None)
 
     def keep(self, newest: int) -> None:
@@ -131,7 +132,7 @@ class Shown(Place):
         self._kept[newest] = _copy(self._buffer) if self._buffer.is_stale else self._buffer.leave()
 
 
-class Moved(Place):
+class MovedWeights(WeightsPlace):
     """The weights of a buffer that shows versions, for a method that moves them.
 
     Args:
@@ -156,11 +157,11 @@ class Moved(Place):
         self._copy, self._written = _copy(self._buffer) if moves else None, (0, 0)
 
     def rest(self) -> None:
-        """Show the main parameters; see `Place`."""
+        """Show the main parameters; see `WeightsPlace`."""
         self._buffer.show(None)
 
     def enter(self, use: Use, newest: int) -> None:
-        """Write the weights of an action into the copy; see `Place`."""
+        """Write the weights of an action into the copy; see `WeightsPlace`."""
         self._buffer.show(self._copy)
         if self._copy is not None and self._written != (newest, use.ahead):
             write_moved(self._copy, self._buffer, self._change, use.ahead)
@@ -172,25 +173,16 @@ class Moved(Place):
         super().end()
 
 
-def place_of(buffer: FlatBuffer, change: Change | None) -> Place:
-    """Return the place of the weights of a buffer.
-
-    Args:
-        buffer: the buffer.
-        change: the change of a step, if the method moves weights.
-    """
+def place_of(buffer: FlatBuffer, change: Change | None) -> WeightsPlace:
+    """Return the place of a buffer's weights; `change` is that of a step, if the method moves weights."""
     if not buffer.plan.shows_versions:
-        return Gathered(buffer, change)
-    return Shown(buffer) if change is None else Moved(buffer, change)
+        return GatheredWeights(buffer, change)
+    return ShownWeights(buffer) if change is None else MovedWeights(buffer, change)
 
 
 @torch.no_grad()
 def _copy(buffer: FlatBuffer) -> Tensor:
     return buffer.main.detach().to(buffer.plan.compute_dtype, copy=True)
-
-
-def _give(values: Tensor) -> Callable[[], Tensor]:
-    return lambda: values
 
 
 class Delays(NamedTuple):
@@ -243,7 +235,7 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
     return Delays(own, kept, taus)
 
 
-class Versions:
+class WeightVersions:
     """The versions of the trained weights of one rank.
 
     Args:
