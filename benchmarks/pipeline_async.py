@@ -17,8 +17,8 @@ drains, and steps take time that no schedule saves.
 
 The makespan of a list is the time from the first action of any rank to the last one. Our simulator predicts
 it from durations that were noted in other rounds, between those that count: the medians of the forwards, of
-the backwards and of the steps of each rank, without the waits for messages. `Costs.step` is one number; the
-largest of the ranks.
+the backwards and of the steps of each rank, without the waits for messages. `ActionCosts.step` is one number;
+the largest of the ranks.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from zeroshard.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule
-from zeroshard.parallel.pipeline.simulate import Timeline
+from zeroshard.parallel.pipeline.simulate import ScheduleTimes
 
 WIDTH = 100
 """The most characters of a line, as in tables, where the terminal is not wider."""
@@ -31,7 +31,7 @@ class Chart(NamedTuple):
 
     name: str
     schedule: Schedule
-    timeline: Timeline
+    timeline: ScheduleTimes
     weights: str = "stash"
     """The weights of its actions, by their name in the config; a list of the user's keeps versions."""
 

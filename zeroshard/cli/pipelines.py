@@ -13,7 +13,7 @@ from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
-from zeroshard.parallel.pipeline.simulate import Costs, count_activations, simulate
+from zeroshard.parallel.pipeline.simulate import ActionCosts, count_activations, simulate
 from zeroshard.tables import LINE, render
 
 _MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute
@@ -107,11 +107,11 @@ def _built(name: str, options: Namespace) -> Schedule:
     )
 
 
-def _costs(options: Namespace, chunks_per_rank: float) -> Costs:
+def _costs(options: Namespace, chunks_per_rank: float) -> ActionCosts:
     """Return the costs of a chunk, of which a rank has several; the options are those of a rank."""
     half = options.backward / 2
     recompute = options.forward if options.recompute is None else options.recompute
-    return Costs(
+    return ActionCosts(
         forward=options.forward,
         backward_input=half,
         backward_weight=half,

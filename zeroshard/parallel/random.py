@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
-from zeroshard.parallel.tensor.styles import Divided, Way
+from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.sharding.changes import Changes
 
 _LARGEST = 1 << 62
@@ -203,8 +203,8 @@ def share_random_states(
     inside |= {module for adapter in adapters for part in adapter.children() for module in part.modules()}
     inside -= {layer.module for layer in layers if layer.adapter is not None and layer.adapter not in inside}
     others = [layer for layer in layers if layer.module not in inside]
-    first = [layer for layer in others if layer.style.way in (Way.COLUMNS, Way.SHARED_COLUMNS)]
-    last = [layer for layer in others if layer.style.way is Way.ROWS]
+    first = [layer for layer in others if layer.style.way in (Split.COLUMNS, Split.SHARED_COLUMNS)]
+    last = [layer for layer in others if layer.style.way is Split.ROWS]
     _hook_regions(first, [x for x in last if not isinstance(x.module, nn.Embedding)], states, changes)
 
 

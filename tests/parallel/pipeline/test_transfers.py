@@ -9,9 +9,9 @@ from hypothesis import given
 from tests.parallel.pipeline.random_schedules import schedules
 from zeroshard.parallel.pipeline.actions import (
     Action,
+    ChunkTransfer,
     Kind,
     Schedule,
-    Transfer,
     needed_actions,
     parse_schedule,
     plan_exchanges,
@@ -19,7 +19,7 @@ from zeroshard.parallel.pipeline.actions import (
 from zeroshard.parallel.pipeline.schedules import build_schedule
 
 
-def plan_transfers(schedule: Schedule) -> list[list[Transfer]]:
+def plan_transfers(schedule: Schedule) -> list[list[ChunkTransfer]]:
     """The sends and receives of each rank, in order."""
     return [
         [transfer for exchange in exchanges for transfer in (*exchange.receives, *exchange.sends)]
@@ -29,8 +29,8 @@ def plan_transfers(schedule: Schedule) -> list[list[Transfer]]:
 
 @given(schedules())
 def test_messages_of_two_ranks_have_one_order_on_both_sides(schedule: Schedule) -> None:
-    sent: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    received: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    sent: dict[tuple[int, int], list[ChunkTransfer]] = defaultdict(list)
+    received: dict[tuple[int, int], list[ChunkTransfer]] = defaultdict(list)
     for rank, transfers in enumerate(plan_transfers(schedule)):
         for transfer in transfers:
             assert rank in (transfer.source, transfer.target)
@@ -59,7 +59,7 @@ def test_an_action_receives_all_that_it_needs_before_it_and_sends_directly_behin
     needed = needed_actions(schedule)
     for rank, exchanges in enumerate(plan_exchanges(schedule)):
         assert tuple(each.action for each in exchanges) == schedule.lists[rank]
-        there: set[Transfer] = set()
+        there: set[ChunkTransfer] = set()
         for exchange in exchanges:
             there.update(exchange.receives)
             own = {action for action in needed[exchange.action] if schedule.placement[action.chunk] != rank}

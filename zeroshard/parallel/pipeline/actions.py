@@ -312,7 +312,7 @@ def _check_sharding(rank: int, actions: list[Action]) -> None:
             raise ValueError(f"pipeline rank {rank}: expected {last.chunk}REDUCE_GRAD after {last}, got none")
 
 
-class Transfer(NamedTuple):
+class ChunkTransfer(NamedTuple):
     """A message from one pipeline rank to another.
 
     `action` is the action of the source that produces it: a forward for an activation, otherwise the backward
@@ -345,14 +345,14 @@ class Transfer(NamedTuple):
         return f"{word} of {self.action} from pipeline rank {self.source} to {self.target}"
 
 
-class Exchange(NamedTuple):
+class ActionMessages(NamedTuple):
     """An action with its messages."""
 
     action: Action
-    receives: tuple[Transfer, ...]
+    receives: tuple[ChunkTransfer, ...]
     """The messages to receive before the action, in the order of the sender: those that the action needs, and
     earlier ones of the same sender that nobody has received."""
-    sends: tuple[Transfer, ...]
+    sends: tuple[ChunkTransfer, ...]
     """The messages to send after it."""
 
 
@@ -378,7 +378,7 @@ def needed_actions(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
     return found
 
 
-def plan_exchanges(schedule: Schedule) -> tuple[tuple[Exchange, ...], ...]:
+def plan_exchanges(schedule: Schedule) -> tuple[tuple[ActionMessages, ...], ...]:
     """Return for each pipeline rank its actions with their messages, in the order of its list.
 
     For each ordered pair of ranks the messages have one order, see [Note: Messages of two ranks have one
@@ -388,26 +388,26 @@ def plan_exchanges(schedule: Schedule) -> tuple[tuple[Exchange, ...], ...]:
         ValueError: see `check_actions`. Lists in which ranks wait for each other are found by `simulate`.
     """
     check_actions(schedule)
-    needed: dict[Action, list[Transfer]] = defaultdict(list)
-    sent: dict[Action, list[Transfer]] = defaultdict(list)
+    needed: dict[Action, list[ChunkTransfer]] = defaultdict(list)
+    sent: dict[Action, list[ChunkTransfer]] = defaultdict(list)
     places = {action: rank for rank, action in schedule if action.is_compute}
     for user, producers in needed_actions(schedule).items():
         for action in producers:
             if places[action] != places[user]:
-                transfer = Transfer(action, user, places[action], places[user])
+                transfer = ChunkTransfer(action, user, places[action], places[user])
                 needed[user].append(transfer)
                 sent[action].append(transfer)
-    waiting: dict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
+    waiting: dict[tuple[int, int], deque[ChunkTransfer]] = defaultdict(deque)
     for _, action in schedule:
         for transfer in sent[action]:
             waiting[transfer.source, transfer.target].append(transfer)
-    received: set[Transfer] = set()
-    planned: list[list[Exchange]] = [[] for _ in schedule.lists]
+    received: set[ChunkTransfer] = set()
+    planned: list[list[ActionMessages]] = [[] for _ in schedule.lists]
     for rank, action in schedule:
-        receives: list[Transfer] = []
+        receives: list[ChunkTransfer] = []
         for transfer in needed[action]:
             while transfer not in received:
                 receives.append(waiting[transfer.source, transfer.target].popleft())
                 received.add(receives[-1])
-        planned[rank].append(Exchange(action, tuple(receives), tuple(sent[action])))
+        planned[rank].append(ActionMessages(action, tuple(receives), tuple(sent[action])))
     return tuple(map(tuple, planned))

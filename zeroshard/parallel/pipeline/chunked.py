@@ -177,7 +177,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 """The attributes of a module that have its hooks."""
 
 
-class Turn:
+class ChunkTurn:
     """The chunk that computes."""
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class Absent(nn.Module):
         names: the names of the parameters of the module, in it.
     """
 
-    def __init__(self, *, adds: bool, turn: Turn, name: str, names: Sequence[str]) -> None:
+    def __init__(self, *, adds: bool, turn: ChunkTurn, name: str, names: Sequence[str]) -> None:
         super().__init__()
         self._adds, self._turn, self._name, self.names = adds, turn, name, tuple(names)
 
@@ -230,7 +230,7 @@ class Absent(nn.Module):
         return "of another chunk"
 
 
-class _Place(NamedTuple):
+class _ChunkModule(NamedTuple):
     """A module of this rank, and its stand-in."""
 
     chunk: int
@@ -258,7 +258,7 @@ class Chunked:
     ) -> None:
         self.model, self._num_chunks, self.chunks = model, len(blocks), tuple(own)
         self._is_sequence = isinstance(model, nn.Sequential)
-        self._turn = Turn()
+        self._turn = ChunkTurn()
         above = {name[:at] for name in names_below(outline) for at, one in enumerate(name) if one == "."}
         self.containers = [(name, model.get_submodule(name)) for name in sorted({"", *above})]
         """The modules that are cut: each chunk runs their forwards."""
@@ -268,7 +268,7 @@ class Chunked:
         chunk_of = {
             name: chunk for chunk, run in enumerate(blocks) for name in outline.chunk(run, num_blocks)
         }
-        self._places: list[_Place] = []
+        self._places: list[_ChunkModule] = []
         for name in names_below(outline):
             parent, _, attribute = name.rpartition(".")
             module, holder = model.get_submodule(name), model.get_submodule(parent)
@@ -276,7 +276,7 @@ class Chunked:
             names = [inside for inside, _ in module.named_parameters(remove_duplicate=False)]
             absent = Absent(adds=is_added, turn=self._turn, name=name, names=names)
             if chunk_of[name] in own:
-                self._places.append(_Place(chunk_of[name], holder, attribute, module, absent))
+                self._places.append(_ChunkModule(chunk_of[name], holder, attribute, module, absent))
             else:
                 holder._modules[attribute] = absent
 

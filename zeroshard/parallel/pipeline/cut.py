@@ -27,10 +27,10 @@ from zeroshard.parallel.pipeline.chunked import (
     unknown_model,
     without_adapters,
 )
-from zeroshard.parallel.pipeline.partition import Balance, Block, partition
+from zeroshard.parallel.pipeline.partition import Balance, BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import (
     Profiler,
-    Source,
+    SampleSource,
     measure_blocks,
     same_random_numbers,
     sample_of,
@@ -44,7 +44,7 @@ _LENGTH = 2
 """Tokens of the input of a check: a forward that takes the first token alone is found."""
 
 
-class Cut(NamedTuple):
+class ModelCut(NamedTuple):
     """The cut of a model. It is made on one rank and holds for all."""
 
     outline: Outline
@@ -52,7 +52,7 @@ class Cut(NamedTuple):
     """The name of the schedule, or the text of the user's list."""
     runs: tuple[range, ...]
     """The blocks of each chunk."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockProfile, ...]
     """The profile of each block."""
     is_measured: bool
     """True if times are seconds; False if they are numbers of parameters."""
@@ -62,11 +62,11 @@ def cut_model(
     model: nn.Module,
     outline: Outline,
     config: Config,
-    source: Source,
+    source: SampleSource,
     device: torch.device,
     *,
     measures: bool = True,
-) -> Cut:
+) -> ModelCut:
     """Return the cut that a config asks for; the blocks are measured if it depends on their times.
 
     Args:
@@ -94,12 +94,14 @@ def cut_model(
     require_handed_on(model, outline, device)
     weighed = weigh_blocks(model, outline)
     if config.pipeline.split is not None:
-        return Cut(outline, schedule, split_at(config.pipeline.split, outline, num_chunks), weighed, False)
+        return ModelCut(
+            outline, schedule, split_at(config.pipeline.split, outline, num_chunks), weighed, False
+        )
     balance = cast(Balance, config.pipeline.balance)
     is_by_time = measures and balance != "memory"
     measured = _measure(model, outline, config, source, device) if is_by_time else None
     blocks = measured or weighed
-    return Cut(outline, schedule, partition(blocks, num_chunks, balance), blocks, measured is not None)
+    return ModelCut(outline, schedule, partition(blocks, num_chunks, balance), blocks, measured is not None)
 
 
 def require_handed_on(model: nn.Module, outline: Outline, device: torch.device) -> None:
@@ -140,13 +142,13 @@ def require_handed_on(model: nn.Module, outline: Outline, device: torch.device) 
             raise unknown_model(model, why)
 
 
-def _one_each(model: TracedModel, outline: Outline, schedule: str, num_chunks: int) -> Cut:
+def _one_each(model: TracedModel, outline: Outline, schedule: str, num_chunks: int) -> ModelCut:
     """The cut of a traced model: the trace has made its chunks."""
     stages = range(len(outline.blocks))
     if num_chunks != len(stages):
         raise ValueError(_wrong_number(num_chunks, outline.blocks[1:]))
     blocks = tuple(weigh(model.trace.parameters_of(chunk)) for chunk in stages)
-    return Cut(outline, schedule, tuple(range(chunk, chunk + 1) for chunk in stages), blocks, False)
+    return ModelCut(outline, schedule, tuple(range(chunk, chunk + 1) for chunk in stages), blocks, False)
 
 
 def _wrong_number(num_chunks: int, names: Sequence[str]) -> str:
@@ -157,8 +159,8 @@ def _wrong_number(num_chunks: int, names: Sequence[str]) -> str:
 
 
 def _measure(
-    model: nn.Module, outline: Outline, config: Config, source: Source, device: torch.device
-) -> tuple[Block, ...] | None:
+    model: nn.Module, outline: Outline, config: Config, source: SampleSource, device: torch.device
+) -> tuple[BlockProfile, ...] | None:
     """Return the measured profile of the blocks; None without samples, or if they cannot be measured."""
     dtype = config.precision.param_dtype
     try:
@@ -235,7 +237,7 @@ class PipelineReport(NamedTuple):
         return render(f"chunks of the model; time {origin}", columns, rows)
 
 
-def report_cut(cut: Cut, schedule: Schedule) -> PipelineReport:
+def report_cut(cut: ModelCut, schedule: Schedule) -> PipelineReport:
     """Return the report of a cut whose chunks are placed as in a schedule."""
     total = sum(block.time for block in cut.blocks)
     chunks = []

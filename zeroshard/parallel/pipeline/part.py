@@ -15,7 +15,7 @@ from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.choice import schedule_of, with_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline
-from zeroshard.parallel.pipeline.cut import Cut
+from zeroshard.parallel.pipeline.cut import ModelCut
 from zeroshard.parallel.pipeline.sharding import with_sharding
 from zeroshard.parallel.pipeline.traced import TracedChunks, TracedModel
 from zeroshard.parameters.original import retire
@@ -39,7 +39,7 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A rank's part of a model."""
 
     chunked: Chunked | TracedChunks
@@ -54,7 +54,7 @@ class Part:
     """True if any parameter of the whole model is trained."""
     pairs: tuple[tuple[int, int], ...]
     """The pipeline ranks that send messages, and those that get them."""
-    cut: Cut
+    cut: ModelCut
     """The cut of the model into chunks."""
 
     def schedule(self, num_microbatches: int, *, has_backward: bool, steps_taken: int = 0) -> Schedule:
@@ -91,7 +91,7 @@ class Part:
         return original if found is None else replace(original, fqn=found.name, holders=found.ranks)
 
 
-def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
+def take_part(model: nn.Module, config: Config, cut: ModelCut, rank: int) -> ModelPart:
     """Take the modules of other pipeline ranks out of a model.
 
     Args:
@@ -124,7 +124,7 @@ def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
             retire(parameter, names[parameter])
     own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    return Part(
+    return ModelPart(
         chunked, config, schedule.num_chunks, own, is_frozen, is_trained, _pairs(schedule, holders), cut
     )
 
@@ -201,23 +201,23 @@ def _tensors_of(model: nn.Module, outline: Outline, chunk: int, run: range) -> I
         yield from (*module.parameters(), *(buffer for buffer in module.buffers() if buffer not in tables))
 
 
-class Chosen(NamedTuple):
+class ChosenParameters(NamedTuple):
     """The parameters of the whole model that patterns fit."""
 
     overrides: Mapping[nn.Parameter, torch.dtype]
     replicated: Container[nn.Parameter]
 
 
-def find_chosen(model: nn.Module, config: Config) -> Chosen:
+def find_chosen(model: nn.Module, config: Config) -> ChosenParameters:
     """Return the parameters of a whole model that a config names. Raises ValueError for unknown names."""
     ignored = find_ignored(model, config.ignored)
-    return Chosen(
+    return ChosenParameters(
         find_overrides(model, config.precision.overrides, ignored),
         find_replicated(model, config.frozen, ignored),
     )
 
 
-def narrowed(config: Config, model: nn.Module, chosen: Chosen) -> Config:
+def narrowed(config: Config, model: nn.Module, chosen: ChosenParameters) -> Config:
     """Return a config without the names that other parts of the model have; the whole model has all.
 
     Each parameter that is chosen is named by itself: a tied one may have the name that fits on another rank.

@@ -32,7 +32,7 @@ _Cost = Callable[[int, int], int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class BlockProfile:
     """The measured profile of a block of the model.
 
     Raises:
@@ -51,7 +51,9 @@ class Block:
                 raise ValueError(f"{field.name} of a block: expected a number of at least 0, got {number}")
 
 
-def partition(blocks: Sequence[Block], num_chunks: int, balance: Balance = "time") -> tuple[range, ...]:
+def partition(
+    blocks: Sequence[BlockProfile], num_chunks: int, balance: Balance = "time"
+) -> tuple[range, ...]:
     """Return the blocks of each chunk.
 
     Args:

@@ -39,13 +39,13 @@ from zeroshard.data.microbatch import to_device
 from zeroshard.internals import pytree
 from zeroshard.lazy.deferred import has_memory, is_known, values_of
 from zeroshard.parallel.pipeline.chunked import Outline, names_below
-from zeroshard.parallel.pipeline.partition import Block
+from zeroshard.parallel.pipeline.partition import BlockProfile
 
 _LENGTH = 128
 """The tokens of a row that is made up, at most: enough for matrix products of a usual form."""
 
 
-class Source(NamedTuple):
+class SampleSource(NamedTuple):
     """The data and the loss of a training, as `initialize` gets them."""
 
     training_data: Any = None
@@ -53,7 +53,7 @@ class Source(NamedTuple):
     loss_fn: LossFunction | None = None
 
 
-class Sample(NamedTuple):
+class SampleBatch(NamedTuple):
     """A micro-batch on the CPU."""
 
     inputs: tuple[Any, ...]
@@ -64,7 +64,7 @@ class Sample(NamedTuple):
     """None: the model gets them among its arguments, or there are none."""
 
 
-def sample_of(model: nn.Module, source: Source, size: int) -> Sample | None:
+def sample_of(model: nn.Module, source: SampleSource, size: int) -> SampleBatch | None:
     """Return a micro-batch: the first samples of the data, or random tokens for a model of transformers.
 
     A batch of the data is a mapping of arguments, one argument, or a pair of one argument and targets.
@@ -82,23 +82,27 @@ def sample_of(model: nn.Module, source: Source, size: int) -> Sample | None:
     return None if isinstance(model, nn.Sequential) else _random_tokens(model, size)
 
 
-def _read(data: Any, collate_fn: Callable[..., Any], size: int) -> Sample:
+def _read(data: Any, collate_fn: Callable[..., Any], size: int) -> SampleBatch:
     with same_random_numbers(torch.device("cpu")):
         batch = collate_fn([data[number % len(data)] for number in range(size)])
     if isinstance(batch, Mapping):
-        return Sample((), batch, None)
+        return SampleBatch((), batch, None)
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         inputs, targets = (*batch, None) if len(batch) == 1 else batch
-        return Sample((), inputs, targets) if isinstance(inputs, Mapping) else Sample((inputs,), {}, targets)
-    return Sample((batch,), {}, None)
+        return (
+            SampleBatch((), inputs, targets)
+            if isinstance(inputs, Mapping)
+            else SampleBatch((inputs,), {}, targets)
+        )
+    return SampleBatch((batch,), {}, None)
 
 
-def _random_tokens(model: Any, size: int) -> Sample:
+def _random_tokens(model: Any, size: int) -> SampleBatch:
     config = model.config.get_text_config()
     length = min(getattr(config, "max_position_embeddings", None) or _LENGTH, _LENGTH)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (size, length), generator=generator, device="cpu")
-    return Sample((), {"input_ids": tokens, "labels": tokens}, None)
+    return SampleBatch((), {"input_ids": tokens, "labels": tokens}, None)
 
 
 @contextmanager
@@ -126,16 +130,16 @@ _PLACE = "layer_idx"
 _PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, type(None))
 
 
-def weigh_blocks(model: nn.Module, outline: Outline) -> tuple[Block, ...]:
+def weigh_blocks(model: nn.Module, outline: Outline) -> tuple[BlockProfile, ...]:
     """Return the profile of each block without a measurement: its time is its number of parameters."""
     modules = (map(model.get_submodule, names) for names in names_by_block(outline))
     return tuple(weigh(one for module in own for one in module.parameters()) for own in modules)
 
 
-def weigh(parameters: Iterable[nn.Parameter]) -> Block:
+def weigh(parameters: Iterable[nn.Parameter]) -> BlockProfile:
     """Return the profile of a block with some parameters; their number stands for its time."""
     own = list(parameters)
-    return Block(time=sum(one.numel() for one in own), parameter_bytes=sum(one.nbytes for one in own))
+    return BlockProfile(time=sum(one.numel() for one in own), parameter_bytes=sum(one.nbytes for one in own))
 
 
 def names_by_block(outline: Outline) -> list[tuple[str, ...]]:
@@ -147,12 +151,12 @@ def names_by_block(outline: Outline) -> list[tuple[str, ...]]:
 def measure_blocks(
     model: nn.Module,
     outline: Outline,
-    sample: Sample,
+    sample: SampleBatch,
     loss_fn: LossFunction | None,
     *,
     device: torch.device,
     dtype: torch.dtype | None,
-) -> tuple[Block, ...]:
+) -> tuple[BlockProfile, ...]:
     """Measure the blocks of a model; parameters, buffers, gradients and random generators stay as they are.
 
     Args:
@@ -224,7 +228,7 @@ class Profiler:
                 if forward is not None:
                     module.forward = forward
 
-    def run(self, model: nn.Module, sample: Sample, loss_fn: LossFunction | None) -> float:
+    def run(self, model: nn.Module, sample: SampleBatch, loss_fn: LossFunction | None) -> float:
         """Run the model; return the seconds of the loss, which follows its last module."""
         named = dict(sample.named)
         if not isinstance(model, nn.Sequential):

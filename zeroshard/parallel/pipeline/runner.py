@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.messages import Form, Forms, Messages, Receipt
-from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, Transfer, plan_exchanges
+from zeroshard.parallel.pipeline.actions import Action, ChunkTransfer, Kind, Schedule, plan_exchanges
 from zeroshard.parallel.pipeline.sharding import ends_of_chunks
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.parallel.pipeline.weights import Waiting
@@ -66,14 +66,14 @@ class Chunks(Protocol):
 class _Leg:
     """A message as this rank has it. One object in all batches, so it is a quick key."""
 
-    transfer: Transfer
+    transfer: ChunkTransfer
     label: str
     """Its name in error messages."""
     place: tuple[int, int]
     """The chunk and the micro-batch of its tensors here, among activations or gradients."""
 
 
-class _Call(NamedTuple):
+class _ChunkCall(NamedTuple):
     """A forward whose backward will come."""
 
     inputs: tuple[Tensor, ...]
@@ -85,10 +85,10 @@ class _Call(NamedTuple):
 
 
 @dataclass
-class _Batch:
+class _BatchTensors:
     """The tensors of a batch under way."""
 
-    calls: dict[tuple[int, int], _Call] = field(default_factory=dict)
+    calls: dict[tuple[int, int], _ChunkCall] = field(default_factory=dict)
     """By chunk and micro-batch."""
     activations: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     """The inputs that have arrived for a chunk and a micro-batch."""
@@ -130,7 +130,7 @@ class Runner:
         """The chunks that have backwards."""
         self._forms: dict[Any, dict[_Leg, Forms]] = {}
         """The forms of messages, by the shapes of the batch."""
-        self._batch = _Batch()
+        self._batch = _BatchTensors()
         self._run: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -153,7 +153,7 @@ class Runner:
         Raises:
             RuntimeError: a tensor has another form than with the same value before.
         """
-        self._batch = _Batch()
+        self._batch = _BatchTensors()
         first, needed, _ = self._steps[0]
         has_begun = not needed
         if has_begun:
@@ -239,7 +239,9 @@ class Runner:
             with self._leaving(action):
                 outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
         if chunk in self._trained:
-            self._batch.calls[chunk, microbatch] = _Call(inputs, () if is_recomputed else outputs, random)
+            self._batch.calls[chunk, microbatch] = _ChunkCall(
+                inputs, () if is_recomputed else outputs, random
+            )
         if chunk == self._last_chunk:
             (loss,) = outputs
             self._batch.losses[microbatch] = loss.detach()
@@ -286,7 +288,7 @@ class Runner:
         waiting = self._batch.waiting.pop(action.place)
         self._chunks.backward(chunk, action in self._ends, waiting.compute)
 
-    def _pairs(self, chunk: int, microbatch: int, call: _Call) -> list[tuple[Tensor, Tensor | None]]:
+    def _pairs(self, chunk: int, microbatch: int, call: _ChunkCall) -> list[tuple[Tensor, Tensor | None]]:
         """The outputs of a call that have a graph, with their gradients."""
         if chunk == self._last_chunk:
             return [(value, None) for value in call.outputs if value.requires_grad]
@@ -295,7 +297,7 @@ class Runner:
         sent = [value for value in call.outputs if _may_need(value, is_recomputed)]
         return [pair for pair in zip(sent, arrived, strict=True) if pair[0].requires_grad]
 
-    def _give_back(self, chunk: int, microbatch: int, call: _Call) -> None:
+    def _give_back(self, chunk: int, microbatch: int, call: _ChunkCall) -> None:
         """Keep the gradients of inputs for the chunk before; those of unused ones are zero."""
         if chunk:
             self._batch.gradients[chunk - 1, microbatch] = tuple(

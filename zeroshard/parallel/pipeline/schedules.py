@@ -24,7 +24,7 @@ from zeroshard.parallel.pipeline.actions import (
     loop,
     split_backward,
 )
-from zeroshard.parallel.pipeline.simulate import Costs
+from zeroshard.parallel.pipeline.simulate import ActionCosts
 
 
 def with_recompute(schedule: Schedule) -> Schedule:
@@ -300,7 +300,7 @@ def _words(rank: int, num_ranks: int, full: int) -> list[_Word]:
 _PRIORITY = {Kind.BACKWARD: 0, Kind.RECOMPUTE: 1, Kind.FORWARD: 2}
 
 
-def varuna(num_ranks: int, num_microbatches: int, costs: Costs) -> Schedule:
+def varuna(num_ranks: int, num_microbatches: int, costs: ActionCosts) -> Schedule:
     """Return Varuna's schedule: all ranks but the last one recompute, and do so while they would wait anyway.
 
     A rank that is free takes a backward before a recompute, and a recompute before a forward. A recompute
@@ -338,7 +338,7 @@ class _Option(NamedTuple):
 class _VarunaBuilder:
     """The lists so far, with the time at which each action ends."""
 
-    def __init__(self, num_ranks: int, num_microbatches: int, costs: Costs) -> None:
+    def __init__(self, num_ranks: int, num_microbatches: int, costs: ActionCosts) -> None:
         self.num_microbatches = num_microbatches
         self.costs = costs
         self.last = num_ranks - 1
@@ -413,7 +413,7 @@ class Request(NamedTuple):
     num_microbatches: int
     chunks_per_rank: int
     recompute: bool
-    costs: Costs
+    costs: ActionCosts
 
 
 class Builder(NamedTuple):
@@ -446,7 +446,7 @@ def build_schedule(
     chunks_per_rank: int | None = None,
     *,
     recompute: bool = False,
-    costs: Costs | None = None,
+    costs: ActionCosts | None = None,
 ) -> Schedule:
     """Return the schedule with a name.
 
@@ -472,5 +472,5 @@ def build_schedule(
         least, most = builder.min_chunks, builder.max_chunks
         expected = f"{least}" if least == most else f"at least {least}"
         raise ValueError(f"{name}: expected {expected} chunk{'s' * (least > 1)} a rank, got {chunks}")
-    schedule = builder.build(Request(num_ranks, num_microbatches, chunks, recompute, costs or Costs()))
+    schedule = builder.build(Request(num_ranks, num_microbatches, chunks, recompute, costs or ActionCosts()))
     return with_recompute(schedule) if recompute else schedule

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from zeroshard.parallel.pipeline.actions import (
     END_BACKWARD,
     Action,
+    ChunkTransfer,
     Kind,
     Schedule,
-    Transfer,
     check_actions,
     needed_actions,
     plan_exchanges,
@@ -29,7 +29,7 @@ PerChunk = float | tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class ActionCosts:
     """The durations of actions, in any unit of time.
 
     The defaults are the usual ones of papers: a forward takes 1, a whole backward 2. Unshard, reshard and
@@ -68,7 +68,7 @@ class Costs:
         """Return the duration of a transfer between a chunk and the next one, in either direction."""
         return self._at("transfer", chunk)
 
-    def divided_by(self, number: float) -> Costs:
+    def divided_by(self, number: float) -> ActionCosts:
         """Return the costs of chunks that are a part of a rank's layers each; a transfer stays as it is."""
         return replace(
             self,
@@ -108,7 +108,7 @@ def _divided(given: PerChunk, number: float) -> PerChunk:
     return tuple(each / number for each in given) if isinstance(given, tuple) else given / number
 
 
-class Span(NamedTuple):
+class ActionTime(NamedTuple):
     """An action with its start and its end."""
 
     action: Action
@@ -117,10 +117,10 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimes:
     """The start and the end of all actions, for each pipeline rank in the order of its list."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionTime, ...], ...]
 
     @property
     def makespan(self) -> float:
@@ -140,12 +140,12 @@ class Timeline:
 
 
 class _Receive(NamedTuple):
-    transfer: Transfer
+    transfer: ChunkTransfer
     before: Action
 
 
 class _Send(NamedTuple):
-    transfer: Transfer
+    transfer: ChunkTransfer
 
 
 _Operation = Action | _Receive | _Send
@@ -158,7 +158,7 @@ class _Blocked(NamedTuple):
     reason: str
 
 
-class _Channel:
+class _MessageQueue:
     """The messages from one rank to another: the time at which each was offered, accepted and received."""
 
     def __init__(self, max_unreceived: int | None) -> None:
@@ -182,10 +182,10 @@ class _Channel:
         return self.received[-1]
 
 
-class _Run:
+class _Simulation:
     """The state of a simulation."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, max_unreceived: int | None) -> None:
+    def __init__(self, schedule: Schedule, costs: ActionCosts, max_unreceived: int | None) -> None:
         costs.require_chunks(schedule.num_chunks)
         self.costs = costs
         self.needed = needed_actions(schedule)
@@ -193,10 +193,12 @@ class _Run:
         self.programs = _programs(schedule)
         self.positions = [0] * schedule.num_ranks
         self.clocks = [0.0] * schedule.num_ranks
-        self.spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
+        self.spans: list[list[ActionTime]] = [[] for _ in range(schedule.num_ranks)]
         self.done: set[Action] = set()
-        self.channels: dict[tuple[int, int], _Channel] = defaultdict(lambda: _Channel(max_unreceived))
-        self.offers: dict[Transfer, int] = {}
+        self.channels: dict[tuple[int, int], _MessageQueue] = defaultdict(
+            lambda: _MessageQueue(max_unreceived)
+        )
+        self.offers: dict[ChunkTransfer, int] = {}
 
     def advance(self, rank: int) -> bool:
         """Run the operations of a rank up to one that has to wait; True if there was any progress."""
@@ -231,7 +233,7 @@ class _Run:
         assert action.chunk is not None
         return action not in self.done and self.placement[action.chunk] == rank
 
-    def _offer(self, transfer: Transfer) -> tuple[int, _Channel]:
+    def _offer(self, transfer: ChunkTransfer) -> tuple[int, _MessageQueue]:
         """Offer a message if it has not been; return its number among those of its channel."""
         channel = self.channels[transfer.source, transfer.target]
         if transfer not in self.offers:
@@ -251,7 +253,7 @@ class _Run:
         else:
             start = self.clocks[rank]
             self.clocks[rank] = start + self.costs.of(operation)
-            self.spans[rank].append(Span(operation, start, self.clocks[rank]))
+            self.spans[rank].append(ActionTime(operation, start, self.clocks[rank]))
             self.done.add(operation)
 
     def raise_deadlock(self) -> None:
@@ -270,13 +272,13 @@ class _Run:
 
 
 def simulate(
-    schedule: Schedule, costs: Costs | None = None, *, max_unreceived: int | None = None
-) -> Timeline:
+    schedule: Schedule, costs: ActionCosts | None = None, *, max_unreceived: int | None = None
+) -> ScheduleTimes:
     """Return the times of all actions.
 
     Args:
         schedule: the lists of all ranks.
-        costs: the durations. None: the defaults of `Costs`.
+        costs: the durations. None: the defaults of `ActionCosts`.
         max_unreceived: messages from one rank to another that may be under way or wait there. A rank that
             would send one more waits until the other rank receives one. Here a rank receives directly before
             the action that needs the message. With 0 a send waits for its own receive. None: no limit.
@@ -287,7 +289,7 @@ def simulate(
     """
     if max_unreceived is not None and max_unreceived < 0:
         raise ValueError(f"max_unreceived: expected at least 0 or None, got {max_unreceived}")
-    run = _Run(schedule, costs or Costs(), max_unreceived)
+    run = _Simulation(schedule, costs or ActionCosts(), max_unreceived)
     moves = True
     while moves:  # each rank goes on once before any goes on again, else the first ones are asked in vain
         moves = False
@@ -295,7 +297,7 @@ def simulate(
             moves |= run.advance(rank)
     if any(run.positions[rank] < len(program) for rank, program in enumerate(run.programs)):
         run.raise_deadlock()
-    return Timeline(tuple(map(tuple, run.spans)))
+    return ScheduleTimes(tuple(map(tuple, run.spans)))
 
 
 def _programs(schedule: Schedule) -> list[list[_Operation]]:
@@ -312,7 +314,7 @@ def _programs(schedule: Schedule) -> list[list[_Operation]]:
 
 
 @dataclass(frozen=True)
-class Held:
+class ActivationCounts:
     """The largest numbers of micro-batches whose activations are held at a time.
 
     Args:
@@ -345,7 +347,7 @@ class _Peaks:
         return tuple(self.peak[name, index] for index in range(count))
 
 
-def count_activations(schedule: Schedule) -> Held:
+def count_activations(schedule: Schedule) -> ActivationCounts:
     """Count the activations in flight. Raises ValueError as `check_actions` does."""
     check_actions(schedule)
     recomputed = {
@@ -364,7 +366,7 @@ def count_activations(schedule: Schedule) -> Held:
         elif action.kind in END_BACKWARD:
             whole.add(rank, action.chunk, -1)
     chunks, ranks = schedule.num_chunks, schedule.num_ranks
-    return Held(
+    return ActivationCounts(
         whole.of("chunk", chunks),
         whole.of("rank", ranks),
         inputs.of("chunk", chunks),

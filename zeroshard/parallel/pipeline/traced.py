@@ -30,13 +30,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
-from zeroshard.parallel.pipeline.profile import Sample, same_random_numbers
+from zeroshard.parallel.pipeline.profile import SampleBatch, same_random_numbers
 
 Value = tuple[int, int]
 """An output of a chunk: the number of the chunk, and its place among the outputs."""
 
 
-class _Stage(NamedTuple):
+class _ChunkGraph(NamedTuple):
     """The graph of a chunk."""
 
     graph: nn.Module
@@ -55,7 +55,7 @@ class Trace:
     """
 
     def __init__(
-        self, model: nn.Module, stages: Sequence[_Stage], forms: Mapping[str, Any], *, has_modes: bool
+        self, model: nn.Module, stages: Sequence[_ChunkGraph], forms: Mapping[str, Any], *, has_modes: bool
     ) -> None:
         self.model, self.stages, self.forms, self.has_modes = model, tuple(stages), dict(forms), has_modes
         self.is_training = model.training
@@ -82,7 +82,7 @@ class Trace:
         yield from dict.fromkeys(parameter for name, parameter in named if chunk in self.readers[name])
 
 
-def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
+def trace(model: nn.Module, sample: SampleBatch, names: Sequence[str]) -> Trace:
     """Trace a model with a micro-batch, and cut it before modules.
 
     Args:
@@ -187,21 +187,23 @@ def form_of(value: Any) -> Any:
     return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
 
 
-def _read_stages(whole: fx.GraphModule) -> list[_Stage]:
+def _read_stages(whole: fx.GraphModule) -> list[_ChunkGraph]:
     """The stages of a graph whose nodes call one after another.
 
     Raises:
         ValueError: the output is no single value of the last one.
     """
     found: dict[fx.Node, str | Value] = {}
-    stages: list[_Stage] = []
+    stages: list[_ChunkGraph] = []
     output: Any = None
     for node in whole.graph.nodes:
         if node.op == "placeholder":
             found[node] = str(node.target)
         elif node.op == "call_module":
             found[node] = (len(stages), 0)
-            stages.append(_Stage(whole.get_submodule(str(node.target)), tuple(found[a] for a in node.args)))
+            stages.append(
+                _ChunkGraph(whole.get_submodule(str(node.target)), tuple(found[a] for a in node.args))
+            )
         elif node.op == "call_function":  # one of several outputs
             source, place = node.args
             chunk = found[source][0]
@@ -214,7 +216,7 @@ def _read_stages(whole: fx.GraphModule) -> list[_Stage]:
     return stages
 
 
-def _uses_of(stages: Sequence[_Stage]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+def _uses_of(stages: Sequence[_ChunkGraph]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
     """Return the chunks that compute a module, and those that read a parameter or buffer, by name."""
     users, readers = defaultdict[str, set[int]](set), defaultdict[str, set[int]](set)
     for chunk, stage in enumerate(stages):

@@ -42,7 +42,7 @@ from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
 from zeroshard.parallel.pipeline.asynchronous.versions import WeightVersions
 from zeroshard.parallel.pipeline.choice import count_synchronous
 from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
-from zeroshard.parallel.pipeline.part import Part
+from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.runner import Runner
 from zeroshard.parallel.pipeline.sharding import ends_of_steps, reduced_apart
 from zeroshard.parallel.pipeline.shared import Shared
@@ -52,7 +52,7 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 
 
-class Piece(NamedTuple):
+class BatchPiece(NamedTuple):
     """A micro-batch."""
 
     arguments: Mapping[str, Any]
@@ -69,13 +69,13 @@ class Feed:
     """
 
     def __init__(
-        self, first: Sequence[Piece] = (), load: Callable[[], Sequence[Piece]] | None = None
+        self, first: Sequence[BatchPiece] = (), load: Callable[[], Sequence[BatchPiece]] | None = None
     ) -> None:
         self._pieces, self._load = first, load
         self._start = 0
         """The micro-batches before those of `_pieces`."""
 
-    def __getitem__(self, microbatch: int) -> Piece:
+    def __getitem__(self, microbatch: int) -> BatchPiece:
         """Return a micro-batch; those of earlier batches than its own are gone afterwards."""
         while microbatch >= self._start + len(self._pieces):
             assert self._load is not None, "a list has no more micro-batches than its batches"
@@ -113,7 +113,7 @@ _NUM_BITS = 32
 """Bits of the checksum that pipeline ranks compare."""
 
 
-class Comparison:
+class BatchComparison:
     """Compares the batches of the ranks of one pipeline.
 
     Args:
@@ -226,7 +226,7 @@ def _checksum(batch: Any, start: int) -> int:
     return start
 
 
-class Pipelined:
+class PipelineTraining:
     """The chunks of this rank as a runner calls them.
 
     Args:
@@ -243,7 +243,7 @@ class Pipelined:
 
     def __init__(
         self,
-        part: Part,
+        part: ModelPart,
         runtime: Runtime,
         loss_fn: LossFunction | None,
         optimizer: Optimizer | None,
@@ -288,7 +288,7 @@ class Pipelined:
         self.is_stepping = False
         """True while the step after a batch is taken."""
         self._loss_scale = 1.0
-        self._comparison = Comparison(self._axes.pp, runtime.parameters, part.chunked.containers)
+        self._comparison = BatchComparison(self._axes.pp, runtime.parameters, part.chunked.containers)
         config = part.config.pipeline
         self.method = None
         """The method of an asynchronous pipeline; None for a synchronous one."""
@@ -365,7 +365,7 @@ class Pipelined:
         batch = self._cut(next_batch(batches, 0, num_batches), num)
         shapes, loaded = shapes_of(batch), 1
 
-        def load() -> list[Piece]:
+        def load() -> list[BatchPiece]:
             nonlocal loaded
             later = self._cut(next_batch(batches, loaded, num_batches), num)
             if (found := shapes_of(later)) != shapes:
@@ -404,9 +404,9 @@ class Pipelined:
         pieces = zip(*(split_batch(value, num, key) for value in batch), strict=True)
         return [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
 
-    def _bind(self, batch: list[tuple[Any, Any]]) -> list[Piece]:
+    def _bind(self, batch: list[tuple[Any, Any]]) -> list[BatchPiece]:
         """Give the micro-batches of a batch the names of the model's arguments."""
-        pieces = [Piece(self._named(piece), target) for piece, target in batch]
+        pieces = [BatchPiece(self._named(piece), target) for piece, target in batch]
         self._part.chunked.check(pieces[0].arguments)  # all micro-batches have the same arguments
         return pieces
 
@@ -566,7 +566,7 @@ class Pipelined:
         return given
 
 
-def _units_of(part: Part, runtime: Runtime, chunk: int) -> dict[Unit, None]:
+def _units_of(part: ModelPart, runtime: Runtime, chunk: int) -> dict[Unit, None]:
     """The units of a chunk, in the same order on all ranks; the root belongs to all chunks."""
     inside = {module for place in part.chunked.modules_of(chunk) for module in place.modules()}
     return dict.fromkeys(unit for unit in runtime.units[1:] if inside.issuperset(unit.modules))

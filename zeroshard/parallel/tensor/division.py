@@ -22,9 +22,9 @@ from zeroshard.parallel.tensor.styles import (
     OF_SEQUENCE,
     WITHOUT_CUTS,
     Divided,
+    LayerPlan,
     Plan,
-    Style,
-    Way,
+    Split,
     cuts_of_experts,
     dim_of,
     is_conv1d,
@@ -130,7 +130,7 @@ def _found(model: Any, method: str) -> Any:
         return None
 
 
-_WHOLE = Style(Way.REPLICATE)
+_WHOLE = LayerPlan(Split.REPLICATE)
 _TORCH, _LORA = ("torch.nn.modules.linear", "torch.nn.modules.sparse"), ("peft.tuners.lora.",)
 """The Python modules whose forwards compute parts of outputs with parts of weights."""
 
@@ -148,20 +148,20 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
         ValueError: a pattern fits no module, a module cannot be divided that way, or the ranks do not divide
             it.
     """
-    styles = {pattern: Style.of(style, pattern) for pattern, style in plan.items()}
+    styles = {pattern: LayerPlan.of(style, pattern) for pattern, style in plan.items()}
     found, fitting = [], set()
 
-    def style_of(name: str) -> Style:
+    def style_of(name: str) -> LayerPlan:
         patterns = [pattern for pattern in styles if fnmatchcase(name, pattern)]
         fitting.update(patterns)
         return styles[patterns[0]] if patterns else _WHOLE
 
     for name, module in model.named_modules():
         style = style_of(name)
-        if style.way is not Way.REPLICATE and not isinstance(module, Absent):
+        if style.way is not Split.REPLICATE and not isinstance(module, Absent):
             adapter, parent = around(model, name)
             style = with_heads(style, name, module, parent, num_ranks)
-            if style.way is Way.EXPERTS:
+            if style.way is Split.EXPERTS:
                 words = {at: style_of(f"{name}.{at}").way.value for at, _ in module.named_parameters()}
                 cuts = cuts_of_experts(name, module, words, num_ranks)
             else:
@@ -178,9 +178,9 @@ def _refuse_own_code(layer: Divided) -> None:
     module, way, name = layer.module, layer.style.way, layer.name.removesuffix(".base_layer")
     is_table = isinstance(module, nn.Embedding)
     is_product = way in BY_ROWS and not is_table and not is_conv1d(module)  # F.linear in place of a forward
-    known = _TORCH if is_product or way is Way.SHARED_COLUMNS else (*_TORCH, "transformers.")
-    sees_wholes = way is Way.SEQUENCE_SPLIT or (way is Way.ROWS and is_table)
-    owners = [(module, ("",) if way is Way.EXPERTS else known)]
+    known = _TORCH if is_product or way is Split.SHARED_COLUMNS else (*_TORCH, "transformers.")
+    sees_wholes = way is Split.SEQUENCE_SPLIT or (way is Split.ROWS and is_table)
+    owners = [(module, ("",) if way is Split.EXPERTS else known)]
     for one, origins in [*owners, *([] if layer.adapter is None else [(layer.adapter, _LORA)])]:
         # A patch by functools.wraps has the __module__ of what it wraps, but the globals of its own.
         origin = type(one).forward.__globals__["__name__"]
@@ -246,7 +246,7 @@ def plan_division(
             "transformers have in `tp_plan`: give tp_plan={'layers.*.up': 'colwise', "
             "'layers.*.down': 'rowwise', ...}"
         )
-    along_sequence = any(Style.of(style, at).way in OF_SEQUENCE for at, style in plan.items())
+    along_sequence = any(LayerPlan.of(style, at).way in OF_SEQUENCE for at, style in plan.items())
     if by_sequence and not along_sequence:
         plan, along_sequence = with_sequence(model, plan), True
     plan = through_adapters(model, plan, num_ranks, by_sequence=along_sequence)
@@ -288,14 +288,14 @@ def _check_words(model: nn.Module, plan: Plan | None) -> None:
         return
     given: object = plan
     words = given.values() if isinstance(given, Mapping) else ()
-    if not words or not all(isinstance(word, str | Style) for word in words):
+    if not words or not all(isinstance(word, str | LayerPlan) for word in words):
         raise ValueError(
             f"tp_plan: expected words by pattern, {{'layers.*.up': 'colwise', ...}}, got {plan!r}"
         )
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern, word in plan.items():
-        Style.of(word, pattern)
+        LayerPlan.of(word, pattern)
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
 
@@ -324,18 +324,18 @@ def _refuse_counted_heads(layers: Sequence[Divided]) -> None:
     for layer in layers:
         counts = {at: getattr(layer.parent, at, None) for at in _COUNTS_OF_HEADS}
         found = next((at for at, number in counts.items() if isinstance(number, int) and number > 1), None)
-        if layer.style.way is Way.COLUMNS and not layer.style.sections and found is not None:
+        if layer.style.way is Split.COLUMNS and not layer.style.sections and found is not None:
             raise ValueError(
                 f"tp_plan: '{layer.name}' lies beside '{found}' of a {type(layer.parent).__name__}, and each "
-                "rank computes some of these heads. Expected Style(Way.COLUMNS, heads(NUMBER, size=SIZE)) in "
-                f"the plan, and a forward that views its outputs by the size of a head, not by '{found}'"
+                "rank computes some of these heads. Expected LayerPlan(Split.COLUMNS, heads(NUMBER, size=SIZE)) "
+                f"in the plan, and a forward that views its outputs by the size of a head, not by '{found}'"
             )
 
 
 def _refuse_experts(layers: Sequence[Divided]) -> None:
     """Refuse layers whose sums are not split along the sequence."""
     for layer in layers:
-        if layer.style.way in (Way.EXPERTS, Way.LATENT):
+        if layer.style.way in (Split.EXPERTS, Split.LATENT):
             raise ValueError(
                 f"tp_plan: '{layer.name}' is '{layer.style.way.value}'; expected none with 'sequence'"
             )
@@ -375,18 +375,18 @@ def _refuse_ignored(
             )
 
 
-def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterator[tuple[str, Cut]]:
+def _cuts(name: str, module: nn.Module, style: LayerPlan, num_ranks: int) -> Iterator[tuple[str, Cut]]:
     """The divided parameters of a layer by their name in it."""
     is_columns = style.way not in BY_ROWS
     if isinstance(module, nn.Embedding):
-        if is_columns and style.way is not Way.PER_HEAD:
+        if is_columns and style.way is not Split.PER_HEAD:
             raise ValueError(
                 f"tp_plan: expected 'rowwise' for the embedding '{name}', which is cut by tokens"
             )
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"tp_plan: '{name}' has max_norm, scale_grad_by_freq or sparse, not supported")
         dims = {"weight": 1 if is_columns else 0}
-    elif is_linear(module) and style.way not in (Way.PER_HEAD, Way.PACKED_ROWS):
+    elif is_linear(module) and style.way not in (Split.PER_HEAD, Split.PACKED_ROWS):
         dims = {"weight": dim_of(module, is_columns)} | ({"bias": 0} if is_columns else {})
     else:
         raise ValueError(

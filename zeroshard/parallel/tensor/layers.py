@@ -23,9 +23,9 @@ from zeroshard.comm.activations import Activations
 from zeroshard.parallel.random import share_random_states
 from zeroshard.parallel.tensor.adapters import adapt_regions
 from zeroshard.parallel.tensor.losses import divide_losses, embed
-from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
+from zeroshard.parallel.tensor.moves import Comm, Sum, add_up, move
 from zeroshard.parallel.tensor.sequence import Regions, copied, install_regions
-from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Way, is_conv1d, rotary_size, set_counts
+from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Split, is_conv1d, rotary_size, set_counts
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.changes import Changes
 
@@ -79,22 +79,22 @@ def _install_forwards(layers: list[Divided], over: Activations, changes: Changes
         )
         is_by_rows, cut = layer.style.way in BY_ROWS, layer.cuts.get("weight")
         size = None if cut is None else cut.local_shape[cut.dim]
-        if layer.style.way is Way.SHARED_COLUMNS:
+        if layer.style.way is Split.SHARED_COLUMNS:
             size = layer.style.sections[0].unit
         for attribute in _INPUTS if is_by_rows else _OUTPUTS:
             if attribute in vars(module) and size is not None:
                 changes.set(module, attribute, size)
-        if isinstance(module, nn.Embedding) and layer.style.way is Way.ROWS:
+        if isinstance(module, nn.Embedding) and layer.style.way is Split.ROWS:
             (own,) = layer.cuts["weight"].spans(over.rank)
             changes.set(module, "num_embeddings", own.size)
             if (padding := module.padding_idx) is not None:
                 is_own = own.start <= padding < own.stop
                 changes.set(module, "padding_idx", padding - own.start if is_own else None)
-    shared = [layer for layer in layers if layer.style.way is Way.SHARED_COLUMNS]
+    shared = [layer for layer in layers if layer.style.way is Split.SHARED_COLUMNS]
     for parent, section in {x.parent: one for x in shared for one in x.style.sections}.items():
         if (groups := getattr(parent, _GROUPS, None)) is not None:
             changes.set(parent, _GROUPS, groups * (section.size // section.unit) // over.size)
-    has_heads = (layer for layer in layers if layer.style.way is Way.COLUMNS and layer.style.sections)
+    has_heads = (layer for layer in layers if layer.style.way is Split.COLUMNS and layer.style.sections)
     set_counts({layer.parent: None for layer in has_heads}, over.size, changes)
     return regions
 
@@ -118,22 +118,22 @@ _GROUPS = "num_key_value_groups"
 
 
 def _forward_of(layer: Divided, over: Activations, add: Sum) -> Callable[..., Tensor]:
-    if isinstance(layer.module, nn.Embedding) and layer.style.way is Way.ROWS:
+    if isinstance(layer.module, nn.Embedding) and layer.style.way is Split.ROWS:
         (own,) = layer.cuts["weight"].spans(over.rank)
         return functools.partial(_look_up, own, add)
-    if layer.style.way is Way.SHARED_COLUMNS:
+    if layer.style.way is Split.SHARED_COLUMNS:
         (section,) = layer.style.sections
         first = over.rank * (section.size // section.unit) // over.size * section.unit
         return functools.partial(_one_head, Span(first, first + section.unit))
-    forwards: dict[Way, Callable[..., Tensor]] = {
-        Way.COLUMNS: _columns,
-        Way.COLUMNS_GATHERED: _gathered_columns,
-        Way.COLUMNS_LOSS: _columns,
-        Way.ROWS: functools.partial(_rows, add),
-        Way.ROWS_SPLIT: functools.partial(_split_rows, add),
-        Way.EXPERTS: _experts,
-        Way.PER_HEAD: _whole,
-        Way.LATENT: functools.partial(_latent, layer.parent),
+    forwards: dict[Split, Callable[..., Tensor]] = {
+        Split.COLUMNS: _columns,
+        Split.COLUMNS_GATHERED: _gathered_columns,
+        Split.COLUMNS_LOSS: _columns,
+        Split.ROWS: functools.partial(_rows, add),
+        Split.ROWS_SPLIT: functools.partial(_split_rows, add),
+        Split.EXPERTS: _experts,
+        Split.PER_HEAD: _whole,
+        Split.LATENT: functools.partial(_latent, layer.parent),
     }
     return forwards[layer.style.way]
 
@@ -148,7 +148,7 @@ def _columns(module: nn.Module, over: Activations, name: str, value: Tensor) -> 
 
 
 def _gathered_columns(module: nn.Module, over: Activations, name: str, value: Tensor) -> Tensor:
-    return move(_columns(module, over, name, value), Move.GATHER, over, name)
+    return move(_columns(module, over, name, value), Comm.GATHER, over, name)
 
 
 def _one_head(own: Span, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
@@ -165,14 +165,14 @@ def _rows(add: Sum, module: Any, over: Activations, name: str, value: Tensor) ->
 
 
 def _split_rows(add: Sum, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
-    return _rows(add, module, over, name, move(value, Move.SPLIT, over, name))
+    return _rows(add, module, over, name, move(value, Comm.SPLIT, over, name))
 
 
 def _latent(parent: nn.Module, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
     found = _whole(module, over, name, value)
     size = rotary_size(name, parent)
     latent, rotary = found.split([found.shape[-1] - size, size], -1)
-    return torch.cat((latent, move(rotary, Move.COPY, over, name)), -1)
+    return torch.cat((latent, move(rotary, Comm.COPY, over, name)), -1)
 
 
 def _look_up(own: Span, add: Sum, module: Any, over: Activations, name: str, tokens: Tensor) -> Tensor:
@@ -189,9 +189,9 @@ def _experts(module: Any, over: Activations, name: str, *values: Any, **named: A
 
     def copied(value: Any) -> Any:
         is_real = isinstance(value, Tensor) and value.is_floating_point()
-        return move(value, Move.COPY, over, name) if is_real else value
+        return move(value, Comm.COPY, over, name) if is_real else value
 
     summand = type(module).forward(
         module, *map(copied, values), **{key: copied(value) for key, value in named.items()}
     )
-    return move(summand, Move.SUM, over, name)
+    return move(summand, Comm.SUM, over, name)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zeroshard.comm.activations import Activations
-from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
-from zeroshard.parallel.tensor.styles import Divided, Way
+from zeroshard.parallel.tensor.moves import Comm, Sum, add_up, move
+from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.changes import Changes
 
@@ -176,7 +176,7 @@ class Classes:
 
     def gather(self, part: Tensor) -> Tensor:
         """Return all logits: [..., own classes] -> [..., classes]."""
-        return move(part, Move.GATHER, self.over, self.label)
+        return move(part, Comm.GATHER, self.over, self.label)
 
 
 def cross_entropy(
@@ -230,9 +230,9 @@ def cross_entropy(
 
 def with_loss(layer: Divided, model: nn.Module) -> Divided:
     """Have a model of transformers compute its loss of divided logits, if this is its head."""
-    if layer.style.way is not Way.COLUMNS_GATHERED or causal_model(model, layer.module) is None:
+    if layer.style.way is not Split.COLUMNS_GATHERED or causal_model(model, layer.module) is None:
         return layer
-    return replace(layer, style=replace(layer.style, way=Way.COLUMNS_LOSS))
+    return replace(layer, style=replace(layer.style, way=Split.COLUMNS_LOSS))
 
 
 def divide_losses(model: nn.Module, layers: Iterable[Divided], over: Activations, changes: Changes) -> None:
@@ -242,13 +242,13 @@ def divide_losses(model: nn.Module, layers: Iterable[Divided], over: Activations
         ValueError: 'colwise_loss' stands for another layer than the head of such a model.
     """
     for layer in layers:
-        if layer.style.way not in (Way.COLUMNS, Way.COLUMNS_LOSS):
+        if layer.style.way not in (Split.COLUMNS, Split.COLUMNS_LOSS):
             continue
         own, *others = layer.cuts["weight"].spans(over.rank)
         classes = Classes(own, over, layer.name)
         if not others:
             changes.set(layer.module, _CLASSES, classes)
-        if layer.style.way is Way.COLUMNS_LOSS:
+        if layer.style.way is Split.COLUMNS_LOSS:
             owner = causal_model(model, layer.module)
             if owner is None:
                 raise ValueError(

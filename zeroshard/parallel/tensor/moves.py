@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from zeroshard.comm.activations import Activations
 
 
-class Move(Enum):
+class Comm(Enum):
     """The moves: (way of a tensor in the forward, way of its gradient in the backward)."""
 
     COPY = ("keep", "sum")
@@ -49,7 +49,7 @@ _WAYS: dict[str, Callable[[Tensor, Activations, int, str], Tensor]] = {
 }
 
 
-def move(value: Tensor, how: Move, over: Activations, label: str, dim: int = -1) -> Tensor:
+def move(value: Tensor, how: Comm, over: Activations, label: str, dim: int = -1) -> Tensor:
     """Move a tensor over the tensor ranks.
 
     Args:
@@ -74,12 +74,12 @@ Sum = Callable[[Tensor, Activations, str], Tensor]
 
 def add_up(value: Tensor, over: Activations, label: str) -> Tensor:
     """Return the sum over the tensor ranks."""
-    return move(value, Move.SUM, over, label)
+    return move(value, Comm.SUM, over, label)
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, how: Move, over: Activations, label: str, dim: int) -> Tensor:
+    def forward(ctx: Any, value: Tensor, how: Comm, over: Activations, label: str, dim: int) -> Tensor:
         ctx.how, ctx.over, ctx.label, ctx.dim = how, over, label, dim
         there, _ = how.value
         moved = _WAYS[there](value, over, dim, f"{there} of activations of {label}")

@@ -26,7 +26,7 @@ from zeroshard.plan.cuts import Cut, Section
 from zeroshard.sharding.changes import Changes
 
 
-class Way(Enum):
+class Split(Enum):
     """The ways to divide a layer. The values are the words of a plan."""
 
     COLUMNS = "colwise"
@@ -71,44 +71,47 @@ _ALIASES = {
     "sequence_parallel": "sequence",
 }
 """Words of transformers that mean the same as others."""
-BY_ROWS = (Way.ROWS, Way.ROWS_SPLIT)
+BY_ROWS = (Split.ROWS, Split.ROWS_SPLIT)
 """Layers that are divided by their inputs."""
-OF_SEQUENCE = (Way.SEQUENCE, Way.SEQUENCE_PARTS)
+OF_SEQUENCE = (Split.SEQUENCE, Split.SEQUENCE_PARTS)
 """Layers that work on a part of the sequence."""
-WITHOUT_CUTS = (Way.SUMMED, Way.SHARED_COLUMNS, Way.LATENT, Way.SEQUENCE_SPLIT, *OF_SEQUENCE)
+WITHOUT_CUTS = (Split.SUMMED, Split.SHARED_COLUMNS, Split.LATENT, Split.SEQUENCE_SPLIT, *OF_SEQUENCE)
 """Layers whose parameters each rank holds whole."""
-_BY_OWN_FORWARD = (Way.SUMMED, Way.SEQUENCE_SPLIT, *OF_SEQUENCE)
+_BY_OWN_FORWARD = (Split.SUMMED, Split.SEQUENCE_SPLIT, *OF_SEQUENCE)
 """Layers that compute all of their outputs by their own forward."""
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class LayerPlan:
     """A way to divide a layer, and the heads that it must leave whole."""
 
-    way: Way
+    way: Split
     sections: tuple[Section, ...] = ()
     """Of the dimension that is divided; () for one section without heads."""
 
     def __post_init__(self) -> None:
-        if self.way in (Way.COLUMNS_GATHERED, Way.COLUMNS_LOSS, Way.ROWS_SPLIT) and len(self.sections) > 1:
+        if (
+            self.way in (Split.COLUMNS_GATHERED, Split.COLUMNS_LOSS, Split.ROWS_SPLIT)
+            and len(self.sections) > 1
+        ):
             raise ValueError(
                 f"tp_plan: expected one section for '{self.way.value}', whose parts lie in rank order, got "
                 f"{len(self.sections)}"
             )
 
     @staticmethod
-    def of(given: str | Style, pattern: str) -> Style:
+    def of(given: str | LayerPlan, pattern: str) -> LayerPlan:
         """Return a style from its word. Raises ValueError for another word."""
-        if isinstance(given, Style):
+        if isinstance(given, LayerPlan):
             return given
         try:
-            return Style(Way(_ALIASES.get(given, given)))
+            return LayerPlan(Split(_ALIASES.get(given, given)))
         except ValueError:
-            words = ", ".join(way.value for way in Way)
+            words = ", ".join(way.value for way in Split)
             raise ValueError(f"tp_plan: expected one of {words}, got {given!r} for '{pattern}'") from None
 
 
-Plan = Mapping[str, str | Style]
+Plan = Mapping[str, str | LayerPlan]
 """Styles, or their words, by a pattern of names of modules."""
 
 
@@ -118,7 +121,7 @@ class Divided:
 
     name: str
     module: nn.Module
-    style: Style
+    style: LayerPlan
     cuts: Mapping[str, Cut]
     """By the name of the parameter in the module; the others are whole on each rank."""
     parent: nn.Module
@@ -134,7 +137,7 @@ class Divided:
     @property
     def is_summed(self) -> bool:
         """True if each rank holds the parameters whole and computes summands of their gradients."""
-        return self.style.way in (Way.SUMMED, Way.SHARED_COLUMNS, *OF_SEQUENCE)
+        return self.style.way in (Split.SUMMED, Split.SHARED_COLUMNS, *OF_SEQUENCE)
 
 
 _SIZES = ("head_dim", "head_size", "key_value_proj_dim")
@@ -158,7 +161,7 @@ _COUNTS = {
     "MT5Attention": ("n_heads", "inner_dim"),
 }
 """Attributes that are proportional to the number of heads which the layer computes."""
-_WITHOUT_HEADS = (Way.COLUMNS_GATHERED, Way.COLUMNS_LOSS, Way.ROWS_SPLIT, *WITHOUT_CUTS)
+_WITHOUT_HEADS = (Split.COLUMNS_GATHERED, Split.COLUMNS_LOSS, Split.ROWS_SPLIT, *WITHOUT_CUTS)
 """Ways that may divide a head: what follows has all of them, or none."""
 
 
@@ -213,27 +216,27 @@ def set_counts(parents: Iterable[nn.Module], num_ranks: int, changes: Changes) -
             changes.set(parent, attribute, getattr(parent, attribute) // num_ranks)
 
 
-def with_heads(style: Style, name: str, module: Any, parent: nn.Module, num_ranks: int) -> Style:
+def with_heads(style: LayerPlan, name: str, module: Any, parent: nn.Module, num_ranks: int) -> LayerPlan:
     """Return a style that leaves the heads of an attention layer of transformers whole.
 
     Under grouped-query attention (Ainslie et al. 2023) there may be fewer heads of keys and values than
     ranks. Then several ranks use the same one.
     """
-    if style.way is Way.LATENT:
+    if style.way is Split.LATENT:
         rotary_size(name, parent)
     if style.sections or style.way in _WITHOUT_HEADS or not is_linear(module):
         return style
-    is_outputs = style.way is not Way.ROWS
+    is_outputs = style.way is not Split.ROWS
     total: int = module.weight.shape[dim_of(module, is_outputs)]
-    if style.way is Way.PACKED_COLUMNS:
-        return Style(Way.COLUMNS, (Section(total // 2),) * 2)
+    if style.way is Split.PACKED_COLUMNS:
+        return LayerPlan(Split.COLUMNS, (Section(total // 2),) * 2)
     sections = sections_of(name, parent, total, is_outputs=is_outputs)
     if len(sections) != 1:
         return replace(style, sections=sections)
     unit = sections[0].unit
     num_heads = total // unit
-    is_shared = style.way is Way.COLUMNS and num_heads < num_ranks and num_ranks % num_heads == 0
-    return Style(Way.SHARED_COLUMNS if is_shared else style.way, sections)
+    is_shared = style.way is Split.COLUMNS and num_heads < num_ranks and num_ranks % num_heads == 0
+    return LayerPlan(Split.SHARED_COLUMNS if is_shared else style.way, sections)
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from zeroshard.parallel.pipeline.choice import (
     schedule_of,
 )
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, require_steps, steady
-from zeroshard.parallel.pipeline.simulate import Costs, count_activations, simulate
+from zeroshard.parallel.pipeline.simulate import ActionCosts, count_activations, simulate
 
 DEPTHS = st.integers(1, 6)
 SIZES = st.integers(1, 40)
@@ -196,7 +196,7 @@ def test_a_rank_holds_the_activations_of_as_many_micro_batches_as_in_1f1b() -> N
 @given(st.integers(2, 6), st.integers(1, 30))
 def test_there_is_no_bubble_but_at_both_ends(p: int, m: int) -> None:
     """A forward and a backward take 1 and 2: a list takes 3 for each micro-batch, and 3 (p - 1) once."""
-    assert simulate(steady(p, m), Costs()).makespan == 3 * (m + p - 1)
+    assert simulate(steady(p, m), ActionCosts()).makespan == 3 * (m + p - 1)
 
 
 def test_the_names_of_a_config_are_those_of_the_table() -> None:

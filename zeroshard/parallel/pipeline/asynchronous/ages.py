@@ -28,7 +28,7 @@ from zeroshard.parallel.pipeline.actions import (
     Schedule,
     check_actions,
 )
-from zeroshard.parallel.pipeline.simulate import Costs, simulate
+from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Ages:
         Source: Chen et al. 2018, "Efficient and Robust Parallel DNN Training through Model Parallelism on
         Multi-GPU Platform" (SpecTrain), section 3.2.
         """
-        costs = Costs(forward=2, backward_input=1, backward_weight=1)
+        costs = ActionCosts(forward=2, backward_input=1, backward_weight=1)
         spans = simulate(self.schedule, costs).spans
         back = {
             span.action.microbatch: span.start

@@ -52,7 +52,7 @@ Uses = Mapping[Action, Use]
 """By compute action of all ranks."""
 
 
-class Weights(NamedTuple):
+class WeightMethod(NamedTuple):
     """A row of the table of methods."""
 
     uses: Callable[[Ages], dict[Action, Use]]
@@ -96,16 +96,16 @@ def _lwp(ages: Ages) -> dict[Action, Use]:
     }
 
 
-WEIGHTS: dict[str, Weights] = {
-    "latest": Weights(_latest),
-    "stash": Weights(_stash),
-    "vertical": Weights(_vertical),
-    "double": Weights(_double),
-    "estimate": Weights(_estimate, Direction.MEAN_CHANGE),
-    "predict": Weights(_predict, Direction.UPDATE),
-    "lwp": Weights(_lwp, Direction.UPDATE),
-    "lwp-weights": Weights(_lwp, Direction.LAST_CHANGE),
-    "bounded": Weights(_latest),
+WEIGHTS: dict[str, WeightMethod] = {
+    "latest": WeightMethod(_latest),
+    "stash": WeightMethod(_stash),
+    "vertical": WeightMethod(_vertical),
+    "double": WeightMethod(_double),
+    "estimate": WeightMethod(_estimate, Direction.MEAN_CHANGE),
+    "predict": WeightMethod(_predict, Direction.UPDATE),
+    "lwp": WeightMethod(_lwp, Direction.UPDATE),
+    "lwp-weights": WeightMethod(_lwp, Direction.LAST_CHANGE),
+    "bounded": WeightMethod(_latest),
 }
 """The methods by the names that a user writes."""
 
