@@ -117,8 +117,7 @@ class RandomStates:
         """Take over the states of the first rank; collective."""
         self._scopes.clear()  # an interrupt may have left some
         self._loose = None
-        devices = {torch.device("cpu"), self._over.device}
-        own = {device: bytes(random_state(device).numpy()) for device in devices}
+        own = {device: bytes(state.numpy()) for device, state in random_states(self._over.device).items()}
         for device, state in self._over.first(own, "random states of the tensor ranks").items():
             if state != own[device]:
                 set_random_state(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
@@ -160,16 +159,14 @@ class RandomStates:
         return _RandomRegion(shared, random_state(self._over.device))
 
     def _end(self, scope: _Scope) -> None:
-        region, scope.region = scope.region, None
-        if region is not None:
-            self._share(region)
-
-    def _share(self, region: _RandomRegion) -> None:
         """Go on with the shared numbers.
 
         If numbers were drawn in the region, one of the shared ones is left out: the next region would begin
         with the same state. If none were drawn, no other numbers change either.
         """
+        region, scope.region = scope.region, None
+        if region is None:
+            return
         is_used = not torch.equal(random_state(self._over.device), region.own)
         set_random_state(self._over.device, region.shared)
         if is_used:
@@ -193,7 +190,13 @@ def share_random_states(
         changes: the changes of the model.
     """
     states = RandomStates(over)
-    _hook_forwards(model, states, changes)
+
+    def agree(module: nn.Module, args: Any) -> None:
+        states.agree()
+
+    # In evaluation too: a generation draws tokens after it, which must be the same on all ranks.
+    changes.hook(model.register_forward_pre_hook(agree, prepend=True))
+    states.agree()
     for block, is_divided in blocks.items():
         # Not by hooks: recomputation runs a forward again without its hooks.
         changes.set(block, "forward", _in_scope(block, states, is_divided))
@@ -206,19 +209,6 @@ def share_random_states(
     first = [layer for layer in others if layer.style.way in (Split.COLUMNS, Split.SHARED_COLUMNS)]
     last = [layer for layer in others if layer.style.way is Split.ROWS]
     _hook_regions(first, [x for x in last if not isinstance(x.module, nn.Embedding)], states, changes)
-
-
-def _hook_forwards(model: nn.Module, states: RandomStates, changes: Changes) -> None:
-    """Let the ranks agree at the beginning of each forward; and now.
-
-    In evaluation too: a generation draws tokens after it, which must be the same on all ranks.
-    """
-
-    def before(module: nn.Module, args: Any) -> None:
-        states.agree()
-
-    changes.hook(model.register_forward_pre_hook(before, prepend=True))
-    states.agree()
 
 
 def _hook_regions(

@@ -119,7 +119,7 @@ class Runner:
             for action, receives, sends in plan_exchanges(schedule)[messages.rank]
         ]
         """The actions with their messages, prepared so that a batch need not."""
-        self._chunks, self._messages = chunks, messages
+        self.schedule, self._chunks, self._messages = schedule, chunks, messages
         messages.most_sends = max(messages.most_sends, room_for_sends(schedule))
         self._last_chunk = schedule.num_chunks - 1
         actions = schedule.lists[messages.rank]

@@ -331,46 +331,26 @@ class ActivationCounts:
     inputs_per_rank: tuple[int, ...]
 
 
-class _Peaks:
-    """Counts by key, with the largest value that each had."""
-
-    def __init__(self) -> None:
-        self.now: Counter[tuple[str, int]] = Counter()
-        self.peak: Counter[tuple[str, int]] = Counter()
-
-    def add(self, rank: int, chunk: int, number: int) -> None:
-        for key in (("rank", rank), ("chunk", chunk)):
-            self.now[key] += number
-            self.peak[key] = max(self.peak[key], self.now[key])
-
-    def of(self, name: str, count: int) -> tuple[int, ...]:
-        return tuple(self.peak[name, index] for index in range(count))
-
-
 def count_activations(schedule: Schedule) -> ActivationCounts:
     """Count the activations in flight. Raises ValueError as `check_actions` does."""
     check_actions(schedule)
-    recomputed = {
-        (action.chunk, action.microbatch) for _, action in schedule if action.kind is Kind.RECOMPUTE
-    }
-    whole, inputs = _Peaks(), _Peaks()
+    recomputed = {action.place for _, action in schedule if action.kind is Kind.RECOMPUTE}
+    now, peak = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]]()
     for rank, action in schedule:
-        if action.chunk is None or not action.is_compute:
-            continue
-        is_recomputed = (action.chunk, action.microbatch) in recomputed
+        changes: dict[str, int] = {}
         if action.kind is Kind.FORWARD:
-            (inputs if is_recomputed else whole).add(rank, action.chunk, 1)
+            changes = {"inputs" if action.place in recomputed else "whole": 1}
         elif action.kind is Kind.RECOMPUTE:
-            inputs.add(rank, action.chunk, -1)
-            whole.add(rank, action.chunk, 1)
+            changes = {"inputs": -1, "whole": 1}
         elif action.kind in END_BACKWARD:
-            whole.add(rank, action.chunk, -1)
-    chunks, ranks = schedule.num_chunks, schedule.num_ranks
+            changes = {"whole": -1}
+        for what, number in changes.items():
+            for key in ((what, "rank", rank), (what, "chunk", action.place[0])):
+                now[key] += number
+                peak[key] = max(peak[key], now[key])
+    units = (("chunk", schedule.num_chunks), ("rank", schedule.num_ranks))
     return ActivationCounts(
-        whole.of("chunk", chunks),
-        whole.of("rank", ranks),
-        inputs.of("chunk", chunks),
-        inputs.of("rank", ranks),
+        *(tuple(peak[w, unit, i] for i in range(num)) for w in ("whole", "inputs") for unit, num in units)
     )
 
 

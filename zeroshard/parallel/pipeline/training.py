@@ -360,7 +360,6 @@ class PipelineTraining:
                 f"micro-batches the list has, got {num_batches}: call train_batch() for each"
             )
         self._factor, self._take_step, total = 1.0, take_step, num * num_batches
-        schedule = self._part.schedule(total, has_backward=True, steps_taken=steps_taken)
         runner = self._runner(total, has_backward=True, steps_taken=steps_taken)
         batch = self._cut(next_batch(batches, 0, num_batches), num)
         shapes, loaded = shapes_of(batch), 1
@@ -378,7 +377,7 @@ class PipelineTraining:
             return self._bind(later)
 
         try:
-            with self.method.batch(schedule, steps_taken):
+            with self.method.batch(runner.schedule, steps_taken):
                 agree = self._comparison.begin(batch)
                 means = self._run(runner, agree, Feed(self._bind(batch), load), num, num_batches)
             if num_batches > 1:

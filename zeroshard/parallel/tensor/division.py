@@ -327,8 +327,9 @@ def _refuse_counted_heads(layers: Sequence[Divided]) -> None:
         if layer.style.way is Split.COLUMNS and not layer.style.sections and found is not None:
             raise ValueError(
                 f"tp_plan: '{layer.name}' lies beside '{found}' of a {type(layer.parent).__name__}, and each "
-                "rank computes some of these heads. Expected LayerPlan(Split.COLUMNS, heads(NUMBER, size=SIZE)) "
-                f"in the plan, and a forward that views its outputs by the size of a head, not by '{found}'"
+                "rank computes some of these heads. Expected LayerPlan(Split.COLUMNS, heads(NUMBER, "
+                "size=SIZE)) in the plan, and a forward that views its outputs by the size of a head, not by "
+                f"'{found}'"
             )
 
 
