@@ -53,7 +53,8 @@ def outline_of(model: nn.Module) -> Outline:
         if any(getattr(type(model), name) is not getattr(nn.Sequential, name) for name in _OF_A_SEQUENCE):
             raise unknown_model(model, "it is a Sequential with a forward of its own")
         return Outline((), tuple(model._modules), ())  # a module may have several places
-    refuse_collected(_options_of(model))
+    if callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
+        refuse_collected(to_dict())
     causal = without_adapters(model)
     base = base_of(causal)
     blocks_name, blocks = _blocks_of(causal, base)
@@ -86,12 +87,6 @@ def refuse_collected(options: Mapping[str, Any]) -> None:
                 f"mesh.pp: expected {key}=False, got True: it collects values of all layers, and a pipeline "
                 "rank has only its own"
             )
-
-
-def _options_of(model: nn.Module) -> dict[str, Any]:
-    config = getattr(model, "config", None)
-    to_dict = getattr(config, "to_dict", None)
-    return dict(to_dict()) if callable(to_dict) else {}
 
 
 def without_adapters(model: Any) -> nn.Module:

@@ -151,13 +151,6 @@ class _Send(NamedTuple):
 _Operation = Action | _Receive | _Send
 
 
-class _Blocked(NamedTuple):
-    """A reason for which a rank cannot go on, and the rank that it waits for."""
-
-    rank: int
-    reason: str
-
-
 class _MessageQueue:
     """The messages from one rank to another: the time at which each was offered, accepted and received."""
 
@@ -190,7 +183,12 @@ class _Simulation:
         self.costs = costs
         self.needed = needed_actions(schedule)
         self.placement = schedule.placement
-        self.programs = _programs(schedule)
+        self.programs: list[list[_Operation]] = [[] for _ in range(schedule.num_ranks)]
+        for program, exchanges in zip(self.programs, plan_exchanges(schedule), strict=True):
+            for action, receives, sends in exchanges:
+                program.extend(_Receive(one, action) for one in receives)
+                program.append(action)
+                program.extend(map(_Send, sends))
         self.positions = [0] * schedule.num_ranks
         self.clocks = [0.0] * schedule.num_ranks
         self.spans: list[list[ActionTime]] = [[] for _ in range(schedule.num_ranks)]
@@ -208,30 +206,25 @@ class _Simulation:
             self.positions[rank] += 1
         return (self.positions[rank], len(self.offers)) != before
 
-    def blocked(self, rank: int) -> _Blocked | None:
-        """Return the reason for which a rank cannot run its next operation; None if it can."""
+    def blocked(self, rank: int) -> tuple[int, str] | None:
+        """Return the rank for which a rank cannot run its next operation, with the reason; None if it can."""
         operation = self.programs[rank][self.positions[rank]]
         if isinstance(operation, _Receive):
             transfer = operation.transfer
             if transfer in self.offers:
                 return None
-            return _Blocked(transfer.source, f"{operation.before} waits for {transfer.action}")
+            return transfer.source, f"{operation.before} waits for {transfer.action}"
         if isinstance(operation, _Send):
             transfer = operation.transfer
             index, channel = self._offer(transfer)
             if channel.room_for(index) is not None:
                 return None
             buffers = f"at most {channel.max_unreceived} unreceived"
-            return _Blocked(transfer.target, f"the send of the {transfer} waits for a receive, {buffers}")
-        missing = [action for action in self.needed.get(operation, ()) if self._is_own(action, rank)]
-        if not missing:
-            return None
-        return _Blocked(rank, f"{operation} waits for {missing[0]}, which comes later in its own list")
-
-    def _is_own(self, action: Action, rank: int) -> bool:
-        """True for an action of the same rank that has not run; those of other ranks send a message."""
-        assert action.chunk is not None
-        return action not in self.done and self.placement[action.chunk] == rank
+            return transfer.target, f"the send of the {transfer} waits for a receive, {buffers}"
+        for action in self.needed.get(operation, ()):  # those of other ranks send a message
+            if action not in self.done and self.placement[action.place[0]] == rank:
+                return rank, f"{operation} waits for {action}, which comes later in its own list"
+        return None
 
     def _offer(self, transfer: ChunkTransfer) -> tuple[int, _MessageQueue]:
         """Offer a message if it has not been; return its number among those of its channel."""
@@ -265,9 +258,9 @@ class _Simulation:
             path.append(rank)
             blocked = self.blocked(rank)
             assert blocked is not None
-            rank = blocked.rank
+            rank = blocked[0]
         circle = [(each, self.blocked(each)) for each in path[path.index(rank) :]]
-        waits = "; ".join(f"pipeline rank {each}: {blocked.reason}" for each, blocked in circle if blocked)
+        waits = "; ".join(f"pipeline rank {each}: {blocked[1]}" for each, blocked in circle if blocked)
         raise ValueError(f"expected lists that run to their end, got a deadlock: {waits}")
 
 
@@ -290,27 +283,11 @@ def simulate(
     if max_unreceived is not None and max_unreceived < 0:
         raise ValueError(f"max_unreceived: expected at least 0 or None, got {max_unreceived}")
     run = _Simulation(schedule, costs or ActionCosts(), max_unreceived)
-    moves = True
-    while moves:  # each rank goes on once before any goes on again, else the first ones are asked in vain
-        moves = False
-        for rank in range(schedule.num_ranks):
-            moves |= run.advance(rank)
+    while sum(map(run.advance, range(schedule.num_ranks))):
+        pass  # each rank goes on once before any goes on again, else the first ones are asked in vain
     if any(run.positions[rank] < len(program) for rank, program in enumerate(run.programs)):
         run.raise_deadlock()
     return ScheduleTimes(tuple(map(tuple, run.spans)))
-
-
-def _programs(schedule: Schedule) -> list[list[_Operation]]:
-    """Return the receives, actions and sends of each rank, in order."""
-    programs: list[list[_Operation]] = []
-    for exchanges in plan_exchanges(schedule):
-        program: list[_Operation] = []
-        for exchange in exchanges:
-            program.extend(_Receive(transfer, exchange.action) for transfer in exchange.receives)
-            program.append(exchange.action)
-            program.extend(map(_Send, exchange.sends))
-        programs.append(program)
-    return programs
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,10 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
         parent = model.get_submodule(name.rpartition(".")[0])
         style = with_heads(style, name, base, parent, num_ranks)
         _check(name, module, base, style)
-        inside |= {name: Split.REPLICATE.value, f"{name}.base_layer": style}
+        inside |= {name: "replicate", f"{name}.base_layer": style}
         cut, other = ("lora_A", "lora_B") if style.way in BY_ROWS else ("lora_B", "lora_A")
         inside |= {f"{name}.{cut}.*": style, f"{name}.{other}.*": whole.value}
-        inside[f"{name}.*"] = (
-            Split.REPLICATE.value
-        )  # a pattern with * at its end fits the rest of the adapter
+        inside[f"{name}.*"] = "replicate"  # a pattern with * at its end fits the rest of the adapter
     return inside | {pattern: style for pattern, style in plan.items() if pattern not in inside}
 
 
