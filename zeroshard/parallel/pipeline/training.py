@@ -60,30 +60,6 @@ class BatchPiece(NamedTuple):
     target: Any
 
 
-class Feed:
-    """The micro-batches of one list, in order.
-
-    Args:
-        first: those of the first batch.
-        load: loads the batches behind it, in turns; None if there are none.
-    """
-
-    def __init__(
-        self, first: Sequence[BatchPiece] = (), load: Callable[[], Sequence[BatchPiece]] | None = None
-    ) -> None:
-        self._pieces, self._load = first, load
-        self._start = 0
-        """The micro-batches before those of `_pieces`."""
-
-    def __getitem__(self, microbatch: int) -> BatchPiece:
-        """Return a micro-batch; those of earlier batches than its own are gone afterwards."""
-        while microbatch >= self._start + len(self._pieces):
-            assert self._load is not None, "a list has no more micro-batches than its batches"
-            self._start += len(self._pieces)
-            self._pieces = self._load()
-        return self._pieces[microbatch - self._start]
-
-
 def next_batch(batches: Iterator[Any], number: int, num_batches: int) -> tuple[Any, Any]:
     """Return the inputs and the targets of the next batch.
 
@@ -265,8 +241,8 @@ class PipelineTraining:
         self._signature = part.chunked.signature
         self._bound: Set[str] = set()
         """The names of arguments that the forward of the model was found to have."""
-        self._feed = Feed()
-        """The micro-batches of the list under way."""
+        self._piece_of: Callable[[int], BatchPiece] | None = None
+        """Returns a micro-batch of the list; its batch is loaded when a forward needs the first one."""
         self._bare: set[tuple[int, int]] = set()
         """The chunks and micro-batches whose forwards were bare; see `Runtime.show_all`."""
         self._called: set[int] = set()
@@ -362,24 +338,27 @@ class PipelineTraining:
         self._factor, self._take_step, total = 1.0, take_step, num * num_batches
         runner = self._runner(total, has_backward=True, steps_taken=steps_taken)
         batch = self._cut(next_batch(batches, 0, num_batches), num)
-        shapes, loaded = shapes_of(batch), 1
+        shapes, loaded, pieces = shapes_of(batch), 1, list[BatchPiece]()
 
-        def load() -> list[BatchPiece]:
-            nonlocal loaded
-            later = self._cut(next_batch(batches, loaded, num_batches), num)
-            if (found := shapes_of(later)) != shapes:
-                raise ValueError(
-                    f"batch {loaded}: expected the shapes of the first batch of the list, {shapes}, got "
-                    f"{found}: leave out a last batch that is smaller (drop_last=True of a DataLoader)"
-                )
-            loaded += 1
-            self._comparison.note(later)
-            return self._bind(later)
+        def piece_of(microbatch: int) -> BatchPiece:
+            nonlocal loaded, pieces
+            while microbatch >= loaded * num:
+                later = self._cut(next_batch(batches, loaded, num_batches), num)
+                if (found := shapes_of(later)) != shapes:
+                    raise ValueError(
+                        f"batch {loaded}: expected the shapes of the first batch of the list, {shapes}, got "
+                        f"{found}: leave out a last batch that is smaller (drop_last=True of a DataLoader)"
+                    )
+                loaded += 1
+                self._comparison.note(later)
+                pieces = self._bind(later)
+            return pieces[microbatch % num]
 
         try:
             with self.method.batch(runner.schedule, steps_taken):
                 agree = self._comparison.begin(batch)
-                means = self._run(runner, agree, Feed(self._bind(batch), load), num, num_batches)
+                pieces = self._bind(batch)
+                means = self._run(runner, agree, piece_of, num, num_batches)
             if num_batches > 1:
                 self._comparison.check_noted()
             return means()
@@ -395,7 +374,7 @@ class PipelineTraining:
         runner = self._runner(num, has_backward, 0)
         batch = self._cut((inputs, targets), num)
         agree = self._comparison.begin(batch)
-        return self._run(runner, agree, Feed(self._bind(batch)), num, 1)
+        return self._run(runner, agree, self._bind(batch).__getitem__, num, 1)
 
     def _cut(self, batch: tuple[Any, Any], num: int) -> list[tuple[Any, Any]]:
         """Cut a batch into micro-batches, on the device."""
@@ -410,15 +389,20 @@ class PipelineTraining:
         return pieces
 
     def _run(
-        self, runner: Runner, agree: Callable[[], Any], feed: Feed, num: int, num_batches: int
+        self,
+        runner: Runner,
+        agree: Callable[[], Any],
+        piece_of: Callable[[int], BatchPiece],
+        num: int,
+        num_batches: int,
     ) -> Callable[[], Tensor]:
         device = self._runtime.context.device
-        self._feed, self._losses = feed, []
+        self._piece_of, self._losses = piece_of, []
         try:
             with own_numbers(device, self._messages.rank), self._runtime.batch():
                 runner.run(agree)
         finally:
-            self._feed, self._runtime.here.action, self._called, self._bare = Feed(), "", set(), set()
+            self._piece_of, self._runtime.here.action, self._called, self._bare = None, "", set(), set()
         totals = torch.zeros(num_batches, dtype=torch.float32, device=device)
         for microbatch, loss in self._losses:
             totals[microbatch // num] += loss
@@ -461,7 +445,8 @@ class PipelineTraining:
             buffer.data.copy_(values)  # autograd may have saved one that the forward only reads
 
     def _compute(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        piece, target = self._feed[microbatch]
+        assert self._piece_of is not None, "a list runs"
+        piece, target = self._piece_of(microbatch)
         if not torch.is_grad_enabled():  # a recomputed forward gets the batch as it was before the first one
             piece, target = pytree.tree_map_only(Tensor, Tensor.clone, (piece, target))
         if chunk < self._part.num_chunks - 1:
