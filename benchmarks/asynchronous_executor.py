@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from zeroshard.optim.asynchronous import Corrected, rescaled, spike_compensated, update_of
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes, mean_of_changes
+from zeroshard.parallel.pipeline.asynchronous.directions import decay_of_changes, mean_of_changes
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction, Use, count_live, kept_versions
-from zeroshard.parallel.pipeline.simulate import Timeline, simulate
+from zeroshard.parallel.pipeline.simulate import ScheduleTimes, simulate
 from zeroshard.parameters.gradient import set_gradient
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -54,7 +54,7 @@ class Delays:
     crossed: tuple[int, ...] = field(init=False)
     live: tuple[int, ...] = field(init=False)
     """The most versions that each rank holds at a time."""
-    timeline: Timeline = field(init=False)
+    timeline: ScheduleTimes = field(init=False)
     """With the usual durations: a forward takes 1, a backward 2."""
 
     def __post_init__(self) -> None:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from asynchronous_executor import Delays, Rule
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, frozen, loop
-from zeroshard.parallel.pipeline.alternating import one_f_one_b
-from zeroshard.parallel.pipeline.asynchronous.steady import steady
-from zeroshard.parallel.pipeline.schedules import gpipe
+from zeroshard.parallel.pipeline.schedules import gpipe, one_f_one_b, steady
 
 MANY = 8
 """Micro-batches of a step of the methods that take several: 2BW needs as many as ranks."""

@@ -17,8 +17,8 @@ drains, and steps take time that no schedule saves.
 
 The makespan of a list is the time from the first action of any rank to the last one. Our simulator predicts
 it from durations that were noted in other rounds, between those that count: the medians of the forwards, of
-the backwards and of the steps of each rank, without the waits for messages. `Costs.step` is one number; the
-largest of the ranks.
+the backwards and of the steps of each rank, without the waits for messages. `ActionCosts.step` is one number;
+the largest of the ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pipeline_clock import Clock, makespans, measure_transfer, predict
 from pipeline_engines import adamw
 from pipeline_jobs import VOCABULARY, Job
 from zeroshard.config.pipeline import ASYNCHRONOUS
-from zeroshard.parallel.pipeline.asynchronous.steady import steady
+from zeroshard.parallel.pipeline.schedules import steady
 
 FLUSHED = "1F1B, flushed"
 WARM_UP = 2

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.simulate import simulate
+from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
 _PARTS = {
     Kind.FORWARD: "forward",
@@ -97,7 +96,7 @@ class Clock:
         return timed
 
 
-def costs_of(durations: Durations, num_chunks: int, transfer: float) -> Costs:
+def costs_of(durations: Durations, num_chunks: int, transfer: float) -> ActionCosts:
     """The costs of a schedule from the durations of the actions of all ranks."""
     found: dict[str, list[float]] = {name: [0.0] * num_chunks for name in _PARTS.values()}
     step = 0.0
@@ -106,10 +105,12 @@ def costs_of(durations: Durations, num_chunks: int, transfer: float) -> Costs:
             step = max(step, seconds)
         else:
             found[_PARTS[kind]][chunk] = seconds
-    return Costs(transfer=transfer, step=step, **{name: tuple(values) for name, values in found.items()})
+    return ActionCosts(
+        transfer=transfer, step=step, **{name: tuple(values) for name, values in found.items()}
+    )
 
 
-def predict(schedule: Schedule, clock: Clock, transfer: float) -> tuple[float, Costs]:
+def predict(schedule: Schedule, clock: Clock, transfer: float) -> tuple[float, ActionCosts]:
     """The makespan that our simulator predicts, and the costs of all ranks; collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, clock.medians())

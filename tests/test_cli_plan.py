@@ -12,9 +12,8 @@ import pytest
 from zeroshard.cli.main import main
 from zeroshard.cli.pipelines import Chart, draw_text
 from zeroshard.parallel.pipeline.actions import parse_schedule
-from zeroshard.parallel.pipeline.costs import Costs
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
-from zeroshard.parallel.pipeline.simulate import simulate
+from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
 ROOT = Path(__file__).parents[1]
 FOUR_EIGHT = ("--stages", 4, "--microbatches", 8)
@@ -138,7 +137,7 @@ def test_a_chart_shows_each_action_at_its_time(capsys):
 @pytest.mark.parametrize("width", [40, 100, 2000])
 def test_a_chart_has_one_length_of_line_and_fits(name, width):
     schedule = build_schedule(name, 4, 8)
-    text = draw_text(Chart(name, schedule, simulate(schedule, Costs(forward=0.7, transfer=0.1))), width)
+    text = draw_text(Chart(name, schedule, simulate(schedule, ActionCosts(forward=0.7, transfer=0.1))), width)
     _, *lines = text.splitlines()
     assert len(lines) == 4
     assert len({len(line) for line in lines}) == 1
@@ -155,7 +154,7 @@ def test_a_wider_terminal_has_room_for_micro_batches(capsys, monkeypatch):
 
 def test_a_chart_of_actions_without_duration_says_so():
     schedule = build_schedule("1f1b", 2, 2)
-    nothing = Costs(forward=0, backward_input=0, backward_weight=0)
+    nothing = ActionCosts(forward=0, backward_input=0, backward_weight=0)
     assert draw_text(Chart("1f1b", schedule, simulate(schedule, nothing))) == "1f1b: no action takes time"
 
 

@@ -191,8 +191,8 @@ def test_layout_and_arrangement_are_pure(module: str, trees: Trees) -> None:
 
 
 LISTS_OF_PIPELINES = (
-    *("actions", "alternating", "check", "costs", "held", "partition", "recompute", "schedules", "sharding"),
-    *("simulate", "transfers", "varuna", "zbv"),
+    *("actions", "choice", "partition", "schedules", "sharding", "simulate"),
+    *("asynchronous/ages", "asynchronous/uses"),
 )
 
 

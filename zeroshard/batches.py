@@ -14,8 +14,7 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.mesh import Axes
 from zeroshard.data.losses import LossFunction, loss_of
 from zeroshard.data.microbatch import split_batch, to_device
-from zeroshard.parallel.pipeline.feed import next_batch
-from zeroshard.parallel.pipeline.training import Pipelined
+from zeroshard.parallel.pipeline.training import PipelineTraining, next_batch
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 
@@ -27,7 +26,7 @@ class Batches:
     loss_fn: LossFunction | None
     _runtime: Runtime
     _axes: Axes
-    _pipeline: Pipelined | None
+    _pipeline: PipelineTraining | None
     _micro_step: int
     _num_micro_batches: int
     _boundary: bool | None
@@ -141,7 +140,7 @@ class Batches:
         if self.optimizer is None and not self._is_frozen_part:
             raise RuntimeError("train_batch() needs an optimizer: give one to zeroshard.initialize")
 
-    def _train_pipeline(self, pipeline: Pipelined, inputs: Any, targets: Any) -> Tensor:
+    def _train_pipeline(self, pipeline: PipelineTraining, inputs: Any, targets: Any) -> Tensor:
         """Run a batch of a pipeline and take the step."""
         self._require_optimizer()
         num, is_half = self._num_micro_batches, self._runtime.reducer.is_half

@@ -25,8 +25,8 @@ from zeroshard.internals.nested import cast_inputs
 from zeroshard.internals.warn import warn_user
 from zeroshard.modulelike import ModuleLike
 from zeroshard.optim.asynchronous import chosen_by
-from zeroshard.parallel.pipeline.part import Part
-from zeroshard.parallel.pipeline.training import Pipelined
+from zeroshard.parallel.pipeline.part import ModelPart
+from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.parameters.state import refuse_averages, refuse_to_drop
 from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
@@ -54,7 +54,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         axes: Axes,
         saver: Saver,
         loss_fn: LossFunction | None,
-        part: Part | None = None,
+        part: ModelPart | None = None,
     ) -> None:
         super().__init__()
         self._stand_for(module)
@@ -90,10 +90,10 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         refuse_wrappers([self], object.__setattr__)
         parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
 
-    def _pipelined(self, part: Part, parts: Parts) -> Pipelined:
+    def _pipelined(self, part: ModelPart, parts: Parts) -> PipelineTraining:
         trained = [buffer for buffer in parts.runtime.buffers if buffer.trainable]
         chosen = chosen_by(parts.config.pipeline, parts.optimizer, trained)
-        return Pipelined(part, parts.runtime, self.loss_fn, parts.optimizer, *chosen)
+        return PipelineTraining(part, parts.runtime, self.loss_fn, parts.optimizer, *chosen)
 
     @property
     def dp_rank(self) -> int:

@@ -36,11 +36,11 @@ from zeroshard.lazy.recording import refuse_recording
 from zeroshard.memory.room import check_room, states_of
 from zeroshard.optim.adopt.bitsandbytes import read_overrides
 from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
-from zeroshard.parallel.pipeline.sample import Source
+from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.units import UnitSpec
-from zeroshard.taking import take
+from zeroshard.taking import stage_of_model
 
 
 class Initialized(NamedTuple):
@@ -108,7 +108,9 @@ def initialize(
         # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
         world = _open_world(config, device) if config.mesh.pp * config.mesh.tp > 1 else None
         if world is not None and config.mesh.pp > 1:
-            taken = take(model, optimizer, config, world, Source(dataset, collate_fn, loss_fn))
+            taken = stage_of_model(
+                model, optimizer, config, world, SampleSource(dataset, collate_fn, loss_fn)
+            )
             model, whole, config = taken.model, config, taken.config
             if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
                 optimizer = lr_scheduler = None

@@ -10,9 +10,9 @@ from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.parallel.pipeline.choice import schedule_of
-from zeroshard.parallel.pipeline.part import Part
-from zeroshard.parallel.pipeline.report import PipelineReport, report_cut
-from zeroshard.parallel.pipeline.training import Pipelined
+from zeroshard.parallel.pipeline.cut import PipelineReport, report_cut
+from zeroshard.parallel.pipeline.part import ModelPart
+from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.sharding.runtime import Runtime
 
 
@@ -23,8 +23,8 @@ class Reports:
     _parts: Parts
     _runtime: Runtime
     _axes: Axes
-    _part: Part | None
-    _pipeline: Pipelined | None
+    _part: ModelPart | None
+    _pipeline: PipelineTraining | None
 
     @property
     def mesh(self) -> DeviceMesh:

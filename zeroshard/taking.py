@@ -17,20 +17,18 @@ from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import form_of
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.materialize import record_resets
-from zeroshard.parallel.pipeline.chunked import Absent
-from zeroshard.parallel.pipeline.cut import Cut, cut_model
-from zeroshard.parallel.pipeline.narrowed import find_chosen, narrowed
-from zeroshard.parallel.pipeline.outline import Outline, outline_of
-from zeroshard.parallel.pipeline.part import Part, take_part
-from zeroshard.parallel.pipeline.sample import Source, sample_of
+from zeroshard.parallel.pipeline.chunked import Absent, Outline, outline_of
+from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
+from zeroshard.parallel.pipeline.part import ModelPart, find_chosen, narrowed, take_part
+from zeroshard.parallel.pipeline.profile import SampleSource, sample_of
 from zeroshard.parallel.pipeline.traced import TracedModel, trace
 from zeroshard.plan.arrangement import Arrangement
 
 
-class Taken(NamedTuple):
+class Stage(NamedTuple):
     """This rank's part of a model."""
 
-    part: Part
+    part: ModelPart
     model: nn.Module
     """The model that has the part: the given one, or the tree of its trace."""
     config: Config
@@ -39,7 +37,9 @@ class Taken(NamedTuple):
     """The description of the whole model, see `describe_model`."""
 
 
-def take(model: nn.Module, optimizer: object, config: Config, world: Axis, source: Source) -> Taken:
+def stage_of_model(
+    model: nn.Module, optimizer: object, config: Config, world: Axis, source: SampleSource
+) -> Stage:
     """Take this rank's part of a model, which rank 0 cuts for all ranks; collective.
 
     Args:
@@ -73,7 +73,7 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
     specs = specify_units(model, config)
     check_agreement(world, model, config, specs, None, {}, source.training_data)
 
-    def cut() -> Cut | None:
+    def cut() -> ModelCut | None:
         return cut_model(model, outline, config, source, world.device) if world.rank == 0 else None
 
     made = on_all(world, "cut of the model into chunks", cut)[0]
@@ -81,10 +81,12 @@ def take(model: nn.Module, optimizer: object, config: Config, world: Axis, sourc
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
     part = take_part(model, config, made, arrangement.coordinates(world.rank).pp)
     part = replace(part, is_frozen=part.is_frozen and optimizer is not None)
-    return Taken(part, model, narrowed(config, model, chosen), described)
+    return Stage(part, model, narrowed(config, model, chosen), described)
 
 
-def _traced(model: nn.Module, config: Config, world: Axis, source: Source) -> tuple[TracedModel, Outline]:
+def _traced(
+    model: nn.Module, config: Config, world: Axis, source: SampleSource
+) -> tuple[TracedModel, Outline]:
     """Trace a model on each rank; return its tree, and an outline with one block for each chunk.
 
     Raises:

@@ -229,8 +229,8 @@ EXCHANGES = (
             "input up."
         ),
         file="zeroshard/parallel/tensor/moves.py",
-        find="COPY = (_Way.KEEP, _Way.SUM)",
-        replace="COPY = (_Way.KEEP, _Way.KEEP)",
+        find='COPY = ("keep", "sum")',
+        replace='COPY = ("keep", "keep")',
         tests=("tests/parallel/test_moves.py::test_columns_then_rows_are_the_layers_of_one_process",),
     ),
     Break(
@@ -239,7 +239,7 @@ EXCHANGES = (
             "The sums of exponentials of tensor ranks are added up without bringing them to one largest "
             "logit."
         ),
-        file="zeroshard/parallel/tensor/vocabulary.py",
+        file="zeroshard/parallel/tensor/losses.py",
         find="total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)",
         replace="total = everyone[:, 1].sum(0)",
         tests=("tests/parallel/test_moves.py::test_the_loss_over_divided_logits_is_that_over_all",),

@@ -78,9 +78,9 @@ PLANS = (
     Break(
         name="1f1b_runs_one_forward_more",
         says="A rank of 1F1B runs one forward more before its first backward, and holds its activations.",
-        file="zeroshard/parallel/pipeline/alternating.py",
-        find="lists.append(_alternate(places, places, num_ranks - 1 - rank))",
-        replace="lists.append(_alternate(places, places, num_ranks - rank))",
+        file="zeroshard/parallel/pipeline/schedules.py",
+        find='return _in_rounds("1f1b", num_ranks, num_microbatches, 1, hops=1)',
+        replace='return _in_rounds("1f1b", num_ranks, num_microbatches, 1, hops=2)',
         tests=(
             "tests/parallel/pipeline/test_builders.py::test_gpipe_and_1f1b_have_the_order_that_torch_runs",
         ),
@@ -88,8 +88,8 @@ PLANS = (
     Break(
         name="a_list_without_a_forward",
         says="A list in which the forward of a micro-batch is missing is not refused.",
-        file="zeroshard/parallel/pipeline/check.py",
-        find="    if not num[_F]:\n",
+        file="zeroshard/parallel/pipeline/actions.py",
+        find="    if not counts[first]:\n",
         replace="    if False:\n",
         tests=(
             "tests/parallel/pipeline/test_simulate.py::"
@@ -119,8 +119,8 @@ PLANS = (
         name="delays_are_off_by_one",
         says="The delay of a gradient counts one step more than come between its forward and its step.",
         file="zeroshard/parallel/pipeline/asynchronous/ages.py",
-        find="return self.applied[_place(action)] - self.before[action]",
-        replace="return self.applied[_place(action)] - self.before[action] + 1",
+        find="return self.applied[action.place] - self.before[action]",
+        replace="return self.applied[action.place] - self.before[action] + 1",
         tests=(
             "tests/parallel/pipeline/asynchronous/test_ages.py::"
             "test_a_stage_has_p_minus_1_minus_s_steps_between_forward_and_backward",

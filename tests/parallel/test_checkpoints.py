@@ -11,13 +11,13 @@ from tests.checkpoint.runs import read_whole
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.optim import AdamW8bit
-from zeroshard.parallel.tensor.styles import Style, Way
+from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.plan.cuts import heads
 
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 24, 6, 44, 6, 8
 PLAN = {
     "tokens": "rowwise",
-    "blocks.*.qkv": Style(Way.COLUMNS, heads(4, 4, 4, size=HEAD)),
+    "blocks.*.qkv": LayerPlan(Split.COLUMNS, heads(4, 4, 4, size=HEAD)),
     "blocks.*.out": "rowwise",
     "blocks.*.up": "colwise",
     "blocks.*.down": "rowwise",

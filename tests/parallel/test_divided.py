@@ -144,22 +144,6 @@ def test_a_rank_holds_its_part(ranks):
     assert math.isclose(cut / whole, 0.9, abs_tol=0.1)
 
 
-def with_a_wrong_plan():
-    """The error of a plan without the layers by rows, and its note."""
-    plan = {name: word for name, word in PLAN.items() if "down" not in name}
-    engine = zeroshard.initialize(build(0), adamw, {"mesh": {"tp": 2}}, tp_plan=plan).engine
-    with pytest.raises(RuntimeError, match="shapes") as caught:
-        loss_of(engine, 0)
-    engine.close(restore=False)
-    return caught.value.__notes__
-
-
-def test_an_error_of_shapes_names_the_plan(ranks):
-    for (note,) in ranks(2, with_a_wrong_plan):
-        assert note.startswith("mesh.tp=2 divides layers of this model, such as 'blocks.0.")
-        assert "the next layer that is 'rowwise' in tp_plan. Is that one missing in the plan" in note
-
-
 class Classifier(nn.Module):
     def __init__(self):
         super().__init__()

@@ -13,7 +13,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.division import match, plan_division
 from zeroshard.parallel.tensor.layers import install
-from zeroshard.parallel.tensor.styles import Style, Way
+from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.parameters.parts import part_of, whole_of
 from zeroshard.plan.cuts import Cut, Section, heads
 from zeroshard.plan.units import find_units
@@ -56,12 +56,12 @@ def test_a_plan_cuts_outputs_inputs_and_tokens():
 
 
 def test_the_first_pattern_that_fits_holds_and_heads_stay_whole():
-    plan = {"blocks.0.*": "replicate", "blocks.*.up": Style(Way.COLUMNS, heads(1, 5, size=4))}
+    plan = {"blocks.0.*": "replicate", "blocks.*.up": LayerPlan(Split.COLUMNS, heads(1, 5, size=4))}
     with pytest.raises(
         ValueError, match=re.escape("'blocks.1.up.weight', dimension 0 of shape (24, 8): 1 head of 4")
     ):
         shapes(plan)
-    plan["blocks.*.up"] = Style(Way.COLUMNS, heads(2, 4, size=4))
+    plan["blocks.*.up"] = LayerPlan(Split.COLUMNS, heads(2, 4, size=4))
     (layer,) = match(Layers(), plan, 2)
     assert layer.name == "blocks.1.up"
     assert layer.cuts["weight"].local_shape == (12, 8)
@@ -81,7 +81,7 @@ def test_the_first_pattern_that_fits_holds_and_heads_stay_whole():
             "tp_plan: expected 'rowwise' for the embedding 'tokens', which is cut by tokens",
         ),
         (
-            {"down": Style(Way.ROWS, (Section(20),))},
+            {"down": LayerPlan(Split.ROWS, (Section(20),))},
             "'down.weight': expected sections of 24 elements together",
         ),
     ],

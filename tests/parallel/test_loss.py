@@ -15,8 +15,7 @@ import zeroshard
 from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.parallel.tensor import vocabulary
-from zeroshard.parallel.tensor.losses import DividedLogits, cross_entropy
+from zeroshard.parallel.tensor.losses import DividedLogits, cross_entropy, divided_cross_entropy, embed
 from zeroshard.plan.layout import Span
 
 VOCABULARY, BATCH, LENGTH, WIDTH = 64, 4, 12, 16
@@ -314,7 +313,7 @@ def edges():
     own, targets = Span(4 * rank, 4 * rank + 4), torch.tensor([1, 5, 6, 7, 0])
     part = logits[:, own.slice].clone().requires_grad_()
     whole = logits.clone().requires_grad_()
-    loss, want = vocabulary.cross_entropy(part, targets, own, over), F.cross_entropy(whole, targets)
+    loss, want = divided_cross_entropy(part, targets, own, over), F.cross_entropy(whole, targets)
     loss.backward()
     want.backward()
     torch.testing.assert_close(loss, want)
@@ -322,7 +321,7 @@ def edges():
     table = torch.ones(4, 3)
     for token in (8, -1):
         with pytest.raises(IndexError, match=f"'tokens': expected tokens in .*, got {token}"):
-            vocabulary.embed(torch.tensor([1, token]), lambda at: table[at], own, over, "tokens")
+            embed(torch.tensor([1, token]), lambda at: table[at], own, over, "tokens")
 
 
 def test_rows_without_tokens_on_a_rank_and_unknown_tokens(ranks):

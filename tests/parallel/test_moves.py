@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.parallel.tensor.moves import Move, move
-from zeroshard.parallel.tensor.vocabulary import cross_entropy, embed
+from zeroshard.parallel.tensor.losses import divided_cross_entropy, embed
+from zeroshard.parallel.tensor.moves import Comm, move
 from zeroshard.plan.cuts import Cut
 
 RANKS = [1, 2, 3, 4]
@@ -110,7 +110,7 @@ def pair(by_sequence):
         return part(value, 0, over) if by_sequence else value
 
     mine = [one.requires_grad_() for one in (own(x).clone(), part(up, 0, over), part(down, 1, over))]
-    there, back = (Move.GATHER_SUMMANDS, Move.SUM_TO_PARTS) if by_sequence else (Move.COPY, Move.SUM)
+    there, back = (Comm.GATHER_SUMMANDS, Comm.SUM_TO_PARTS) if by_sequence else (Comm.COPY, Comm.SUM)
     hidden = F.gelu(F.linear(move(mine[0], there, over, "mlp", 0), mine[1]))
     got = move(F.linear(hidden, mine[2]), back, over, "mlp", 0)
     (got * own(weight)).sum().backward()
@@ -134,9 +134,9 @@ def gathered_and_split():
     want = F.linear(*whole).tanh()
     want.square().sum().backward()
     mine = [x.clone().requires_grad_(), part(weight, 0, over).requires_grad_()]
-    columns = F.linear(move(mine[0], Move.COPY, over, "layer"), mine[1])
-    out = move(columns, Move.GATHER, over, "layer").tanh()
-    rows = move(out, Move.SPLIT, over, "layer", 0)
+    columns = F.linear(move(mine[0], Comm.COPY, over, "layer"), mine[1])
+    out = move(columns, Comm.GATHER, over, "layer").tanh()
+    rows = move(out, Comm.SPLIT, over, "layer", 0)
     rows.square().sum().backward()
     wanted = (part(want, 0, over), whole[0].grad, part(whole[1].grad, 0, over))
     return list(zip((rows.detach(), mine[0].grad, mine[1].grad), wanted, strict=True))
@@ -187,12 +187,12 @@ def losses():
         (own,) = Cut("head", (TOKENS, D), 0, over.size).spans(over.rank)
         mine = logits[:, own.slice].clone().requires_grad_()
         before = sum(counter.calls.values())
-        got = cross_entropy(mine, own_targets, own, over, reduction=reduction, ignore_index=ignored)
+        got = divided_cross_entropy(mine, own_targets, own, over, reduction=reduction, ignore_index=ignored)
         assert sum(counter.calls.values()) - before == (over.size > 1)
         got.sum().backward()
         found += [(got, want), (mine.grad, whole.grad[:, own.slice])]
     with pytest.raises(ValueError, match="reduction: expected 'mean', 'sum' or 'none', got 'max'"):
-        cross_entropy(mine, own_targets, own, over, reduction="max")
+        divided_cross_entropy(mine, own_targets, own, over, reduction="max")
     return [(got.detach(), want.detach()) for got, want in found]
 
 
@@ -208,8 +208,8 @@ def without_targets():
     over, _ = tensor_ranks()
     logits = values(4, 12 // over.size).requires_grad_()
     (own,) = Cut("head", (12, D), 0, over.size).spans(over.rank)
-    total = cross_entropy(logits, torch.full((4,), -100), own, over, reduction="sum")
-    mean = cross_entropy(logits, torch.full((4,), -100), own, over)
+    total = divided_cross_entropy(logits, torch.full((4,), -100), own, over, reduction="sum")
+    mean = divided_cross_entropy(logits, torch.full((4,), -100), own, over)
     total.backward()
     return total.item(), mean.item(), logits.grad.abs().max().item()
 

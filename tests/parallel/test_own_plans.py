@@ -10,9 +10,8 @@ from torch import nn
 
 import zeroshard
 from tests.parallel.trained import divided, plain
-from zeroshard.parallel.tensor.division import match
-from zeroshard.parallel.tensor.heads import sections_of, set_counts
-from zeroshard.parallel.tensor.plans import check_vocabulary, plan_of
+from zeroshard.parallel.tensor.division import check_vocabulary, match, plan_of
+from zeroshard.parallel.tensor.styles import sections_of, set_counts
 from zeroshard.plan.cuts import heads
 from zeroshard.sharding.changes import Changes
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.comm.collectives import Axis
-from zeroshard.parallel.tensor.styles import Style, Way
+from zeroshard.parallel.tensor.styles import LayerPlan, Split
 
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH, STEPS = 16, 4, 24, 8, 4, 4
 PLAN = {
@@ -440,8 +440,8 @@ def planned_by_styles():
     plan = {
         "model.embed_tokens": "rowwise",
         "model.layers.*.self_attn.[qkv]_proj": "colwise",
-        "model.layers.*.self_attn.o_proj": Style(Way.ROWS),
-        "model.layers.*.mlp.down_proj": Style(Way.ROWS),
+        "model.layers.*.self_attn.o_proj": LayerPlan(Split.ROWS),
+        "model.layers.*.mlp.down_proj": LayerPlan(Split.ROWS),
         "model.layers.*.mlp.*_proj": "colwise",
         "lm_head": "colwise_gather_output",
     }

@@ -13,7 +13,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.division import match, plan_division
 from zeroshard.parallel.tensor.layers import install
-from zeroshard.parallel.tensor.styles import Style, Way
+from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.parameters.parts import part_of
 from zeroshard.plan.cuts import heads
 from zeroshard.plan.units import find_units
@@ -108,10 +108,10 @@ def test_words_that_do_not_suit_a_layer_are_refused(plan, text):
         match(Model(), plan, 3)
 
 
-@pytest.mark.parametrize("way", [Way.COLUMNS_GATHERED, Way.ROWS_SPLIT])
+@pytest.mark.parametrize("way", [Split.COLUMNS_GATHERED, Split.ROWS_SPLIT])
 def test_parts_of_several_sections_are_not_gathered_or_split_in_rank_order(way):
     with pytest.raises(ValueError, match=f"expected one section for '{way.value}', .* got 2"):
-        Style(way, heads(2, 2, size=3))
+        LayerPlan(way, heads(2, 2, size=3))
 
 
 def test_a_parameter_is_not_cut_for_one_layer_and_whole_for_another():
@@ -133,5 +133,5 @@ def test_heads_that_a_module_counts_must_be_in_the_plan():
     text = "'attention.q' lies beside 'num_heads' of a Counted, and each rank computes some of these heads"
     with pytest.raises(ValueError, match=re.escape(text)):
         plan_division(model, find_units(model, None), plan, 2)
-    plan["*.q"] = Style(Way.COLUMNS, heads(4, size=2))
+    plan["*.q"] = LayerPlan(Split.COLUMNS, heads(4, size=2))
     assert len(plan_division(model, find_units(model, None), plan, 2).layers) == 2

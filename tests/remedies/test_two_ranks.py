@@ -416,15 +416,6 @@ def a_model_without_a_plan_gets_one(folder):
 
 
 @case
-def a_divided_layer_is_gathered_or_followed_by_rows(folder):
-    engine = divided(Pair(), {"up": "colwise"})
-    with told("Is that one missing in the plan, or does a layer between them expect all of the outputs?"):
-        loss_of(engine, WIDE)
-    divides(divided(Pair(), {"up": "colwise", "down": "rowwise"}), Pair())
-    divides(divided(Pair(), {"up": "colwise_gather_output"}), Pair())
-
-
-@case
 def tensor_ranks_have_the_same_batch(folder):
     engine = divided(Pair(), {"up": "colwise", "down": "rowwise"})
     batch = WIDE[list(DistributedSampler(WIDE))]

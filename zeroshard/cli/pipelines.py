@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
 from zeroshard.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule, parse_schedule
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous, is_step_of
-from zeroshard.parallel.pipeline.asynchronous.steady import steady
+from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.held import count_activations
-from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
-from zeroshard.parallel.pipeline.simulate import Timeline, simulate
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
+from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 from zeroshard.tables import LINE, render
 
 _MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute
@@ -48,7 +45,7 @@ class Chart(NamedTuple):
 
     name: str
     schedule: Schedule
-    timeline: Timeline
+    timeline: ScheduleTimes
     weights: str = "stash"
     """The weights of its actions, by their name in the config; a list of the user's keeps versions."""
 
@@ -134,11 +131,11 @@ def _built(name: str, options: Namespace) -> Schedule:
     )
 
 
-def _costs(options: Namespace, chunks_per_rank: float) -> Costs:
+def _costs(options: Namespace, chunks_per_rank: float) -> ActionCosts:
     """Return the costs of a chunk, of which a rank has several; the options are those of a rank."""
     half = options.backward / 2
     recompute = options.forward if options.recompute is None else options.recompute
-    return Costs(
+    return ActionCosts(
         forward=options.forward,
         backward_input=half,
         backward_weight=half,
@@ -187,7 +184,7 @@ def _table(charts: Sequence[Chart]) -> str:
 def _num_steps(schedule: Schedule) -> int:
     """The steps of the last chunk; 0 in a synchronous list, whose batch ends with one."""
     last = schedule.num_chunks - 1
-    return sum(is_step_of(action, last) for action in schedule.lists[schedule.placement[last]])
+    return sum(action.is_step_of(last) for action in schedule.lists[schedule.placement[last]])
 
 
 def _delays(ages: Ages) -> tuple[int, ...]:

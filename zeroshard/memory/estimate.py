@@ -21,10 +21,10 @@ from zeroshard.memory.typical import Sizes, typical_sizes
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
-from zeroshard.parallel.pipeline.held import most_bytes
-from zeroshard.parallel.pipeline.outline import Outline
+from zeroshard.parallel.pipeline.chunked import Outline
 from zeroshard.parallel.pipeline.runner import AHEAD
 from zeroshard.parallel.pipeline.sharding import ends_of_steps
+from zeroshard.parallel.pipeline.simulate import most_bytes
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan import traffic
 from zeroshard.plan.buffers import UnitPlan

@@ -17,12 +17,11 @@ from zeroshard.memory.dryrun import without_memory
 from zeroshard.memory.typical import Sizes
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.choice import largest_schedule_of, read_schedule, with_schedule
-from zeroshard.parallel.pipeline.cut import Cut, cut_model
-from zeroshard.parallel.pipeline.narrowed import find_chosen, narrowed
-from zeroshard.parallel.pipeline.outline import outline_of
-from zeroshard.parallel.pipeline.part import take_part
-from zeroshard.parallel.pipeline.partition import Block, partition
-from zeroshard.parallel.pipeline.sample import Source
+from zeroshard.parallel.pipeline.chunked import outline_of
+from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
+from zeroshard.parallel.pipeline.part import find_chosen, narrowed, take_part
+from zeroshard.parallel.pipeline.partition import BlockProfile, partition
+from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
@@ -43,7 +42,7 @@ class PlannedPipeline:
     """The micro-batches of a batch."""
     runs: tuple[range, ...]
     """The blocks of each chunk."""
-    cut: Cut | None = None
+    cut: ModelCut | None = None
     """The cut; None for a number of parameters."""
 
 
@@ -97,7 +96,7 @@ def _plan_apart(model: nn.Module, config: Config, setting: Setting, tp_plan: Pla
             "pipeline.trace: an estimate cannot trace a model, whose samples it does not have: expected False"
         )
     chosen = without_memory(model)
-    cut = cut_model(chosen, outline_of(chosen), config, Source(), _CPU, measures=False)
+    cut = cut_model(chosen, outline_of(chosen), config, SampleSource(), _CPU, measures=False)
     config = with_schedule(config, cut.schedule)
     ranks, scales = [], []
     for rank in range(config.mesh.pp):
@@ -163,12 +162,12 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> PlannedRanks:
     return PlannedRanks(setting=setting, units=ranks, scales=(0,) * len(ranks), pipelined=pipelined)
 
 
-def _weights(sizes: Sizes) -> list[Block]:
+def _weights(sizes: Sizes) -> list[BlockProfile]:
     """The parameters of each block; the embedding belongs to the first one, the head to the last one."""
     numbers = list(sizes.blocks)
     numbers[0] += sizes.embedding
     numbers[-1] += sizes.embedding
-    return [Block(time=number) for number in numbers]
+    return [BlockProfile(time=number) for number in numbers]
 
 
 @dataclass(frozen=True, slots=True)

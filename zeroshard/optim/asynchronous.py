@@ -9,7 +9,8 @@ For SGD this is the prediction of SpecTrain (Chen et al. 2018, section 3.2) and 
 (Kosson et al. 2021, "Pipelined Backpropagation at Scale", section 3.3). Adam's is its own update, with the
 moments of the last step, as no new gradient is known: the same idea for another rule.
 
-Steps are corrected for stale gradients around the optimizer's own step; `corrections.py` has the formulas.
+Steps are corrected for stale gradients around the optimizer's own step.
+`parallel/pipeline/asynchronous/directions.py` has the formulas.
 
     rescale    lr / tau^(1 - min(step / K, 1))          any optimizer (PipeMare, technique 1)
     spike      w -= lr (a v + b g)                      SGD with momentum (Kosson et al. 2021, section 3.2)
@@ -30,8 +31,14 @@ from zeroshard.config.pipeline import NOTED_CHANGES, Pipeline
 from zeroshard.optim.eightbit import rules, states
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.rule import Rule
-from zeroshard.parallel.pipeline.asynchronous.corrections import Spike, compensate, lr_factor
-from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected, NotedChange
+from zeroshard.parallel.pipeline.asynchronous.directions import (
+    Change,
+    Corrected,
+    NotedChange,
+    Spike,
+    compensate,
+    lr_factor,
+)
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter

@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroshard
 from tests.parallel.pipeline.runs import MODELS, build, parameters_of, tokens_of, train
-from zeroshard.parallel.pipeline.outline import outline_of
+from zeroshard.parallel.pipeline.chunked import outline_of
 
 STEPS = range(3)
 LAYOUTS = {

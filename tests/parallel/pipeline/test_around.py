@@ -14,10 +14,9 @@ from torch import nn
 import zeroshard
 from tests.parallel.pipeline.runs import build as language_model
 from tests.parallel.pipeline.runs import sgd, tokens_of
-from zeroshard.parallel.pipeline.chunked import Chunked
+from zeroshard.parallel.pipeline.chunked import Chunked, outline_of
 from zeroshard.parallel.pipeline.cut import require_handed_on
-from zeroshard.parallel.pipeline.outline import outline_of
-from zeroshard.parallel.pipeline.sample import Sample
+from zeroshard.parallel.pipeline.profile import SampleBatch
 from zeroshard.parallel.pipeline.traced import TracedModel, trace
 
 WIDTH, ROWS, STEPS, NUM = 6, 8, 2, 4
@@ -181,7 +180,7 @@ def test_hooks_are_refused_in_a_trace(name):
     model = Plain()
     HOOKS["forward"](model.get_submodule(name))
     with pytest.raises(ValueError, match=r"with pipeline\.trace, write it into a forward"):
-        trace(model, Sample((torch.rand(2, WIDTH),), {}, None), ["b"])
+        trace(model, SampleBatch((torch.rand(2, WIDTH),), {}, None), ["b"])
 
 
 def with_hooks_on_a_trace():
@@ -294,7 +293,7 @@ def test_a_trace_cuts_mamba_that_returns_one_tensor():
     torch.manual_seed(0)
     model, tokens = Logits(), tokens_of(0, rows=2)
     want = model(tokens)
-    found = TracedModel(trace(model, Sample((tokens,), {}, None), ["model.backbone.layers.1"]), range(2))
+    found = TracedModel(trace(model, SampleBatch((tokens,), {}, None), ["model.backbone.layers.1"]), range(2))
     torch.testing.assert_close(found(1, found(0, (), {"tokens": tokens}), {"tokens": tokens}), want)
 
 
@@ -347,7 +346,7 @@ def test_a_buffer_that_two_chunks_may_write_is_refused_and_a_table_is_not(ranks)
 @pytest.mark.parametrize("use", ["read first", pytest.param("assigned", marks=pytest.mark.long)])
 def test_a_traced_buffer_that_one_chunk_writes_and_another_one_reads_is_refused(use):
     with pytest.raises(ValueError, match=r"a written buffer in one chunk, got 'step' in \[0, 1\]"):
-        trace(Plain(use), Sample((torch.rand(2, WIDTH),), {}, None), ["b"])
+        trace(Plain(use), SampleBatch((torch.rand(2, WIDTH),), {}, None), ["b"])
 
 
 @pytest.mark.long_where(use=["read", "copied"])
@@ -358,7 +357,7 @@ def test_a_traced_chunk_hands_on_the_value_that_a_buffer_has(use):
     want, found = made(lambda: Plain(use)), []
     for own in range(2):
         model = made(lambda: Plain(use))
-        found.append(TracedModel(trace(model, Sample((pieces[0],), {}, None), ["b"]), range(2)))
+        found.append(TracedModel(trace(model, SampleBatch((pieces[0],), {}, None), ["b"]), range(2)))
         found[own].keep([own])
     values = [found[0](0, (), {"x": piece}) for piece in pieces]
     for piece, value in zip(pieces, values, strict=True):

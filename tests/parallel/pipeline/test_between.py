@@ -5,8 +5,8 @@ import torch
 import transformers
 from torch import nn
 
+from zeroshard.parallel.pipeline.chunked import outline_of
 from zeroshard.parallel.pipeline.cut import require_handed_on
-from zeroshard.parallel.pipeline.outline import outline_of
 
 SMALL = {
     "hidden_size": 16,

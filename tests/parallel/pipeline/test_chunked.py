@@ -7,8 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from zeroshard.parallel.pipeline.chunked import Chunked
-from zeroshard.parallel.pipeline.outline import outline_of
+from zeroshard.parallel.pipeline.chunked import Chunked, outline_of
 
 LENGTH, VOCABULARY = 6, 40
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}

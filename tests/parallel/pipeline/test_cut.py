@@ -16,14 +16,14 @@ from zeroshard import Config
 from zeroshard.parallel.pipeline import cut as cutting
 from zeroshard.parallel.pipeline.actions import parse_schedule
 from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
+from zeroshard.parallel.pipeline.chunked import outline_of
 from zeroshard.parallel.pipeline.cut import cut_model
-from zeroshard.parallel.pipeline.outline import outline_of
-from zeroshard.parallel.pipeline.partition import Block
-from zeroshard.parallel.pipeline.sample import Source
+from zeroshard.parallel.pipeline.partition import BlockProfile
+from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.pipeline.sharding import with_sharding
 
 CPU = torch.device("cpu")
-WITH_DATA = Source(TensorDataset(torch.zeros(4, 3), torch.zeros(4, 3)))
+WITH_DATA = SampleSource(TensorDataset(torch.zeros(4, 3), torch.zeros(4, 3)))
 OWN = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 """Two ranks, two micro-batches."""
 VEE = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
@@ -44,7 +44,7 @@ def cut(model, config, source=WITH_DATA):
 
 def with_times(times):
     """A measurement that finds given times."""
-    blocks = tuple(Block(time=seconds, parameter_bytes=1) for seconds in times)
+    blocks = tuple(BlockProfile(time=seconds, parameter_bytes=1) for seconds in times)
     return mock.patch.object(cutting, "measure_blocks", return_value=blocks)
 
 
@@ -99,7 +99,7 @@ def test_parameters_stand_for_times_without_data():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 6))  # 6, 6, 6, 18
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = cut(model, config_of(), Source())
+        found = cut(model, config_of(), SampleSource())
     assert found.runs == (range(3), range(3, 4))
     assert not found.is_measured
 
@@ -177,7 +177,9 @@ def test_a_list_is_read_from_a_text_a_file_or_an_object(form, tmp_path):
         OWN.replace("B1", "B1,STEP"),
         OWN.replace("0B1", "0B1,0STEP").replace("1B1", "1B1,1STEP"),
         str(with_sharding(parse_schedule(OWN))),
-        str(with_sharding(parse_schedule(OWN), "microbatch")),
+        re.sub(r"(\d)([FB])(\d)", r"\1UNSHARD\3,\1\2\3,\1RESHARD\3", OWN).replace(
+            "RESHARD1\n", "RESHARD1,STEP\n"
+        ),
     ],
 )
 def test_steps_at_the_end_of_each_list_are_that_of_the_batch(text):

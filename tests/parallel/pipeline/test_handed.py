@@ -6,8 +6,8 @@ import transformers
 from torch import nn
 
 import zeroshard
+from zeroshard.parallel.pipeline.chunked import outline_of
 from zeroshard.parallel.pipeline.cut import require_handed_on
-from zeroshard.parallel.pipeline.outline import outline_of
 
 CPU = torch.device("cpu")
 SIZES = {

@@ -6,8 +6,8 @@ from hypothesis import given
 
 from tests.parallel.pipeline.random_schedules import schedules
 from zeroshard.parallel.pipeline.actions import Kind, Schedule
-from zeroshard.parallel.pipeline.held import count_activations
 from zeroshard.parallel.pipeline.schedules import build_schedule
+from zeroshard.parallel.pipeline.simulate import count_activations
 
 
 @given(schedules())

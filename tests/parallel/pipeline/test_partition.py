@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.parallel.pipeline.partition import BALANCES, Block, partition
+from zeroshard.parallel.pipeline.partition import BALANCES, BlockProfile, partition
 
 profiles = st.lists(
     st.builds(
-        Block,
+        BlockProfile,
         time=st.one_of(st.integers(0, 4).map(float), st.floats(0, 10)),
         parameter_bytes=st.integers(0, 5),
-        activation_bytes=st.integers(0, 5),
     ),
     min_size=1,
     max_size=7,
@@ -35,7 +34,7 @@ def variance(numbers: Sequence[Fraction]) -> Fraction:
     return sum(((number - mean) ** 2 for number in numbers), Fraction()) / len(numbers)
 
 
-def measure(blocks: Sequence[Block], chunks: tuple[range, ...], balance: str) -> tuple[Any, ...]:
+def measure(blocks: Sequence[BlockProfile], chunks: tuple[range, ...], balance: str) -> tuple[Any, ...]:
     """The value that is to be least, then the rule for divisions with the same value."""
     times = [sum((Fraction(blocks[i].time) for i in chunk), Fraction()) for chunk in chunks]
     sizes = [Fraction(sum(blocks[i].parameter_bytes for i in chunk)) for chunk in chunks]
@@ -47,56 +46,36 @@ def measure(blocks: Sequence[Block], chunks: tuple[range, ...], balance: str) ->
     return (*measures[balance], [len(chunk) for chunk in chunks])
 
 
-def needed_bytes(blocks: Sequence[Block], chunks: tuple[range, ...], held: Sequence[int]) -> int:
-    return max(
-        sum(blocks[i].parameter_bytes + times * blocks[i].activation_bytes for i in chunk)
-        for chunk, times in zip(chunks, held, strict=True)
-    )
-
-
 @given(profiles, st.sampled_from(BALANCES), st.data())
 def test_a_search_through_all_divisions_finds_the_same(
-    blocks: list[Block], balance: Any, data: st.DataObject
+    blocks: list[BlockProfile], balance: Any, data: st.DataObject
 ) -> None:
     num_chunks = data.draw(st.integers(1, len(blocks)))
-    held = data.draw(st.lists(st.integers(0, 3), min_size=num_chunks, max_size=num_chunks))
-    limit = data.draw(st.none() | st.integers(0, 60))
-    every = list(divisions(len(blocks), num_chunks))
-    allowed = [chunks for chunks in every if limit is None or needed_bytes(blocks, chunks, held) <= limit]
-    if allowed:
-        expected = min(allowed, key=lambda chunks: measure(blocks, chunks, balance))
-        assert partition(blocks, num_chunks, balance, max_bytes=limit, held=held) == expected
-    else:
-        least = min(needed_bytes(blocks, chunks, held) for chunks in every)
-        with pytest.raises(ValueError, match=f"max_bytes: expected at least {least}, .* got {limit}$"):
-            partition(blocks, num_chunks, balance, max_bytes=limit, held=held)
+    expected = min(divisions(len(blocks), num_chunks), key=lambda chunks: measure(blocks, chunks, balance))
+    assert partition(blocks, num_chunks, balance) == expected
 
 
 def test_all_profiles_of_five_blocks_with_few_times_agree_with_the_search() -> None:
     for times in product((1, 2, 5), repeat=5):
-        blocks = [Block(time=time, parameter_bytes=6 - time) for time in times]
+        blocks = [BlockProfile(time=time, parameter_bytes=6 - time) for time in times]
         for num_chunks, balance in product((2, 3), BALANCES):
             expected = min(divisions(5, num_chunks), key=lambda c: measure(blocks, c, balance))
             assert partition(blocks, num_chunks, balance) == expected
 
 
 def test_the_three_measures_differ() -> None:
-    blocks = [Block(time=time, parameter_bytes=size) for time, size in ((4, 1), (1, 1), (1, 1), (2, 9))]
+    blocks = [
+        BlockProfile(time=time, parameter_bytes=size) for time, size in ((4, 1), (1, 1), (1, 1), (2, 9))
+    ]
     assert partition(blocks, 2, "time") == (range(1), range(1, 4))
     assert partition(blocks, 2, "memory") == (range(3), range(3, 4))
-    times = [Block(time=time) for time in (1, 5, 5, 4, 1, 1)]
+    times = [BlockProfile(time=time) for time in (1, 5, 5, 4, 1, 1)]
     assert partition(times, 3, "bottleneck") == (range(2), range(2, 3), range(3, 6))
 
 
 def test_the_first_chunk_gets_fewest_blocks_among_equals() -> None:
-    assert partition([Block(time=1)] * 5, 3) == (range(1), range(1, 3), range(3, 5))
-    assert partition([Block(time=0)] * 4, 2, "bottleneck") == (range(1), range(1, 4))
-
-
-def test_more_activations_on_a_rank_leave_it_fewer_blocks() -> None:
-    blocks = [Block(time=1, parameter_bytes=10, activation_bytes=5)] * 6
-    assert partition(blocks, 2, max_bytes=60, held=(2, 1)) == (range(3), range(3, 6))
-    assert partition(blocks, 2, max_bytes=60, held=(4, 1)) == (range(2), range(2, 6))
+    assert partition([BlockProfile(time=1)] * 5, 3) == (range(1), range(1, 3), range(3, 5))
+    assert partition([BlockProfile(time=0)] * 4, 2, "bottleneck") == (range(1), range(1, 4))
 
 
 @pytest.mark.parametrize(
@@ -105,16 +84,14 @@ def test_more_activations_on_a_rank_leave_it_fewer_blocks() -> None:
         ({"num_chunks": 4}, "expected 1 to 3 chunks, as each has a block or more, got 4"),
         ({"num_chunks": 0}, "expected 1 to 3 chunks, as each has a block or more, got 0"),
         ({"num_chunks": 2, "balance": "layers"}, "one of time, memory, bottleneck, got 'layers'"),
-        ({"num_chunks": 2, "held": (1,)}, "held: expected a number for each of 2 chunks, got 1"),
-        ({"num_chunks": 2, "max_bytes": 9}, "max_bytes: expected at least 10, which the largest of 2 chunks"),
     ],
 )
 def test_an_impossible_partition_is_refused(options: Any, expected: str) -> None:
     with pytest.raises(ValueError, match="expected") as error:
-        partition([Block(time=1, parameter_bytes=5)] * 3, **options)
+        partition([BlockProfile(time=1, parameter_bytes=5)] * 3, **options)
     assert expected in str(error.value)
 
 
 def test_an_impossible_profile_is_refused() -> None:
     with pytest.raises(ValueError, match="time of a block: expected a number of at least 0, got nan"):
-        Block(time=float("nan"))
+        BlockProfile(time=float("nan"))

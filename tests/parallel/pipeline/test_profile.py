@@ -14,9 +14,15 @@ from torch.utils.data import Dataset, TensorDataset
 
 import zeroshard
 from zeroshard.parallel.pipeline import profile
-from zeroshard.parallel.pipeline.outline import outline_of
-from zeroshard.parallel.pipeline.profile import likeness_of, measure_blocks, weigh_blocks
-from zeroshard.parallel.pipeline.sample import Sample, Source, sample_of
+from zeroshard.parallel.pipeline.chunked import outline_of
+from zeroshard.parallel.pipeline.profile import (
+    SampleBatch,
+    SampleSource,
+    likeness_of,
+    measure_blocks,
+    sample_of,
+    weigh_blocks,
+)
 
 CPU = torch.device("cpu")
 SLEEP = 0.05
@@ -61,7 +67,7 @@ def measured(model, sample, loss_fn=None, dtype=None):
 
 
 def rows(*shape):
-    return Sample((torch.randn(*shape, generator=torch.Generator().manual_seed(0)),), {}, None)
+    return SampleBatch((torch.randn(*shape, generator=torch.Generator().manual_seed(0)),), {}, None)
 
 
 def llama(**sizes):
@@ -93,7 +99,7 @@ def test_blocks_of_a_model_of_transformers_are_measured_once():
     model = llama()
     for block in model.model.layers:
         block.mlp.register_forward_hook(lambda module, args, output: calls.append(module))
-    blocks = measured(model, sample_of(model, Source(), 2))
+    blocks = measured(model, sample_of(model, SampleSource(), 2))
     assert set(calls) == {model.model.layers[0].mlp}
     assert blocks[1] == blocks[2]
 
@@ -103,9 +109,9 @@ def test_blocks_of_a_model_of_transformers_are_measured_once():
 def test_checkpointed_blocks_of_a_model_of_transformers_are_measured(use_reentrant):
     model = llama().train()
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    checkpointed = measured(model, sample_of(model, Source(), 2))
+    checkpointed = measured(model, sample_of(model, SampleSource(), 2))
     model.gradient_checkpointing_disable()
-    blocks = measured(model, sample_of(model, Source(), 2))
+    blocks = measured(model, sample_of(model, SampleSource(), 2))
     assert min(block.time for block in checkpointed) > 0
     assert [one.parameter_bytes for one in checkpointed] == [one.parameter_bytes for one in blocks]
 
@@ -123,9 +129,8 @@ def test_a_deferred_block_with_a_checkpoint_inside_is_measured():
 
 def test_a_head_over_a_large_vocabulary_counts_in_the_last_block():
     model = llama(vocab_size=20_000)
-    blocks = measured(model, sample_of(model, Source(), 1))
+    blocks = measured(model, sample_of(model, SampleSource(), 1))
     assert blocks[3].time > 2 * blocks[1].time
-    assert blocks[3].activation_bytes > blocks[1].activation_bytes + 128 * 20_000 * 4
 
 
 def test_the_loss_counts_in_the_last_block():
@@ -147,21 +152,12 @@ def test_modules_before_the_blocks_count_in_the_first_block():
         return embed(tokens)
 
     model.model.embed_tokens.forward = slow
-    blocks = measured(model, sample_of(model, Source(), 1))
+    blocks = measured(model, sample_of(model, SampleSource(), 1))
     assert blocks[0].time - blocks[1].time > SLEEP / 2
     assert model.model.embed_tokens.forward is slow
 
 
 # ------------------------------------------------------------------------------------------- bytes
-
-
-def test_activations_are_the_tensors_that_autograd_saves():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    blocks = measured(model, rows(5, 4))
-    # A linear layer saves its input, a tanh its output.
-    assert [block.activation_bytes for block in blocks] == [5 * 4 * 4, 5 * 8 * 4, 5 * 8 * 4]
-    half = measured(model, rows(5, 4), dtype=torch.bfloat16)
-    assert [block.activation_bytes for block in half] == [5 * 4 * 2, 5 * 8 * 2, 5 * 8 * 2]
 
 
 def test_parameter_bytes_are_those_of_the_block_and_of_modules_around_the_blocks():
@@ -172,7 +168,7 @@ def test_parameter_bytes_are_those_of_the_block_and_of_modules_around_the_blocks
     found = weigh_blocks(model, outline_of(model))
     assert [block.parameter_bytes for block in found] == [4 * number for number in want]
     assert [block.time for block in found] == want
-    blocks = measured(model, sample_of(model, Source(), 1))
+    blocks = measured(model, sample_of(model, SampleSource(), 1))
     assert [block.parameter_bytes for block in blocks] == [4 * number for number in want]
 
 
@@ -203,7 +199,7 @@ def test_a_model_and_the_random_generators_stay_as_they_were():
     gradients = [None if one.grad is None else one.grad.clone() for one in model.parameters()]
     generators = random_states()
     attributes = [set(vars(module)) for module in model.modules()]
-    sample = sample_of(model, Source(Noisy()), 4)
+    sample = sample_of(model, SampleSource(Noisy()), 4)
     factor = nn.Parameter(torch.ones(()))
     measured(model, sample, lambda output, targets: (output[:, 0] - factor * targets).square().mean())
     assert factor.grad is None
@@ -226,7 +222,7 @@ def test_a_model_stays_as_it_was_after_an_error():
 def test_a_deferred_model_is_measured_and_stays_deferred():
     with zeroshard.deferred_init():
         model = llama()
-    blocks = measured(model, sample_of(model, Source(), 1))
+    blocks = measured(model, sample_of(model, SampleSource(), 1))
     assert min(block.time for block in blocks) > 0
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -253,7 +249,7 @@ def test_a_forward_that_leaves_out_a_block_is_an_error():
     model = llama()
     model.config.num_hidden_layers = 1
     with pytest.raises(RuntimeError, match=r"expected the model's forward to call 'model\.layers\.1'"):
-        measured(model, sample_of(model, Source(), 2))
+        measured(model, sample_of(model, SampleSource(), 2))
 
 
 # ------------------------------------------------------------------------------------------- samples
@@ -272,7 +268,7 @@ def test_a_forward_that_leaves_out_a_block_is_an_error():
     ],
 )
 def test_a_sample_is_a_micro_batch_of_the_data(data, collate_fn, shapes):
-    sample = sample_of(nn.Sequential(nn.Linear(5, 5)), Source(data, collate_fn), 4)
+    sample = sample_of(nn.Sequential(nn.Linear(5, 5)), SampleSource(data, collate_fn), 4)
     inputs, named, targets = shapes
     assert [value.shape for value in sample.inputs] == inputs
     assert {name: value.shape for name, value in sample.named.items()} == named
@@ -282,7 +278,7 @@ def test_a_sample_is_a_micro_batch_of_the_data(data, collate_fn, shapes):
 
 @pytest.mark.parametrize(("positions", "length"), [(16, 16), (4096, 128)])
 def test_a_model_of_transformers_without_data_gets_random_tokens(positions, length):
-    sample = sample_of(llama(max_position_embeddings=positions), Source(), 3)
+    sample = sample_of(llama(max_position_embeddings=positions), SampleSource(), 3)
     assert {name: value.shape for name, value in sample.named.items()} == {
         "input_ids": (3, length),
         "labels": (3, length),
@@ -291,7 +287,7 @@ def test_a_model_of_transformers_without_data_gets_random_tokens(positions, leng
 
 
 def test_a_sequence_without_data_has_no_sample():
-    assert sample_of(nn.Sequential(nn.Linear(5, 5)), Source(), 4) is None
+    assert sample_of(nn.Sequential(nn.Linear(5, 5)), SampleSource(), 4) is None
 
 
 # ------------------------------------------------------------------------------------------- likeness

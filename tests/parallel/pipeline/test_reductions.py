@@ -8,7 +8,7 @@ from tests.parallel.pipeline.test_habits import run
 from tests.parallel.pipeline.test_training import compare_bits
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, Schedule, frozen
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.training import Pipelined
+from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.sharding.unit import Unit
 
 APART = (
@@ -24,7 +24,7 @@ def reductions(schedule, num_microbatches, name, options):
     engine = start(name, {"mesh": {"pp": 2}, "pipeline": pipeline, **options})
     train(engine, [0])
     status, reducer, started, under_way = engine._runtime.here, engine._runtime.reducer, {}, {}
-    start_reduce, enter = Unit.start_reduce, Pipelined.enter
+    start_reduce, enter = Unit.start_reduce, PipelineTraining.enter
 
     def starting(unit):
         assert unit.name not in started or engine.dp_world_size == 1, "each unit is reduced once"
@@ -35,11 +35,11 @@ def reductions(schedule, num_microbatches, name, options):
         under_way[str(action)] = [unit.name for unit in reducer.under_way]
         enter(pipelined, action)
 
-    Unit.start_reduce, Pipelined.enter = starting, entering
+    Unit.start_reduce, PipelineTraining.enter = starting, entering
     try:
         train(engine, [1])
     finally:
-        Unit.start_reduce, Pipelined.enter = start_reduce, enter
+        Unit.start_reduce, PipelineTraining.enter = start_reduce, enter
     engine.close(restore=False)
     return started, under_way
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.parallel.pipeline.random_schedules import schedules
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, Schedule, parse_schedule
-from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.sharding import reduced_apart, with_sharding, without_steps
-from zeroshard.parallel.pipeline.simulate import simulate, validate
+from zeroshard.parallel.pipeline.simulate import simulate
 
 TWO = parse_schedule("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
 
@@ -22,20 +20,11 @@ def test_a_chunk_is_unsharded_once_a_batch() -> None:
     )
 
 
-def test_a_chunk_is_unsharded_once_for_each_run_of_a_microbatch() -> None:
-    assert str(with_sharding(TWO, "microbatch")) == (
-        "0UNSHARD0,0F0,0RESHARD0,0UNSHARD1,0F1,0RESHARD1,"
-        "0UNSHARD0,0B0,0RESHARD0,0UNSHARD1,0B1,0RESHARD1,0REDUCE_GRAD,STEP\n"
-        "1UNSHARD0,1F0,1B0,1RESHARD0,1UNSHARD1,1F1,1B1,1RESHARD1,1REDUCE_GRAD,STEP\n"
-    )
-
-
-@given(schedules(), st.sampled_from(["batch", "microbatch"]))
+@given(schedules())
 def test_the_compute_stays_and_each_chunk_is_reduced_once_behind_its_last_backward(
-    schedule: Schedule, unshard: str
+    schedule: Schedule,
 ) -> None:
-    sharded = with_sharding(schedule, unshard)
-    validate(sharded)  # checks that a chunk computes only while it is unsharded
+    sharded = with_sharding(schedule)
     assert simulate(sharded).makespan == simulate(schedule).makespan
     for rank, own in enumerate(sharded.lists):
         assert tuple(action for action in own if action.is_compute) == schedule.lists[rank]
@@ -44,15 +33,14 @@ def test_the_compute_stays_and_each_chunk_is_reduced_once_behind_its_last_backwa
         for chunk in schedule.chunks[rank]:
             kinds = [action.kind for action in own if action.chunk == chunk]
             assert kinds.count(Kind.REDUCE) == 1
-            assert kinds.count(Kind.UNSHARD) == kinds.count(Kind.RESHARD)
-            assert unshard == "microbatch" or kinds.count(Kind.UNSHARD) == 1
+            assert kinds.count(Kind.UNSHARD) == kinds.count(Kind.RESHARD) == 1
             last = max(index for index, kind in enumerate(kinds) if kind in END_BACKWARD)
             assert kinds[last + 1 :] == [Kind.RESHARD, Kind.REDUCE]
 
 
-@given(schedules(), st.sampled_from(["batch", "microbatch"]))
-def test_the_steps_that_were_added_are_those_of_the_batch(schedule: Schedule, unshard: str) -> None:
-    sharded = with_sharding(schedule, unshard)
+@given(schedules())
+def test_the_steps_that_were_added_are_those_of_the_batch(schedule: Schedule) -> None:
+    sharded = with_sharding(schedule)
     flushed = without_steps(sharded)
     assert [(*own, Action(Kind.STEP, None, None)) for own in flushed.lists] == list(sharded.lists)
     assert without_steps(flushed) is flushed
@@ -81,8 +69,6 @@ def test_a_chunk_is_reduced_apart_if_others_compute_before_its_last_reduce(
     assert sorted(reduced_apart(parse_schedule(text).lists[0])) == chunks
 
 
-def test_sharding_is_not_added_twice_and_needs_a_known_word() -> None:
+def test_sharding_is_not_added_twice() -> None:
     with pytest.raises(ValueError, match="pipeline rank 0: expected compute actions alone, got 0UNSHARD"):
         with_sharding(with_sharding(TWO))
-    with pytest.raises(ValueError, match="unshard: expected 'batch' or 'microbatch', got 'layer'"):
-        with_sharding(build_schedule("gpipe", 1, 1), "layer")

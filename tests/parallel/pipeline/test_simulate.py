@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.parallel.pipeline.random_schedules import schedules
-from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
-from zeroshard.parallel.pipeline.costs import Costs
+from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, needed_actions, parse_schedule
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.simulate import simulate, validate
-from zeroshard.parallel.pipeline.transfers import needed_actions
+from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
 TWO = """
 0F0,0F1,0B0,0B1
@@ -33,7 +31,7 @@ def changed(old: str, new: str) -> Schedule:
 @given(
     schedules(),
     st.builds(
-        Costs,
+        ActionCosts,
         forward=st.integers(0, 5),
         backward_input=st.integers(0, 5),
         backward_weight=st.integers(0, 5),
@@ -42,7 +40,7 @@ def changed(old: str, new: str) -> Schedule:
     ),
 )
 def test_each_action_starts_as_soon_as_its_rank_and_what_it_needs_allow(
-    schedule: Schedule, costs: Costs
+    schedule: Schedule, costs: ActionCosts
 ) -> None:
     """Against the longest path through the graph of actions, found without lists of messages."""
     timeline = simulate(schedule, costs)
@@ -63,7 +61,9 @@ def test_each_action_starts_as_soon_as_its_rank_and_what_it_needs_allow(
 
 
 def test_numbers_for_each_chunk_and_transfers_count() -> None:
-    costs = Costs(forward=(1, 2), backward_input=(1, 3), backward_weight=(1, 2), transfer=(0.5,), step=10)
+    costs = ActionCosts(
+        forward=(1, 2), backward_input=(1, 3), backward_weight=(1, 2), transfer=(0.5,), step=10
+    )
     schedule = parse_schedule("0F0,0B0,STEP\n1F0,1B0,STEP")
     spans = simulate(schedule, costs).spans
     assert [(span.start, span.end) for span in spans[0]] == [(0, 1), (9, 11), (11, 21)]
@@ -71,8 +71,10 @@ def test_numbers_for_each_chunk_and_transfers_count() -> None:
 
 
 def test_chunks_that_divide_a_rank_take_a_part_of_its_time_and_the_whole_of_a_transfer() -> None:
-    whole = Costs(forward=1, backward_input=(2, 3), backward_weight=4, recompute=5, transfer=6, step=7)
-    parts = Costs(forward=0.5, backward_input=(1, 1.5), backward_weight=2, recompute=2.5, transfer=6, step=7)
+    whole = ActionCosts(forward=1, backward_input=(2, 3), backward_weight=4, recompute=5, transfer=6, step=7)
+    parts = ActionCosts(
+        forward=0.5, backward_input=(1, 1.5), backward_weight=2, recompute=2.5, transfer=6, step=7
+    )
     assert whole.divided_by(2) == parts
 
 
@@ -84,26 +86,28 @@ def test_a_message_does_not_arrive_before_an_earlier_one() -> None:
 
     first = ",".join((each("0F"), each("2F"), each("2B"), each("0B")))
     second = ",".join(("1F0,3F0,1F1,1F2,1F3,1F4,3F1,3F2,3F3,3F4", each("3B"), each("1B")))
-    spans = simulate(parse_schedule(f"{first}\n{second}"), Costs(transfer=(3, 0, 0))).spans
+    spans = simulate(parse_schedule(f"{first}\n{second}"), ActionCosts(transfer=(3, 0, 0))).spans
     assert [str(span.action) for span in spans[0][4:6]] == ["0F4", "2F0"]
     assert (spans[0][4].end, spans[0][5].end) == (5, 6)  # the message of 0F4 arrives at 8, so no other before
     assert (str(spans[1][1].action), spans[1][1].start) == ("3F0", 8)
 
 
 def test_nothing_takes_time_if_all_durations_are_0() -> None:
-    timeline = simulate(build_schedule("1f1b", 2, 2), Costs(forward=0, backward_input=0, backward_weight=0))
+    timeline = simulate(
+        build_schedule("1f1b", 2, 2), ActionCosts(forward=0, backward_input=0, backward_weight=0)
+    )
     assert (timeline.makespan, timeline.bubble_share) == (0, 0)
 
 
 @pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
 def test_an_impossible_duration_is_refused(number: float) -> None:
     with pytest.raises(ValueError, match=f"transfer: expected a duration of at least 0, got {number}"):
-        Costs(transfer=(1.0, number))
+        ActionCosts(transfer=(1.0, number))
 
 
 def test_numbers_for_another_count_of_chunks_are_refused() -> None:
     with pytest.raises(ValueError, match="forward: expected 2 numbers, got 3"):
-        simulate(parse_schedule(TWO), Costs(forward=(1, 1, 1)))
+        simulate(parse_schedule(TWO), ActionCosts(forward=(1, 1, 1)))
 
 
 # ---------------------------------------------------------------------------------------- refusals
@@ -128,7 +132,7 @@ def test_a_list_with_missing_double_or_misplaced_actions_is_refused(
     old: str, new: str, expected: str
 ) -> None:
     with pytest.raises(ValueError, match="expected") as error:
-        validate(changed(old, new))
+        simulate(changed(old, new))
     assert expected in str(error.value)
 
 
@@ -152,7 +156,7 @@ def test_a_list_with_missing_double_or_misplaced_actions_is_refused(
 )
 def test_a_deadlock_is_refused_with_the_actions_that_wait_for_each_other(text: str, expected: str) -> None:
     with pytest.raises(ValueError, match="deadlock") as error:
-        validate(parse_schedule(text))
+        simulate(parse_schedule(text))
     assert expected in str(error.value)
 
 
@@ -210,14 +214,14 @@ def test_gpipe_runs_with_sends_that_wait_for_their_receive() -> None:
 def test_a_send_that_waits_delays_its_rank() -> None:
     # Rank 1 takes 3 for a forward. Rank 0 sends at 1 and 2; the second send waits until rank 1 receives at 4.
     schedule = parse_schedule("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2")
-    costs = Costs(forward=(1, 3))
+    costs = ActionCosts(forward=(1, 3))
     starts = {
         k: [span.start for span in simulate(schedule, costs, max_unreceived=k).spans[0]][:3]
         for k in (None, 1, 0)
     }
     assert starts == {None: [0, 1, 2], 1: [0, 1, 2], 0: [0, 1, 4]}
     # With a transfer of 1: under way from 1 to 2, then rank 1 computes up to 5, so again from 5 to 6.
-    spans = simulate(schedule, Costs(forward=(1, 3), transfer=1), max_unreceived=0).spans
+    spans = simulate(schedule, ActionCosts(forward=(1, 3), transfer=1), max_unreceived=0).spans
     assert [span.start for span in spans[0]][:3] == [0, 2, 6]
 
 
@@ -263,9 +267,9 @@ def test_interleaved_needs_more_than_one_buffer() -> None:
 
 def test_the_number_of_buffers_is_checked() -> None:
     with pytest.raises(ValueError, match="max_unreceived: expected at least 0 or None, got -1"):
-        validate(parse_schedule(TWO), max_unreceived=-1)
+        simulate(parse_schedule(TWO), max_unreceived=-1)
 
 
 def test_a_step_is_allowed_anywhere() -> None:
     schedule = changed("0B0,", "0B0,STEP,")
-    assert simulate(schedule, Costs(step=1)).spans[0][3].action == Action(Kind.STEP, None, None)
+    assert simulate(schedule, ActionCosts(step=1)).spans[0][3].action == Action(Kind.STEP, None, None)

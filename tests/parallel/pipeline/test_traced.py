@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import zeroshard
-from zeroshard.parallel.pipeline.sample import Sample
+from zeroshard.parallel.pipeline.profile import SampleBatch
 from zeroshard.parallel.pipeline.traced import TracedModel, trace
 
 ROWS, LENGTH, WIDTH, WORDS, STEPS = 8, 5, 8, 11, 6
@@ -195,7 +195,9 @@ def test_a_checkpoint_goes_on_under_another_cut(ranks, tmp_path, stage):
 def test_chunks_compute_the_model_and_its_gradients_with_its_own_parameters():
     model, want = build(), build()
     named, _ = batch_of(0)
-    found = TracedModel(trace(model, Sample((), named, None), ["inner.layers.1", "inner.layers.3"]), range(3))
+    found = TracedModel(
+        trace(model, SampleBatch((), named, None), ["inner.layers.1", "inner.layers.3"]), range(3)
+    )
     values = ()
     for chunk in range(3):
         values = found(chunk, values, named)
@@ -225,7 +227,7 @@ class Aliased(nn.Module):
 def test_a_module_with_two_names_stays_on_the_ranks_that_compute_it(own):
     model, x = Aliased().double(), torch.rand(2, 4, dtype=torch.float64)
     output = model(x)
-    found = TracedModel(trace(model, Sample((x,), {}, None), ["middle"]), range(2))
+    found = TracedModel(trace(model, SampleBatch((x,), {}, None), ["middle"]), range(2))
     values = found(0, (), {"x": x})
     found.keep([own])
     assert ("middle.weight" in dict(found.named_parameters())) == (own == 1)
@@ -246,13 +248,13 @@ class Twice(nn.Module):
 
 def test_a_module_that_runs_twice_is_refused():
     with pytest.raises(ValueError, match="to run once in a forward, but 'one' runs"):
-        trace(Twice(), Sample((torch.rand(2, 4),), {}, None), ["other"])
+        trace(Twice(), SampleBatch((torch.rand(2, 4),), {}, None), ["other"])
 
 
 def test_a_trace_leaves_the_model_as_it_is():
     model = build(dropout=0.1).eval()
     before = [dict(vars(module)) for module in model.modules()]
-    trace(model, Sample((), batch_of(0)[0], None), ["inner.layers.1"])
+    trace(model, SampleBatch((), batch_of(0)[0], None), ["inner.layers.1"])
     for module, attributes in zip(model.modules(), before, strict=True):
         assert vars(module).keys() == attributes.keys()
         assert module.training is attributes["training"]

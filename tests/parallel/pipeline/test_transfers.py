@@ -7,15 +7,30 @@ from collections import defaultdict
 from hypothesis import given
 
 from tests.parallel.pipeline.random_schedules import schedules
-from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.actions import (
+    Action,
+    ChunkTransfer,
+    Kind,
+    Schedule,
+    needed_actions,
+    parse_schedule,
+    plan_exchanges,
+)
 from zeroshard.parallel.pipeline.schedules import build_schedule
-from zeroshard.parallel.pipeline.transfers import Transfer, plan_exchanges, plan_transfers
+
+
+def plan_transfers(schedule: Schedule) -> list[list[ChunkTransfer]]:
+    """The sends and receives of each rank, in order."""
+    return [
+        [transfer for exchange in exchanges for transfer in (*exchange.receives, *exchange.sends)]
+        for exchanges in plan_exchanges(schedule)
+    ]
 
 
 @given(schedules())
 def test_messages_of_two_ranks_have_one_order_on_both_sides(schedule: Schedule) -> None:
-    sent: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    received: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    sent: dict[tuple[int, int], list[ChunkTransfer]] = defaultdict(list)
+    received: dict[tuple[int, int], list[ChunkTransfer]] = defaultdict(list)
     for rank, transfers in enumerate(plan_transfers(schedule)):
         for transfer in transfers:
             assert rank in (transfer.source, transfer.target)
@@ -41,14 +56,16 @@ def test_each_boundary_between_two_ranks_is_crossed_twice_for_each_microbatch(sc
 def test_an_action_receives_all_that_it_needs_before_it_and_sends_directly_behind_it(
     schedule: Schedule,
 ) -> None:
+    needed = needed_actions(schedule)
     for rank, exchanges in enumerate(plan_exchanges(schedule)):
         assert tuple(each.action for each in exchanges) == schedule.lists[rank]
-        there: set[Transfer] = set()
+        there: set[ChunkTransfer] = set()
         for exchange in exchanges:
             there.update(exchange.receives)
-            assert there.issuperset(exchange.needed)
-            for transfer in exchange.needed:
-                assert (transfer.user, transfer.target) == (exchange.action, rank)
+            own = {action for action in needed[exchange.action] if schedule.placement[action.chunk] != rank}
+            found = {transfer.action for transfer in there if transfer.user == exchange.action}
+            assert found == own
+            assert all(transfer.target == rank for transfer in exchange.receives)
             for transfer in exchange.sends:
                 assert (transfer.action, transfer.source) == (exchange.action, rank)
 
@@ -58,7 +75,6 @@ def test_a_message_that_overtakes_in_the_receivers_list_waits_in_its_memory() ->
     first = plan_exchanges(schedule)[1][0]
     assert str(first.action) == "1F1"
     assert [str(transfer.action) for transfer in first.receives] == ["0F0", "0F1"]
-    assert [str(transfer.action) for transfer in first.needed] == ["0F1"]
 
 
 def test_halves_of_a_backward_send_the_gradient_after_the_first_half() -> None:

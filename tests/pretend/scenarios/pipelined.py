@@ -12,7 +12,7 @@ from tests.pretend.scenario import Bench, adamw, add
 from tests.pretend.scenarios.plain import BF16, READS_NORM
 
 WIDTH, BATCH = 12, 8
-COMPARES = ("pipeline/comparison.py", "pipeline/random.py")
+COMPARES = ("pipeline/training.py", "parallel/random.py")
 """Pipeline ranks compare their batches at steps 1, 2, 4 and so on: their hosts wait for these. The number
 that they draw before a batch is one of the CPU's generator."""
 

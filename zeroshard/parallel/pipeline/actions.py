@@ -12,12 +12,27 @@ micro-batch 3:
               1F0,1B0,1F1,1B1,1F2,1B2        an empty cell has no meaning
 
 Source: the notation is that of the CSV files of torch.distributed.pipelining. `R` and `STEP` are additions.
+
+The sends and receives of a schedule follow from its actions and its placement:
+
+    forward of chunk c       --activation-->  forward of chunk c + 1
+    backward of chunk c      <---gradient---  backward, or gradient of the input, of chunk c + 1
+
+Two chunks on one rank hand tensors over without a transfer. A send comes directly after the action that
+produces it, and a receive before the action that needs it.
+
+[Note: Messages of two ranks have one order]
+Messages from one rank to another may be matched by their order alone, so both sides must count alike. The
+receiver takes the order of the sender. An action that needs the third message therefore receives the first
+two before it, if nobody has yet; they wait in its memory. The alternative is to number messages by chunk and
+micro-batch, but collectives of NCCL have no such tags.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -48,6 +63,9 @@ BEGIN_BACKWARD = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 END_BACKWARD = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)
 """The kinds after which nobody needs the activations of a micro-batch."""
 
+Place = tuple[int, int]
+"""A chunk and a micro-batch."""
+
 _TEXT = re.compile(r"(\d*)([A-Z_]+)(\d*)")
 _TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 _FORM = "chunk, kind and micro-batch, such as 0F3"
@@ -72,6 +90,21 @@ class Action(NamedTuple):
     def is_compute(self) -> bool:
         """True if the action computes one micro-batch in one chunk."""
         return self.kind in COMPUTE
+
+    @property
+    def place(self) -> Place:
+        """The chunk and the micro-batch of a compute action."""
+        assert self.chunk is not None
+        assert self.microbatch is not None
+        return self.chunk, self.microbatch
+
+    def is_step_of(self, chunk: int | None) -> bool:
+        """True for a step of a chunk, perhaps with the other chunks of its rank."""
+        return self.kind is Kind.STEP and self.chunk in (None, chunk)
+
+
+STEP = Action(Kind.STEP, None, None)
+"""The step of all chunks of a rank."""
 
 
 def parse_action(text: str) -> Action:
@@ -105,7 +138,8 @@ class Schedule:
         lists: the actions of each pipeline rank, in the order in which it runs them.
 
     Raises:
-        ValueError: there is no such rank, chunk or micro-batch. `check.py` and `simulate.py` check the rest.
+        ValueError: there is no such rank, chunk or micro-batch. `check_actions` and `simulate` check the
+            rest.
     """
 
     placement: tuple[int, ...]
@@ -149,8 +183,7 @@ class Schedule:
     @cached_property
     def forwards(self) -> Schedule:
         """The forwards alone, in the same order: for an evaluation."""
-        own = [[action for action in actions if action.kind is Kind.FORWARD] for actions in self.lists]
-        return Schedule(self.placement, self.num_microbatches, frozen(own))
+        return self.with_lists([a for a in actions if a.kind is Kind.FORWARD] for actions in self.lists)
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:
@@ -159,6 +192,10 @@ class Schedule:
             tuple(chunk for chunk, place in enumerate(self.placement) if place == rank)
             for rank in range(self.num_ranks)
         )
+
+    def with_lists(self, lists: Iterable[Iterable[Action]]) -> Schedule:
+        """Return the schedule with other lists of actions."""
+        return Schedule(self.placement, self.num_microbatches, frozen(lists))
 
 
 def parse_schedule(text: str) -> Schedule:
@@ -176,15 +213,13 @@ def parse_schedule(text: str) -> Schedule:
         raise ValueError("expected a line of actions for each pipeline rank, got none")
     places: dict[int, int] = {}
     for rank, actions in enumerate(lists):
-        for chunk in {action.chunk for action in actions if action.kind is Kind.FORWARD}:
-            assert chunk is not None
+        for chunk in {action.place[0] for action in actions if action.kind is Kind.FORWARD}:
             if (other := places.setdefault(chunk, rank)) != rank:
                 raise ValueError(f"expected chunk {chunk} on one rank, got ranks {other} and {rank}")
     if sorted(places) != list(range(len(places))):
         raise ValueError(f"expected forwards of the chunks 0 to N - 1, got those of {sorted(places)}")
     placement = tuple(places[chunk] for chunk in range(len(places)))
-    microbatches = [action.microbatch for action in compute if action.microbatch is not None]
-    return Schedule(placement, max(microbatches) + 1, lists)
+    return Schedule(placement, max(action.place[1] for action in compute) + 1, lists)
 
 
 def _parse_row(number: int, row: str) -> tuple[Action, ...]:
@@ -214,6 +249,165 @@ def loop(num_ranks: int, chunks_per_rank: int) -> tuple[int, ...]:
     return tuple(range(num_ranks)) * chunks_per_rank
 
 
-def frozen(lists: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+def frozen(lists: Iterable[Iterable[Action]]) -> tuple[tuple[Action, ...], ...]:
     """Return lists of actions as a schedule holds them."""
-    return tuple(tuple(actions) for actions in lists)
+    return tuple(map(tuple, lists))
+
+
+def check_actions(schedule: Schedule) -> None:
+    """Check that every chunk has one forward and one backward for each micro-batch, on its own rank.
+
+    A schedule of forwards alone is one for an evaluation.
+
+    Raises:
+        ValueError: an action is missing, is there twice, or is on another rank; a chunk computes while it is
+            not unsharded; gradients are left that no reduce takes.
+    """
+    for rank, action in schedule:
+        if action.chunk is not None and (place := schedule.placement[action.chunk]) != rank:
+            raise ValueError(f"expected {action} on pipeline rank {place}, got it on {rank}")
+    counts = Counter(action for _, action in schedule if action.is_compute)
+    is_evaluation = all(action.kind is Kind.FORWARD for action in counts)
+    for chunk in range(schedule.num_chunks):
+        for microbatch in range(schedule.num_microbatches):
+            _check_microbatch(counts, chunk, microbatch, is_evaluation)
+    for rank, actions in enumerate(schedule.lists):
+        for chunk in schedule.chunks[rank]:
+            _check_sharding(rank, [action for action in actions if action.chunk == chunk])
+
+
+def _check_microbatch(counts: Counter[Action], chunk: int, microbatch: int, is_evaluation: bool) -> None:
+    own = [Action(kind, chunk, microbatch) for kind in COMPUTE]
+    for action in own:
+        if counts[action] > 1:
+            raise ValueError(f"expected {action} once, got it {counts[action]} times")
+    first, whole, half, weight, _ = own
+    if not counts[first]:
+        raise ValueError(f"expected {first} in a list, got none")
+    if counts[whole] and (counts[half] or counts[weight]):
+        other = half if counts[half] else weight
+        raise ValueError(f"expected a whole backward or its two halves, got {whole} and {other}")
+    if counts[half] != counts[weight]:
+        there, missing = (half, weight) if counts[half] else (weight, half)
+        raise ValueError(f"expected {missing} with {there}, got none")
+    if not is_evaluation and not counts[whole] and not counts[half]:
+        raise ValueError(f"expected {whole}, or {half} and {weight}, got none")
+
+
+def _check_sharding(rank: int, actions: list[Action]) -> None:
+    """Check the actions of one chunk, if its list has actions of the sharding at all."""
+    kinds = [action.kind for action in actions]
+    is_unsharded = False
+    for action in actions if Kind.UNSHARD in kinds else ():
+        if action.is_compute and not is_unsharded:
+            raise ValueError(
+                f"pipeline rank {rank}: expected {action.chunk}UNSHARD before {action}, got none"
+            )
+        if action.kind in (Kind.UNSHARD, Kind.RESHARD):
+            is_unsharded = action.kind is Kind.UNSHARD
+    if Kind.REDUCE in kinds:
+        ends = [index for index, kind in enumerate(kinds) if kind in END_BACKWARD]
+        if Kind.REDUCE not in kinds[ends[-1] :]:
+            last = actions[ends[-1]]
+            raise ValueError(f"pipeline rank {rank}: expected {last.chunk}REDUCE_GRAD after {last}, got none")
+
+
+class ChunkTransfer(NamedTuple):
+    """A message from one pipeline rank to another.
+
+    `action` is the action of the source that produces it: a forward for an activation, otherwise the backward
+    whose input gradient it is. `user` is the action of the target that needs it.
+    """
+
+    action: Action
+    user: Action
+    source: int
+    target: int
+
+    @property
+    def is_activation(self) -> bool:
+        """True for an activation, False for a gradient."""
+        return self.action.kind is Kind.FORWARD
+
+    @property
+    def boundary(self) -> int:
+        """The chunk before the boundary that the message crosses."""
+        return (self.action if self.is_activation else self.user).place[0]
+
+    @property
+    def output(self) -> Place:
+        """The place of the tensors at the source: the chunk that gets them."""
+        chunk, microbatch = self.action.place
+        return chunk + (1 if self.is_activation else -1), microbatch
+
+    def __str__(self) -> str:
+        word = "activation" if self.is_activation else "gradient"
+        return f"{word} of {self.action} from pipeline rank {self.source} to {self.target}"
+
+
+class ActionMessages(NamedTuple):
+    """An action with its messages."""
+
+    action: Action
+    receives: tuple[ChunkTransfer, ...]
+    """The messages to receive before the action, in the order of the sender: those that the action needs, and
+    earlier ones of the same sender that nobody has received."""
+    sends: tuple[ChunkTransfer, ...]
+    """The messages to send after it."""
+
+
+_OF_A_BACKWARD = ((Kind.FORWARD, 0), (Kind.RECOMPUTE, 0), *((kind, 1) for kind in BEGIN_BACKWARD))
+_NEEDED: dict[Kind, tuple[tuple[Kind, int], ...]] = {
+    Kind.FORWARD: ((Kind.FORWARD, -1),),
+    Kind.RECOMPUTE: ((Kind.FORWARD, 0),),
+    Kind.WEIGHT_GRADIENT: ((Kind.INPUT_GRADIENT, 0),),
+    Kind.BACKWARD: _OF_A_BACKWARD,
+    Kind.INPUT_GRADIENT: _OF_A_BACKWARD,
+}
+"""The actions of its micro-batch that an action needs, if they are listed: kind, and chunks after its own."""
+
+
+def needed_actions(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
+    """Return for each compute action the actions, of all ranks, that must end before it begins."""
+    listed = dict.fromkeys(action for _, action in schedule if action.is_compute)
+    found = {}
+    for action in listed:
+        chunk, microbatch = action.place
+        needed = (Action(kind, chunk + after, microbatch) for kind, after in _NEEDED[action.kind])
+        found[action] = tuple(one for one in needed if one in listed)
+    return found
+
+
+def plan_exchanges(schedule: Schedule) -> tuple[tuple[ActionMessages, ...], ...]:
+    """Return for each pipeline rank its actions with their messages, in the order of its list.
+
+    For each ordered pair of ranks the messages have one order, see [Note: Messages of two ranks have one
+    order].
+
+    Raises:
+        ValueError: see `check_actions`. Lists in which ranks wait for each other are found by `simulate`.
+    """
+    check_actions(schedule)
+    needed: dict[Action, list[ChunkTransfer]] = defaultdict(list)
+    sent: dict[Action, list[ChunkTransfer]] = defaultdict(list)
+    places = {action: rank for rank, action in schedule if action.is_compute}
+    for user, producers in needed_actions(schedule).items():
+        for action in producers:
+            if places[action] != places[user]:
+                transfer = ChunkTransfer(action, user, places[action], places[user])
+                needed[user].append(transfer)
+                sent[action].append(transfer)
+    waiting: dict[tuple[int, int], deque[ChunkTransfer]] = defaultdict(deque)
+    for _, action in schedule:
+        for transfer in sent[action]:
+            waiting[transfer.source, transfer.target].append(transfer)
+    received: set[ChunkTransfer] = set()
+    planned: list[list[ActionMessages]] = [[] for _ in schedule.lists]
+    for rank, action in schedule:
+        receives: list[ChunkTransfer] = []
+        for transfer in needed[action]:
+            while transfer not in received:
+                receives.append(waiting[transfer.source, transfer.target].popleft())
+                received.add(receives[-1])
+        planned[rank].append(ActionMessages(action, tuple(receives), tuple(sent[action])))
+    return tuple(map(tuple, planned))

@@ -13,10 +13,9 @@ from pathlib import Path
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.actions import Schedule, parse_schedule
-from zeroshard.parallel.pipeline.asynchronous.steady import require_steps, steady
-from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, require_steps, steady
 from zeroshard.parallel.pipeline.sharding import without_steps
-from zeroshard.parallel.pipeline.simulate import validate
+from zeroshard.parallel.pipeline.simulate import simulate
 
 _build = functools.lru_cache(maxsize=32)(build_schedule)
 _steady = functools.lru_cache(maxsize=32)(steady)
@@ -118,7 +117,7 @@ def _parse(
             require_steps(schedule)
         else:
             schedule = without_steps(schedule)
-        validate(schedule)
+        simulate(schedule)
     except ValueError as error:
         raise ValueError(f"pipeline.schedule: {error}") from None
     own = {len(chunks) for chunks in schedule.chunks}

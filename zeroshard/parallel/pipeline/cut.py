@@ -1,4 +1,4 @@
-"""The cut of a model into chunks: at modules that the user names, or by a balance of its blocks.
+"""The cut of a model into chunks, and its report: at modules that are named, or by a balance of its blocks.
 
 split    ["layers.3"]       blocks 0 1 2 | 3 4 5 6
 balance  "time"             runs of blocks with about the same measured time
@@ -17,19 +17,34 @@ from torch import Tensor, nn
 
 from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
+from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
-from zeroshard.parallel.pipeline.chunked import Chunked
-from zeroshard.parallel.pipeline.outline import Outline, base_of, names_below, unknown_model, without_adapters
-from zeroshard.parallel.pipeline.partition import Balance, Block, partition
-from zeroshard.parallel.pipeline.profile import Profiler, measure_blocks, weigh_blocks
-from zeroshard.parallel.pipeline.sample import Source, same_random_numbers, sample_of
+from zeroshard.parallel.pipeline.chunked import (
+    Chunked,
+    Outline,
+    base_of,
+    names_below,
+    unknown_model,
+    without_adapters,
+)
+from zeroshard.parallel.pipeline.partition import Balance, BlockProfile, partition
+from zeroshard.parallel.pipeline.profile import (
+    Profiler,
+    SampleSource,
+    measure_blocks,
+    same_random_numbers,
+    sample_of,
+    weigh,
+    weigh_blocks,
+)
 from zeroshard.parallel.pipeline.traced import TracedModel
+from zeroshard.tables import format_bytes, render
 
 _LENGTH = 2
 """Tokens of the input of a check: a forward that takes the first token alone is found."""
 
 
-class Cut(NamedTuple):
+class ModelCut(NamedTuple):
     """The cut of a model. It is made on one rank and holds for all."""
 
     outline: Outline
@@ -37,7 +52,7 @@ class Cut(NamedTuple):
     """The name of the schedule, or the text of the user's list."""
     runs: tuple[range, ...]
     """The blocks of each chunk."""
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockProfile, ...]
     """The profile of each block."""
     is_measured: bool
     """True if times are seconds; False if they are numbers of parameters."""
@@ -47,11 +62,11 @@ def cut_model(
     model: nn.Module,
     outline: Outline,
     config: Config,
-    source: Source,
+    source: SampleSource,
     device: torch.device,
     *,
     measures: bool = True,
-) -> Cut:
+) -> ModelCut:
     """Return the cut that a config asks for; the blocks are measured if it depends on their times.
 
     Args:
@@ -79,12 +94,14 @@ def cut_model(
     require_handed_on(model, outline, device)
     weighed = weigh_blocks(model, outline)
     if config.pipeline.split is not None:
-        return Cut(outline, schedule, split_at(config.pipeline.split, outline, num_chunks), weighed, False)
+        return ModelCut(
+            outline, schedule, split_at(config.pipeline.split, outline, num_chunks), weighed, False
+        )
     balance = cast(Balance, config.pipeline.balance)
     is_by_time = measures and balance != "memory"
     measured = _measure(model, outline, config, source, device) if is_by_time else None
     blocks = measured or weighed
-    return Cut(outline, schedule, partition(blocks, num_chunks, balance), blocks, measured is not None)
+    return ModelCut(outline, schedule, partition(blocks, num_chunks, balance), blocks, measured is not None)
 
 
 def require_handed_on(model: nn.Module, outline: Outline, device: torch.device) -> None:
@@ -125,17 +142,13 @@ def require_handed_on(model: nn.Module, outline: Outline, device: torch.device) 
             raise unknown_model(model, why)
 
 
-def _one_each(model: TracedModel, outline: Outline, schedule: str, num_chunks: int) -> Cut:
+def _one_each(model: TracedModel, outline: Outline, schedule: str, num_chunks: int) -> ModelCut:
     """The cut of a traced model: the trace has made its chunks."""
     stages = range(len(outline.blocks))
     if num_chunks != len(stages):
         raise ValueError(_wrong_number(num_chunks, outline.blocks[1:]))
-    parameters = [list(model.trace.parameters_of(chunk)) for chunk in stages]
-    blocks = tuple(
-        Block(time=sum(one.numel() for one in own), parameter_bytes=sum(one.nbytes for one in own))
-        for own in parameters
-    )
-    return Cut(outline, schedule, tuple(range(chunk, chunk + 1) for chunk in stages), blocks, False)
+    blocks = tuple(weigh(model.trace.parameters_of(chunk)) for chunk in stages)
+    return ModelCut(outline, schedule, tuple(range(chunk, chunk + 1) for chunk in stages), blocks, False)
 
 
 def _wrong_number(num_chunks: int, names: Sequence[str]) -> str:
@@ -146,8 +159,8 @@ def _wrong_number(num_chunks: int, names: Sequence[str]) -> str:
 
 
 def _measure(
-    model: nn.Module, outline: Outline, config: Config, source: Source, device: torch.device
-) -> tuple[Block, ...] | None:
+    model: nn.Module, outline: Outline, config: Config, source: SampleSource, device: torch.device
+) -> tuple[BlockProfile, ...] | None:
     """Return the measured profile of the blocks; None without samples, or if they cannot be measured."""
     dtype = config.precision.param_dtype
     try:
@@ -186,3 +199,52 @@ def split_at(names: Sequence[str], outline: Outline, num_chunks: int) -> tuple[r
         )
     ends = [*starts, len(outline.blocks)]
     return tuple(range(start, end) for start, end in zip([0, *starts], ends, strict=True))
+
+
+class ChunkReport(NamedTuple):
+    """A chunk of the model."""
+
+    rank: int
+    """Its pipeline rank."""
+    blocks: tuple[str, ...]
+    """The names of its blocks."""
+    time_share: float
+    """Its part of the time of all chunks, 0 to 1. Without a measurement parameters stand for time."""
+    parameter_bytes: int
+    """Bytes of its parameters, as the model has them; with modules before or after the blocks."""
+
+
+class PipelineReport(NamedTuple):
+    """The chunks of a model, in its order; the same on all ranks."""
+
+    chunks: tuple[ChunkReport, ...]
+    is_measured: bool
+    """True if times were measured. False: parameters stand for them."""
+
+    def __str__(self) -> str:
+        origin = "measured" if self.is_measured else "by number of parameters"
+        rows = [
+            (
+                f"chunk {number}",
+                str(chunk.rank),
+                chunk.blocks[0] if len(chunk.blocks) == 1 else f"{chunk.blocks[0]} to {chunk.blocks[-1]}",
+                f"{chunk.time_share:.1%}",
+                format_bytes(chunk.parameter_bytes),
+            )
+            for number, chunk in enumerate(self.chunks)
+        ]
+        columns = ("", "pipeline rank", "blocks", "time", "parameters")
+        return render(f"chunks of the model; time {origin}", columns, rows)
+
+
+def report_cut(cut: ModelCut, schedule: Schedule) -> PipelineReport:
+    """Return the report of a cut whose chunks are placed as in a schedule."""
+    total = sum(block.time for block in cut.blocks)
+    chunks = []
+    for chunk, run in enumerate(cut.runs):
+        own = [cut.blocks[number] for number in run]
+        names = tuple(cut.outline.blocks[number] for number in run)
+        share = sum(block.time for block in own) / total if total else 0.0
+        num_bytes = sum(block.parameter_bytes for block in own)
+        chunks.append(ChunkReport(schedule.placement[chunk], names, share, num_bytes))
+    return PipelineReport(tuple(chunks), cut.is_measured)

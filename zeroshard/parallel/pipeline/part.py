@@ -1,10 +1,11 @@
-"""The part of a model that a pipeline rank holds, and the schedule by which all ranks compute it."""
+"""The part of a model that a pipeline rank holds, and its config; the schedule by which all ranks compute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,13 +13,12 @@ from torch import nn
 from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.choice import schedule_of, with_schedule
-from zeroshard.parallel.pipeline.chunked import Chunked
-from zeroshard.parallel.pipeline.cut import Cut
-from zeroshard.parallel.pipeline.outline import Outline
+from zeroshard.parallel.pipeline.chunked import Chunked, Outline
+from zeroshard.parallel.pipeline.cut import ModelCut
 from zeroshard.parallel.pipeline.sharding import with_sharding
 from zeroshard.parallel.pipeline.traced import TracedChunks, TracedModel
 from zeroshard.parameters.original import retire
-from zeroshard.plan.names import Ignored, find_ignored
+from zeroshard.plan.names import Ignored, find_ignored, find_overrides, find_replicated, fitting
 from zeroshard.plan.originals import Original
 from zeroshard.plan.units import UnitSpec
 
@@ -36,7 +36,7 @@ class Holders:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A rank's part of a model."""
 
     chunked: Chunked | TracedChunks
@@ -51,7 +51,7 @@ class Part:
     """True if any parameter of the whole model is trained."""
     pairs: tuple[tuple[int, int], ...]
     """The pipeline ranks that send messages, and those that get them."""
-    cut: Cut
+    cut: ModelCut
     """The cut of the model into chunks."""
 
     def schedule(self, num_microbatches: int, *, has_backward: bool, steps_taken: int = 0) -> Schedule:
@@ -88,7 +88,7 @@ class Part:
         return original if found is None else replace(original, fqn=found.name, holders=found.ranks)
 
 
-def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
+def take_part(model: nn.Module, config: Config, cut: ModelCut, rank: int) -> ModelPart:
     """Take the modules of other pipeline ranks out of a model.
 
     Args:
@@ -121,7 +121,7 @@ def take_part(model: nn.Module, config: Config, cut: Cut, rank: int) -> Part:
             retire(parameter, names[parameter])
     own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    return Part(
+    return ModelPart(
         chunked, config, schedule.num_chunks, own, is_frozen, is_trained, _pairs(schedule, holders), cut
     )
 
@@ -196,3 +196,40 @@ def _tensors_of(model: nn.Module, outline: Outline, chunk: int, run: range) -> I
     for name in outline.chunk(run, len(outline.blocks)):
         module = model.get_submodule(name)
         yield from (*module.parameters(), *(buffer for buffer in module.buffers() if buffer not in tables))
+
+
+class ChosenParameters(NamedTuple):
+    """The parameters of the whole model that patterns fit."""
+
+    overrides: Mapping[nn.Parameter, torch.dtype]
+    replicated: Container[nn.Parameter]
+
+
+def find_chosen(model: nn.Module, config: Config) -> ChosenParameters:
+    """Return the parameters of a whole model that a config names. Raises ValueError for unknown names."""
+    ignored = find_ignored(model, config.ignored)
+    return ChosenParameters(
+        find_overrides(model, config.precision.overrides, ignored),
+        find_replicated(model, config.frozen, ignored),
+    )
+
+
+def narrowed(config: Config, model: nn.Module, chosen: ChosenParameters) -> Config:
+    """Return a config without the names that other parts of the model have; the whole model has all.
+
+    Each parameter that is chosen is named by itself: a tied one may have the name that fits on another rank.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    ignored = [pattern for pattern in config.ignored or () if fitting(pattern, named)]
+    units = config.units
+    if units is not None and not callable(units):
+        kinds = {type(module).__name__ for module in model.modules()}
+        units = [unit for unit in units if not isinstance(unit, str) or unit in kinds]
+    own = {name: chosen.overrides[p] for name, p in named.items() if p in chosen.overrides}
+    return replace(
+        config,
+        ignored=ignored or None,
+        units=units,
+        precision=replace(config.precision, overrides=own or None),
+        frozen=[name for name, p in named.items() if p in chosen.replicated] or "shard",
+    )

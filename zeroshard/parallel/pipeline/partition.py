@@ -22,17 +22,17 @@ from fractions import Fraction
 from itertools import accumulate
 from math import isfinite, lcm
 from operator import add
-from typing import Literal, NamedTuple
+from typing import Literal
 
 Balance = Literal["time", "memory", "bottleneck"]
 BALANCES: tuple[Balance, ...] = ("time", "memory", "bottleneck")
 
-_Cost = Callable[[int, int, int], int | None]
-"""The cost of a chunk, given its number and its first and next blocks; None: the chunk is not allowed."""
+_Cost = Callable[[int, int], int | None]
+"""The cost of a chunk, given its first and its next blocks; None: the chunk is not allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class BlockProfile:
     """The measured profile of a block of the model.
 
     Raises:
@@ -43,8 +43,6 @@ class Block:
     """Compute time of one micro-batch, forward and backward, in any unit."""
     parameter_bytes: int = 0
     """Bytes of the parameters, with all that is held for them."""
-    activation_bytes: int = 0
-    """Bytes of the activations that the backward of one micro-batch needs."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -54,12 +52,7 @@ class Block:
 
 
 def partition(
-    blocks: Sequence[Block],
-    num_chunks: int,
-    balance: Balance = "time",
-    *,
-    max_bytes: int | None = None,
-    held: Sequence[int] | None = None,
+    blocks: Sequence[BlockProfile], num_chunks: int, balance: Balance = "time"
 ) -> tuple[range, ...]:
     """Return the blocks of each chunk.
 
@@ -68,78 +61,34 @@ def partition(
         num_chunks: chunks to make.
         balance: "time": least variance of compute time. "memory": least variance of parameter bytes.
             "bottleneck": least maximum of compute time.
-        max_bytes: the most bytes of a chunk, parameters and activations. None: no limit.
-        held: for each chunk the micro-batches whose activations it holds at a time (see
-            `held.count_activations`). None: one each.
 
     Raises:
-        ValueError: there are fewer blocks than chunks, no division keeps to `max_bytes`, there is no such
-            balance, or `held` has another length.
+        ValueError: there are fewer blocks than chunks, or there is no such balance.
     """
     if balance not in BALANCES:
         raise ValueError(f"balance: expected one of {', '.join(BALANCES)}, got {balance!r}")
     if not 1 <= num_chunks <= len(blocks):
         raise ValueError(f"expected 1 to {len(blocks)} chunks, as each has a block or more, got {num_chunks}")
-    if held is not None and len(held) != num_chunks:
-        raise ValueError(f"held: expected a number for each of {num_chunks} chunks, got {len(held)}")
-    sizes = _sizes(blocks, num_chunks, held)
-    _require_room(sizes, len(blocks), num_chunks, max_bytes)
-
-    def fits(chunk: int, first: int, end: int) -> bool:
-        return max_bytes is None or sizes(chunk, first, end) <= max_bytes
-
     numbers = [block.parameter_bytes if balance == "memory" else block.time for block in blocks]
     weight = _sums(_integers(numbers))
     most = weight(0, len(blocks))
     if balance == "bottleneck":
-        least = _best(len(blocks), num_chunks, lambda c, i, j: weight(i, j) if fits(c, i, j) else None, max)
-        assert least is not None  # there is a division that fits
-        most = least.total
+        ends = _best_ends(len(blocks), num_chunks, weight, max)
+        most = max(map(weight, [0, *ends[:-1]], ends))
 
-    def squared(chunk: int, first: int, end: int) -> int | None:
+    def squared(first: int, end: int) -> int | None:
         own = weight(first, end)
-        return own**2 if own <= most and fits(chunk, first, end) else None
+        return own**2 if own <= most else None
 
-    division = _best(len(blocks), num_chunks, squared, add)
-    assert division is not None  # the same one is allowed here
-    ends = division.ends
-    return tuple(range(first, end) for first, end in zip([0, *ends[:-1]], ends, strict=True))
+    ends = _best_ends(len(blocks), num_chunks, squared, add)
+    return tuple(map(range, [0, *ends[:-1]], ends))
 
 
-def _sizes(
-    blocks: Sequence[Block], num_chunks: int, held: Sequence[int] | None
-) -> Callable[[int, int, int], int]:
-    """Return the function of a chunk's number and blocks that gives its bytes."""
-    parameters = _sums([block.parameter_bytes for block in blocks])
-    activations = _sums([block.activation_bytes for block in blocks])
-    times = held or [1] * num_chunks
-    return lambda chunk, first, end: parameters(first, end) + times[chunk] * activations(first, end)
+def _best_ends(num_blocks: int, num_chunks: int, cost: _Cost, join: Callable[[int, int], int]) -> list[int]:
+    """Return the ends of the chunks whose costs have the least sum (`add`) or maximum (`max`).
 
-
-def _require_room(
-    sizes: Callable[[int, int, int], int], num_blocks: int, num_chunks: int, max_bytes: int | None
-) -> None:
-    if max_bytes is None:
-        return
-    division = _best(num_blocks, num_chunks, sizes, max)
-    if division is not None and (least := division.total) > max_bytes:
-        raise ValueError(
-            f"max_bytes: expected at least {least:,}, which the largest of {num_chunks} chunks needs in any "
-            f"division of these {num_blocks} blocks, got {max_bytes:,}"
-        )
-
-
-class _Division(NamedTuple):
-    """The best division of the blocks."""
-
-    total: int
-    """The costs of its chunks, joined."""
-    ends: list[int]
-    """Of the chunks, in the order of the tie rule."""
-
-
-def _best(num_blocks: int, num_chunks: int, cost: _Cost, join: Callable[[int, int], int]) -> _Division | None:
-    """Return the division whose costs have the least sum (`add`) or maximum (`max`), if there is one."""
+    Of several such divisions it is the first one in the order of the tie rule.
+    """
     # best[first] is the least total for the blocks from `first` on in the chunks that are left.
     best: list[int | None] = [None] * num_blocks + [0]
     choices: list[list[int]] = []
@@ -148,7 +97,7 @@ def _best(num_blocks: int, num_chunks: int, cost: _Cost, join: Callable[[int, in
         choice = [num_blocks] * (num_blocks + 1)
         for first in range(chunk, num_blocks):
             for end in range(first + 1, num_blocks + 1):
-                rest, own = best[end], None if best[end] is None else cost(chunk, first, end)
+                rest, own = best[end], None if best[end] is None else cost(first, end)
                 if rest is None or own is None:
                     continue
                 least, total = found[first], join(own, rest)
@@ -156,12 +105,10 @@ def _best(num_blocks: int, num_chunks: int, cost: _Cost, join: Callable[[int, in
                     found[first], choice[first] = total, end
         best = found
         choices.append(choice)
-    if best[0] is None:
-        return None
     ends = [0]
     for choice in reversed(choices):
         ends.append(choice[ends[-1]])
-    return _Division(best[0], ends[1:])
+    return ends[1:]
 
 
 def _sums(numbers: Sequence[int]) -> Callable[[int, int], int]:

@@ -1,4 +1,4 @@
-"""The profile of a model's blocks: measured times, and bytes of parameters and activations.
+"""The profile of a model's blocks: measured times, and bytes of parameters.
 
 The model runs once. Where its forward comes to a module of the outline, this module is measured with the
 inputs that have arrived: its forward and its backward. Then its outputs go on.
@@ -17,26 +17,106 @@ of parameters on the meta device have arbitrary values, because the time does no
 
 from __future__ import annotations
 
+import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
+from torch.utils.data import default_collate
 
 from zeroshard.comm.streams import mark_here
 from zeroshard.data.losses import LossFunction
 from zeroshard.data.microbatch import to_device
 from zeroshard.internals import pytree
 from zeroshard.lazy.deferred import has_memory, is_known, values_of
-from zeroshard.parallel.pipeline.outline import Outline, names_below
-from zeroshard.parallel.pipeline.partition import Block
-from zeroshard.parallel.pipeline.sample import Sample, same_random_numbers
+from zeroshard.parallel.pipeline.chunked import Outline, names_below
+from zeroshard.parallel.pipeline.partition import BlockProfile
+
+_LENGTH = 128
+"""The tokens of a row that is made up, at most: enough for matrix products of a usual form."""
+
+
+class SampleSource(NamedTuple):
+    """The data and the loss of a training, as `initialize` gets them."""
+
+    training_data: Any = None
+    collate_fn: Callable[..., Any] | None = None
+    loss_fn: LossFunction | None = None
+
+
+class SampleBatch(NamedTuple):
+    """A micro-batch on the CPU."""
+
+    inputs: tuple[Any, ...]
+    """Positional arguments of the model."""
+    named: Mapping[str, Any]
+    """Arguments by name."""
+    targets: Any
+    """None: the model gets them among its arguments, or there are none."""
+
+
+def sample_of(model: nn.Module, source: SampleSource, size: int) -> SampleBatch | None:
+    """Return a micro-batch: the first samples of the data, or random tokens for a model of transformers.
+
+    A batch of the data is a mapping of arguments, one argument, or a pair of one argument and targets.
+
+    Args:
+        model: a `Sequential`, or a causal language model of transformers.
+        source: the data and the loss.
+        size: samples in the micro-batch.
+
+    Returns:
+        The micro-batch; None without data for a `Sequential`.
+    """
+    if source.training_data is not None:
+        return _read(source.training_data, source.collate_fn or default_collate, size)
+    return None if isinstance(model, nn.Sequential) else _random_tokens(model, size)
+
+
+def _read(data: Any, collate_fn: Callable[..., Any], size: int) -> SampleBatch:
+    with same_random_numbers(torch.device("cpu")):
+        batch = collate_fn([data[number % len(data)] for number in range(size)])
+    if isinstance(batch, Mapping):
+        return SampleBatch((), batch, None)
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        inputs, targets = (*batch, None) if len(batch) == 1 else batch
+        return (
+            SampleBatch((), inputs, targets)
+            if isinstance(inputs, Mapping)
+            else SampleBatch((inputs,), {}, targets)
+        )
+    return SampleBatch((batch,), {}, None)
+
+
+def _random_tokens(model: Any, size: int) -> SampleBatch:
+    config = model.config.get_text_config()
+    length = min(getattr(config, "max_position_embeddings", None) or _LENGTH, _LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (size, length), generator=generator, device="cpu")
+    return SampleBatch((), {"input_ids": tokens, "labels": tokens}, None)
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Leave the generators of Python, NumPy and torch as they were: only one rank measures."""
+    states = random.getstate(), np.random.get_state()
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(devices=devices, device_type=device.type):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
 
 _FEWEST, _MOST = 3, 20
 """Runs after a first one that warms up. The shortest counts: noise of the machine only adds time."""
@@ -50,25 +130,16 @@ _PLACE = "layer_idx"
 _PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, type(None))
 
 
-class Cost(NamedTuple):
-    """The cost of a module for one micro-batch."""
-
-    seconds: float
-    """Of forward and backward."""
-    activation_bytes: int
-    """Of the tensors that autograd saves for the backward, without parameters and buffers."""
-
-
-def weigh_blocks(model: nn.Module, outline: Outline) -> tuple[Block, ...]:
+def weigh_blocks(model: nn.Module, outline: Outline) -> tuple[BlockProfile, ...]:
     """Return the profile of each block without a measurement: its time is its number of parameters."""
-    parameters = [
-        [parameter for name in names for parameter in model.get_submodule(name).parameters()]
-        for names in names_by_block(outline)
-    ]
-    return tuple(
-        Block(time=sum(one.numel() for one in own), parameter_bytes=sum(one.nbytes for one in own))
-        for own in parameters
-    )
+    modules = (map(model.get_submodule, names) for names in names_by_block(outline))
+    return tuple(weigh(one for module in own for one in module.parameters()) for own in modules)
+
+
+def weigh(parameters: Iterable[nn.Parameter]) -> BlockProfile:
+    """Return the profile of a block with some parameters; their number stands for its time."""
+    own = list(parameters)
+    return BlockProfile(time=sum(one.numel() for one in own), parameter_bytes=sum(one.nbytes for one in own))
 
 
 def names_by_block(outline: Outline) -> list[tuple[str, ...]]:
@@ -80,12 +151,12 @@ def names_by_block(outline: Outline) -> list[tuple[str, ...]]:
 def measure_blocks(
     model: nn.Module,
     outline: Outline,
-    sample: Sample,
+    sample: SampleBatch,
     loss_fn: LossFunction | None,
     *,
     device: torch.device,
     dtype: torch.dtype | None,
-) -> tuple[Block, ...]:
+) -> tuple[BlockProfile, ...]:
     """Measure the blocks of a model; parameters, buffers, gradients and random generators stay as they are.
 
     Args:
@@ -106,29 +177,13 @@ def measure_blocks(
     profiler = Profiler(device, dtype)
     with same_random_numbers(device), torch.enable_grad(), profiler.inside(model, outline):
         tail = profiler.run(model, to_device(sample, device), loss_fn)
-    blocks: list[Block] = []
-    for weighed, names in zip(weigh_blocks(model, outline), names_by_block(outline), strict=True):
-        costs = [cost for name in names for cost in profiler.costs[name]]
-        costs += [tail] * (len(blocks) == len(outline.blocks) - 1)
-        blocks.append(
-            Block(
-                time=sum(cost.seconds for cost in costs),
-                parameter_bytes=weighed.parameter_bytes,
-                activation_bytes=sum(cost.activation_bytes for cost in costs),
-            )
-        )
+    times = [[one for name in names for one in profiler.seconds[name]] for names in names_by_block(outline)]
+    times[-1].append(tail)
     for name in outline.blocks:
-        if not profiler.costs[name]:
+        if not profiler.seconds[name]:
             raise RuntimeError(f"expected the model's forward to call '{name}', but it did not")
-    return tuple(blocks)
-
-
-class _Measured(NamedTuple):
-    """A module that was measured."""
-
-    cost: Cost
-    outputs: Any
-    """Without a graph. Those that had one require gradients."""
+    weighed = weigh_blocks(model, outline)
+    return tuple(replace(block, time=sum(own)) for block, own in zip(weighed, times, strict=True))
 
 
 class Profiler:
@@ -140,10 +195,11 @@ class Profiler:
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self._device, self._dtype = device, dtype
-        self.costs: defaultdict[str, list[Cost]] = defaultdict(list)
-        """The cost of each call, by name of a module."""
-        self._measured: dict[Hashable, _Measured] = {}
-        """By likeness of the module and form of its arguments."""
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        """The seconds of each call, forward and backward, by name of a module."""
+        self._measured: dict[Hashable, tuple[float, Any]] = {}
+        """Seconds, and outputs without a graph, by likeness of the module and form of its arguments. Outputs
+        that had a graph require gradients."""
         self._last: list[Tensor] = []
         """The outputs of the last module that was called, without a graph."""
         self._since = 0.0
@@ -172,8 +228,8 @@ class Profiler:
                 if forward is not None:
                     module.forward = forward
 
-    def run(self, model: nn.Module, sample: Sample, loss_fn: LossFunction | None) -> Cost:
-        """Run the model; return the cost of what follows its last module: the loss."""
+    def run(self, model: nn.Module, sample: SampleBatch, loss_fn: LossFunction | None) -> float:
+        """Run the model; return the seconds of the loss, which follows its last module."""
         named = dict(sample.named)
         if not isinstance(model, nn.Sequential):
             named["use_cache"] = False
@@ -182,17 +238,16 @@ class Profiler:
         runs = []
         for number in self._count_runs():  # later runs know the costs of all modules
             self._is_counting = number == 0
-            with _noting_saved(self._last) as saved:
-                output = model(*sample.inputs, **named)
-                has_targets = loss_fn is not None and sample.targets is not None
-                loss = loss_fn(output, sample.targets) if has_targets else _loss_in(output)  # type: ignore[misc]
-                seconds = self._now() - self._since
+            output = model(*sample.inputs, **named)
+            has_targets = loss_fn is not None and sample.targets is not None
+            loss = loss_fn(output, sample.targets) if has_targets else _loss_in(output)  # type: ignore[misc]
+            seconds = self._now() - self._since
             if loss is not None and loss.requires_grad and self._last:
                 start = self._now()
                 torch.autograd.grad(loss, self._last, allow_unused=True)  # a loss may have parameters, too
                 seconds += self._now() - start
-            runs.append(Cost(seconds, sum(saved.values())))
-        return _least(runs)
+            runs.append(seconds)
+        return min(runs[1:])
 
     def _standing_for(self, name: str, module: nn.Module) -> Callable[..., Any]:
         forward, likeness = module.forward, likeness_of(module)
@@ -201,9 +256,9 @@ class Profiler:
             key = (likeness, facts_of(args), facts_of(kwargs))
             if key not in self._measured:
                 self._measured[key] = self._measure(module, forward, args, kwargs)
-            cost, outputs = self._measured[key]
+            seconds, outputs = self._measured[key]
             if self._is_counting:
-                self.costs[name].append(cost)
+                self.seconds[name].append(seconds)
             self._last = [value for value in _tensors(outputs) if value.requires_grad]
             given = pytree.tree_map_only(Tensor, Tensor.clone, outputs)  # the model may write to it
             self._since = self._now()
@@ -224,29 +279,31 @@ class Profiler:
     @torch.enable_grad()  # the model may be inside a checkpoint, which switches it off
     def _measure(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> _Measured:
+    ) -> tuple[float, Any]:
         placed = self._place(module)
 
-        def run() -> tuple[Cost, Any]:
+        def run() -> tuple[float, Any]:
             given, named = pytree.tree_map_only(Tensor, self._enter, (args, dict(kwargs)))
             start = self._now()
-            with _noting_saved(list(placed.values())) as saved:
+            with saved_tensors_hooks(
+                _same, _same
+            ):  # no others, such as those of a checkpoint around the block
                 outputs = forward(*given, **named)
                 seconds = self._now() - start
             seconds += self._backward(_tensors(outputs))
             for value in placed.values():
                 value.grad = None
-            return Cost(seconds, sum(saved.values())), outputs
+            return seconds, outputs
 
         # The backward, too, needs the tensors in their place: it may run parts of the forward again.
-        costs, outputs = [], None
+        runs, outputs = list[float](), None
         for _ in self._count_runs():
-            cost, outputs = functional_call(_With(module), placed, (run,))
-            costs.append(cost)
+            seconds, outputs = functional_call(_With(module), placed, (run,))
+            runs.append(seconds)
         outputs = pytree.tree_map_only(
             Tensor, lambda value: value.detach().requires_grad_(value.requires_grad), outputs
         )
-        return _Measured(_least(costs), outputs)
+        return min(runs[1:]), outputs
 
     def _count_runs(self) -> Iterator[int]:
         """Count the run that warms up, and as many more as a measurement needs."""
@@ -319,28 +376,8 @@ class _With(nn.Module):
         return run()
 
 
-@contextmanager
-def _noting_saved(known: Sequence[Tensor]) -> Iterator[dict[int, int]]:
-    """Note the bytes of memory that autograd saves, by address; that of some tensors does not count.
-
-    Inside, no other hooks on saved tensors have an effect, such as those of a checkpoint around the block.
-    """
-    left_out = {value.untyped_storage().data_ptr() for value in known}
-    saved: dict[int, int] = {}
-
-    def note(value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in left_out:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return value
-
-    with saved_tensors_hooks(note, lambda value: value):
-        yield saved
-
-
-def _least(runs: Sequence[Cost]) -> Cost:
-    """Return the shortest time of all runs but the first, and the bytes of the last one."""
-    return Cost(min(run.seconds for run in runs[1:]), runs[-1].activation_bytes)
+def _same(value: Tensor) -> Tensor:
+    return value
 
 
 def _tensors(tree: Any) -> list[Tensor]:

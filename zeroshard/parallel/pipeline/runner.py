@@ -17,7 +17,7 @@ one that computes them alone; see `weights.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.messages import Form, Forms, Messages, Receipt
-from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
-from zeroshard.parallel.pipeline.random import random_states, set_random_states
+from zeroshard.parallel.pipeline.actions import Action, ChunkTransfer, Kind, Schedule, plan_exchanges
 from zeroshard.parallel.pipeline.sharding import ends_of_chunks
-from zeroshard.parallel.pipeline.simulate import validate
-from zeroshard.parallel.pipeline.transfers import Exchange, Transfer, plan_exchanges
+from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.parallel.pipeline.weights import Waiting
+from zeroshard.parallel.random import random_states, set_random_states
 
 AHEAD = 2
 """The receives that are posted ahead of the one that an action needs, from each rank."""
@@ -67,54 +66,29 @@ class Chunks(Protocol):
 class _Leg:
     """A message as this rank has it. One object in all batches, so it is a quick key."""
 
-    transfer: Transfer
+    transfer: ChunkTransfer
     label: str
     """Its name in error messages."""
     place: tuple[int, int]
     """The chunk and the micro-batch of its tensors here, among activations or gradients."""
 
-    @staticmethod
-    def received(transfer: Transfer) -> _Leg:
-        """A message to this rank: its tensors are kept for their user."""
-        return _Leg(transfer, str(transfer), _place(transfer.user))
 
-    @staticmethod
-    def sent(transfer: Transfer) -> _Leg:
-        """A message from this rank: its tensors are those of the chunk that gets them."""
-        chunk, microbatch = _place(transfer.action)
-        return _Leg(transfer, str(transfer), (chunk + (1 if transfer.is_activation else -1), microbatch))
-
-
-class _Planned(NamedTuple):
-    """An action with its messages."""
-
-    action: Action
-    receives: tuple[_Leg, ...]
-    sends: tuple[_Leg, ...]
-
-    @staticmethod
-    def of(exchange: Exchange) -> _Planned:
-        """Prepare an exchange, so that a batch need not."""
-        receives, sends = map(_Leg.received, exchange.receives), map(_Leg.sent, exchange.sends)
-        return _Planned(exchange.action, tuple(receives), tuple(sends))
-
-
-class _Call(NamedTuple):
+class _ChunkCall(NamedTuple):
     """A forward whose backward will come."""
 
     inputs: tuple[Tensor, ...]
     """Leaves."""
     outputs: tuple[Tensor, ...]
     """() until a recomputation has made them."""
-    random: tuple[Tensor, ...]
+    random: Mapping[torch.device, Tensor]
     """The states of random generators before it, if it will run again."""
 
 
 @dataclass
-class _Batch:
+class _BatchTensors:
     """The tensors of a batch under way."""
 
-    calls: dict[tuple[int, int], _Call] = field(default_factory=dict)
+    calls: dict[tuple[int, int], _ChunkCall] = field(default_factory=dict)
     """By chunk and micro-batch."""
     activations: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
     """The inputs that have arrived for a chunk and a micro-batch."""
@@ -136,8 +110,16 @@ class Runner:
     """
 
     def __init__(self, schedule: Schedule, messages: Messages, chunks: Chunks) -> None:
-        self._steps = [_Planned.of(exchange) for exchange in plan_exchanges(schedule)[messages.rank]]
-        self._chunks, self._messages = chunks, messages
+        self._steps = [
+            (
+                action,
+                [_Leg(one, str(one), one.user.place) for one in receives],
+                [_Leg(one, str(one), one.output) for one in sends],
+            )
+            for action, receives, sends in plan_exchanges(schedule)[messages.rank]
+        ]
+        """The actions with their messages, prepared so that a batch need not."""
+        self.schedule, self._chunks, self._messages = schedule, chunks, messages
         messages.most_sends = max(messages.most_sends, room_for_sends(schedule))
         self._last_chunk = schedule.num_chunks - 1
         actions = schedule.lists[messages.rank]
@@ -148,7 +130,7 @@ class Runner:
         """The chunks that have backwards."""
         self._forms: dict[Any, dict[_Leg, Forms]] = {}
         """The forms of messages, by the shapes of the batch."""
-        self._batch = _Batch()
+        self._batch = _BatchTensors()
         self._run: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -171,18 +153,18 @@ class Runner:
         Raises:
             RuntimeError: a tensor has another form than with the same value before.
         """
-        self._batch = _Batch()
-        first = self._steps[0]
-        has_begun = not first.receives
+        self._batch = _BatchTensors()
+        first, needed, _ = self._steps[0]
+        has_begun = not needed
         if has_begun:
-            self._chunks.enter(first.action)
-            self._act(first.action)
+            self._chunks.enter(first)
+            self._act(first)
         shapes = agree()
         known = self._forms.get(shapes)
         found: dict[_Leg, Forms] = {}
-        posting = _Posting(self._steps, self._batch, self._messages, known)
+        post = self._posting(known)
         for number, (action, receives, sends) in enumerate(self._steps):
-            posting.post(number)
+            post(number)
             self._chunks.enter(action)
             for leg in receives:
                 self._take(leg, found)
@@ -200,6 +182,24 @@ class Runner:
         self._run.get(action.kind, self._chunks.act)(action)
 
     # -- messages -------------------------------------------------------------------------------------
+
+    def _posting(self, known: dict[_Leg, Forms] | None) -> Callable[[int], None]:
+        """Return a function that posts the receives of an action, and some of later ones.
+
+        They are posted in the order of the senders. A message whose forms are known comes without them.
+        """
+        left = [(number, leg) for number, (_, receives, _) in enumerate(self._steps) for leg in receives]
+        left.reverse()
+
+        def post(number: int) -> None:
+            ahead = AHEAD
+            while left and (left[-1][0] <= number or ahead):
+                place, leg = left.pop()
+                ahead -= place > number
+                forms = None if known is None else known[leg]
+                self._batch.receipts[leg] = self._messages.expect(leg.transfer.source, leg.label, forms)
+
+        return post
 
     def _take(self, leg: _Leg, found: dict[_Leg, Forms]) -> None:
         receipt = self._batch.receipts.pop(leg)
@@ -227,7 +227,7 @@ class Runner:
     # -- actions --------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
-        chunk, microbatch = _place(action)
+        chunk, microbatch = action.place
         inputs = self._batch.activations.pop((chunk, microbatch), ())
         if is_recomputed := (chunk, microbatch) in self._recomputed:
             random = random_states(self._messages.device)
@@ -235,11 +235,13 @@ class Runner:
                 # The forward may edit its inputs, and comes again.
                 outputs = tuple(self._chunks.forward(chunk, microbatch, [one.clone() for one in inputs]))
         else:
-            random = ()
+            random = {}
             with self._leaving(action):
                 outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
         if chunk in self._trained:
-            self._batch.calls[chunk, microbatch] = _Call(inputs, () if is_recomputed else outputs, random)
+            self._batch.calls[chunk, microbatch] = _ChunkCall(
+                inputs, () if is_recomputed else outputs, random
+            )
         if chunk == self._last_chunk:
             (loss,) = outputs
             self._batch.losses[microbatch] = loss.detach()
@@ -249,24 +251,24 @@ class Runner:
         )
 
     def _recompute(self, action: Action) -> None:
-        chunk, microbatch = _place(action)
+        chunk, microbatch = action.place
         call = self._batch.calls[chunk, microbatch]
         now = random_states(self._messages.device)
-        set_random_states(self._messages.device, call.random)
+        set_random_states(call.random)
         with self._leaving(action):
             outputs = tuple(self._chunks.forward(chunk, microbatch, call.inputs))
-        set_random_states(self._messages.device, now)
+        set_random_states(now)
         self._batch.calls[chunk, microbatch] = call._replace(outputs=outputs)
 
     def _leaving(self, action: Action) -> AbstractContextManager[None]:
         """Leave weight gradients to the second half of the backward, if there are two."""
-        place = _place(action)
+        place = action.place
         if place not in self._halved:
             return nullcontext()
         return self._chunks.leaving(self._batch.waiting.setdefault(place, Waiting()))
 
     def _backward(self, action: Action) -> None:
-        chunk, microbatch = _place(action)
+        chunk, microbatch = action.place
         call = self._batch.calls.pop((chunk, microbatch))
         pairs = self._pairs(chunk, microbatch, call)
 
@@ -282,11 +284,11 @@ class Runner:
             self._backward(action)
 
     def _weight_gradient(self, action: Action) -> None:
-        chunk, _ = _place(action)
-        waiting = self._batch.waiting.pop(_place(action))
+        chunk, _ = action.place
+        waiting = self._batch.waiting.pop(action.place)
         self._chunks.backward(chunk, action in self._ends, waiting.compute)
 
-    def _pairs(self, chunk: int, microbatch: int, call: _Call) -> list[tuple[Tensor, Tensor | None]]:
+    def _pairs(self, chunk: int, microbatch: int, call: _ChunkCall) -> list[tuple[Tensor, Tensor | None]]:
         """The outputs of a call that have a graph, with their gradients."""
         if chunk == self._last_chunk:
             return [(value, None) for value in call.outputs if value.requires_grad]
@@ -295,7 +297,7 @@ class Runner:
         sent = [value for value in call.outputs if _may_need(value, is_recomputed)]
         return [pair for pair in zip(sent, arrived, strict=True) if pair[0].requires_grad]
 
-    def _give_back(self, chunk: int, microbatch: int, call: _Call) -> None:
+    def _give_back(self, chunk: int, microbatch: int, call: _ChunkCall) -> None:
         """Keep the gradients of inputs for the chunk before; those of unused ones are zero."""
         if chunk:
             self._batch.gradients[chunk - 1, microbatch] = tuple(
@@ -311,49 +313,12 @@ def room_for_sends(schedule: Schedule) -> int:
     Raises:
         ValueError: the schedule deadlocks with any room.
     """
-    validate(schedule)
+    simulate(schedule)
     for room in count(1):
         with suppress(ValueError):
-            validate(schedule, max_unreceived=room)
+            simulate(schedule, max_unreceived=room)
             return room
     raise AssertionError("the schedule runs without a limit")
-
-
-class _Posting:
-    """Posts receives ahead of their actions, in the order of the senders.
-
-    Args:
-        steps: the actions of this rank.
-        batch: gets the receipts.
-        messages: the messages of this rank.
-        known: the forms of all messages, if they are known.
-    """
-
-    def __init__(
-        self,
-        steps: Sequence[_Planned],
-        batch: _Batch,
-        messages: Messages,
-        known: dict[_Leg, Forms] | None,
-    ) -> None:
-        self._batch, self._messages, self._known = batch, messages, known
-        self._left = [(number, leg) for number, step in enumerate(steps) for leg in step.receives]
-        self._left.reverse()
-
-    def post(self, number: int) -> None:
-        """Post the receives of an action, and some of later ones."""
-        ahead = AHEAD
-        while self._left and (self._left[-1][0] <= number or ahead):
-            place, leg = self._left.pop()
-            ahead -= place > number
-            forms = None if self._known is None else self._known[leg]
-            self._batch.receipts[leg] = self._messages.expect(leg.transfer.source, leg.label, forms)
-
-
-def _place(action: Action) -> tuple[int, int]:
-    assert action.chunk is not None
-    assert action.microbatch is not None
-    return action.chunk, action.microbatch
 
 
 def _may_need(value: Tensor, is_recomputed: bool) -> bool:

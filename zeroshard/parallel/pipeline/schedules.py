@@ -1,20 +1,389 @@
-"""All schedules by name, and GPipe, the simplest of them.
+"""The builders of all schedules, by name; the docstring of each names its source.
 
-Sources: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
-section 2. The other builders name their own.
+Recomputation and steps are additions to lists of forwards and backwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from zeroshard.parallel.pipeline.actions import Schedule, backward, forward, loop
-from zeroshard.parallel.pipeline.alternating import interleaved, one_f_one_b, zb_h1
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.recompute import with_recompute
-from zeroshard.parallel.pipeline.varuna import varuna
-from zeroshard.parallel.pipeline.zbv import zbv
+from zeroshard.parallel.pipeline.actions import (
+    BEGIN_BACKWARD,
+    END_BACKWARD,
+    STEP,
+    Action,
+    Kind,
+    Place,
+    Schedule,
+    backward,
+    forward,
+    frozen,
+    loop,
+    split_backward,
+)
+from zeroshard.parallel.pipeline.simulate import ActionCosts
+
+
+def with_recompute(schedule: Schedule) -> Schedule:
+    """Return a schedule that recomputes the activations of each micro-batch before its backward.
+
+    A backward directly after its forward finds the activations still there and needs no recompute: that of
+    the last rank in 1F1B, and the first one of a GPipe that goes back from the last micro-batch. A recompute
+    does not need the gradient, so a rank runs it while the gradient is on its way. A schedule that has
+    recomputes stays as it is.
+    """
+    if any(action.kind is Kind.RECOMPUTE for _, action in schedule):
+        return schedule
+    lists = []
+    for actions in schedule.lists:
+        lists.append(list(actions[:1]))
+        for before, action in pairwise(actions):
+            if action.kind in BEGIN_BACKWARD and before != action._replace(kind=Kind.FORWARD):
+                lists[-1].append(action._replace(kind=Kind.RECOMPUTE))
+            lists[-1].append(action)
+    return schedule.with_lists(lists)
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the 1F1B schedule.
+
+    Rank r of p runs p - 1 - r forwards, then a forward and a backward in turn, then the backwards that are
+    left.
+
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", section 2.2 (1F1B with a flush, and interleaved).
+    """
+    return _in_rounds("1f1b", num_ranks, num_microbatches, 1, hops=1)
+
+
+def interleaved(num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> Schedule:
+    """Return the interleaved schedule: each rank has several chunks and goes through them in rounds.
+
+        2 ranks with 2 chunks each, rank 0:   0F0 0F1 2F0 2F1 | 0F2 2B0 | 0F3 2B1 | ...
+                                              round 0           round 1 begins
+
+    A rank runs the micro-batches of a round in its first chunk, then in its second one, and so on. A round
+    has p micro-batches, or a few more if that divides them; fewer would not fill the pipeline. The rounds of
+    other than p micro-batches, and ZB-H1 with several chunks, are those of torch.distributed.pipelining.
+
+    Raises:
+        ValueError: the micro-batches cannot be divided into rounds of the same size.
+    """
+    return _in_rounds("interleaved", num_ranks, num_microbatches, chunks_per_rank, hops=2)
+
+
+def zb_h1(num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> Schedule:
+    """Return the schedule ZB-H1, in which weight gradients fill the time that 1F1B waits.
+
+    The gradient of the weights of a micro-batch comes r micro-batches after that of its input on rank r. So
+    each rank holds the activations of at most p micro-batches, as rank 0 of 1F1B does.
+
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1.
+
+    Raises:
+        ValueError: with several chunks a rank, the micro-batches cannot be divided into rounds.
+    """
+    return _in_rounds("zb-h1", num_ranks, num_microbatches, chunks_per_rank, hops=1, has_halves=True)
+
+
+def _in_rounds(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks_per_rank: int,
+    *,
+    hops: int,
+    has_halves: bool = False,
+) -> Schedule:
+    """Return lists that alternate between forwards and backwards, round by round.
+
+    Args:
+        name: the name of the schedule.
+        num_ranks, num_microbatches, chunks_per_rank: as `build_schedule` has them.
+        hops: the forwards that a rank begins earlier than the next one.
+        has_halves: the gradient of the weights comes r micro-batches after that of the input on rank r.
+    """
+    rounds = max(1, num_microbatches // num_ranks)
+    if chunks_per_rank > 1 and num_microbatches % rounds:
+        raise ValueError(
+            f"{name} with {chunks_per_rank} chunks a rank: expected {num_ranks} pipeline ranks to divide the "
+            f"micro-batches, or {rounds} rounds of the same size, got {num_microbatches} micro-batches"
+        )
+    size = num_microbatches // rounds  # as many rounds as there are full pipelines of micro-batches
+    lists = []
+    for rank in range(num_ranks):
+        forwards, backwards = (
+            [
+                (rank + local * num_ranks, microbatch)
+                for start in range(0, num_microbatches, size)
+                for local in order
+                for microbatch in range(start, min(start + size, num_microbatches))
+            ]
+            for order in (range(chunks_per_rank), range(chunks_per_rank)[::-1])
+        )
+        warm = (chunks_per_rank - 1) * size + hops * (num_ranks - 1 - rank)
+        lists.append(_alternate(forwards, backwards, warm, rank if has_halves else None))
+    return Schedule(loop(num_ranks, chunks_per_rank), num_microbatches, tuple(lists))
+
+
+def _alternate(
+    forwards: Sequence[Place], backwards: Sequence[Place], warm: int, weights_behind: int | None = None
+) -> tuple[Action, ...]:
+    """Return `warm` forwards, then a forward and a backward in turn, then the backwards that are left.
+
+    With `weights_behind` a backward is two actions, and the second one comes that many backwards later.
+    """
+    warm = min(warm, len(forwards))
+    actions = [forward(*place) for place in forwards[:warm]]
+    for index, place in enumerate(backwards):
+        actions.extend(forward(*other) for other in forwards[warm + index : warm + index + 1])
+        if weights_behind is None:
+            actions.append(backward(*place))
+            continue
+        actions.append(split_backward(*place)[0])
+        if index >= weights_behind:
+            actions.append(split_backward(*backwards[index - weights_behind])[1])
+    if weights_behind:
+        actions.extend(split_backward(*place)[1] for place in backwards[-weights_behind:])
+    return tuple(actions)
+
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD)
+"""The kinds of compute actions of an asynchronous list."""
+
+
+def steady(
+    num_ranks: int, num_microbatches: int, microbatches_per_step: int = 1, num_synchronous: int = 0
+) -> Schedule:
+    """Return the steady schedule of an asynchronous pipeline: 1F1B that never drains between steps.
+
+        rank 0    0F0 0F1 0B0 STEP 0F2 0B1 STEP 0F3 0B2 STEP 0B3 STEP
+        rank 1        1F0 1B0 STEP 1F1 1B1 STEP 1F2 1B2 STEP 1F3 1B3 STEP
+
+    The list fills the pipeline once, at its beginning, and drains it once, at its end. So each rank takes its
+    steps by itself, while micro-batches are under way on the others. The first steps may be synchronous,
+    since weights change fast at first and delays then harm most (Yang et al. 2021, "PipeMare", section 3.3,
+    technique 3).
+
+    Source: Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", section
+    3.2.
+
+    Args:
+        num_ranks: pipeline ranks.
+        num_microbatches: all micro-batches of the list. The last step takes those that are left over.
+        microbatches_per_step: backwards of a rank before each of its steps.
+        num_synchronous: the first steps, each of which begins when the one before has ended on all ranks.
+    """
+    flushed = min(num_synchronous * microbatches_per_step, num_microbatches)
+    starts = [*range(0, flushed, microbatches_per_step), flushed, num_microbatches]
+    lists: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for start, end in pairwise(starts):
+        if start < end:
+            for own, actions in zip(lists, one_f_one_b(num_ranks, end - start).lists, strict=True):
+                own.extend(_with_steps(actions, start, microbatches_per_step))
+    return Schedule(loop(num_ranks, 1), num_microbatches, frozen(lists))
+
+
+def _with_steps(actions: tuple[Action, ...], start: int, per_step: int) -> Iterator[Action]:
+    """The actions, whose micro-batches are counted from `start`, with a step after some backwards."""
+    num_backwards, since = sum(action.kind in END_BACKWARD for action in actions), 0
+    for action in actions:
+        assert action.microbatch is not None, "only compute actions"
+        yield action._replace(microbatch=start + action.microbatch)
+        if action.kind in END_BACKWARD:
+            num_backwards, since = num_backwards - 1, since + 1
+            if since == per_step or not num_backwards:
+                yield STEP
+                since = 0
+
+
+def require_steps(schedule: Schedule) -> None:
+    """Check that an asynchronous pipeline can train with a list of the user's.
+
+    Raises:
+        ValueError: a rank has several chunks, or actions beside compute and steps; or gradients are left that
+            no step applies, or a step that applies none; or ranks take different numbers of steps.
+    """
+    numbers = []
+    for rank, actions in enumerate(schedule.lists):
+        where = f"pipeline rank {rank}"
+        if len(schedule.chunks[rank]) != 1:
+            got = ", ".join(map(str, schedule.chunks[rank]))
+            raise ValueError(f"{where}: expected one chunk in an asynchronous list, got {got}")
+        since = number = 0
+        for action in actions:
+            if action.kind is Kind.STEP:
+                if not since:
+                    raise ValueError(f"{where}: expected a backward before each step, got none")
+                since, number = 0, number + 1
+            elif action.kind not in _KINDS:
+                kinds = ", ".join(kind.value for kind in _KINDS)
+                raise ValueError(f"{where}: expected {kinds} and STEP in an asynchronous list, got {action}")
+            since += action.kind in END_BACKWARD
+        if since:
+            raise ValueError(f"{where}: expected a STEP behind the last backward of the list, got none")
+        numbers.append(number)
+    if len(set(numbers)) > 1:  # else schedules of the learning rate, and `global_step`, would differ
+        got = ", ".join(map(str, numbers))
+        raise ValueError(
+            f"expected the same number of steps in all lists of an asynchronous pipeline, got {got}"
+        )
+
+
+_DOWN, _UP = 0, 1  # the first and the second chunk of a rank
+_F, _I, _W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
+
+_Word = tuple[Kind, int]
+_FORWARD_DOWN: list[_Word] = [(_F, _DOWN)]
+_FORWARD_UP: list[_Word] = [(_F, _UP)]
+_BACKWARD_DOWN: list[_Word] = [(_I, _DOWN), (_W, _DOWN)]
+_BACKWARD_UP: list[_Word] = [(_I, _UP), (_W, _UP)]
+
+
+def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Return the schedule ZBV: two chunks a rank in the form of a V, and backwards in halves.
+
+        rank 0   chunk 0      chunk 7        Rank 0 has the first and the last chunk, so the loss is computed
+        rank 1   chunk 1      chunk 6        where the batch begins. The last rank has two chunks that follow
+        rank 2   chunk 2      chunk 5        each other, so nothing is sent between them.
+        rank 3   chunk 3  ->  chunk 4
+
+    If the three parts of a chunk take the same time, a rank waits neither in the middle nor at the end. The
+    pipeline is full from 2 * p - 1 micro-batches on. The lists of fewer are those of 2 * p - 1 without
+    the others' actions.
+
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6, and Qi et al. 2024, "Pipeline
+    Parallelism with Controllable Memory" (V-shaped schedules). The number of actions in each phase is that of
+    torch.distributed.pipelining.
+    """
+    placement = (*range(num_ranks), *reversed(range(num_ranks)))
+    full = max(num_microbatches, 2 * num_ranks - 1)
+    lists = []
+    for rank in range(num_ranks):
+        chunks = (rank, 2 * num_ranks - 1 - rank)
+        numbers: Counter[_Word] = Counter()
+        actions = []
+        for kind, half in _words(rank, num_ranks, full):
+            microbatch = numbers[kind, half]
+            numbers[kind, half] += 1
+            if microbatch < num_microbatches:
+                actions.append(Action(kind, chunks[half], microbatch))
+        lists.append(tuple(actions))
+    return Schedule(placement, num_microbatches, tuple(lists))
+
+
+def _words(rank: int, num_ranks: int, full: int) -> list[_Word]:
+    """Return the actions of a rank without micro-batches: each word takes them in the order 0, 1, 2, ..."""
+    behind = num_ranks - rank
+    warm = [
+        *(2 * behind - 1) * _FORWARD_DOWN,
+        *rank * (_FORWARD_UP + _FORWARD_DOWN),
+        *behind * (_FORWARD_UP + _BACKWARD_UP),
+    ]
+    begun = 2 * num_ranks - 1 - rank  # forwards in the first chunk so far; in the second one there are p
+    steady = [
+        *(full - begun) * (_FORWARD_DOWN + _BACKWARD_DOWN + _FORWARD_UP + _BACKWARD_UP),
+        *(begun - num_ranks) * (_BACKWARD_DOWN + _FORWARD_UP + _BACKWARD_UP),
+    ]
+    drain: list[_Word] = [
+        *rank * [(_I, _DOWN), (_I, _UP)],
+        *behind * [(_I, _DOWN), (_W, _DOWN)],
+        *rank * [(_W, _UP)],
+        *rank * [(_W, _DOWN)],
+    ]
+    return warm + steady + drain
+
+
+_PRIORITY = {Kind.BACKWARD: 0, Kind.RECOMPUTE: 1, Kind.FORWARD: 2}
+
+
+def varuna(num_ranks: int, num_microbatches: int, costs: ActionCosts) -> Schedule:
+    """Return Varuna's schedule: all ranks but the last one recompute, and do so while they would wait anyway.
+
+    A rank that is free takes a backward before a recompute, and a recompute before a forward. A recompute
+    begins so that the gradient arrives as it ends. Between its recompute and its backward a rank runs nothing
+    else, so the activations of one micro-batch are there at a time. The last rank runs the backward of a
+    micro-batch directly after its forward, and has nothing to recompute.
+
+    The order depends on the durations, so the builder simulates: it gives the next action to the rank that
+    can begin one first. The lists keep the order alone. A rank that reaches a recompute early begins it
+    early.
+
+    Source: Athlur et al. 2022, "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", the
+    part on the schedule of micro-batches.
+    """
+    costs.require_chunks(num_ranks)
+    builder = _VarunaBuilder(num_ranks, num_microbatches, costs)
+    options = [builder.next_of(rank) for rank in range(num_ranks)]
+    while found := [option for option in options if option is not None]:
+        option = min(found)
+        builder.take(option)
+        for rank in range(max(0, option.rank - 1), min(num_ranks, option.rank + 2)):  # who exchanges with it
+            options[rank] = builder.next_of(rank)
+    return Schedule(loop(num_ranks, 1), num_microbatches, frozen(builder.lists))
+
+
+class _Option(NamedTuple):
+    """An action that a rank can run next; the smallest option is taken."""
+
+    start: float
+    priority: int
+    rank: int
+    kind: Kind
+
+
+class _VarunaBuilder:
+    """The lists so far, with the time at which each action ends."""
+
+    def __init__(self, num_ranks: int, num_microbatches: int, costs: ActionCosts) -> None:
+        self.num_microbatches = num_microbatches
+        self.costs = costs
+        self.last = num_ranks - 1
+        self.lists: list[list[Action]] = [[] for _ in range(num_ranks)]
+        self.free_from = [0.0] * num_ranks
+        self.ends: dict[Action, float] = {}
+        self.forwards = [0] * num_ranks
+        self.backwards = [0] * num_ranks
+
+    def next_of(self, rank: int) -> _Option | None:
+        """Return the action that a rank would run next; None if it has to wait for others, or is done."""
+        microbatch = self.backwards[rank]
+        times: dict[Kind, float | None] = {}
+        is_recomputed = Action(Kind.RECOMPUTE, rank, microbatch) in self.ends
+        if microbatch < self.forwards[rank]:
+            gradient = 0.0 if rank == self.last else self._arrival(backward(rank + 1, microbatch), rank)
+            if rank == self.last or is_recomputed:
+                times[Kind.BACKWARD] = gradient
+            elif gradient is not None:
+                times[Kind.RECOMPUTE] = gradient - self.costs.of(Action(Kind.RECOMPUTE, rank, microbatch))
+        # By its time a backward comes directly after its recompute, but for the rounding of floats.
+        if self.forwards[rank] < self.num_microbatches and not is_recomputed:
+            before = forward(rank - 1, self.forwards[rank])
+            times[Kind.FORWARD] = self._arrival(before, rank - 1) if rank else 0.0
+        options = [
+            _Option(max(self.free_from[rank], time), _PRIORITY[kind], rank, kind)
+            for kind, time in times.items()
+            if time is not None
+        ]
+        return min(options, default=None)
+
+    def take(self, option: _Option) -> None:
+        """Append an action to the list of its rank."""
+        rank, kind = option.rank, option.kind
+        numbers = self.forwards if kind is Kind.FORWARD else self.backwards
+        action = Action(kind, rank, numbers[rank])
+        self.free_from[rank] = self.ends[action] = option.start + self.costs.of(action)
+        self.lists[rank].append(action)
+        if kind is not Kind.RECOMPUTE:
+            numbers[rank] += 1
+
+    def _arrival(self, action: Action, boundary: int) -> float | None:
+        """Return the time at which the message of an action arrives; None if it is in no list yet."""
+        end = self.ends.get(action)
+        return None if end is None else end + self.costs.transfer_after(boundary)
 
 
 def gpipe(num_ranks: int, num_microbatches: int, *, is_last_first: bool = False) -> Schedule:
@@ -22,6 +391,9 @@ def gpipe(num_ranks: int, num_microbatches: int, *, is_last_first: bool = False)
 
     Backwards begin with the first micro-batch, as in torch.distributed.pipelining. With `is_last_first` they
     begin with the last one, as in the paper. Then the last micro-batch needs no recompute.
+
+    Source: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism", section 2.
     """
     order = range(num_microbatches)
     lists = tuple(
@@ -41,7 +413,7 @@ class Request(NamedTuple):
     num_microbatches: int
     chunks_per_rank: int
     recompute: bool
-    costs: Costs
+    costs: ActionCosts
 
 
 class Builder(NamedTuple):
@@ -56,21 +428,12 @@ class Builder(NamedTuple):
     max_chunks: int | None
 
 
-def _gpipe(request: Request) -> Schedule:
-    schedule = gpipe(request.num_ranks, request.num_microbatches, is_last_first=request.recompute)
-    return _recomputed(schedule, request)
-
-
-def _recomputed(schedule: Schedule, request: Request) -> Schedule:
-    return with_recompute(schedule) if request.recompute else schedule
-
-
 SCHEDULES: dict[str, Builder] = {
-    "gpipe": Builder(_gpipe, 1, 1),
-    "1f1b": Builder(lambda r: _recomputed(one_f_one_b(*r[:2]), r), 1, 1),
-    "interleaved": Builder(lambda r: _recomputed(interleaved(*r[:3]), r), 2, None),
-    "zb-h1": Builder(lambda r: _recomputed(zb_h1(*r[:3]), r), 1, None),
-    "zbv": Builder(lambda r: _recomputed(zbv(*r[:2]), r), 2, 2),
+    "gpipe": Builder(lambda r: gpipe(*r[:2], is_last_first=r.recompute), 1, 1),
+    "1f1b": Builder(lambda r: one_f_one_b(*r[:2]), 1, 1),
+    "interleaved": Builder(lambda r: interleaved(*r[:3]), 2, None),
+    "zb-h1": Builder(lambda r: zb_h1(*r[:3]), 1, None),
+    "zbv": Builder(lambda r: zbv(*r[:2]), 2, 2),
     "varuna": Builder(lambda r: varuna(*r[:2], r.costs), 1, 1),
 }
 """The builders by the names that a user writes."""
@@ -83,7 +446,7 @@ def build_schedule(
     chunks_per_rank: int | None = None,
     *,
     recompute: bool = False,
-    costs: Costs | None = None,
+    costs: ActionCosts | None = None,
 ) -> Schedule:
     """Return the schedule with a name.
 
@@ -109,4 +472,5 @@ def build_schedule(
         least, most = builder.min_chunks, builder.max_chunks
         expected = f"{least}" if least == most else f"at least {least}"
         raise ValueError(f"{name}: expected {expected} chunk{'s' * (least > 1)} a rank, got {chunks}")
-    return builder.build(Request(num_ranks, num_microbatches, chunks, recompute, costs or Costs()))
+    schedule = builder.build(Request(num_ranks, num_microbatches, chunks, recompute, costs or ActionCosts()))
+    return with_recompute(schedule) if recompute else schedule

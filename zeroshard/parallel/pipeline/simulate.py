@@ -1,22 +1,114 @@
-"""A simulator of schedules, which also refuses lists whose ranks wait for each other.
+"""A simulator of schedules: the times of all actions, lists that deadlock, and the activations in flight.
 
 Each rank runs its actions one after the other. A message leaves when its action ends, and arrives after the
 duration of a transfer. A rank takes the messages of another one in order, so a message that it needs may wait
-behind an earlier one. Transfers take no time of the ranks and do not slow each other down.
+after an earlier one. Transfers take no time of the ranks and do not slow each other down.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from math import isfinite
 from typing import NamedTuple
 
-from zeroshard.parallel.pipeline.actions import Action, Schedule
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.transfers import Transfer, needed_actions, plan_exchanges
+from zeroshard.parallel.pipeline.actions import (
+    END_BACKWARD,
+    Action,
+    ChunkTransfer,
+    Kind,
+    Schedule,
+    check_actions,
+    needed_actions,
+    plan_exchanges,
+)
+
+PerChunk = float | tuple[float, ...]
+"""One number for all chunks, or a number for each."""
 
 
-class Span(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class ActionCosts:
+    """The durations of actions, in any unit of time.
+
+    The defaults are the usual ones of papers: a forward takes 1, a whole backward 2. Unshard, reshard and
+    reduce take no time here, as they run beside the compute.
+
+    Raises:
+        ValueError: a duration is negative, infinite or not a number.
+    """
+
+    forward: PerChunk = 1.0
+    """Duration of a forward."""
+    backward_input: PerChunk = 1.0
+    """Duration of the gradient of the input, the first half of a backward."""
+    backward_weight: PerChunk = 1.0
+    """Duration of the gradient of the weights, the second half."""
+    recompute: PerChunk = 1.0
+    """Duration of a recompute."""
+    transfer: PerChunk = 0.0
+    """Time between a send and the arrival, for a chunk's output and, the same way back, for its gradient."""
+    step: float = 0.0
+    """Duration of a step of a rank."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            for number in given if isinstance(given, tuple) else (given,):
+                if not (isfinite(number) and number >= 0):
+                    raise ValueError(f"{field.name}: expected a duration of at least 0, got {number}")
+
+    def of(self, action: Action) -> float:
+        """Return the duration of an action."""
+        parts = _PARTS.get(action.kind, ())
+        return sum((self._at(name, action.chunk) for name in parts), start=0.0)
+
+    def transfer_after(self, chunk: int) -> float:
+        """Return the duration of a transfer between a chunk and the next one, in either direction."""
+        return self._at("transfer", chunk)
+
+    def divided_by(self, number: float) -> ActionCosts:
+        """Return the costs of chunks that are a part of a rank's layers each; a transfer stays as it is."""
+        return replace(
+            self,
+            forward=_divided(self.forward, number),
+            backward_input=_divided(self.backward_input, number),
+            backward_weight=_divided(self.backward_weight, number),
+            recompute=_divided(self.recompute, number),
+        )
+
+    def require_chunks(self, num_chunks: int) -> None:
+        """Raise ValueError if there is a list of numbers for another number of chunks."""
+        for field in fields(self):
+            given = getattr(self, field.name)
+            needed = num_chunks - (field.name == "transfer")  # nothing leaves the last chunk
+            if isinstance(given, tuple) and not needed <= len(given) <= num_chunks:
+                raise ValueError(f"{field.name}: expected {num_chunks} numbers, got {len(given)}")
+
+    def _at(self, name: str, chunk: int | None) -> float:
+        given: PerChunk = getattr(self, name)
+        if isinstance(given, tuple):
+            assert chunk is not None  # only a step has none
+            return given[chunk]
+        return given
+
+
+_PARTS: dict[Kind, tuple[str, ...]] = {
+    Kind.FORWARD: ("forward",),
+    Kind.BACKWARD: ("backward_input", "backward_weight"),
+    Kind.INPUT_GRADIENT: ("backward_input",),
+    Kind.WEIGHT_GRADIENT: ("backward_weight",),
+    Kind.RECOMPUTE: ("recompute",),
+    Kind.STEP: ("step",),
+}
+
+
+def _divided(given: PerChunk, number: float) -> PerChunk:
+    return tuple(each / number for each in given) if isinstance(given, tuple) else given / number
+
+
+class ActionTime(NamedTuple):
     """An action with its start and its end."""
 
     action: Action
@@ -25,10 +117,10 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimes:
     """The start and the end of all actions, for each pipeline rank in the order of its list."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionTime, ...], ...]
 
     @property
     def makespan(self) -> float:
@@ -48,25 +140,18 @@ class Timeline:
 
 
 class _Receive(NamedTuple):
-    transfer: Transfer
+    transfer: ChunkTransfer
     before: Action
 
 
 class _Send(NamedTuple):
-    transfer: Transfer
+    transfer: ChunkTransfer
 
 
 _Operation = Action | _Receive | _Send
 
 
-class _Blocked(NamedTuple):
-    """A reason for which a rank cannot go on, and the rank that it waits for."""
-
-    rank: int
-    reason: str
-
-
-class _Channel:
+class _MessageQueue:
     """The messages from one rank to another: the time at which each was offered, accepted and received."""
 
     def __init__(self, max_unreceived: int | None) -> None:
@@ -90,21 +175,28 @@ class _Channel:
         return self.received[-1]
 
 
-class _Run:
+class _Simulation:
     """The state of a simulation."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, max_unreceived: int | None) -> None:
+    def __init__(self, schedule: Schedule, costs: ActionCosts, max_unreceived: int | None) -> None:
         costs.require_chunks(schedule.num_chunks)
         self.costs = costs
         self.needed = needed_actions(schedule)
         self.placement = schedule.placement
-        self.programs = _programs(schedule)
+        self.programs: list[list[_Operation]] = [[] for _ in range(schedule.num_ranks)]
+        for program, exchanges in zip(self.programs, plan_exchanges(schedule), strict=True):
+            for action, receives, sends in exchanges:
+                program.extend(_Receive(one, action) for one in receives)
+                program.append(action)
+                program.extend(map(_Send, sends))
         self.positions = [0] * schedule.num_ranks
         self.clocks = [0.0] * schedule.num_ranks
-        self.spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
+        self.spans: list[list[ActionTime]] = [[] for _ in range(schedule.num_ranks)]
         self.done: set[Action] = set()
-        self.channels: dict[tuple[int, int], _Channel] = defaultdict(lambda: _Channel(max_unreceived))
-        self.offers: dict[Transfer, int] = {}
+        self.channels: dict[tuple[int, int], _MessageQueue] = defaultdict(
+            lambda: _MessageQueue(max_unreceived)
+        )
+        self.offers: dict[ChunkTransfer, int] = {}
 
     def advance(self, rank: int) -> bool:
         """Run the operations of a rank up to one that has to wait; True if there was any progress."""
@@ -114,32 +206,27 @@ class _Run:
             self.positions[rank] += 1
         return (self.positions[rank], len(self.offers)) != before
 
-    def blocked(self, rank: int) -> _Blocked | None:
-        """Return the reason for which a rank cannot run its next operation; None if it can."""
+    def blocked(self, rank: int) -> tuple[int, str] | None:
+        """Return the rank for which a rank cannot run its next operation, with the reason; None if it can."""
         operation = self.programs[rank][self.positions[rank]]
         if isinstance(operation, _Receive):
             transfer = operation.transfer
             if transfer in self.offers:
                 return None
-            return _Blocked(transfer.source, f"{operation.before} waits for {transfer.action}")
+            return transfer.source, f"{operation.before} waits for {transfer.action}"
         if isinstance(operation, _Send):
             transfer = operation.transfer
             index, channel = self._offer(transfer)
             if channel.room_for(index) is not None:
                 return None
             buffers = f"at most {channel.max_unreceived} unreceived"
-            return _Blocked(transfer.target, f"the send of the {transfer} waits for a receive, {buffers}")
-        missing = [action for action in self.needed.get(operation, ()) if self._is_own(action, rank)]
-        if not missing:
-            return None
-        return _Blocked(rank, f"{operation} waits for {missing[0]}, which comes later in its own list")
+            return transfer.target, f"the send of the {transfer} waits for a receive, {buffers}"
+        for action in self.needed.get(operation, ()):  # those of other ranks send a message
+            if action not in self.done and self.placement[action.place[0]] == rank:
+                return rank, f"{operation} waits for {action}, which comes later in its own list"
+        return None
 
-    def _is_own(self, action: Action, rank: int) -> bool:
-        """True for an action of the same rank that has not run; those of other ranks send a message."""
-        assert action.chunk is not None
-        return action not in self.done and self.placement[action.chunk] == rank
-
-    def _offer(self, transfer: Transfer) -> tuple[int, _Channel]:
+    def _offer(self, transfer: ChunkTransfer) -> tuple[int, _MessageQueue]:
         """Offer a message if it has not been; return its number among those of its channel."""
         channel = self.channels[transfer.source, transfer.target]
         if transfer not in self.offers:
@@ -159,7 +246,7 @@ class _Run:
         else:
             start = self.clocks[rank]
             self.clocks[rank] = start + self.costs.of(operation)
-            self.spans[rank].append(Span(operation, start, self.clocks[rank]))
+            self.spans[rank].append(ActionTime(operation, start, self.clocks[rank]))
             self.done.add(operation)
 
     def raise_deadlock(self) -> None:
@@ -171,20 +258,20 @@ class _Run:
             path.append(rank)
             blocked = self.blocked(rank)
             assert blocked is not None
-            rank = blocked.rank
+            rank = blocked[0]
         circle = [(each, self.blocked(each)) for each in path[path.index(rank) :]]
-        waits = "; ".join(f"pipeline rank {each}: {blocked.reason}" for each, blocked in circle if blocked)
+        waits = "; ".join(f"pipeline rank {each}: {blocked[1]}" for each, blocked in circle if blocked)
         raise ValueError(f"expected lists that run to their end, got a deadlock: {waits}")
 
 
 def simulate(
-    schedule: Schedule, costs: Costs | None = None, *, max_unreceived: int | None = None
-) -> Timeline:
+    schedule: Schedule, costs: ActionCosts | None = None, *, max_unreceived: int | None = None
+) -> ScheduleTimes:
     """Return the times of all actions.
 
     Args:
         schedule: the lists of all ranks.
-        costs: the durations. None: the defaults of `Costs`.
+        costs: the durations. None: the defaults of `ActionCosts`.
         max_unreceived: messages from one rank to another that may be under way or wait there. A rank that
             would send one more waits until the other rank receives one. Here a rank receives directly before
             the action that needs the message. With 0 a send waits for its own receive. None: no limit.
@@ -195,30 +282,69 @@ def simulate(
     """
     if max_unreceived is not None and max_unreceived < 0:
         raise ValueError(f"max_unreceived: expected at least 0 or None, got {max_unreceived}")
-    run = _Run(schedule, costs or Costs(), max_unreceived)
-    moves = True
-    while moves:  # each rank goes on once before any goes on again, else the first ones are asked in vain
-        moves = False
-        for rank in range(schedule.num_ranks):
-            moves |= run.advance(rank)
+    run = _Simulation(schedule, costs or ActionCosts(), max_unreceived)
+    while sum(map(run.advance, range(schedule.num_ranks))):
+        pass  # each rank goes on once before any goes on again, else the first ones are asked in vain
     if any(run.positions[rank] < len(program) for rank, program in enumerate(run.programs)):
         run.raise_deadlock()
-    return Timeline(tuple(map(tuple, run.spans)))
+    return ScheduleTimes(tuple(map(tuple, run.spans)))
 
 
-def validate(schedule: Schedule, *, max_unreceived: int | None = None) -> None:
-    """Raise a ValueError if a schedule cannot run; see `simulate`."""
-    simulate(schedule, max_unreceived=max_unreceived)
+@dataclass(frozen=True)
+class ActivationCounts:
+    """The largest numbers of micro-batches whose activations are held at a time.
+
+    Args:
+        per_chunk: for each chunk, from its forward, or its recompute if it has one, to the end of its
+            backward.
+        per_rank: for each pipeline rank, over all of its chunks together.
+        inputs_per_chunk: for each chunk, micro-batches of which only the input is held, for a recompute.
+        inputs_per_rank: the same for each pipeline rank.
+    """
+
+    per_chunk: tuple[int, ...]
+    per_rank: tuple[int, ...]
+    inputs_per_chunk: tuple[int, ...]
+    inputs_per_rank: tuple[int, ...]
 
 
-def _programs(schedule: Schedule) -> list[list[_Operation]]:
-    """Return the receives, actions and sends of each rank, in order."""
-    programs: list[list[_Operation]] = []
-    for exchanges in plan_exchanges(schedule):
-        program: list[_Operation] = []
-        for exchange in exchanges:
-            program.extend(_Receive(transfer, exchange.action) for transfer in exchange.receives)
-            program.append(exchange.action)
-            program.extend(map(_Send, exchange.sends))
-        programs.append(program)
-    return programs
+def count_activations(schedule: Schedule) -> ActivationCounts:
+    """Count the activations in flight. Raises ValueError as `check_actions` does."""
+    check_actions(schedule)
+    recomputed = {action.place for _, action in schedule if action.kind is Kind.RECOMPUTE}
+    now, peak = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]]()
+    for rank, action in schedule:
+        changes: dict[str, int] = {}
+        if action.kind is Kind.FORWARD:
+            changes = {"inputs" if action.place in recomputed else "whole": 1}
+        elif action.kind is Kind.RECOMPUTE:
+            changes = {"inputs": -1, "whole": 1}
+        elif action.kind in END_BACKWARD:
+            changes = {"whole": -1}
+        for what, number in changes.items():
+            for key in ((what, "rank", rank), (what, "chunk", action.place[0])):
+                now[key] += number
+                peak[key] = max(peak[key], now[key])
+    units = (("chunk", schedule.num_chunks), ("rank", schedule.num_ranks))
+    return ActivationCounts(
+        *(tuple(peak[w, unit, i] for i in range(num)) for w in ("whole", "inputs") for unit, num in units)
+    )
+
+
+def most_bytes(schedule: Schedule, per_chunk: Sequence[int]) -> tuple[int, ...]:
+    """Return for each pipeline rank the most bytes of activations that it holds at a time.
+
+    Args:
+        schedule: a schedule without recomputation of its own.
+        per_chunk: the bytes of a micro-batch in each chunk, from its forward to the end of its backward.
+    """
+    now, most = [0] * schedule.num_ranks, [0] * schedule.num_ranks
+    for rank, action in schedule:
+        if action.chunk is None:
+            continue
+        if action.kind is Kind.FORWARD:
+            now[rank] += per_chunk[action.chunk]
+            most[rank] = max(most[rank], now[rank])
+        elif action.kind in END_BACKWARD:
+            now[rank] -= per_chunk[action.chunk]
+    return tuple(most)

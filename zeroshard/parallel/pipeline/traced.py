@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -29,13 +30,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
-from zeroshard.parallel.pipeline.sample import Sample, same_random_numbers
+from zeroshard.parallel.pipeline.profile import SampleBatch, same_random_numbers
 
 Value = tuple[int, int]
 """An output of a chunk: the number of the chunk, and its place among the outputs."""
 
 
-class _Stage(NamedTuple):
+class _ChunkGraph(NamedTuple):
     """The graph of a chunk."""
 
     graph: nn.Module
@@ -54,7 +55,7 @@ class Trace:
     """
 
     def __init__(
-        self, model: nn.Module, stages: Sequence[_Stage], forms: Mapping[str, Any], *, has_modes: bool
+        self, model: nn.Module, stages: Sequence[_ChunkGraph], forms: Mapping[str, Any], *, has_modes: bool
     ) -> None:
         self.model, self.stages, self.forms, self.has_modes = model, tuple(stages), dict(forms), has_modes
         self.is_training = model.training
@@ -69,14 +70,11 @@ class Trace:
             for chunk in range(len(stages))
         )
         """For each chunk, the values that it hands on to the next one."""
-        self.users = _users_of(stages)
-        """The chunks that compute a module, by its name."""
-        self.readers = _readers_of(stages)
-        """The chunks that read a parameter or buffer, by its name."""
-        for name, _ in model.named_parameters(remove_duplicate=False):
-            self.readers.setdefault(name, {0})  # unused ones belong to the first chunk
-        for name, _ in model.named_buffers(remove_duplicate=False):
-            self.readers.setdefault(name, {0})
+        self.users, self.readers = _uses_of(stages)
+        """The chunks that compute a module, and those that read a parameter or buffer, by name."""
+        for named in (model.named_parameters, model.named_buffers):
+            for name, _ in named(remove_duplicate=False):
+                self.readers.setdefault(name, {0})  # unused ones belong to the first chunk
 
     def parameters_of(self, chunk: int) -> Iterator[nn.Parameter]:
         """Yield the parameters of a chunk, each once."""
@@ -84,7 +82,7 @@ class Trace:
         yield from dict.fromkeys(parameter for name, parameter in named if chunk in self.readers[name])
 
 
-def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
+def trace(model: nn.Module, sample: SampleBatch, names: Sequence[str]) -> Trace:
     """Trace a model with a micro-batch, and cut it before modules.
 
     Args:
@@ -123,14 +121,15 @@ def trace(model: nn.Module, sample: Sample, names: Sequence[str]) -> Trace:
                 f"pipeline.trace: the {type(model).__name__} could not be traced: {error.__cause__ or error}"
             ) from error
     stages = _read_stages(pipe.split_gm)
-    for name in _readers_of(stages):
+    _, readers = _uses_of(stages)
+    for name in readers:
         if "@" in name:  # torch names the second call of a module so, and copies its parameters
             called = re.sub(r"@\d+", "", name).rpartition(".")[0]
             raise ValueError(
                 "pipeline.trace: expected modules with parameters to run once in a forward, but "
                 f"'{called}' runs several times"
             )
-    _refuse_written(model, bound, _readers_of(stages))
+    _refuse_written(model, bound, readers)
     if len(stages) != len(names) + 1:
         raise ValueError(
             f"pipeline.split: expected {len(names) + 1} chunks, as many as names and one more, got "
@@ -188,21 +187,23 @@ def form_of(value: Any) -> Any:
     return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
 
 
-def _read_stages(whole: fx.GraphModule) -> list[_Stage]:
+def _read_stages(whole: fx.GraphModule) -> list[_ChunkGraph]:
     """The stages of a graph whose nodes call one after another.
 
     Raises:
         ValueError: the output is no single value of the last one.
     """
     found: dict[fx.Node, str | Value] = {}
-    stages: list[_Stage] = []
+    stages: list[_ChunkGraph] = []
     output: Any = None
     for node in whole.graph.nodes:
         if node.op == "placeholder":
             found[node] = str(node.target)
         elif node.op == "call_module":
             found[node] = (len(stages), 0)
-            stages.append(_Stage(whole.get_submodule(str(node.target)), tuple(found[a] for a in node.args)))
+            stages.append(
+                _ChunkGraph(whole.get_submodule(str(node.target)), tuple(found[a] for a in node.args))
+            )
         elif node.op == "call_function":  # one of several outputs
             source, place = node.args
             chunk = found[source][0]
@@ -215,29 +216,18 @@ def _read_stages(whole: fx.GraphModule) -> list[_Stage]:
     return stages
 
 
-def _users_of(stages: Sequence[_Stage]) -> dict[str, set[int]]:
-    users: dict[str, set[int]] = {}
+def _uses_of(stages: Sequence[_ChunkGraph]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
+    """Return the chunks that compute a module, and those that read a parameter or buffer, by name."""
+    users, readers = defaultdict[str, set[int]](set), defaultdict[str, set[int]](set)
     for chunk, stage in enumerate(stages):
         for name, module in stage.graph.named_modules():
-            if any(node.op != "output" and node.op != "placeholder" for node in _nodes(module)):
-                users.setdefault(name, set()).add(chunk)
-    return users
-
-
-def _readers_of(stages: Sequence[_Stage]) -> dict[str, set[int]]:
-    readers: dict[str, set[int]] = {}
-    for chunk, stage in enumerate(stages):
-        for name, module in stage.graph.named_modules():
-            for node in _nodes(module):
+            graph = getattr(module, "graph", None)
+            for node in graph.nodes if isinstance(graph, fx.Graph) else ():
+                if node.op not in ("output", "placeholder"):
+                    users[name].add(chunk)
                 if node.op == "get_attr":
-                    place = f"{name}.{node.target}" if name else str(node.target)
-                    readers.setdefault(place, set()).add(chunk)
-    return readers
-
-
-def _nodes(module: nn.Module) -> Sequence[fx.Node]:
-    graph = getattr(module, "graph", None)
-    return list(graph.nodes) if isinstance(graph, fx.Graph) else ()
+                    readers[f"{name}.{node.target}" if name else str(node.target)].add(chunk)
+    return dict(users), dict(readers)
 
 
 class TracedModel(nn.Module):
@@ -275,11 +265,6 @@ class TracedModel(nn.Module):
         for tensors, key, _ in places:
             if (id(tensors), key) not in kept:
                 tensors.pop(key, None)
-
-    def chunk_modules(self, chunk: int) -> list[nn.Module]:
-        """Return the modules that this chunk alone computes."""
-        users = self.trace.users
-        return [module for name, module in self.named_modules() if name and users.get(name) == {chunk}]
 
     def _build(self, own: Collection[int]) -> None:
         given, self._own, self._modules = self.trace, frozenset(own), {}
@@ -353,25 +338,6 @@ class TracedModel(nn.Module):
         values |= {(chunk, place): value for place, value in enumerate(made)}
         return [values[key] for key in given.boundaries[chunk]]
 
-    def check(self, named: Mapping[str, Any]) -> None:
-        """Check arguments of the model against those that were traced.
-
-        Raises:
-            ValueError: they have other names, dtypes or shapes.
-            RuntimeError: the model is in another mode than when it was traced, and computes otherwise there.
-        """
-        given = self.trace
-        if self.training != given.is_training and given.has_modes:
-            raise RuntimeError(
-                "pipeline.trace: the trace holds the train mode, and this model computes otherwise in eval "
-                "mode (dropout, batch statistics): evaluate it without a pipeline"
-            )
-        found = {name: form_of(value) for name, value in named.items()}
-        if found != given.forms:
-            raise ValueError(
-                f"pipeline.trace: expected arguments as those that were traced, {given.forms}; got {found}"
-            )
-
 
 class TracedChunks:
     """The chunks of a traced model on this rank, as `Chunked` has those of other models.
@@ -389,12 +355,28 @@ class TracedChunks:
         """All modules: a graph calls its own with other arguments, and nobody calls those of the model."""
 
     def modules_of(self, chunk: int) -> list[nn.Module]:
-        """Return the modules of a chunk of this rank."""
-        return self.model.chunk_modules(chunk)
+        """Return the modules that one chunk of this rank alone computes."""
+        users = self.model.trace.users
+        return [one for name, one in self.model.named_modules() if name and users.get(name) == {chunk}]
 
     def check(self, named: Mapping[str, Any]) -> None:
-        """Check arguments of the model; see `TracedModel.check`."""
-        self.model.check(named)
+        """Check arguments of the model against those that were traced.
+
+        Raises:
+            ValueError: they have other names, dtypes or shapes.
+            RuntimeError: the model is in another mode than when it was traced, and computes otherwise there.
+        """
+        given = self.model.trace
+        if self.model.training != given.is_training and given.has_modes:
+            raise RuntimeError(
+                "pipeline.trace: the trace holds the train mode, and this model computes otherwise in eval "
+                "mode (dropout, batch statistics): evaluate it without a pipeline"
+            )
+        found = {name: form_of(value) for name, value in named.items()}
+        if found != given.forms:
+            raise ValueError(
+                f"pipeline.trace: expected arguments as those that were traced, {given.forms}; got {found}"
+            )
 
     def __call__(self, chunk: int, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
         """Compute a chunk; see `TracedModel.forward`."""

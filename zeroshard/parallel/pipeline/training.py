@@ -1,5 +1,7 @@
 """Batches of a pipeline: the runner calls the sharded chunks of this rank.
 
+The ranks of a pipeline compare their batches: shapes always, values now and then.
+
 A list without unshard and reshard leaves it to the hooks of the sharding to gather and free unit by unit,
 around each forward and backward. Else the units of a chunk are gathered together and stay until its reshard.
 
@@ -18,14 +20,16 @@ ranks run the same list, so they reduce in the same order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import open_pairs
 from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.config.pipeline import ASYNCHRONOUS
@@ -35,21 +39,170 @@ from zeroshard.internals import pytree
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
 from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
-from zeroshard.parallel.pipeline.asynchronous.versions import Versions
-from zeroshard.parallel.pipeline.choice import count_synchronous, full_schedule_of
-from zeroshard.parallel.pipeline.comparison import Comparison, shapes_of
-from zeroshard.parallel.pipeline.feed import Feed, Piece, next_batch
-from zeroshard.parallel.pipeline.part import Part
-from zeroshard.parallel.pipeline.random import own_numbers
+from zeroshard.parallel.pipeline.asynchronous.versions import WeightVersions
+from zeroshard.parallel.pipeline.choice import count_synchronous
+from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
+from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.runner import Runner
 from zeroshard.parallel.pipeline.sharding import ends_of_steps, reduced_apart
 from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.parallel.pipeline.weights import Products, Waiting
+from zeroshard.parallel.random import own_numbers
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 
 
-class Pipelined:
+class BatchPiece(NamedTuple):
+    """A micro-batch."""
+
+    arguments: Mapping[str, Any]
+    """The arguments of the model, by name."""
+    target: Any
+
+
+def next_batch(batches: Iterator[Any], number: int, num_batches: int) -> tuple[Any, Any]:
+    """Return the inputs and the targets of the next batch.
+
+    Args:
+        batches: tuples of inputs and targets, or inputs alone.
+        number: the number of the batch, from 0.
+        num_batches: the batches that there must be.
+
+    Raises:
+        ValueError: there is no such batch, or it is a tuple of another length.
+    """
+    try:
+        batch = next(batches)
+    except StopIteration:
+        raise ValueError(f"expected {num_batches} batches, got {number}") from None
+    if not isinstance(batch, tuple | list):
+        return batch, None
+    if len(batch) not in (1, 2):
+        raise ValueError(
+            f"batch {number}: expected (inputs, targets) or the inputs alone, got a {type(batch).__name__} "
+            f"of {len(batch)}; put several inputs into a tuple or a mapping of their own"
+        )
+    return batch[0], batch[1] if len(batch) == 2 else None
+
+
+_NUM_BITS = 32
+"""Bits of the checksum that pipeline ranks compare."""
+
+
+class BatchComparison:
+    """Compares the batches of the ranks of one pipeline.
+
+    Args:
+        axis: these ranks.
+        parameters: the parameters of this rank.
+        containers: modules that must not get hooks from now on, with their names.
+    """
+
+    def __init__(
+        self, axis: Axis, parameters: Iterable[nn.Parameter], containers: Iterable[tuple[str, nn.Module]]
+    ) -> None:
+        self._axis, self._parameters = axis, tuple(parameters)
+        self._containers = [(name, one, surroundings_of(one)) for name, one in containers]
+        """Each with the hooks that it had at the start: the engine's."""
+        self._num_batches = self._num_changes = 0
+        self._trained: list[bool] | None = None
+        """The parameters and inputs that need a gradient."""
+        self._noted = 0
+        """The checksum of batches that are to be compared later."""
+
+    def begin(self, batch: Any) -> Callable[[], Any]:
+        """Begin to compare a batch; collective.
+
+        Returns:
+            A function that waits for the answer. It returns a value that all ranks have alike: where they
+            had it before, the tensors between chunks have the forms that they had then. It raises a
+            RuntimeError if the batches differ, or if a container was given hooks.
+        """
+        shapes = shapes_of(batch)
+        value = crc32(repr(shapes).encode())
+        if self._counts():
+            value = _checksum(batch, value)
+        values = (*self._parameters, *_leaves(batch))
+        trained = [isinstance(value, Tensor) and value.requires_grad for value in values]
+        has_changed, self._trained = self._trained not in (None, trained), trained
+        hooked = [name for name, one, known in self._containers if surroundings_of(one) != known]
+        flags = *_flags(value), has_changed, bool(hooked)
+        answer = self._axis.any(flags, "comparison of the batches of a pipeline")
+
+        def agree() -> Any:
+            *found, any_has_changed, any_is_hooked = answer()
+            if any_is_hooked:
+                raise RuntimeError(tell_hooked(*hooked[:1]))
+            self._num_changes += any_has_changed  # then activations may need gradients that did not before
+            self._refuse_others(found)
+            return self._num_changes, shapes
+
+        return agree
+
+    def note(self, batch: Any) -> None:
+        """Note a batch that is used while other ranks are at other ones; `check_noted` compares it."""
+        if self._counts():
+            self._noted = _checksum(batch, self._noted)
+
+    def check_noted(self) -> None:
+        """Compare the batches that were noted; collective.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        value, self._noted = self._noted, 0
+        self._refuse_others(self._axis.any(_flags(value), "comparison of the batches of a list")())
+
+    def _counts(self) -> bool:
+        """Count a batch; True if its values are compared: those of batches 1, 2, 4, 8 and so on."""
+        self._num_batches += 1
+        return not self._num_batches & (self._num_batches - 1)
+
+    def _refuse_others(self, found: list[bool]) -> None:
+        if any(one and other for one, other in zip(found[:_NUM_BITS], found[_NUM_BITS:], strict=True)):
+            raise RuntimeError(
+                f"pipeline ranks {list(self._axis.global_ranks)} have different batches: expected "
+                "the same inputs and targets on all of them. Choose samples by engine.dp_rank and "
+                "engine.dp_world_size, not by the global rank"
+            )
+
+
+def _flags(value: int) -> list[bool]:
+    """The bits of a number, and their inverses: ranks have different ones if a bit is set in both."""
+    bits = [bool(value >> bit & 1) for bit in range(_NUM_BITS)]
+    return [*bits, *(not bit for bit in bits)]
+
+
+def shapes_of(value: Any) -> Any:
+    """Return a value that tells the shapes of a batch."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape)
+    if isinstance(value, Mapping):
+        return tuple((key, shapes_of(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(shapes_of, value))
+    return repr(value) if isinstance(value, bool | int | str | None) else type(value).__name__
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield all values of a batch, in order."""
+    if not isinstance(value, Mapping | list | tuple):
+        yield value
+        return
+    for item in value.values() if isinstance(value, Mapping) else value:
+        yield from _leaves(item)
+
+
+def _checksum(batch: Any, start: int) -> int:
+    """The crc32 of all tensors of a batch."""
+    for value in _leaves(batch):
+        if isinstance(value, Tensor):
+            memory = value.detach().contiguous().view(-1).view(torch.uint8).cpu()
+            start = crc32(memory.numpy().data, start)
+    return start
+
+
+class PipelineTraining:
     """The chunks of this rank as a runner calls them.
 
     Args:
@@ -66,7 +219,7 @@ class Pipelined:
 
     def __init__(
         self,
-        part: Part,
+        part: ModelPart,
         runtime: Runtime,
         loss_fn: LossFunction | None,
         optimizer: Optimizer | None,
@@ -88,8 +241,8 @@ class Pipelined:
         self._signature = part.chunked.signature
         self._bound: Set[str] = set()
         """The names of arguments that the forward of the model was found to have."""
-        self._feed = Feed()
-        """The micro-batches of the list under way."""
+        self._piece_of: Callable[[int], BatchPiece] | None = None
+        """Returns a micro-batch of the list; its batch is loaded when a forward needs the first one."""
         self._bare: set[tuple[int, int]] = set()
         """The chunks and micro-batches whose forwards were bare; see `Runtime.show_all`."""
         self._called: set[int] = set()
@@ -111,19 +264,18 @@ class Pipelined:
         self.is_stepping = False
         """True while the step after a batch is taken."""
         self._loss_scale = 1.0
-        self._comparison = Comparison(self._axes.pp, runtime.parameters, part.chunked.containers)
+        self._comparison = BatchComparison(self._axes.pp, runtime.parameters, part.chunked.containers)
         config = part.config.pipeline
         self.method = None
         """The method of an asynchronous pipeline; None for a synchronous one."""
         if config.is_asynchronous:
-            self.method = AsynchronousMethod(runtime, config, self._axes.pp.rank, change, corrected)
             lists = part.schedule(config.num_microbatches, has_backward=True)
-            self.method.prepare(lists, full_schedule_of(part.config))
+            self.method = AsynchronousMethod(runtime, part.config, lists, change, corrected)
         self._take_step: Callable[[AbstractContextManager[None]], None] | None = None
         """Takes a step inside a context, in the middle of a list."""
 
     @property
-    def versions(self) -> Versions | None:
+    def versions(self) -> WeightVersions | None:
         """The versions of weights that are kept; None if all actions compute with the newest ones."""
         return None if self.method is None else self.method.versions
 
@@ -184,27 +336,29 @@ class Pipelined:
                 f"micro-batches the list has, got {num_batches}: call train_batch() for each"
             )
         self._factor, self._take_step, total = 1.0, take_step, num * num_batches
-        schedule = self._part.schedule(total, has_backward=True, steps_taken=steps_taken)
         runner = self._runner(total, has_backward=True, steps_taken=steps_taken)
         batch = self._cut(next_batch(batches, 0, num_batches), num)
-        shapes, loaded = shapes_of(batch), 1
+        shapes, loaded, pieces = shapes_of(batch), 1, list[BatchPiece]()
 
-        def load() -> list[Piece]:
-            nonlocal loaded
-            later = self._cut(next_batch(batches, loaded, num_batches), num)
-            if (found := shapes_of(later)) != shapes:
-                raise ValueError(
-                    f"batch {loaded}: expected the shapes of the first batch of the list, {shapes}, got "
-                    f"{found}: leave out a last batch that is smaller (drop_last=True of a DataLoader)"
-                )
-            loaded += 1
-            self._comparison.note(later)
-            return self._bind(later)
+        def piece_of(microbatch: int) -> BatchPiece:
+            nonlocal loaded, pieces
+            while microbatch >= loaded * num:
+                later = self._cut(next_batch(batches, loaded, num_batches), num)
+                if (found := shapes_of(later)) != shapes:
+                    raise ValueError(
+                        f"batch {loaded}: expected the shapes of the first batch of the list, {shapes}, got "
+                        f"{found}: leave out a last batch that is smaller (drop_last=True of a DataLoader)"
+                    )
+                loaded += 1
+                self._comparison.note(later)
+                pieces = self._bind(later)
+            return pieces[microbatch % num]
 
         try:
-            with self.method.batch(schedule, steps_taken):
+            with self.method.batch(runner.schedule, steps_taken):
                 agree = self._comparison.begin(batch)
-                means = self._run(runner, agree, Feed(self._bind(batch), load), num, num_batches)
+                pieces = self._bind(batch)
+                means = self._run(runner, agree, piece_of, num, num_batches)
             if num_batches > 1:
                 self._comparison.check_noted()
             return means()
@@ -220,7 +374,7 @@ class Pipelined:
         runner = self._runner(num, has_backward, 0)
         batch = self._cut((inputs, targets), num)
         agree = self._comparison.begin(batch)
-        return self._run(runner, agree, Feed(self._bind(batch)), num, 1)
+        return self._run(runner, agree, self._bind(batch).__getitem__, num, 1)
 
     def _cut(self, batch: tuple[Any, Any], num: int) -> list[tuple[Any, Any]]:
         """Cut a batch into micro-batches, on the device."""
@@ -228,22 +382,27 @@ class Pipelined:
         pieces = zip(*(split_batch(value, num, key) for value in batch), strict=True)
         return [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
 
-    def _bind(self, batch: list[tuple[Any, Any]]) -> list[Piece]:
+    def _bind(self, batch: list[tuple[Any, Any]]) -> list[BatchPiece]:
         """Give the micro-batches of a batch the names of the model's arguments."""
-        pieces = [Piece(self._named(piece), target) for piece, target in batch]
+        pieces = [BatchPiece(self._named(piece), target) for piece, target in batch]
         self._part.chunked.check(pieces[0].arguments)  # all micro-batches have the same arguments
         return pieces
 
     def _run(
-        self, runner: Runner, agree: Callable[[], Any], feed: Feed, num: int, num_batches: int
+        self,
+        runner: Runner,
+        agree: Callable[[], Any],
+        piece_of: Callable[[int], BatchPiece],
+        num: int,
+        num_batches: int,
     ) -> Callable[[], Tensor]:
         device = self._runtime.context.device
-        self._feed, self._losses = feed, []
+        self._piece_of, self._losses = piece_of, []
         try:
             with own_numbers(device, self._messages.rank), self._runtime.batch():
                 runner.run(agree)
         finally:
-            self._feed, self._runtime.here.action, self._called, self._bare = Feed(), "", set(), set()
+            self._piece_of, self._runtime.here.action, self._called, self._bare = None, "", set(), set()
         totals = torch.zeros(num_batches, dtype=torch.float32, device=device)
         for microbatch, loss in self._losses:
             totals[microbatch // num] += loss
@@ -286,7 +445,8 @@ class Pipelined:
             buffer.data.copy_(values)  # autograd may have saved one that the forward only reads
 
     def _compute(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        piece, target = self._feed[microbatch]
+        assert self._piece_of is not None, "a list runs"
+        piece, target = self._piece_of(microbatch)
         if not torch.is_grad_enabled():  # a recomputed forward gets the batch as it was before the first one
             piece, target = pytree.tree_map_only(Tensor, Tensor.clone, (piece, target))
         if chunk < self._part.num_chunks - 1:
@@ -390,7 +550,7 @@ class Pipelined:
         return given
 
 
-def _units_of(part: Part, runtime: Runtime, chunk: int) -> dict[Unit, None]:
+def _units_of(part: ModelPart, runtime: Runtime, chunk: int) -> dict[Unit, None]:
     """The units of a chunk, in the same order on all ranks; the root belongs to all chunks."""
     inside = {module for place in part.chunked.modules_of(chunk) for module in place.modules()}
     return dict.fromkeys(unit for unit in runtime.units[1:] if inside.issuperset(unit.modules))

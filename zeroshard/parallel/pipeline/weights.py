@@ -47,12 +47,6 @@ class Waiting:
         self._weights: list[tuple[Tensor, _Operands]] = []
         """An empty value for each product, whose backward computes the weight gradient; and its operands."""
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the operands that are kept for them."""
-        kept = {one.untyped_storage() for _, operands in self._weights for one in operands.kept}
-        return sum(storage.nbytes() for storage in kept)
-
     def note(self, weight: Tensor, is_turned: bool) -> _Operands:
         """Note that a product begins.
 

@@ -21,9 +21,8 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
-from zeroshard.parallel.tensor.heads import with_heads
 from zeroshard.parallel.tensor.sequence import Regions, blocks_of
-from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Plan, Style, Way
+from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, LayerPlan, Plan, Split, with_heads
 from zeroshard.sharding.changes import Changes
 
 
@@ -39,15 +38,15 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
     Raises:
         ValueError: a layer of the plan has an adapter of another kind, or shares its heads between ranks.
     """
-    inside: dict[str, str | Style] = {}
-    whole = Way.SUMMED if by_sequence else Way.REPLICATE
+    inside: dict[str, str | LayerPlan] = {}
+    whole = Split.SUMMED if by_sequence else Split.REPLICATE
     for name, module in model.named_modules():
         pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), None)
         base = getattr(module, "base_layer", None)
         if pattern is None or not isinstance(base, nn.Module):
             continue
-        style = Style.of(plan[pattern], pattern)
-        if style.way is Way.REPLICATE:
+        style = LayerPlan.of(plan[pattern], pattern)
+        if style.way is Split.REPLICATE:
             continue
         if hasattr(module, "parameter_name"):
             raise ValueError(
@@ -57,14 +56,14 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
         parent = model.get_submodule(name.rpartition(".")[0])
         style = with_heads(style, name, base, parent, num_ranks)
         _check(name, module, base, style)
-        inside |= {name: Way.REPLICATE.value, f"{name}.base_layer": style}
+        inside |= {name: "replicate", f"{name}.base_layer": style}
         cut, other = ("lora_A", "lora_B") if style.way in BY_ROWS else ("lora_B", "lora_A")
         inside |= {f"{name}.{cut}.*": style, f"{name}.{other}.*": whole.value}
-        inside[f"{name}.*"] = Way.REPLICATE.value  # a pattern with * at its end fits the rest of the adapter
+        inside[f"{name}.*"] = "replicate"  # a pattern with * at its end fits the rest of the adapter
     return inside | {pattern: style for pattern, style in plan.items() if pattern not in inside}
 
 
-def _check(name: str, module: nn.Module, base: nn.Module, style: Style) -> None:
+def _check(name: str, module: nn.Module, base: nn.Module, style: LayerPlan) -> None:
     kinds = {attribute for attribute in ("lora_A", "lora_B") if getattr(module, attribute, None)}
     has_more = any(getattr(module, at, None) for at in ("lora_magnitude_vector", "lora_variant"))
     if kinds != {"lora_A", "lora_B"} or has_more:
@@ -73,7 +72,7 @@ def _check(name: str, module: nn.Module, base: nn.Module, style: Style) -> None:
             f"{type(module).__module__}; expected LoRA without variants over a Linear, or 'replicate' "
             "for the layer"
         )
-    if style.way in (Way.SHARED_COLUMNS, Way.SUMMED):
+    if style.way in (Split.SHARED_COLUMNS, Split.SUMMED):
         raise ValueError(
             f"tp_plan: '{name}' has an adapter and is '{style.way.value}'; expected no adapter there, or as "
             "many heads as ranks"

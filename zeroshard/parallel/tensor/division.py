@@ -1,6 +1,7 @@
 """The layers of a plan, and the parts of their parameters that the ranks of a tensor group hold.
 
-Nothing is changed and no rank is asked: a plan that does not fit a model is an error before anything starts.
+A model whose user gives no plan has that of transformers, or one of our own. Nothing is changed and no rank
+is asked: a plan that does not fit a model is an error before anything starts.
 """
 
 from __future__ import annotations
@@ -8,25 +9,130 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
-from zeroshard.parallel.pipeline.chunked import Absent
+from zeroshard.parallel.pipeline.chunked import HOOKS, Absent
 from zeroshard.parallel.tensor.adapters import around, through_adapters
-from zeroshard.parallel.tensor.experts import cuts_of_experts
-from zeroshard.parallel.tensor.heads import dim_of, is_conv1d, is_linear, with_heads
 from zeroshard.parallel.tensor.losses import with_loss
-from zeroshard.parallel.tensor.plans import check_vocabulary, plan_of
 from zeroshard.parallel.tensor.sequence import check_coverage, with_sequence
-from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, WITHOUT_CUTS, Divided, Plan, Style, Way
+from zeroshard.parallel.tensor.styles import (
+    BY_ROWS,
+    OF_SEQUENCE,
+    WITHOUT_CUTS,
+    Divided,
+    LayerPlan,
+    Plan,
+    Split,
+    cuts_of_experts,
+    dim_of,
+    is_conv1d,
+    is_linear,
+    with_heads,
+)
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.originals import Original
 from zeroshard.plan.units import UnitSpec
 
-_WHOLE = Style(Way.REPLICATE)
+_T5 = {
+    "*shared": "rowwise",
+    "*embed_tokens": "rowwise",
+    "*Attention.[qkv]": "colwise",
+    "*Attention.o": "rowwise",
+    "*Attention.relative_attention_bias": "embedding_per_head",
+    "*DenseReluDense.wi*": "colwise",
+    "*DenseReluDense.wo": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+_OWN: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "*wte": "rowwise",
+        "*attn.c_attn": "colwise",
+        "*attn.c_proj": "rowwise",
+        "*crossattention.c_attn": "colwise",
+        "*crossattention.q_attn": "colwise",
+        "*crossattention.c_proj": "rowwise",
+        "*mlp.c_fc": "colwise",
+        "*mlp.c_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    },
+    "t5": _T5,
+    "mt5": _T5,
+}
+"""Plans for models of transformers that have none there, by `config.model_type`."""
+
+_BESIDE = {
+    "phi": {"*self_attn.[qk]_layernorm": "replicated_with_grad_allreduce"},
+    "apertus": {"*mlp.act_fn": "replicated_with_grad_allreduce"},
+}
+"""Entries that the plans of transformers lack, by `config.model_type`. A rank uses these layers for its own
+heads or hidden elements."""
+
+
+_PREFIX = "base_model.model."
+"""The names of a model begin with it once peft has wrapped the model."""
+
+
+def plan_of(model: nn.Module) -> Mapping[str, str]:
+    """Return the plan of a model, {} if there is none.
+
+    A plan serves several variants of a model. The patterns that fit nothing in this one are left out.
+    """
+    kind = str(getattr(getattr(model, "config", None), "model_type", None))
+    plan = getattr(model, "tp_plan", None) or _OWN.get(kind, {})
+    plan = {**plan, **_BESIDE.get(kind, {})} if plan else plan
+    names = [name for name, _ in model.named_modules()]
+    if any(name.startswith(_PREFIX) for name in names):
+        plan = {_PREFIX + at: word for at, word in plan.items()}
+    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    plan = {at: word for at, word in plan.items() if any(fnmatchcase(name, at) for name in names)}
+    return plan | _with_tied_embedding(model, plan)
+
+
+def _with_tied_embedding(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """An entry for an embedding that the plan leaves out, and whose table is that of a divided head."""
+    if not hasattr(model, "resize_token_embeddings"):
+        return {}
+    table, head = _found(model, "get_input_embeddings"), _found(model, "get_output_embeddings")
+    names = {module: name for name, module in model.named_modules()}
+    weights = [getattr(module, "weight", None) for module in (table, head)]
+    if table not in names or head not in names or weights[0] is None or weights[0] is not weights[1]:
+        return {}
+    is_known = {module: any(fnmatchcase(names[module], at) for at in plan) for module in (table, head)}
+    return {names[table]: "rowwise"} if is_known[head] and not is_known[table] else {}
+
+
+def check_vocabulary(model: nn.Module, plan: Mapping[str, Any], num_ranks: int) -> None:
+    """Raise a ValueError for a model of transformers if the ranks do not divide its vocabulary."""
+    if not hasattr(model, "resize_token_embeddings"):
+        return
+    tables = [_found(model, "get_input_embeddings"), _found(model, "get_output_embeddings")]
+    for name, module in model.named_modules():
+        if isinstance(module, Absent) or not any(module is table for table in tables):
+            continue
+        word = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), "replicate")
+        num_tokens = len(module.weight)
+        if word != "replicate" and num_tokens % num_ranks:
+            raise ValueError(
+                f"'{name}.weight', a vocabulary of {num_tokens} tokens: {num_tokens} elements cannot be "
+                f"divided over mesh.tp={num_ranks} ranks; expected a multiple of {num_ranks}. "
+                f"model.resize_token_embeddings(pad_to_multiple_of={num_ranks}) before zeroshard.initialize "
+                "adds tokens to it"
+            )
+
+
+def _found(model: Any, method: str) -> Any:
+    """The embeddings that a model of transformers names, None if it names none."""
+    try:
+        return getattr(model, method)()
+    except NotImplementedError:
+        return None
+
+
+_WHOLE = LayerPlan(Split.REPLICATE)
 _TORCH, _LORA = ("torch.nn.modules.linear", "torch.nn.modules.sparse"), ("peft.tuners.lora.",)
 """The Python modules whose forwards compute parts of outputs with parts of weights."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
@@ -42,20 +148,20 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
         ValueError: a pattern fits no module, a module cannot be divided that way, or the ranks do not divide
             it.
     """
-    styles = {pattern: Style.of(style, pattern) for pattern, style in plan.items()}
+    styles = {pattern: LayerPlan.of(style, pattern) for pattern, style in plan.items()}
     found, fitting = [], set()
 
-    def style_of(name: str) -> Style:
+    def style_of(name: str) -> LayerPlan:
         patterns = [pattern for pattern in styles if fnmatchcase(name, pattern)]
         fitting.update(patterns)
         return styles[patterns[0]] if patterns else _WHOLE
 
     for name, module in model.named_modules():
         style = style_of(name)
-        if style.way is not Way.REPLICATE and not isinstance(module, Absent):
+        if style.way is not Split.REPLICATE and not isinstance(module, Absent):
             adapter, parent = around(model, name)
             style = with_heads(style, name, module, parent, num_ranks)
-            if style.way is Way.EXPERTS:
+            if style.way is Split.EXPERTS:
                 words = {at: style_of(f"{name}.{at}").way.value for at, _ in module.named_parameters()}
                 cuts = cuts_of_experts(name, module, words, num_ranks)
             else:
@@ -72,16 +178,16 @@ def _refuse_own_code(layer: Divided) -> None:
     module, way, name = layer.module, layer.style.way, layer.name.removesuffix(".base_layer")
     is_table = isinstance(module, nn.Embedding)
     is_product = way in BY_ROWS and not is_table and not is_conv1d(module)  # F.linear in place of a forward
-    known = _TORCH if is_product or way is Way.SHARED_COLUMNS else (*_TORCH, "transformers.")
-    sees_wholes = way is Way.SEQUENCE_SPLIT or (way is Way.ROWS and is_table)
-    owners = [(module, ("",) if way is Way.EXPERTS else known)]
+    known = _TORCH if is_product or way is Split.SHARED_COLUMNS else (*_TORCH, "transformers.")
+    sees_wholes = way is Split.SEQUENCE_SPLIT or (way is Split.ROWS and is_table)
+    owners = [(module, ("",) if way is Split.EXPERTS else known)]
     for one, origins in [*owners, *([] if layer.adapter is None else [(layer.adapter, _LORA)])]:
         # A patch by functools.wraps has the __module__ of what it wraps, but the globals of its own.
         origin = type(one).forward.__globals__["__name__"]
         is_other = "forward" in vars(one) or not origin.startswith(origins)
         if is_other and layer.has_other_forward:
             what = "a forward of its own"
-        elif not sees_wholes and any(getattr(one, kind) for kind in _HOOKS):
+        elif not sees_wholes and any(getattr(one, kind) for kind in HOOKS):
             what = "hooks"
         else:
             continue
@@ -140,7 +246,7 @@ def plan_division(
             "transformers have in `tp_plan`: give tp_plan={'layers.*.up': 'colwise', "
             "'layers.*.down': 'rowwise', ...}"
         )
-    along_sequence = any(Style.of(style, at).way in OF_SEQUENCE for at, style in plan.items())
+    along_sequence = any(LayerPlan.of(style, at).way in OF_SEQUENCE for at, style in plan.items())
     if by_sequence and not along_sequence:
         plan, along_sequence = with_sequence(model, plan), True
     plan = through_adapters(model, plan, num_ranks, by_sequence=along_sequence)
@@ -156,7 +262,8 @@ def plan_division(
     if along_sequence:
         _refuse_experts(layers)
         check_coverage(model, plan)
-        summed.update(_biases_of_rows(layers))
+        biases = (layer.module._parameters.get("bias") for layer in layers if layer.style.way in BY_ROWS)
+        summed.update(bias for bias in biases if bias is not None)  # they are added to parts of a sequence
     _refuse_ignored(model, specs, cuts, summed)
 
     def noted(o: Original) -> Original:
@@ -181,14 +288,14 @@ def _check_words(model: nn.Module, plan: Plan | None) -> None:
         return
     given: object = plan
     words = given.values() if isinstance(given, Mapping) else ()
-    if not words or not all(isinstance(word, str | Style) for word in words):
+    if not words or not all(isinstance(word, str | LayerPlan) for word in words):
         raise ValueError(
             f"tp_plan: expected words by pattern, {{'layers.*.up': 'colwise', ...}}, got {plan!r}"
         )
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern, word in plan.items():
-        Style.of(word, pattern)
+        LayerPlan.of(word, pattern)
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
 
@@ -217,27 +324,22 @@ def _refuse_counted_heads(layers: Sequence[Divided]) -> None:
     for layer in layers:
         counts = {at: getattr(layer.parent, at, None) for at in _COUNTS_OF_HEADS}
         found = next((at for at, number in counts.items() if isinstance(number, int) and number > 1), None)
-        if layer.style.way is Way.COLUMNS and not layer.style.sections and found is not None:
+        if layer.style.way is Split.COLUMNS and not layer.style.sections and found is not None:
             raise ValueError(
                 f"tp_plan: '{layer.name}' lies beside '{found}' of a {type(layer.parent).__name__}, and each "
-                "rank computes some of these heads. Expected Style(Way.COLUMNS, heads(NUMBER, size=SIZE)) in "
-                f"the plan, and a forward that views its outputs by the size of a head, not by '{found}'"
+                "rank computes some of these heads. Expected LayerPlan(Split.COLUMNS, heads(NUMBER, "
+                "size=SIZE)) in the plan, and a forward that views its outputs by the size of a head, not by "
+                f"'{found}'"
             )
 
 
 def _refuse_experts(layers: Sequence[Divided]) -> None:
     """Refuse layers whose sums are not split along the sequence."""
     for layer in layers:
-        if layer.style.way in (Way.EXPERTS, Way.LATENT):
+        if layer.style.way in (Split.EXPERTS, Split.LATENT):
             raise ValueError(
                 f"tp_plan: '{layer.name}' is '{layer.style.way.value}'; expected none with 'sequence'"
             )
-
-
-def _biases_of_rows(layers: Sequence[Divided]) -> set[nn.Parameter]:
-    """The biases that are added to parts of a sequence."""
-    biases = (layer.module._parameters.get("bias") for layer in layers if layer.style.way in BY_ROWS)
-    return {bias for bias in biases if bias is not None}
 
 
 def _refuse_whole_ties(model: nn.Module, layers: Sequence[Divided], cuts: Mapping[nn.Parameter, Cut]) -> None:
@@ -274,18 +376,18 @@ def _refuse_ignored(
             )
 
 
-def _cuts(name: str, module: nn.Module, style: Style, num_ranks: int) -> Iterator[tuple[str, Cut]]:
+def _cuts(name: str, module: nn.Module, style: LayerPlan, num_ranks: int) -> Iterator[tuple[str, Cut]]:
     """The divided parameters of a layer by their name in it."""
     is_columns = style.way not in BY_ROWS
     if isinstance(module, nn.Embedding):
-        if is_columns and style.way is not Way.PER_HEAD:
+        if is_columns and style.way is not Split.PER_HEAD:
             raise ValueError(
                 f"tp_plan: expected 'rowwise' for the embedding '{name}', which is cut by tokens"
             )
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"tp_plan: '{name}' has max_norm, scale_grad_by_freq or sparse, not supported")
         dims = {"weight": 1 if is_columns else 0}
-    elif is_linear(module) and style.way not in (Way.PER_HEAD, Way.PACKED_ROWS):
+    elif is_linear(module) and style.way not in (Split.PER_HEAD, Split.PACKED_ROWS):
         dims = {"weight": dim_of(module, is_columns)} | ({"bias": 0} if is_columns else {})
     else:
         raise ValueError(

@@ -20,15 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
+from zeroshard.parallel.random import share_random_states
 from zeroshard.parallel.tensor.adapters import adapt_regions
-from zeroshard.parallel.tensor.experts import compute_experts
-from zeroshard.parallel.tensor.heads import is_conv1d, rotary_size, set_counts
-from zeroshard.parallel.tensor.losses import divide_losses
-from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
-from zeroshard.parallel.tensor.random import share_random_states
+from zeroshard.parallel.tensor.losses import divide_losses, embed
+from zeroshard.parallel.tensor.moves import Comm, Sum, add_up, move
 from zeroshard.parallel.tensor.sequence import Regions, copied, install_regions
-from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Way
-from zeroshard.parallel.tensor.vocabulary import embed
+from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Split, is_conv1d, rotary_size, set_counts
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.changes import Changes
 
@@ -39,34 +36,12 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
     blocks = {} if regions is None else regions.follow(model, layers, changes)
     share_random_states(model, layers, blocks, over, changes)
     divide_losses(model, layers, over, changes)
-    _explain_shapes(model, layers, over, changes)
     _refuse_parts(model, regions, changes)
 
     def forget(*_: Any) -> None:
         over.last = None
 
     changes.hook(model.register_forward_hook(forget, always_call=True))
-
-
-def _explain_shapes(model: nn.Module, layers: list[Divided], over: Activations, changes: Changes) -> None:
-    """Have errors of shapes in the forward say that layers are divided."""
-    names = [layer.name for layer in layers if layer.style.way in (Way.COLUMNS, Way.PACKED_COLUMNS)]
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def explaining(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return forward(*args, **kwargs)
-        except RuntimeError as error:
-            if names and any(word in str(error) for word in ("shape", "size")):
-                error.add_note(
-                    f"mesh.tp={over.size} divides layers of this model, such as '{names[0]}': each rank has "
-                    "a part of its outputs, up to the next layer that is 'rowwise' in tp_plan. Is that one "
-                    "missing in the plan, or does a layer between them expect all of the outputs?"
-                )
-            raise
-
-    changes.set(model, "forward", explaining)
 
 
 def _refuse_parts(model: nn.Module, regions: Regions | None, changes: Changes) -> None:
@@ -102,20 +77,24 @@ def _install_forwards(layers: list[Divided], over: Activations, changes: Changes
         changes.set(
             module, "forward", functools.partial(_of_parts, layer, forward) if layer.cuts else forward
         )
-        for attribute, dim in _SIZES.items():
-            if attribute in vars(module) and dim(layer) is not None:
-                changes.set(module, attribute, dim(layer))
-        if isinstance(module, nn.Embedding) and layer.style.way is Way.ROWS:
+        is_by_rows, cut = layer.style.way in BY_ROWS, layer.cuts.get("weight")
+        size = None if cut is None else cut.local_shape[cut.dim]
+        if layer.style.way is Split.SHARED_COLUMNS:
+            size = layer.style.sections[0].unit
+        for attribute in _INPUTS if is_by_rows else _OUTPUTS:
+            if attribute in vars(module) and size is not None:
+                changes.set(module, attribute, size)
+        if isinstance(module, nn.Embedding) and layer.style.way is Split.ROWS:
             (own,) = layer.cuts["weight"].spans(over.rank)
             changes.set(module, "num_embeddings", own.size)
             if (padding := module.padding_idx) is not None:
                 is_own = own.start <= padding < own.stop
                 changes.set(module, "padding_idx", padding - own.start if is_own else None)
-    for parent, num_heads in _shared_heads(layers).items():
-        groups = getattr(parent, _GROUPS, None)
-        if groups is not None:
-            changes.set(parent, _GROUPS, groups * num_heads // over.size)
-    has_heads = (layer for layer in layers if layer.style.way is Way.COLUMNS and layer.style.sections)
+    shared = [layer for layer in layers if layer.style.way is Split.SHARED_COLUMNS]
+    for parent, section in {x.parent: one for x in shared for one in x.style.sections}.items():
+        if (groups := getattr(parent, _GROUPS, None)) is not None:
+            changes.set(parent, _GROUPS, groups * (section.size // section.unit) // over.size)
+    has_heads = (layer for layer in layers if layer.style.way is Split.COLUMNS and layer.style.sections)
     set_counts({layer.parent: None for layer in has_heads}, over.size, changes)
     return regions
 
@@ -132,74 +111,44 @@ def _of_parts(layer: Divided, forward: Callable[..., Tensor], *args: Any, **kwar
     return forward(*args, **kwargs)
 
 
+_INPUTS, _OUTPUTS = ("in_features", "nx"), ("out_features", "nf", "embedding_dim")
+"""Attributes that have the size of a layer."""
 _GROUPS = "num_key_value_groups"
 """Attention layers of transformers repeat keys and values so many times, once for each of their queries."""
 
 
-def _shared_heads(layers: list[Divided]) -> dict[nn.Module, int]:
-    """The heads that ranks share, by the attention layer."""
-    return {
-        layer.parent: section.size // section.unit
-        for layer in layers
-        if layer.style.way is Way.SHARED_COLUMNS
-        for section in layer.style.sections
-    }
-
-
-def _outputs(layer: Divided) -> int | None:
-    """The outputs of a rank, for a layer divided by columns."""
-    if layer.style.way is Way.SHARED_COLUMNS:
-        return layer.style.sections[0].unit
-    cut = layer.cuts.get("weight")
-    return None if cut is None or layer.style.way in BY_ROWS else cut.local_shape[cut.dim]
-
-
-def _inputs(layer: Divided) -> int | None:
-    """The inputs of a rank, for a layer divided by rows."""
-    if layer.style.way not in BY_ROWS:
-        return None
-    cut = layer.cuts["weight"]
-    return cut.local_shape[cut.dim]
-
-
-_SIZES: dict[str, Callable[[Divided], int | None]] = {
-    "out_features": _outputs,
-    "nf": _outputs,
-    "in_features": _inputs,
-    "nx": _inputs,
-    "embedding_dim": lambda layer: None if layer.style.way in BY_ROWS else _outputs(layer),
-}
-"""Attributes that tell the size of a layer."""
-
-
 def _forward_of(layer: Divided, over: Activations, add: Sum) -> Callable[..., Tensor]:
-    if isinstance(layer.module, nn.Embedding) and layer.style.way is Way.ROWS:
+    if isinstance(layer.module, nn.Embedding) and layer.style.way is Split.ROWS:
         (own,) = layer.cuts["weight"].spans(over.rank)
         return functools.partial(_look_up, own, add)
-    if layer.style.way is Way.SHARED_COLUMNS:
+    if layer.style.way is Split.SHARED_COLUMNS:
         (section,) = layer.style.sections
         first = over.rank * (section.size // section.unit) // over.size * section.unit
         return functools.partial(_one_head, Span(first, first + section.unit))
-    forwards: dict[Way, Callable[..., Tensor]] = {
-        Way.COLUMNS: _columns,
-        Way.COLUMNS_GATHERED: _gathered_columns,
-        Way.COLUMNS_LOSS: _columns,
-        Way.ROWS: functools.partial(_rows, add),
-        Way.ROWS_SPLIT: functools.partial(_split_rows, add),
-        Way.EXPERTS: compute_experts,
-        Way.PER_HEAD: _per_head,
-        Way.LATENT: functools.partial(_latent, layer.parent),
+    forwards: dict[Split, Callable[..., Tensor]] = {
+        Split.COLUMNS: _columns,
+        Split.COLUMNS_GATHERED: _gathered_columns,
+        Split.COLUMNS_LOSS: _columns,
+        Split.ROWS: functools.partial(_rows, add),
+        Split.ROWS_SPLIT: functools.partial(_split_rows, add),
+        Split.EXPERTS: _experts,
+        Split.PER_HEAD: _whole,
+        Split.LATENT: functools.partial(_latent, layer.parent),
     }
     return forwards[layer.style.way]
 
 
-def _columns(module: nn.Module, over: Activations, name: str, value: Tensor) -> Tensor:
-    outputs: Tensor = type(module).forward(module, copied(value, over, name))
+def _whole(module: nn.Module, over: Activations, name: str, value: Tensor) -> Tensor:
+    outputs: Tensor = type(module).forward(module, value)
     return outputs
 
 
+def _columns(module: nn.Module, over: Activations, name: str, value: Tensor) -> Tensor:
+    return _whole(module, over, name, copied(value, over, name))
+
+
 def _gathered_columns(module: nn.Module, over: Activations, name: str, value: Tensor) -> Tensor:
-    return move(_columns(module, over, name, value), Move.GATHER, over, name)
+    return move(_columns(module, over, name, value), Comm.GATHER, over, name)
 
 
 def _one_head(own: Span, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
@@ -216,21 +165,33 @@ def _rows(add: Sum, module: Any, over: Activations, name: str, value: Tensor) ->
 
 
 def _split_rows(add: Sum, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
-    return _rows(add, module, over, name, move(value, Move.SPLIT, over, name))
+    return _rows(add, module, over, name, move(value, Comm.SPLIT, over, name))
 
 
 def _latent(parent: nn.Module, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
-    found = type(module).forward(module, value)
+    found = _whole(module, over, name, value)
     size = rotary_size(name, parent)
     latent, rotary = found.split([found.shape[-1] - size, size], -1)
-    return torch.cat((latent, move(rotary, Move.COPY, over, name)), -1)
-
-
-def _per_head(module: Any, over: Activations, name: str, tokens: Tensor) -> Tensor:
-    found: Tensor = type(module).forward(module, tokens)
-    return found
+    return torch.cat((latent, move(rotary, Comm.COPY, over, name)), -1)
 
 
 def _look_up(own: Span, add: Sum, module: Any, over: Activations, name: str, tokens: Tensor) -> Tensor:
     """Some models scale what is found, in a forward of their own."""
     return embed(tokens, functools.partial(type(module).forward, module), own, over, name, add)
+
+
+def _experts(module: Any, over: Activations, name: str, *values: Any, **named: Any) -> Tensor:
+    """Compute the output of the experts of a layer from their parts.
+
+    The routing weights multiply the output of a rank, which is a summand. So each rank finds a summand of
+    their gradient, and the router needs the sum.
+    """
+
+    def copied(value: Any) -> Any:
+        is_real = isinstance(value, Tensor) and value.is_floating_point()
+        return move(value, Comm.COPY, over, name) if is_real else value
+
+    summand = type(module).forward(
+        module, *map(copied, values), **{key: copied(value) for key, value in named.items()}
+    )
+    return move(summand, Comm.SUM, over, name)

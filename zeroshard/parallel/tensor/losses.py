@@ -1,8 +1,10 @@
-"""Losses over logits that stay divided by tokens: in models of transformers, and in a loop of the user.
+"""Embeddings, and losses over logits, that are divided over the tensor ranks by the vocabulary.
 
     head --> [N, classes / ranks] --> three numbers for each row are exchanged --> loss, the same on all ranks
 
-To gather the logits would exchange `classes` numbers for each row, and every rank would hold all of them.
+Each rank has the rows of a range of tokens, and computes the logits of that range: in models of transformers,
+and in a loop of the user. To gather the logits would exchange `classes` numbers for each row, and every rank
+would hold all of them.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -18,13 +21,140 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from zeroshard.comm.activations import Activations
-from zeroshard.parallel.tensor import vocabulary
-from zeroshard.parallel.tensor.moves import Move, move
-from zeroshard.parallel.tensor.styles import Divided, Way
+from zeroshard.parallel.tensor.moves import Comm, Sum, add_up, move
+from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.changes import Changes
+
+
+def embed(
+    tokens: Tensor,
+    look_up: Callable[[Tensor], Tensor],
+    own: Span,
+    over: Activations,
+    label: str,
+    add: Sum = add_up,
+) -> Tensor:
+    """Look up tokens in a table whose rows are divided over the ranks.
+
+    Args:
+        tokens: any shape, integers in [0, vocabulary); the same on all ranks.
+        look_up: finds rows of this rank, counted from its first one: [*tokens.shape] -> [*tokens.shape, d].
+        own: the tokens of these rows.
+        over: the exchanges of the tensor ranks.
+        label: the name of the layer, for messages.
+        add: adds up what the ranks have found.
+
+    Returns:
+        [*tokens.shape, d], the same on all ranks; or what `add` gives.
+    """
+    num, is_unknown = own.size * over.size, (tokens < 0) | (tokens >= own.size * over.size)
+    if tokens.device.type == "cpu" and is_unknown.any():
+        raise IndexError(f"'{label}': expected tokens in [0, {num}), got {tokens[is_unknown][0].item()}")
+    is_elsewhere = (tokens < own.start) | (tokens >= own.stop)
+    found = look_up((tokens - own.start).masked_fill(is_elsewhere, 0))
+    if tokens.device.type != "cpu":  # where the host would have to wait for an error
+        found = found.masked_fill(is_unknown.unsqueeze(-1), math.nan)
+        is_elsewhere &= ~is_unknown
+    return add(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), over, label)
+
+
+def divided_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    own: Span,
+    over: Activations,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the loss of `torch.nn.functional.cross_entropy` over logits that are divided by classes.
+
+    One exchange of three numbers for each row: the largest logit of each rank, its sum of exponentials, and
+    the logit of the target; with smoothing, the sum of logits too.
+
+    Args:
+        logits: [N, own.size], this rank's classes, in the dtype of the sums.
+        targets: [N], integers in [0, classes) or `ignore_index`; the same on all ranks.
+        own: the classes of this rank.
+        over: the exchanges of the tensor ranks.
+        ignore_index: the target of rows that do not count.
+        reduction: "mean" over the rows that count, "sum" or "none".
+        label_smoothing: the part of a target that all classes share, in [0, 1].
+
+    Returns:
+        0-dim, or [N] for "none"; the same on all ranks. On an accelerator the loss of a target that is no
+        class is not a number: an error would make the host wait.
+
+    Raises:
+        ValueError: another reduction or smoothing.
+        IndexError: a target is no class; on the CPU.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing}")
+    counts, num_classes = targets != ignore_index, own.size * over.size
+    is_none = counts & ((targets < 0) | (targets >= num_classes))
+    if targets.device.type == "cpu" and is_none.any():
+        wrong = int(targets[is_none][0])
+        raise IndexError(f"expected targets in [0, {num_classes}) or {ignore_index}, got {wrong}")
+    losses: Tensor = _RowLosses.apply(logits, targets, counts, own, over, label_smoothing)
+    losses = losses.masked_fill(is_none, torch.nan)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / counts.sum()
+
+
+class _RowLosses(torch.autograd.Function):
+    """[N]: log(sum(exp(logits))) - logits[target], and 0 for rows that do not count.
+
+    Smoothing puts a mean in the place of the logit of the target: it and the mean of all logits, weighted.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        counts: Tensor,
+        own: Span,
+        over: Activations,
+        smoothing: float,
+    ) -> Tensor:
+        is_own = counts & (targets >= own.start) & (targets < own.stop)
+        place = (targets - own.start).masked_fill(~is_own, 0).unsqueeze(1)
+        of_target = logits.gather(1, place).squeeze(1).masked_fill(~is_own, 0.0)
+        largest = logits.amax(1)
+        base = largest.where(largest.isfinite(), 0.0)  # a rank whose tokens are all ruled out adds nothing
+        sums = (logits - base.unsqueeze(1)).exp_().sum(1)
+        numbers = (largest, sums, of_target, *([logits.sum(1)] if smoothing else []))
+        everyone = over.gather(torch.stack(numbers).unsqueeze(0), 0, "sums of logits")
+        largest = everyone[:, 0].amax(0)
+        total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)
+        ctx.shared = smoothing / (own.size * over.size)
+        expected = everyone[:, 2].sum(0)
+        if smoothing:
+            expected = (1 - smoothing) * expected + ctx.shared * everyone[:, 3].sum(0)
+        ctx.smoothing = smoothing
+        ctx.save_for_backward(logits, largest + total.log(), place, is_own, counts)
+        return (total.log() + largest - expected).masked_fill(~counts, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_total, place, is_own, counts = ctx.saved_tensors
+        of_logits = (logits - log_total.unsqueeze(1)).exp_().sub_(ctx.shared)
+        of_target = is_own.unsqueeze(1).to(of_logits.dtype).mul_(ctx.smoothing - 1)
+        of_logits.scatter_add_(1, place, of_target)
+        of_logits.mul_(gradient.masked_fill(~counts, 0.0).unsqueeze(1))
+        return of_logits, None, None, None, None, None
+
 
 _CLASSES = "_classes_of_rank"
 """The attribute of a divided head."""
@@ -46,7 +176,7 @@ class Classes:
 
     def gather(self, part: Tensor) -> Tensor:
         """Return all logits: [..., own classes] -> [..., classes]."""
-        return move(part, Move.GATHER, self.over, self.label)
+        return move(part, Comm.GATHER, self.over, self.label)
 
 
 def cross_entropy(
@@ -94,15 +224,15 @@ def cross_entropy(
         )
     else:
         own, over = classes.own, classes.over
-        losses = vocabulary.cross_entropy(wide, targets.flatten(), own, over, **given)  # type: ignore[arg-type]
+        losses = divided_cross_entropy(wide, targets.flatten(), own, over, **given)  # type: ignore[arg-type]
     return losses.view(targets.shape) if reduction == "none" else losses
 
 
 def with_loss(layer: Divided, model: nn.Module) -> Divided:
     """Have a model of transformers compute its loss of divided logits, if this is its head."""
-    if layer.style.way is not Way.COLUMNS_GATHERED or causal_model(model, layer.module) is None:
+    if layer.style.way is not Split.COLUMNS_GATHERED or causal_model(model, layer.module) is None:
         return layer
-    return replace(layer, style=replace(layer.style, way=Way.COLUMNS_LOSS))
+    return replace(layer, style=replace(layer.style, way=Split.COLUMNS_LOSS))
 
 
 def divide_losses(model: nn.Module, layers: Iterable[Divided], over: Activations, changes: Changes) -> None:
@@ -112,13 +242,13 @@ def divide_losses(model: nn.Module, layers: Iterable[Divided], over: Activations
         ValueError: 'colwise_loss' stands for another layer than the head of such a model.
     """
     for layer in layers:
-        if layer.style.way not in (Way.COLUMNS, Way.COLUMNS_LOSS):
+        if layer.style.way not in (Split.COLUMNS, Split.COLUMNS_LOSS):
             continue
         own, *others = layer.cuts["weight"].spans(over.rank)
         classes = Classes(own, over, layer.name)
         if not others:
             changes.set(layer.module, _CLASSES, classes)
-        if layer.style.way is Way.COLUMNS_LOSS:
+        if layer.style.way is Split.COLUMNS_LOSS:
             owner = causal_model(model, layer.module)
             if owner is None:
                 raise ValueError(
@@ -225,8 +355,8 @@ class ModelLoss:
         rows = logits.float().reshape(-1, self._classes.own.size)
         own, over = self._classes.own, self._classes.over
         if num_items_in_batch is None:
-            return vocabulary.cross_entropy(rows, targets, own, over, ignore_index=ignore_index)
-        total = vocabulary.cross_entropy(rows, targets, own, over, ignore_index=ignore_index, reduction="sum")
+            return divided_cross_entropy(rows, targets, own, over, ignore_index=ignore_index)
+        total = divided_cross_entropy(rows, targets, own, over, ignore_index=ignore_index, reduction="sum")
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)
         return total / num_items_in_batch

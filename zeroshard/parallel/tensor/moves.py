@@ -29,28 +29,27 @@ from torch.autograd.function import once_differentiable
 from zeroshard.comm.activations import Activations
 
 
-class _Way(Enum):
-    """The way of a tensor in one direction."""
+class Comm(Enum):
+    """The moves: (way of a tensor in the forward, way of its gradient in the backward)."""
 
-    KEEP = "keep"
-    SUM = "sum"
-    GATHER = "gather"
-    SPLIT = "split"
-    SCATTER = "sum and split"
-
-
-class Move(Enum):
-    """The moves: (way of the forward, way of the backward)."""
-
-    COPY = (_Way.KEEP, _Way.SUM)
-    SUM = (_Way.SUM, _Way.KEEP)
-    GATHER = (_Way.GATHER, _Way.SPLIT)
-    SPLIT = (_Way.SPLIT, _Way.GATHER)
-    GATHER_SUMMANDS = (_Way.GATHER, _Way.SCATTER)
-    SUM_TO_PARTS = (_Way.SCATTER, _Way.GATHER)
+    COPY = ("keep", "sum")
+    SUM = ("sum", "keep")
+    GATHER = ("gather", "split")
+    SPLIT = ("split", "gather")
+    GATHER_SUMMANDS = ("gather", "sum and split")
+    SUM_TO_PARTS = ("sum and split", "gather")
 
 
-def move(value: Tensor, how: Move, over: Activations, label: str, dim: int = -1) -> Tensor:
+_WAYS: dict[str, Callable[[Tensor, Activations, int, str], Tensor]] = {
+    "keep": lambda value, over, dim, label: value.view_as(value),
+    "sum": lambda value, over, dim, label: over.sum(value, label),
+    "gather": lambda value, over, dim, label: over.gather(value, dim, label),
+    "split": lambda value, over, dim, label: over.split(value, dim),
+    "sum and split": lambda value, over, dim, label: over.scatter(value, dim, label),
+}
+
+
+def move(value: Tensor, how: Comm, over: Activations, label: str, dim: int = -1) -> Tensor:
     """Move a tensor over the tensor ranks.
 
     Args:
@@ -75,35 +74,21 @@ Sum = Callable[[Tensor, Activations, str], Tensor]
 
 def add_up(value: Tensor, over: Activations, label: str) -> Tensor:
     """Return the sum over the tensor ranks."""
-    return move(value, Move.SUM, over, label)
+    return move(value, Comm.SUM, over, label)
 
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, how: Move, over: Activations, label: str, dim: int) -> Tensor:
+    def forward(ctx: Any, value: Tensor, how: Comm, over: Activations, label: str, dim: int) -> Tensor:
         ctx.how, ctx.over, ctx.label, ctx.dim = how, over, label, dim
         there, _ = how.value
-        moved = _go(value, there, over, f"{there.value} of activations of {label}", dim)
+        moved = _WAYS[there](value, over, dim, f"{there} of activations of {label}")
         # Autograd refuses to add to a view in place, as some models do. A kept or split value shares memory.
-        return moved if there in (_Way.KEEP, _Way.SPLIT) else moved.detach()
+        return moved if there in ("keep", "split") else moved.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _, back = ctx.how.value
-        label = f"{back.value} of gradients of activations of {ctx.label}"
-        return _go(gradient, back, ctx.over, label, ctx.dim), None, None, None, None
-
-
-def _go(value: Tensor, way: _Way, over: Activations, label: str, dim: int) -> Tensor:
-    match way:
-        case _Way.KEEP:
-            return value.view_as(value)
-        case _Way.SUM:
-            return over.sum(value, label)
-        case _Way.GATHER:
-            return over.gather(value, dim, label)
-        case _Way.SPLIT:
-            return over.split(value, dim)
-        case _Way.SCATTER:
-            return over.scatter(value, dim, label)
+        label = f"{back} of gradients of activations of {ctx.label}"
+        return _WAYS[back](gradient, ctx.over, ctx.dim, label), None, None, None, None

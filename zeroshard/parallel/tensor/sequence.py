@@ -28,8 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from zeroshard.comm.activations import Activations, Copied
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.parallel.tensor.moves import Move, Sum, add_up, move
-from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, Style, Way
+from zeroshard.parallel.tensor.moves import Comm, Sum, add_up, move
+from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, LayerPlan, Split
 from zeroshard.sharding.changes import Changes
 
 DIM = 1
@@ -97,16 +97,16 @@ class Regions:
     def sum(self, value: Tensor, over: Activations, label: str) -> Tensor:
         """Add up the summands of a layer: this rank's part of the sum, or the whole of it."""
         if not self.are_divided:
-            return move(value, Move.SUM, over, label)
+            return move(value, Comm.SUM, over, label)
         _check(value, over, label)
-        return move(value, Move.SUM_TO_PARTS, over, label, DIM)
+        return move(value, Comm.SUM_TO_PARTS, over, label, DIM)
 
     def split(self, value: Tensor, over: Activations, label: str) -> Tensor:
         """Take this rank's part of values that are the same on all ranks."""
         if not self.are_divided:
             return value
         _check(value, over, label)
-        return move(value, Move.SPLIT, over, label, DIM)
+        return move(value, Comm.SPLIT, over, label, DIM)
 
     def gather(self, part: Tensor, over: Activations, label: str) -> Tensor:
         """Gather parts; divided layers use the second result of the gather by `copied`."""
@@ -132,7 +132,7 @@ def copied(value: Tensor, over: Activations, label: str) -> Tensor:
     # Queries, keys and values take one input: one sum adds up the gradients of all three.
     if over.last is not None and over.last.of is value and over.last.version == value._version:
         return over.last.copy
-    moved = move(value, Move.COPY, over, label)
+    moved = move(value, Comm.COPY, over, label)
     if moved.requires_grad and not torch.compiler.is_compiling():
         over.last = Copied(value, value._version, moved)
     return moved
@@ -177,15 +177,15 @@ def install_regions(layers: Sequence[Divided], over: Activations, changes: Chang
     ways = {layer.style.way for layer in layers}
     if not ways.intersection(OF_SEQUENCE):
         return None
-    lists = [layer.parent for layer in layers if layer.style.way is Way.SEQUENCE_SPLIT]
+    lists = [layer.parent for layer in layers if layer.style.way is Split.SEQUENCE_SPLIT]
     if len(set(lists)) < len(lists):
-        names = [layer.name for layer in layers if layer.style.way is Way.SEQUENCE_SPLIT]
+        names = [layer.name for layer in layers if layer.style.way is Split.SEQUENCE_SPLIT]
         raise ValueError(f"tp_plan: expected 'sequence_split' for the first block only, got {names}")
-    regions = Regions(embeds_parts=Way.SEQUENCE_SPLIT not in ways)
+    regions = Regions(embeds_parts=Split.SEQUENCE_SPLIT not in ways)
     for layer in layers:
-        if layer.style.way is Way.SEQUENCE:
+        if layer.style.way is Split.SEQUENCE:
             changes.set(layer.module, "forward", _gathering(layer, regions, over))
-        elif layer.style.way is Way.SEQUENCE_SPLIT:
+        elif layer.style.way is Split.SEQUENCE_SPLIT:
             before = functools.partial(_split_first, layer.name, regions, over)
             changes.hook(layer.module.register_forward_pre_hook(before, with_kwargs=True))
     return regions
@@ -244,7 +244,7 @@ _PRE_NORM = ("gemma", "gpt_neox", "llama", "mistral", "phi", "qwen2", "qwen3")
 
 def _holds_rows(block: nn.Module, name: str, plan: Mapping[str, Any]) -> bool:
     """True if a block has a layer that is divided by rows."""
-    rows = [pattern for pattern, word in plan.items() if Style.of(word, pattern).way in BY_ROWS]
+    rows = [pattern for pattern, word in plan.items() if LayerPlan.of(word, pattern).way in BY_ROWS]
     names = [f"{name}.{inner}" for inner, _ in block.named_modules()]
     return any(fnmatchcase(inner, pattern) for inner in names for pattern in rows)
 

@@ -11,7 +11,6 @@ from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.pipeline import WEIGHTS as NAMES
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_action, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous
-from zeroshard.parallel.pipeline.asynchronous.steady import require_steps, steady
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.choice import (
     count_synchronous,
@@ -19,10 +18,8 @@ from zeroshard.parallel.pipeline.choice import (
     largest_schedule_of,
     schedule_of,
 )
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.held import count_activations
-from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
-from zeroshard.parallel.pipeline.simulate import simulate
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, require_steps, steady
+from zeroshard.parallel.pipeline.simulate import ActionCosts, count_activations, simulate
 
 DEPTHS = st.integers(1, 6)
 SIZES = st.integers(1, 40)
@@ -73,7 +70,7 @@ def test_a_stage_has_p_minus_1_minus_s_steps_between_forward_and_backward(p: int
     live = count_live(ages, WEIGHTS["stash"].uses(ages))
     for s in range(p):
         assert ages.most_crossed(s) == ages.tau_forward(s) == min(p - 1 - s, m - 1)
-        assert ages.tau_backward(s) == 0
+        assert not any(ages.until_applied(Action(Kind.BACKWARD, s, microbatch)) for microbatch in range(m))
         assert live[s] <= p - s
         if m >= 2 * (p - s) - 1:  # a shorter list ends before its first versions are followed by others
             assert live[s] == p - s
@@ -199,7 +196,7 @@ def test_a_rank_holds_the_activations_of_as_many_micro_batches_as_in_1f1b() -> N
 @given(st.integers(2, 6), st.integers(1, 30))
 def test_there_is_no_bubble_but_at_both_ends(p: int, m: int) -> None:
     """A forward and a backward take 1 and 2: a list takes 3 for each micro-batch, and 3 (p - 1) once."""
-    assert simulate(steady(p, m), Costs()).makespan == 3 * (m + p - 1)
+    assert simulate(steady(p, m), ActionCosts()).makespan == 3 * (m + p - 1)
 
 
 def test_the_names_of_a_config_are_those_of_the_table() -> None:
@@ -222,7 +219,7 @@ def test_a_list_is_asynchronous_if_a_chunk_computes_behind_its_step(text: str, e
 
 
 def test_a_backward_before_its_forward_is_refused() -> None:
-    with pytest.raises(ValueError, match="pipeline rank 0: expected 0B0 behind the forward"):
+    with pytest.raises(ValueError, match="pipeline rank 0: expected 0B0 after the forward"):
         Ages(parse_schedule("0B0,0F0"))
 
 

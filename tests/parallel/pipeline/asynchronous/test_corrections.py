@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.corrections import (
+from zeroshard.parallel.pipeline.asynchronous.directions import (
     Spike,
     compensate,
     decay_of_changes,
     lr_factor,
     mean_of_changes,
 )
-from zeroshard.parallel.pipeline.asynchronous.steady import steady
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
+from zeroshard.parallel.pipeline.schedules import steady
 
 
 def test_the_learning_rate_is_divided_by_the_delay_and_comes_back() -> None:

@@ -16,8 +16,8 @@ from tests.parallel.pipeline.asynchronous.test_reference import (
     expected,
     model_of,
 )
-from zeroshard.parallel.pipeline.asynchronous.steady import steady
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
+from zeroshard.parallel.pipeline.schedules import steady
 
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))  # its modules have bare names
 

@@ -22,7 +22,7 @@ from tests.parallel.pipeline.asynchronous.test_reference import (
     sgd,
 )
 from zeroshard.optim import AdamW8bit, SGD8bit
-from zeroshard.parallel.pipeline.asynchronous.steady import steady
+from zeroshard.parallel.pipeline.schedules import steady
 
 
 def adamw_8bit(parameters):

@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 
 import zeroshard
-from zeroshard.parallel.pipeline.actions import Kind
-from zeroshard.parallel.pipeline.alternating import one_f_one_b
-from zeroshard.parallel.pipeline.asynchronous.steady import steady
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.simulate import Span, simulate
-from zeroshard.parallel.pipeline.transfers import needed_actions
+from zeroshard.parallel.pipeline.actions import Kind, needed_actions
+from zeroshard.parallel.pipeline.schedules import one_f_one_b, steady
+from zeroshard.parallel.pipeline.simulate import ActionCosts, ActionTime, simulate
 
 BENCHMARKS = str(Path(__file__).parents[4] / "benchmarks")
 BLOCK_S = 0.02
@@ -51,7 +48,7 @@ def test_the_list_has_no_idle_time_after_its_start(num_ranks, per_step):
 def test_steps_take_their_own_time_alone():
     for num_ranks in (2, 4):
         num = 8 * num_ranks
-        costs = Costs(step=0.5)
+        costs = ActionCosts(step=0.5)
         found = simulate(steady(num_ranks, num, num_ranks), costs).makespan
         least = num * 3.0 + num / num_ranks * costs.step
         assert least < found <= least + (num_ranks - 1) * (3.0 + costs.step)
@@ -92,7 +89,7 @@ def run_sleepers(num, num_ranks, schedule, per_step):
     engine.train_batch(*job.batch(1))
     steps = engine.global_step
     engine.close()
-    return [Span(*event) for event in events.found], steps
+    return [ActionTime(*event) for event in events.found], steps
 
 
 @pytest.mark.long_where(schedule=["2bw"])

@@ -19,13 +19,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroshard.parallel.pipeline.actions import BEGIN_BACKWARD, END_BACKWARD, Action, Kind, Schedule
-from zeroshard.parallel.pipeline.check import check_actions
-from zeroshard.parallel.pipeline.costs import Costs
-from zeroshard.parallel.pipeline.simulate import simulate
-
-Place = tuple[int, int]
-"""A chunk and a micro-batch."""
+from zeroshard.parallel.pipeline.actions import (
+    BEGIN_BACKWARD,
+    END_BACKWARD,
+    Action,
+    Kind,
+    Place,
+    Schedule,
+    check_actions,
+)
+from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,10 @@ class Ages:
             forwards: set[Place] = set()
             for action in actions:
                 if action.kind is Kind.FORWARD:
-                    forwards.add(_place(action))
-                elif action.is_compute and _place(action) not in forwards:
+                    forwards.add(action.place)
+                elif action.is_compute and action.place not in forwards:
                     raise ValueError(
-                        f"pipeline rank {rank}: expected {action} behind the forward of its micro-batch"
+                        f"pipeline rank {rank}: expected {action} after the forward of its micro-batch"
                     )
 
     @cached_property
@@ -62,7 +65,7 @@ class Ages:
     def applied(self) -> Mapping[Place, int]:
         """By chunk and micro-batch, the version to which the gradient is applied; none without a step."""
         return {
-            _place(action): step
+            action.place: step
             for action, (_, step) in self._read.items()
             if action.kind in END_BACKWARD and step is not None
         }
@@ -78,15 +81,11 @@ class Ages:
 
     def tau_forward(self, chunk: int) -> int:
         """The most steps of a chunk from a forward to the step that applies its gradient."""
-        return self._most(chunk, (Kind.FORWARD,))
-
-    def tau_backward(self, chunk: int) -> int:
-        """The most steps of a chunk from a backward to the step that applies its gradient."""
-        return self._most(chunk, BEGIN_BACKWARD)
+        return max(self._taus[chunk].values(), default=0)
 
     def until_applied(self, action: Action) -> int:
         """The steps of a chunk from an action to the one that applies the gradient of its micro-batch."""
-        return self.applied[_place(action)] - self.before[action]
+        return self.applied[action.place] - self.before[action]
 
     def tau_of_step(self, chunk: int, step: int) -> int:
         """The most steps from a forward to one step that applies its gradient; 0 if it applies none."""
@@ -104,10 +103,6 @@ class Ages:
         """The most steps of a chunk from a forward to the backward of its micro-batch."""
         return max((steps for action, steps in self.crossed.items() if action.chunk == chunk), default=0)
 
-    def _most(self, chunk: int, kinds: tuple[Kind, ...]) -> int:
-        own = (a for a in self.before if a.chunk == chunk and a.kind in kinds and _place(a) in self.applied)
-        return max(map(self.until_applied, own), default=0)
-
     @cached_property
     def round_trips(self) -> Mapping[Action, int]:
         """For each compute action, the steps of its chunk until its micro-batch is back at the first chunk.
@@ -119,7 +114,7 @@ class Ages:
         Source: Chen et al. 2018, "Efficient and Robust Parallel DNN Training through Model Parallelism on
         Multi-GPU Platform" (SpecTrain), section 3.2.
         """
-        costs = Costs(forward=2, backward_input=1, backward_weight=1)
+        costs = ActionCosts(forward=2, backward_input=1, backward_weight=1)
         spans = simulate(self.schedule, costs).spans
         back = {
             span.action.microbatch: span.start
@@ -147,9 +142,9 @@ class Ages:
     def first_versions(self) -> Mapping[int, int]:
         """By micro-batch, the version of the first chunk in its forward."""
         return {
-            action.microbatch: taken
+            action.place[1]: taken
             for action, taken in self.before.items()
-            if action.kind is Kind.FORWARD and action.chunk == 0 and action.microbatch is not None
+            if action.kind is Kind.FORWARD and action.chunk == 0
         }
 
     @cached_property
@@ -172,7 +167,7 @@ class Ages:
             for chunk in chunks:
                 taken, waiting = 0, list[Action]()
                 for action in actions:
-                    if is_step_of(action, chunk):
+                    if action.is_step_of(chunk):
                         found.update((one, (found[one][0], taken)) for one in waiting)
                         taken, waiting = taken + 1, []
                     elif action.is_compute and action.chunk == chunk:
@@ -190,14 +185,3 @@ def is_asynchronous(schedule: Schedule) -> bool:
             if steps and any(action.is_compute for action in own[steps[0] :]):
                 return True
     return False
-
-
-def is_step_of(action: Action, chunk: int | None) -> bool:
-    """True for a step of a chunk, perhaps with the other chunks of its rank."""
-    return action.kind is Kind.STEP and action.chunk in (None, chunk)
-
-
-def _place(action: Action) -> Place:
-    assert action.chunk is not None
-    assert action.microbatch is not None
-    return action.chunk, action.microbatch

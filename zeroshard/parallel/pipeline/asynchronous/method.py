@@ -1,23 +1,101 @@
-"""An asynchronous method at work on one rank: versions, directions and corrections, action by action."""
+"""An asynchronous method at work on one rank: versions, directions and corrections, action by action.
+
+Habits that would give other numbers than the method names are refused.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 
-from zeroshard.config.pipeline import KEPT_WEIGHTS, NOTED_CHANGES, Pipeline
+from zeroshard.config.pipeline import KEPT_WEIGHTS, NOTED_CHANGES
 from zeroshard.config.sections import Config
+from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.corrections import decay_of_changes
-from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
-from zeroshard.parallel.pipeline.asynchronous.guards import refuse_autocast, refuse_weights_of_forwards
-from zeroshard.parallel.pipeline.asynchronous.versions import Delays, Versions, read_delays
+from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected, decay_of_changes
+from zeroshard.parallel.pipeline.asynchronous.versions import Delays, WeightVersions, read_delays
 from zeroshard.parallel.pipeline.choice import full_schedule_of
+from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.runtime import Runtime
+
+
+def refuse_weights_of_forwards(
+    modules: Iterable[nn.Module], changes: Changes, weights: str
+) -> set[nn.Module]:
+    """Refuse habits that give a backward the weights or the activations of another moment than the method.
+
+    A second forward inside a backward would have activations of the weights of the backward. A hook of saved
+    tensors may give the backward a copy of a weight, as it was in the forward: each layer is looked at once,
+    in its first forward with a graph.
+
+    Args:
+        modules: the modules of this rank.
+        changes: notes the hooks.
+        weights: the method, which has other weights in the backward.
+
+    Returns:
+        The layers that were looked at. They are looked at again if the caller clears the set.
+    """
+    seen: set[nn.Module] = set()
+    looking: list[nn.Module] = []
+    """The layer that is looked at: an activation checkpoint runs its forward again to show what it saves."""
+
+    def check(module: nn.Module, args: Any) -> None:
+        if looking or is_in_backward():
+            raise RuntimeError(
+                f"an activation checkpoint runs the forward of {type(module).__name__} again inside the "
+                f"backward, where pipeline.weights={weights!r} has other weights: turn checkpoints off, or "
+                "set pipeline.weights to 'stash', 'vertical' or 'double'"
+            )
+        if module in seen or not torch.is_grad_enabled():
+            return
+        seen.add(module)
+        looking.append(module)
+        try:
+            copied = _saved_as_copy(module)
+        finally:
+            looking.clear()
+        if copied is not None:
+            raise RuntimeError(
+                f"hooks of saved tensors, such as save_on_cpu, give the backward a copy of {copied!r} of "
+                f"{type(module).__name__} from its forward, where pipeline.weights={weights!r} has other "
+                "weights: let the hooks return parameters as they are, or set pipeline.weights to 'stash', "
+                "'vertical' or 'double'"
+            )
+
+    for module in modules:
+        if module._parameters:
+            changes.hook(module.register_forward_pre_hook(check))
+    return seen
+
+
+def _saved_as_copy(module: nn.Module) -> str | None:
+    """Return the name of a parameter if autograd saves a copy of it now; else None."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.requires_grad and parameter.numel():
+            saved = torch.linalg.vector_norm(parameter).grad_fn._saved_self
+            return name if saved.data_ptr() != parameter.data_ptr() else None
+    return None
+
+
+def refuse_autocast(device: torch.device) -> None:
+    """Refuse torch.autocast, which keeps casts of weights from one micro-batch to the next.
+
+    Raises:
+        RuntimeError: it is on.
+    """
+    if torch.is_autocast_enabled(device.type):
+        raise RuntimeError(
+            "train_batch() of an asynchronous pipeline inside torch.autocast, which keeps casts of the "
+            "weights of an earlier version: set precision.param_dtype in the config instead"
+        )
+
 
 _read_delays = functools.lru_cache(maxsize=32)(read_delays)
 
@@ -39,51 +117,44 @@ class AsynchronousMethod:
 
     Args:
         runtime: the runtime of its units.
-        config: the config of the pipeline.
-        rank: the pipeline rank.
+        config: the config.
+        schedule: the lists of the config.
         change: the change of a step, if the method moves weights.
         corrected: the correction of each step, if there is one.
+
+    Raises:
+        ValueError: see `read_delays`, for the lists of the config and those of a full pipeline.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        config: Pipeline,
-        rank: int,
+        config: Config,
+        schedule: Schedule,
         change: Change | None,
         corrected: Corrected | None,
     ) -> None:
-        self._config, self._rank = config, rank
+        self._config, self._rank = config.pipeline, runtime.context.axes.pp.rank
         self._change, self._corrected = change, corrected
-        self.versions = Versions(runtime, change) if config.has_versions else None
+        self.versions = WeightVersions(runtime, change) if self._config.has_versions else None
         """The versions of weights; None if all actions compute with the newest ones."""
         self._looked_at: set[nn.Module] = set()
         """The layers for which no hooks of saved tensors were found in this list."""
-        if config.chosen_weights not in KEPT_WEIGHTS:
-            layers, weights = list(runtime.module.modules()), config.chosen_weights
+        if (weights := self._config.chosen_weights) not in KEPT_WEIGHTS:
+            layers = list(runtime.module.modules())
             self._looked_at = refuse_weights_of_forwards(layers, runtime.changes, weights)
         self._device, self._state = runtime.context.device, runtime.state
-        self._delays = Delays({}, (), ())
-        self._most_crossed = 0
-        """The most steps between a forward and its backward on this rank, while the pipeline is full."""
+        self._delays, full = self._read(schedule), full_schedule_of(config)
+        self._read(full)
+        (chunk,) = full.chunks[self._rank]
+        self._most_crossed = Ages(full).most_crossed(chunk)
+        """The most steps between a forward and its backward on this rank, while the pipeline is full, as
+        `train_batches` runs it after the synchronous steps. The decay of changes is read from these: it
+        belongs to the stage, and each step has the same one, in short lists and in synchronous steps, too."""
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
         self._has_begun = False
         """True if an action of the list has begun."""
-
-    def prepare(self, schedule: Schedule, full: Schedule) -> None:
-        """Raise the errors of `read_delays` for the lists of the config, and read the decay of changes.
-
-        Args:
-            schedule: the lists of the config.
-            full: those of a full pipeline, as `train_batches` runs them behind the synchronous steps. The
-                decay is read from these: it belongs to the stage, and each step has the same one, in short
-                lists and in synchronous steps, too.
-        """
-        for lists in (schedule, full):
-            self._read(lists)
-        (chunk,) = full.chunks[self._rank]
-        self._most_crossed = Ages(full).most_crossed(chunk)
 
     def _read(self, schedule: Schedule) -> Delays:
         weights = self._config.chosen_weights

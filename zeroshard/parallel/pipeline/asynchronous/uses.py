@@ -25,7 +25,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from zeroshard.parallel.pipeline.actions import Action, Kind
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_step_of
+from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 
 
 class Use(NamedTuple):
@@ -52,7 +52,7 @@ Uses = Mapping[Action, Use]
 """By compute action of all ranks."""
 
 
-class Weights(NamedTuple):
+class WeightMethod(NamedTuple):
     """A row of the table of methods."""
 
     uses: Callable[[Ages], dict[Action, Use]]
@@ -96,16 +96,16 @@ def _lwp(ages: Ages) -> dict[Action, Use]:
     }
 
 
-WEIGHTS: dict[str, Weights] = {
-    "latest": Weights(_latest),
-    "stash": Weights(_stash),
-    "vertical": Weights(_vertical),
-    "double": Weights(_double),
-    "estimate": Weights(_estimate, Direction.MEAN_CHANGE),
-    "predict": Weights(_predict, Direction.UPDATE),
-    "lwp": Weights(_lwp, Direction.UPDATE),
-    "lwp-weights": Weights(_lwp, Direction.LAST_CHANGE),
-    "bounded": Weights(_latest),
+WEIGHTS: dict[str, WeightMethod] = {
+    "latest": WeightMethod(_latest),
+    "stash": WeightMethod(_stash),
+    "vertical": WeightMethod(_vertical),
+    "double": WeightMethod(_double),
+    "estimate": WeightMethod(_estimate, Direction.MEAN_CHANGE),
+    "predict": WeightMethod(_predict, Direction.UPDATE),
+    "lwp": WeightMethod(_lwp, Direction.UPDATE),
+    "lwp-weights": WeightMethod(_lwp, Direction.LAST_CHANGE),
+    "bounded": WeightMethod(_latest),
 }
 """The methods by the names that a user writes."""
 
@@ -114,9 +114,9 @@ def kept_versions(ages: Ages, rank: int, chunk: int, uses: Uses) -> tuple[frozen
     """Return, for each step of a chunk, the versions from before it that are used behind it."""
     kept: list[frozenset[int]] = []
     later: frozenset[int] = frozenset()
-    newest = sum(is_step_of(action, chunk) for action in ages.schedule.lists[rank])
+    newest = sum(action.is_step_of(chunk) for action in ages.schedule.lists[rank])
     for action in reversed(ages.schedule.lists[rank]):
-        if is_step_of(action, chunk):
+        if action.is_step_of(chunk):
             later -= {newest}
             kept.append(later)
             newest -= 1

@@ -1,17 +1,22 @@
-"""Random numbers of tensor ranks: the same where values are whole, others where each rank has a part.
+"""Random numbers of tensor and pipeline ranks: alike where values are whole, others where they are parts.
 
     x --dropout--> [ up: columns ] --dropout--> [ down: rows ] --dropout--> y
       same mask                    own masks                   same mask
 
-Ranks that drop other elements of the same values go apart without an error. So all of them begin a forward
-with the random state of the first one. In a region, between a layer that is divided by columns and the next
-one that is divided by rows, each rank has other elements, and draws other numbers.
+Tensor ranks that drop other elements of the same values go apart without an error. So all of them begin a
+forward with the random state of the first one. In a region, between a layer that is divided by columns and
+the next one that is divided by rows, each rank has other elements, and draws other numbers.
 
 The state of a region is a function of the state at its beginning and the rank. Nothing is kept beside the
 default generator of the device. So a forward that runs again from the state of its beginning, as under
 recomputation and after a checkpoint was loaded, draws the same numbers again.
 
 Korthikanti et al. 2022, section 4, need the same two kinds of random states.
+
+All pipeline ranks may have the same random state, so that they choose the same batch. With it, their layers
+would drop the same elements. So before a batch each rank draws one number from the default generator, and
+computes the batch from a state that follows from that number and its rank. After the batch the generator goes
+on as if the batch had drawn that number alone, on all ranks.
 """
 
 from __future__ import annotations
@@ -27,11 +32,55 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
-from zeroshard.parallel.tensor.styles import Divided, Way
+from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.sharding.changes import Changes
 
+_LARGEST = 1 << 62
 
-class _Region(NamedTuple):
+
+def random_state(device: torch.device) -> Tensor:
+    """Return the state of the default generator of a device."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Give the default generator of a device a state that `random_state` has returned."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+def random_states(device: torch.device) -> dict[torch.device, Tensor]:
+    """Return the states of the default generators of the CPU and of a device."""
+    return {each: random_state(each) for each in {torch.device("cpu"), device}}
+
+
+def set_random_states(states: Mapping[torch.device, Tensor]) -> None:
+    """Give default generators states that `random_states` has returned."""
+    for device, state in states.items():
+        set_random_state(device, state)
+
+
+@contextmanager
+def own_numbers(device: torch.device, pipeline_rank: int) -> Iterator[None]:
+    """Draw other numbers than the other pipeline ranks."""
+    drawn = int(torch.randint(_LARGEST, (), device="cpu"))
+    before = random_states(device)
+    digest = blake2b(f"{drawn} {pipeline_rank}".encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 2
+    for each in before:
+        set_random_state(each, torch.Generator(each).manual_seed(seed).get_state())
+    try:
+        yield
+    finally:
+        set_random_states(before)
+
+
+class _RandomRegion(NamedTuple):
     """Two states at the beginning of a region."""
 
     shared: Tensor
@@ -43,7 +92,7 @@ class _Scope:
     """The call of a module, and the region that is open in it."""
 
     module: nn.Module
-    region: _Region | None = None
+    region: _RandomRegion | None = None
 
 
 class RandomStates:
@@ -68,11 +117,10 @@ class RandomStates:
         """Take over the states of the first rank; collective."""
         self._scopes.clear()  # an interrupt may have left some
         self._loose = None
-        devices = {torch.device("cpu"), self._over.device}
-        own = {device: bytes(_get(device).numpy()) for device in devices}
+        own = {device: bytes(state.numpy()) for device, state in random_states(self._over.device).items()}
         for device, state in self._over.first(own, "random states of the tensor ranks").items():
             if state != own[device]:
-                _set(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
+                set_random_state(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     @contextmanager
     def scope(self, module: nn.Module) -> Iterator[None]:
@@ -102,43 +150,27 @@ class RandomStates:
             self._end(self._loose)
             self._loose = None
 
-    def _begin(self) -> _Region:
-        shared = _get(self._over.device)
+    def _begin(self) -> _RandomRegion:
+        shared = random_state(self._over.device)
         salt = self._over.rank.to_bytes(8, "little")
         digest = blake2b(bytes(shared.numpy()), digest_size=8, salt=salt).digest()
         seed = int.from_bytes(digest, "little") >> 1
-        _set(self._over.device, torch.Generator(self._over.device).manual_seed(seed).get_state())
-        return _Region(shared, _get(self._over.device))
+        set_random_state(self._over.device, torch.Generator(self._over.device).manual_seed(seed).get_state())
+        return _RandomRegion(shared, random_state(self._over.device))
 
     def _end(self, scope: _Scope) -> None:
-        region, scope.region = scope.region, None
-        if region is not None:
-            self._share(region)
-
-    def _share(self, region: _Region) -> None:
         """Go on with the shared numbers.
 
         If numbers were drawn in the region, one of the shared ones is left out: the next region would begin
         with the same state. If none were drawn, no other numbers change either.
         """
-        is_used = not torch.equal(_get(self._over.device), region.own)
-        _set(self._over.device, region.shared)
+        region, scope.region = scope.region, None
+        if region is None:
+            return
+        is_used = not torch.equal(random_state(self._over.device), region.own)
+        set_random_state(self._over.device, region.shared)
         if is_used:
             torch.empty((), device=self._over.device).uniform_()
-
-
-def _get(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def _set(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def share_random_states(
@@ -158,7 +190,13 @@ def share_random_states(
         changes: the changes of the model.
     """
     states = RandomStates(over)
-    _hook_forwards(model, states, changes)
+
+    def agree(module: nn.Module, args: Any) -> None:
+        states.agree()
+
+    # In evaluation too: a generation draws tokens after it, which must be the same on all ranks.
+    changes.hook(model.register_forward_pre_hook(agree, prepend=True))
+    states.agree()
     for block, is_divided in blocks.items():
         # Not by hooks: recomputation runs a forward again without its hooks.
         changes.set(block, "forward", _in_scope(block, states, is_divided))
@@ -168,22 +206,9 @@ def share_random_states(
     inside |= {module for adapter in adapters for part in adapter.children() for module in part.modules()}
     inside -= {layer.module for layer in layers if layer.adapter is not None and layer.adapter not in inside}
     others = [layer for layer in layers if layer.module not in inside]
-    first = [layer for layer in others if layer.style.way in (Way.COLUMNS, Way.SHARED_COLUMNS)]
-    last = [layer for layer in others if layer.style.way is Way.ROWS]
+    first = [layer for layer in others if layer.style.way in (Split.COLUMNS, Split.SHARED_COLUMNS)]
+    last = [layer for layer in others if layer.style.way is Split.ROWS]
     _hook_regions(first, [x for x in last if not isinstance(x.module, nn.Embedding)], states, changes)
-
-
-def _hook_forwards(model: nn.Module, states: RandomStates, changes: Changes) -> None:
-    """Let the ranks agree at the beginning of each forward; and now.
-
-    In evaluation too: a generation draws tokens after it, which must be the same on all ranks.
-    """
-
-    def before(module: nn.Module, args: Any) -> None:
-        states.agree()
-
-    changes.hook(model.register_forward_pre_hook(before, prepend=True))
-    states.agree()
 
 
 def _hook_regions(
