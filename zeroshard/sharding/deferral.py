@@ -98,14 +98,16 @@ class Deferral:
         """Check that the backward that begins is not that of another engine, with a loss scale of its own.
 
         Raises:
-            RuntimeError: it is; gradients would be multiplied by the scale.
+            RuntimeError: it is, and there are trained parameters: their gradients would be multiplied by the
+                scale.
         """
-        if Deferral._scaling not in (None, self):
+        parameters = (p for gradients in self._all for p in gradients.buffer.unsharded)
+        if Deferral._scaling not in (None, self) and any(p.requires_grad for p in parameters):
             raise RuntimeError(
                 "the backward of one engine, whose loss is multiplied by a loss scale, comes to the "
-                "parameters of another engine, which does not know the scale: call backward(loss) of each "
-                "engine on a loss of its own; for one loss over two models, put both into one module, with "
-                "one engine"
+                "trained parameters of another engine, which does not know the scale: call backward(loss) of "
+                "each engine on a loss of its own; for one loss over two models, put both into one module, "
+                "with one engine"
             )
 
     @contextmanager
