@@ -24,8 +24,13 @@ from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.casts import cast_forwards
 from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
-from zeroshard.forwards.described import compare_layers, describe_layers
-from zeroshard.forwards.quantized import Quantized, change_forwards, is_of_bitsandbytes
+from zeroshard.forwards.quantized import (
+    Quantized,
+    change_forwards,
+    compare_layers,
+    describe_layers,
+    is_of_bitsandbytes,
+)
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
 from zeroshard.guards.copies import guard_copies

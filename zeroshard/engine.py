@@ -32,7 +32,7 @@ from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.tracers import refuse_proxies
-from zeroshard.stepping.attach import Judged, attach
+from zeroshard.stepping.attach import StepHooks, attach
 from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import StepGuard
 from zeroshard.stepping.halfway import Arguments, Halfway
@@ -80,7 +80,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             judge, count = self._judge_step, self._count_step
-            own = Judged(weakref.WeakMethod(judge), weakref.WeakMethod(count), self._guard.scaling)
+            own = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count), self._guard.scaling)
             steps = attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=own)
             if parts.config.offload.step_in_backward:
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps, self._halfway)

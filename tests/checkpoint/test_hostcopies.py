@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.checkpoint.hostcopies import HostCopies, pinned_sizes, place
+from zeroshard.checkpoint.save import HostCopies, pinned_sizes, place
 from zeroshard.checkpoint.tensors import TensorSlice
 
 LEAST = 32 << 20

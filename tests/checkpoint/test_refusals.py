@@ -188,7 +188,7 @@ def test_the_default_device_does_not_matter(ranks, tmp_path):
 
 
 def copy_without_memory(folder, monkeypatch_rank):
-    from zeroshard.checkpoint.hostcopies import HostCopies
+    from zeroshard.checkpoint.save import HostCopies
 
     engine, original = start(3), HostCopies.copy
 
@@ -213,7 +213,7 @@ def test_a_copy_that_fails_on_one_rank_fails_on_all(ranks, tmp_path):
 
 def copy_that_fails_on_the_device(folder):
     """On rank 1 the device reports an error when the thread waits for the copies."""
-    from zeroshard.checkpoint.hostcopies import HostCopies
+    from zeroshard.checkpoint.save import HostCopies
 
     engine, original = start(3), HostCopies.copy
 

@@ -249,7 +249,7 @@ EXCHANGES = (
         says=(
             "The rank that orthogonalizes a matrix keeps the update; other ranks step with what memory held."
         ),
-        file="zeroshard/stepping/owning.py",
+        file="zeroshard/stepping/wholes.py",
         find="outward=_of_rank(outward(items, owners), rank),",
         replace="outward=None,",
         tests=(

@@ -228,7 +228,7 @@ GUARDS = (
     Break(
         name="ranks_write_different_edits_back",
         says="unsharded(write_back=True) takes edits that differ between the ranks.",
-        file="zeroshard/full/edits.py",
+        file="zeroshard/full/parameters.py",
         find="            if digest != wanted:\n",
         replace="            if False:\n",
         tests=("tests/test_engine.py::test_edits_that_differ_between_ranks_are_refused_and_none_is_written",),
@@ -264,7 +264,7 @@ GUARDS = (
     Break(
         name="a_checkpoint_of_another_shape",
         says="A checkpoint with a parameter of another shape than the model's is not refused by name.",
-        file="zeroshard/checkpoint/matching.py",
+        file="zeroshard/checkpoint/load.py",
         find="        if shape != expected:\n",
         replace="        if False:\n",
         tests=(

@@ -38,7 +38,7 @@ PLANS = (
     Break(
         name="boxes_lose_a_row",
         says="A flat range that begins at the start of a row loses that row as boxes.",
-        file="zeroshard/checkpoint/boxes.py",
+        file="zeroshard/checkpoint/places.py",
         find="start = first + bool(begin)",
         replace="start = first + 1",
         tests=(
@@ -49,7 +49,7 @@ PLANS = (
     Break(
         name="runs_go_from_the_target_to_the_source",
         says="The elements that two boxes share are read from the place at which they are to be written.",
-        file="zeroshard/checkpoint/boxes.py",
+        file="zeroshard/checkpoint/places.py",
         find="yield Run(_position(source, corner), _position(target, corner), numel)",
         replace="yield Run(_position(target, corner), _position(source, corner), numel)",
         tests=("tests/checkpoint/test_boxes.py::test_runs_move_exactly_the_shared_elements_to_their_places",),

@@ -54,7 +54,7 @@ ROUNDINGS = (
         says=(
             "A slice is rounded with the random bits of the beginning of the parameter, not of its own place."
         ),
-        file="zeroshard/stepping/widening.py",
+        file="zeroshard/stepping/rounding.py",
         find="self._rounding.key(name_of_part(p)), self._starts[p])\n        finally",
         replace="self._rounding.key(name_of_part(p)), 0)\n        finally",
         tests=(

@@ -30,9 +30,8 @@ from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.reduced import ReducedGradients
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.unit import Unit
-from zeroshard.stepping.worker import Worker
-from zeroshard.tiers.hostcopies import HostCopy
-from zeroshard.tiers.hostpool import HostBuffer
+from zeroshard.stepping.early import Worker
+from zeroshard.tiers.hostpool import HostBuffer, HostCopy
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
 

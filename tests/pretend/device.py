@@ -24,10 +24,10 @@ from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.threads import install_threads
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
-from zeroshard.checkpoint.hostcopies import HostCopies
 from zeroshard.checkpoint.reader import TensorReader
-from zeroshard.comm import activations, alltoall, background, collectives, mesh, messages, moves, streams
-from zeroshard.stepping import owning, rounding
+from zeroshard.checkpoint.save import HostCopies
+from zeroshard.comm import activations, collectives, lifecycle, mesh, messages, moves, streams
+from zeroshard.stepping import rounding, wholes
 from zeroshard.tiers import files, hostpool, places
 from zeroshard.tiers.files import Extent, Swap, Transfer
 
@@ -56,9 +56,9 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
     patch.setattr(streams, "torch", pretend_torch)
     patch.setattr(streams, "has_streams", lambda device: True)
     patch.setattr(streams.Streams, "on", staticmethod(pretend_torch.naming_streams(streams.Streams.on)))
-    for module in (activations, alltoall, background, collectives, mesh, messages):
+    for module in (activations, collectives, lifecycle, mesh, messages):
         patch.setattr(module, "dist", transport)
-    patch.setattr(owning, "all_to_all", _labelling(owning.all_to_all, transport))
+    patch.setattr(wholes, "all_to_all", _labelling(wholes.all_to_all, transport))
     for cls in (collectives.Axis, activations.Activations):
         for name, method in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_") and "label" in inspect.signature(method).parameters:

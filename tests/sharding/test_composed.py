@@ -12,7 +12,7 @@ import zeroshard
 from tests.distributed.training import STAGES
 from tests.sharding.test_quantized import adamw, llama, plain, same_state, train
 from zeroshard.hf.export import export_checkpoint
-from zeroshard.hf.format import Format
+from zeroshard.hf.weights import Format
 
 aten = torch.ops.aten
 

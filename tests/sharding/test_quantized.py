@@ -21,8 +21,8 @@ from torch import nn
 
 import zeroshard
 from zeroshard.hf.export import export_checkpoint
-from zeroshard.hf.format import Format
 from zeroshard.hf.quantize import name_bits
+from zeroshard.hf.weights import Format
 
 VOCABULARY, ROWS, LENGTH = 128, 4, 16
 KINDS = {

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.checkpoint import runs
 from tests.tiers.test_early import Failing
-from zeroshard.stepping.worker import MOST_UNDER_WAY, Worker
+from zeroshard.stepping.early import MOST_UNDER_WAY, Worker
 
 
 def threads():

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.boxes import Box
+from zeroshard.checkpoint.places import Box
 from zeroshard.checkpoint.reader import Stored
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, parameter_slices
 from zeroshard.comm.agreed import on_all

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.blockwise import blocks_of, is_scales, num_scales
-from zeroshard.checkpoint.boxes import Box, boxes_of, split, whole
+from zeroshard.checkpoint.places import Box, boxes_of, split, whole
 from zeroshard.optim.eightbit.blocks import num_blocks
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut

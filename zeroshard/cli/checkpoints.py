@@ -13,8 +13,7 @@ from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.cli.contents import describe, to_json
 from zeroshard.cli.convert import convert as rewrite
 from zeroshard.hf.export import export_checkpoint
-from zeroshard.hf.format import Format
-from zeroshard.hf.weights import MAX_SHARD_BYTES
+from zeroshard.hf.weights import MAX_SHARD_BYTES, Format
 
 
 def export(options: Namespace) -> None:

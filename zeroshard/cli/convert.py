@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.files import (
     MANIFEST,
     check_free,
@@ -35,7 +34,7 @@ from zeroshard.checkpoint.files import (
     tag_of,
 )
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, check_sums, parse, read_content
-from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, to_row
+from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, file_of, to_row
 from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.checkpoint.save import write_values_and_manifest
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES

@@ -26,8 +26,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import Axes
 from zeroshard.forwards.composed import is_wrapper
 from zeroshard.full.parts import Named, collect
-from zeroshard.hf.format import Format
-from zeroshard.hf.weights import check_folder, write_weights
+from zeroshard.hf.weights import Format, check_folder, write_weights
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import TensorInfo

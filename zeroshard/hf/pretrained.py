@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from zeroshard.config.sections import Config, require_supported
 from zeroshard.hf.prequantized import Prequantized
 from zeroshard.hf.quantize import quantize
-from zeroshard.hf.safetensors import find_tensors
 from zeroshard.lazy.deferred import defer
 from zeroshard.lazy.recording import recording
-from zeroshard.safetensors import FileTensor
+from zeroshard.safetensors import FileTensor, find_tensors
 
 _IMPOSSIBLE = frozenset(
     (

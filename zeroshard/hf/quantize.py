@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from zeroshard.hf.adapters import has_adapters
 from zeroshard.lazy.codes import Codes
-from zeroshard.lazy.copies import guard_copies
 from zeroshard.lazy.deferred import defer, has_memory
+from zeroshard.lazy.recording import guard_copies
 
 
 @torch.no_grad()

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.lazy.copies import release_copies
 from zeroshard.lazy.deferred import deferred_of, has_memory, is_changed, is_known, values_of
-from zeroshard.lazy.recording import recording
+from zeroshard.lazy.recording import recording, release_copies
 
 
 def record_resets(root: nn.Module) -> None:

@@ -28,6 +28,7 @@ from zeroshard.parameters.gradient import move_values
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.layout import BLOCK
 from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.stepping.parts import Home
 from zeroshard.tiers.files import Extent, Transfer
 from zeroshard.tiers.places import TierMemory
 
@@ -39,7 +40,7 @@ Key = tuple[ShardedParameter, str]
 """A state: its parameter and its name."""
 
 
-class DiskTier:
+class DiskHome(Home):
     """Steps the main parameters of some flat buffers that lie in files.
 
     Args:

@@ -11,12 +11,11 @@ from torch.optim import Optimizer
 from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.clipping import factor_of, global_norm, limit_norm
+from zeroshard.stepping.clipping import Scaling, factor_of, global_norm, has_far_parameters, limit_norm
 from zeroshard.stepping.loss_scale import LossScale
 from zeroshard.stepping.nonfinite import all_finite, describe_nonfinite
 from zeroshard.stepping.replicas import check_replicas
 from zeroshard.stepping.rounding import Rounding
-from zeroshard.stepping.scaling import Scaling, has_far_parameters
 
 
 class StepGuard:

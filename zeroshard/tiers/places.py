@@ -9,9 +9,8 @@ from torch import Tensor
 
 from zeroshard.plan.tiers import Tier
 from zeroshard.tiers.files import Swap, Transfer
-from zeroshard.tiers.heap import return_freed_memory
 from zeroshard.tiers.mapped import let_go, read_ahead
-from zeroshard.tiers.memory import host_memory
+from zeroshard.tiers.memory import host_memory, return_freed_memory
 
 
 def open_swap(path: str | None, rank: int) -> Swap:
