@@ -37,8 +37,13 @@ from zeroshard.guards.copies import guard_copies
 from zeroshard.guards.inputs import guard_inputs
 from zeroshard.guards.methods import guard_methods
 from zeroshard.lazy.deferred import has_memory
-from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
-from zeroshard.lazy.recording import refuse_recording
+from zeroshard.lazy.recording import (
+    check_values,
+    materialize_others,
+    place_ignored,
+    record_resets,
+    refuse_recording,
+)
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import install

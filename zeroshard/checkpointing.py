@@ -16,9 +16,8 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.agreed import on_all
 from zeroshard.config.rules import parse_dtype
 from zeroshard.hf.adapters import export_adapters, has_adapters
-from zeroshard.hf.export import export_engine
+from zeroshard.hf.export import MAX_SHARD_BYTES, Format, export_engine
 from zeroshard.hf.live import export_merged, stream_parameters
-from zeroshard.hf.weights import MAX_SHARD_BYTES, Format
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages

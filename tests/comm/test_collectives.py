@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.collectives import Axis, Channel, Part
+from zeroshard.comm.collectives import DONE, Axis, Channel, Part
 from zeroshard.comm.counter import KINDS, Counter
-from zeroshard.comm.handles import DONE
 from zeroshard.comm.pool import BufferPool
 
 CPU = torch.device("cpu")

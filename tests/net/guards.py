@@ -207,7 +207,7 @@ GUARDS = (
     Break(
         name="tensor_ranks_train_different_models",
         says="Tensor ranks with different gradients of a parameter that each holds whole get no error.",
-        file="zeroshard/stepping/replicas.py",
+        file="zeroshard/stepping/guard.py",
         find="    if not names:\n",
         replace="    if True:\n",
         tests=(
@@ -236,7 +236,7 @@ GUARDS = (
     Break(
         name="a_closed_engine_keeps_its_hooks",
         says="After engine.close() the model's modules still have the changes of the engine.",
-        file="zeroshard/restore.py",
+        file="zeroshard/sharded.py",
         find="    runtime.changes.undo()\n",
         replace="",
         tests=("tests/distributed/test_close.py::test_a_closed_engine_gives_the_model_back_whole_and_plain",),

@@ -158,7 +158,7 @@ PLANS = (
     Break(
         name="tied_parameters_are_exported_twice",
         says="A file for transformers has a tied parameter under all of its names.",
-        file="zeroshard/checkpoint/description.py",
+        file="zeroshard/checkpoint/manifest.py",
         find='return [name for name in wanted if name not in model["tied"]] or wanted[:1]',
         replace="return wanted",
         tests=("tests/checkpoint/test_description.py",),

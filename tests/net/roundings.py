@@ -114,7 +114,7 @@ ROUNDINGS = (
     Break(
         name="the_loss_scale_does_not_fall",
         says="An overflow leaves the dynamic loss scale as it is.",
-        file="zeroshard/stepping/loss_scale.py",
+        file="zeroshard/stepping/guard.py",
         find="BACKOFF = 0.5",
         replace="BACKOFF = 1.0",
         tests=("tests/optim/test_scaling.py",),
@@ -122,7 +122,7 @@ ROUNDINGS = (
     Break(
         name="the_loss_scale_does_not_grow",
         says="Steps without an overflow leave the dynamic loss scale as it is.",
-        file="zeroshard/stepping/loss_scale.py",
+        file="zeroshard/stepping/guard.py",
         find="GROWTH = 2.0",
         replace="GROWTH = 1.0",
         tests=("tests/optim/test_scaling.py",),

@@ -21,8 +21,7 @@ from tests.pretend.findings import Kind
 from tests.pretend.scenario import Bench
 from tests.pretend.transport import HostWork
 from zeroshard.comm import collectives, mesh, streams
-from zeroshard.comm.collectives import Axis, Channel
-from zeroshard.comm.handles import Handle
+from zeroshard.comm.collectives import Axis, Channel, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.sharding import landing, runtime, storage

@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.averages import averaged_buffers, with_averages
 from zeroshard.checkpoint.blockwise import own_blocks
-from zeroshard.checkpoint.description import describe_model
 from zeroshard.checkpoint.files import as_folder, check_free, check_tag
 from zeroshard.checkpoint.frozen import Piece, frozen_names, join_pieces, measure_pieces
-from zeroshard.checkpoint.manifest import Manifest, ParameterRecord
+from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, describe_model
 from zeroshard.checkpoint.optimizers import PER_GROUP, OptimizerState, keep_few, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import ModelState, cuts_of, dtype_name, read_model, written_slices
@@ -37,7 +36,7 @@ from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
-from zeroshard.stepping.loss_scale import LossScale
+from zeroshard.stepping.guard import LossScale
 from zeroshard.stepping.rounding import Rounding
 from zeroshard.version import installed_version
 

@@ -42,7 +42,7 @@ from zeroshard.optim.statenames import from_common
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.loss_scale import LossScale
+from zeroshard.stepping.guard import LossScale
 from zeroshard.stepping.rounding import Rounding
 
 

@@ -12,8 +12,7 @@ from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.reader import open_checkpoint
 from zeroshard.cli.contents import describe, to_json
 from zeroshard.cli.convert import convert as rewrite
-from zeroshard.hf.export import export_checkpoint
-from zeroshard.hf.weights import MAX_SHARD_BYTES, Format
+from zeroshard.hf.export import MAX_SHARD_BYTES, Format, export_checkpoint
 
 
 def export(options: Namespace) -> None:

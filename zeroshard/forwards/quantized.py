@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.forwards.composed import DESCRIPTION, buffers_of, compose, form_of
-from zeroshard.lazy.codes import Codes
-from zeroshard.lazy.deferred import deferred_of
+from zeroshard.lazy.deferred import Codes, deferred_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.description import describe_model, saved_names
 from zeroshard.checkpoint.files import as_folder
+from zeroshard.checkpoint.manifest import describe_model, saved_names
 from zeroshard.checkpoint.tensors import TensorSlice, read_model
 from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.forwards.composed import is_wrapper
@@ -19,8 +19,7 @@ from zeroshard.forwards.quantized import dequantized, dequantized_form, has_code
 from zeroshard.full.parameters import unsharded
 from zeroshard.full.parts import Named, collect, spread
 from zeroshard.hf.adapters import Merging, has_adapters
-from zeroshard.hf.export import Weights, cast, info_of, join, own_parameters, whole_slice, write_all
-from zeroshard.hf.weights import Format
+from zeroshard.hf.export import Format, Weights, cast, info_of, join, own_parameters, whole_slice, write_all
 from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.runtime import Runtime

@@ -37,8 +37,7 @@ def build_skeleton(path: Path, *, computes: bool = True) -> nn.Module:
         raise ImportError(
             f"'{path}': a model's config needs transformers: pip install zeroshard[hf]"
         ) from None
-    from zeroshard.hf.prequantized import read_quantization
-    from zeroshard.hf.quantize import quantize
+    from zeroshard.hf.quantize import quantize, read_quantization
 
     try:
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)

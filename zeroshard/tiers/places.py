@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.plan.tiers import Tier
-from zeroshard.tiers.files import Swap, Transfer
-from zeroshard.tiers.mapped import let_go, read_ahead
+from zeroshard.tiers.files import Swap, Transfer, let_go, read_ahead
 from zeroshard.tiers.memory import host_memory, return_freed_memory
 
 
