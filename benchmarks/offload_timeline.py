@@ -14,7 +14,7 @@ from unittest import mock
 from torch import Tensor
 
 from zeroshard.stepping.disk import DiskHome
-from zeroshard.tiers.files import Extent, Swap, Transfer
+from zeroshard.tiers.files import Extent, FileTransfer, Swap
 
 KINDS = ("read", "step", "write")
 
@@ -52,8 +52,8 @@ def recorded() -> Iterator[Recording]:
     recording = Recording()
     fetched = DiskHome.fetched
 
-    def timed(kind: str, move: Callable[..., Transfer]) -> Callable[..., Transfer]:
-        def call(swap: Swap, extent: Extent, memory: Tensor) -> Transfer:
+    def timed(kind: str, move: Callable[..., FileTransfer]) -> Callable[..., FileTransfer]:
+        def call(swap: Swap, extent: Extent, memory: Tensor) -> FileTransfer:
             event = Event(kind, time.perf_counter(), 0.0, extent.padded)
             transfer = move(swap, extent, memory)
 

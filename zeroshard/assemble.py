@@ -25,7 +25,7 @@ from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.casts import cast_forwards
 from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
 from zeroshard.forwards.quantized import (
-    Quantized,
+    QuantizedLayers,
     change_forwards,
     compare_layers,
     describe_layers,
@@ -131,7 +131,7 @@ def shard_over(
         state=ModuleState(),
     )
     _agree_on_quantized(module, axes, ignored)
-    quantized = Quantized(module, context, changes, ignored)
+    quantized = QuantizedLayers(module, context, changes, ignored)
     compare_forms(module, axes)
     apart = [layer for layer in module.modules() if form_of(layer) is not None]
     changes.when_undone(functools.partial(put_together, apart))

@@ -39,7 +39,7 @@ _GATHERED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WholeTensor:
     """A parameter, and the places of its slices."""
 
     runtime: Runtime
@@ -184,7 +184,7 @@ class ByName:
                 "ranks or on none. Drop p.grad on all ranks alike"
             )
 
-        def read(place: Place) -> Tensor | None:
+        def read(place: WholeTensor) -> Tensor | None:
             gradient = place.gradient
             return None if gradient is None else place.gather(gradient)
 
@@ -204,7 +204,7 @@ class ByName:
         call = "set_full_gradient()"
         refuse_in_step(self._runtime.context.state, call)
 
-        def tell(place: Place) -> bytes:
+        def tell(place: WholeTensor) -> bytes:
             if not place.sharded.requires_grad:
                 raise ValueError(f"{call}: '{name}' is frozen: expected a parameter that is trained")
             return place.digest(values)
@@ -252,7 +252,9 @@ class ByName:
             for key, value in values.items():
                 states[key].write(place, own, value)
 
-    def _states(self, call: str, name: str, given: Mapping[str, Any]) -> tuple[_Agreed, dict[str, _State]]:
+    def _states(
+        self, call: str, name: str, given: Mapping[str, Any]
+    ) -> tuple[_NamedParameter, dict[str, _NamedState]]:
         """Return the place and the states of a parameter; the facts are kinds and digests of given states."""
         optimizer, states, pp = self.optimizer, {}, self._runtime.context.axes.pp
         has_some = optimizer is not None
@@ -261,7 +263,7 @@ class ByName:
         if not has_some:
             raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
 
-        def tell(place: Place) -> tuple[dict[str, bool], list[Any]]:
+        def tell(place: WholeTensor) -> tuple[dict[str, bool], list[Any]]:
             states.update({} if optimizer is None else _read_states(optimizer, place))
             if unknown := [key for key in given if key not in states]:
                 there = ", ".join(states) or "none before the first step"
@@ -287,17 +289,17 @@ class ByName:
 _T = TypeVar("_T")
 
 
-class _Agreed(NamedTuple):
+class _NamedParameter(NamedTuple):
     """A parameter that all ranks have named."""
 
-    place: Place | None
+    place: WholeTensor | None
     """None where other pipeline ranks hold it."""
     first: int
     """The first pipeline rank that holds it."""
     facts: dict[int, Any]
     """By rank that holds a slice of it, its message to the others."""
 
-    def read(self, runtime: Runtime, get: Callable[[Place], _T]) -> _T:
+    def read(self, runtime: Runtime, get: Callable[[WholeTensor], _T]) -> _T:
         """Return on all ranks the result of the ranks of the first part; collective."""
         axes = runtime.context.axes
         is_read = axes.pp.rank == self.first and self.place is not None
@@ -310,10 +312,10 @@ def _agree(
     runtime: Runtime,
     call: str,
     name: str,
-    tell: Callable[[Place], Any] = lambda place: None,
+    tell: Callable[[WholeTensor], Any] = lambda place: None,
     *,
     reduces: bool = False,
-) -> _Agreed:
+) -> _NamedParameter:
     """Find a parameter, on all ranks the same.
 
     Args:
@@ -347,13 +349,13 @@ def _agree(
         names = [fqn for fqn, _, _ in answers.values()]
         raise ValueError(f"{call}: expected one name on all ranks, got {names}")
     first = min(part for _, part, _ in answers.values())
-    return _Agreed(places.get(name), first, {rank: fact for rank, (_, _, fact) in answers.items()})
+    return _NamedParameter(places.get(name), first, {rank: fact for rank, (_, _, fact) in answers.items()})
 
 
-def _places(runtime: Runtime) -> dict[str, Place]:
+def _places(runtime: Runtime) -> dict[str, WholeTensor]:
     """Return the parameters of this rank's part of the model, by all of their names."""
     places = {
-        parameter.fqn: Place(runtime, buffer, index)
+        parameter.fqn: WholeTensor(runtime, buffer, index)
         for buffer in runtime.buffers
         for index, parameter in enumerate(buffer.sharded)
     }
@@ -362,7 +364,7 @@ def _places(runtime: Runtime) -> dict[str, Place]:
     return places
 
 
-def _resolve(world: Axis, call: str, name: str, places: Mapping[str, Place]) -> str:
+def _resolve(world: Axis, call: str, name: str, places: Mapping[str, WholeTensor]) -> str:
     """Return the first name in the whole model of a parameter that some part of it holds; collective.
 
     Raises:
@@ -402,7 +404,7 @@ def _require_same(call: str, name: str, facts: Mapping[int, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _NamedState:
     """One state of a parameter, as this rank has it."""
 
     key: str
@@ -411,13 +413,13 @@ class _State:
     """True for a state with a value for each element of the slice."""
     quantized: Quantized | None = None
 
-    def read(self, place: Place) -> Any:
+    def read(self, place: WholeTensor) -> Any:
         """Return the full state, in memory of its own; collective for an element-wise one."""
         if self.is_wise:
             return place.gather(self.value if self.quantized is None else self.quantized.load())
         return self.value.detach().clone() if isinstance(self.value, Tensor) else self.value
 
-    def write(self, place: Place, own: dict[str, Any], value: Any) -> None:
+    def write(self, place: WholeTensor, own: dict[str, Any], value: Any) -> None:
         """Keep this rank's slice of a full state.
 
         Args:
@@ -434,19 +436,19 @@ class _State:
             own[self.key] = type(self.value)(value) if isinstance(self.value, int | float) else value
 
 
-def _read_states(optimizer: Optimizer, place: Place) -> dict[str, _State]:
+def _read_states(optimizer: Optimizer, place: WholeTensor) -> dict[str, _NamedState]:
     """Return the states of this rank's slice by their common names, without scales of quantized states."""
     saved = to_common(optimizer, optimizer.state.get(place.sharded, {}))
     dtypes = {key: value.dtype for key, value in saved.items() if isinstance(value, Tensor)}
-    states: dict[str, _State] = {}
+    states: dict[str, _NamedState] = {}
     for key, value in saved.items():
         if is_scales(key, dtypes):
             continue
         if is_codes(key, dtypes):
             rule = rule_of(optimizer)
             book = codebook(rule is None or rule.states[key], value.device)
-            states[key] = _State(key, value, True, Quantized(value.view(-1), saved[key + ABSMAX], book))
+            states[key] = _NamedState(key, value, True, Quantized(value.view(-1), saved[key + ABSMAX], book))
             continue
         is_wise = isinstance(value, Tensor) and value.dim() > 0 and value.shape == place.sharded.shape
-        states[key] = _State(key, value, is_wise and not (key == "step" and value.numel() == 1))
+        states[key] = _NamedState(key, value, is_wise and not (key == "step" and value.numel() == 1))
     return states

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.capture import Parts, Progress, capture
+from zeroshard.checkpoint.capture import EngineState, Progress, capture
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.agreed import on_all
@@ -23,7 +23,7 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
 from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import StepGuard
-from zeroshard.stepping.halfway import Halfway
+from zeroshard.stepping.halfway import InterruptedStep
 
 
 class Checkpointing:
@@ -34,10 +34,10 @@ class Checkpointing:
     skipped_steps: int
     _runtime: Runtime
     _guard: StepGuard
-    _parts: Parts
+    _parts: EngineState
     _saver: Saver
     _early: EarlySteps | None
-    _halfway: Halfway
+    _halfway: InterruptedStep
     _micro_step: int
 
     if TYPE_CHECKING:

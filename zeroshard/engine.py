@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zeroshard.batches import Batches
 from zeroshard.byname import ByName
-from zeroshard.checkpoint.capture import Parts
+from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.save import Saver
 from zeroshard.checkpointing import Checkpointing
 from zeroshard.comm import streams
@@ -35,7 +35,7 @@ from zeroshard.sharding.tracers import refuse_proxies
 from zeroshard.stepping.attach import StepHooks, attach
 from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import StepGuard
-from zeroshard.stepping.halfway import Arguments, Halfway
+from zeroshard.stepping.halfway import Arguments, InterruptedStep
 
 
 class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, ModuleLike):
@@ -51,7 +51,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
     def __init__(
         self,
         module: nn.Module,
-        parts: Parts,
+        parts: EngineState,
         axes: Axes,
         saver: Saver,
         loss_fn: LossFunction | None,
@@ -69,7 +69,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         self._guard = StepGuard(parts.runtime, parts.config, parts.optimizer)
         self._part = part
         self._pipeline = None if part is None else self._pipelined(part, parts)
-        self._halfway = Halfway()
+        self._halfway = InterruptedStep()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
         self._is_frozen_part = part is not None and part.is_frozen
@@ -87,7 +87,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         refuse_wrappers([self], object.__setattr__)
         parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
 
-    def _pipelined(self, part: Part, parts: Parts) -> Pipelined:
+    def _pipelined(self, part: Part, parts: EngineState) -> Pipelined:
         trained = [buffer for buffer in parts.runtime.buffers if buffer.trainable]
         chosen = chosen_by(parts.config.pipeline, parts.optimizer, trained)
         return Pipelined(part, parts.runtime, self.loss_fn, parts.optimizer, *chosen)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.checkpoint.save import HostCopies, pinned_sizes, place
+from zeroshard.checkpoint.save import SnapshotMemory, pinned_sizes, place
 from zeroshard.checkpoint.tensors import TensorSlice
 
 LEAST = 32 << 20
@@ -66,7 +66,7 @@ def test_a_slice_is_cut_only_where_a_block_ends():
 
 
 def test_copies_keep_the_values_and_their_memory_serves_the_next_ones():
-    copies, parts = HostCopies(), slices([300, 0, 7, 40])
+    copies, parts = SnapshotMemory(), slices([300, 0, 7, 40])
     before = [part.data.clone() for part in parts]
     first = copies.copy(parts)
     for part in parts:
@@ -86,7 +86,7 @@ def test_copies_keep_the_values_and_their_memory_serves_the_next_ones():
 def test_on_a_gpu_copies_are_pinned_and_have_the_values_of_the_moment():
     parts = slices([20 << 20, 3, 5 << 20], "cuda")  # 20 MB, 6 bytes, 20 MB: the last is cut
     before = [part.data.cpu() for part in parts]
-    copies = HostCopies()
+    copies = SnapshotMemory()
     torch.cuda._sleep(100_000_000)  # cycles; the copies are queued behind it
     slow = torch.cuda.current_stream().record_event()
     got = copies.copy(parts)

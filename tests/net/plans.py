@@ -50,8 +50,8 @@ PLANS = (
         name="runs_go_from_the_target_to_the_source",
         says="The elements that two boxes share are read from the place at which they are to be written.",
         file="zeroshard/checkpoint/places.py",
-        find="yield Run(_position(source, corner), _position(target, corner), numel)",
-        replace="yield Run(_position(target, corner), _position(source, corner), numel)",
+        find="yield ElementRun(_position(source, corner), _position(target, corner), numel)",
+        replace="yield ElementRun(_position(target, corner), _position(source, corner), numel)",
         tests=("tests/checkpoint/test_boxes.py::test_runs_move_exactly_the_shared_elements_to_their_places",),
     ),
     Break(

@@ -21,7 +21,7 @@ from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.averages import averaged_buffers, with_averages
 from zeroshard.checkpoint.blockwise import own_blocks
 from zeroshard.checkpoint.files import as_folder, check_free, check_tag
-from zeroshard.checkpoint.frozen import Piece, frozen_names, join_pieces, measure_pieces
+from zeroshard.checkpoint.frozen import SliceSum, frozen_names, join_pieces, measure_pieces
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, describe_model
 from zeroshard.checkpoint.optimizers import PER_GROUP, OptimizerState, keep_few, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
@@ -45,7 +45,7 @@ NUM_PARTS = "num_parts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class EngineState:
     """The parts of an engine."""
 
     runtime: Runtime
@@ -81,7 +81,7 @@ class _Answer(NamedTuple):
     """The place in the user's DataLoader, of the same ranks."""
     few: list[str]
     """The keys of states with few values; see `OptimizerState`."""
-    frozen: list[Piece]
+    frozen: list[SliceSum]
     """Slices of the parameters that are left out."""
     part: PartFacts | None
     """The content of one of several parts of the model, from the first rank of the part."""
@@ -100,7 +100,7 @@ class _Reading:
     place_in_data: dict[str, Any] | None
 
 
-def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_state: Any) -> Snapshot:
+def capture(parts: EngineState, progress: Progress, dir: object, tag: str, client_state: Any) -> Snapshot:
     """A snapshot whose slices are views of what the engine goes on to change; collective.
 
     Raises:
@@ -189,7 +189,7 @@ def _check_moment(runtime: Runtime) -> None:
         )
 
 
-def _read(parts: Parts, dir: object, tag: str, client_state: Any) -> _Reading:
+def _read(parts: EngineState, dir: object, tag: str, client_state: Any) -> _Reading:
     """Read and check all that a checkpoint keeps, without exchanges."""
     folder = as_folder(dir)
     check_tag(tag)
@@ -271,7 +271,7 @@ def _values(reading: _Reading, answers: list[_Answer], whole: PartFacts) -> dict
     }
 
 
-def _facts(parts: Parts, reading: _Reading, left_out: list[str]) -> PartFacts:
+def _facts(parts: EngineState, reading: _Reading, left_out: list[str]) -> PartFacts:
     """The content of this rank's part of the model."""
     runtime, optimizer, cuts = parts.runtime, parts.optimizer, cuts_of(parts.runtime)
     aliases = reading.model.aliases
@@ -302,7 +302,7 @@ def _check_whole(client_state: Any) -> None:
             )
 
 
-def _describe(parts: Parts, progress: Progress, whole: PartFacts) -> Manifest:
+def _describe(parts: EngineState, progress: Progress, whole: PartFacts) -> Manifest:
     runtime, scheduler = parts.runtime, parts.lr_scheduler
     axes, is_half = runtime.context.axes, runtime.reducer.is_half
     written_by = {

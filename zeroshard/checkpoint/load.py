@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.averages import check_averages, read_averages
-from zeroshard.checkpoint.capture import NUM_PARTS, Parts, Progress
+from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, Progress
 from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.frozen import check_frozen
@@ -55,7 +55,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class _LoadPlan:
     """All that will be loaded, checked as far as that changes nothing."""
 
     stored: Stored
@@ -75,7 +75,7 @@ class _Plan:
 
 
 def load(
-    parts: Parts,
+    parts: EngineState,
     dir: object,
     tag: str | None,
     progress: Progress,
@@ -96,10 +96,10 @@ def load(
     axis = runtime.context.axes.world
     runtime.settle()
     runtime.require_slices("load_checkpoint()")
-    plan: _Plan | None = None
+    plan: _LoadPlan | None = None
     is_part = runtime.context.axes.pp.size > 1
 
-    def prepare() -> tuple[str, Found | None]:
+    def prepare() -> tuple[str, PartNames | None]:
         nonlocal plan
         plan, own = _prepare(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
         if not is_part:
@@ -135,7 +135,7 @@ def load(
     return Loaded(progress, plan.values["client_state"])
 
 
-def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
+def _restore(parts: EngineState, plan: _LoadPlan, weights_only: bool) -> None:
     """Take over everything that was found; nothing of it needs another rank."""
     runtime = parts.runtime
     memory = runtime.context.memory
@@ -154,7 +154,7 @@ def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
         _restore_rng(runtime, plan)
 
 
-def _restore_place(parts: Parts, plan: _Plan) -> None:
+def _restore_place(parts: EngineState, plan: _LoadPlan) -> None:
     """Let the DataLoader go on at its place."""
     loader, axes = parts.loader, parts.runtime.context.axes
     places, data = plan.values.get("places_in_data", []), plan.stored.manifest.data
@@ -173,8 +173,8 @@ def _restore_place(parts: Parts, plan: _Plan) -> None:
 
 
 def _prepare(
-    parts: Parts, directory: Path, hyperparameters: bool, convert_states: bool
-) -> tuple[_Plan, Found]:
+    parts: EngineState, directory: Path, hyperparameters: bool, convert_states: bool
+) -> tuple[_LoadPlan, PartNames]:
     stored = open_checkpoint(directory)
     values = _read_values(stored, parts.runtime.context.device)
     model = read_model(parts.runtime)
@@ -205,7 +205,7 @@ def _prepare(
             parse_state(stored.manifest.data)
     except ValueError as error:
         raise RuntimeError(f"{directory / MANIFEST}: damaged ({error})") from None
-    plan = _Plan(
+    plan = _LoadPlan(
         stored=stored,
         values=values,
         names=names,
@@ -216,7 +216,7 @@ def _prepare(
         loss_scale=_read_loss_scale(stored),
         rounding=_read_rounding(stored),
     )
-    return plan, Found({name: fqn for fqn, name in names.items()}, set(model.buffers), set(model.extra))
+    return plan, PartNames({name: fqn for fqn, name in names.items()}, set(model.buffers), set(model.extra))
 
 
 def _convert_groups(
@@ -311,7 +311,7 @@ _VALUES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _check_optimizer(stored: Stored, parts: Parts, convert_states: bool, hyperparameters: bool) -> None:
+def _check_optimizer(stored: Stored, parts: EngineState, convert_states: bool, hyperparameters: bool) -> None:
     saved, present = stored.manifest.optimizer, type(parts.optimizer).__name__
     can_convert = family_of(saved) is not None and family_of(saved) is family_of(present)
     if saved != present and not (can_convert and convert_states):
@@ -329,7 +329,7 @@ def _check_optimizer(stored: Stored, parts: Parts, convert_states: bool, hyperpa
 
 
 @torch.no_grad()
-def _read_tensors(parts: Parts, plan: _Plan, targets: Targets) -> None:
+def _read_tensors(parts: EngineState, plan: _LoadPlan, targets: Targets) -> None:
     runtime = parts.runtime
     converted = {plan.names[p.fqn]: p for p, saved in plan.states.items() if saved.converted is not None}
     as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
@@ -354,7 +354,7 @@ def _read_tensors(parts: Parts, plan: _Plan, targets: Targets) -> None:
 
 
 @torch.no_grad()
-def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Targets) -> None:
+def _restore_optimizer(optimizer: Optimizer | None, plan: _LoadPlan, targets: Targets) -> None:
     if optimizer is None or plan.stored.manifest.optimizer is None:
         return
     known = {name for group in plan.values["groups"] for name in group["names"]}
@@ -372,7 +372,7 @@ def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Target
                 optimizer.state[parameter] = from_common(optimizer, state)
 
 
-def _restore_progress(plan: _Plan, present: Progress) -> Progress:
+def _restore_progress(plan: _LoadPlan, present: Progress) -> Progress:
     manifest, scale = plan.stored.manifest, present.loss_scale
     return replace(
         present,
@@ -383,7 +383,7 @@ def _restore_progress(plan: _Plan, present: Progress) -> Progress:
     )
 
 
-def _restore_rng(runtime: Runtime, plan: _Plan) -> None:
+def _restore_rng(runtime: Runtime, plan: _LoadPlan) -> None:
     axes, saved = runtime.context.axes, plan.values["rng"]
     rank, num_parts = axes.dp.rank, plan.stored.manifest.written_by.get(NUM_PARTS, 1)
     num_saved = len(saved) // num_parts
@@ -397,7 +397,7 @@ def _restore_rng(runtime: Runtime, plan: _Plan) -> None:
 # ------------------------------------------------------------------------------------------------ names
 
 
-class Found(NamedTuple):
+class PartNames(NamedTuple):
     """The names that a part of the model has."""
 
     parameters: dict[str, str]
@@ -406,13 +406,13 @@ class Found(NamedTuple):
     extra: set[str]
 
 
-def union(directory: Path, everyone: Iterable[Found]) -> Found:
+def union(directory: Path, everyone: Iterable[PartNames]) -> PartNames:
     """Return the names that any part has.
 
     Raises:
         ValueError: two parts have different parameters for one stored name.
     """
-    joined = Found({}, set(), set())
+    joined = PartNames({}, set(), set())
     for found in everyone:
         for name, fqn in found.parameters.items():
             if (other := joined.parameters.setdefault(name, fqn)) != fqn:
@@ -422,7 +422,7 @@ def union(directory: Path, everyone: Iterable[Found]) -> Found:
     return joined
 
 
-def check_all_found(stored: Stored, extra: Collection[str], found: Found) -> None:
+def check_all_found(stored: Stored, extra: Collection[str], found: PartNames) -> None:
     """Refuse a checkpoint with more than all parts of the model together have.
 
     Args:

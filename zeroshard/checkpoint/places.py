@@ -143,7 +143,7 @@ def _has_no_hole(boxes: Sequence[Box], shape: Shape, dim: int, steps: Iterator[i
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ElementRun:
     """Elements that lie one after the other in two boxes, each stored row by row."""
 
     source: int
@@ -153,7 +153,7 @@ class Run:
     numel: int
 
 
-def runs(source: Box, target: Box) -> Iterator[Run]:
+def runs(source: Box, target: Box) -> Iterator[ElementRun]:
     """The elements that two boxes of one tensor share."""
     common = source.intersect(target)
     if common is None:
@@ -166,7 +166,7 @@ def runs(source: Box, target: Box) -> Iterator[Run]:
     numel = math.prod(common.sizes[outer:])
     for index in product(*(range(size) for size in common.sizes[:outer])):
         corner = (*map(add, common.offsets, index), *common.offsets[outer:])
-        yield Run(_position(source, corner), _position(target, corner), numel)
+        yield ElementRun(_position(source, corner), _position(target, corner), numel)
 
 
 def _position(box: Box, element: Shape) -> int:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.files import MANIFEST, Place, write_synced
+from zeroshard.checkpoint.files import MANIFEST, CheckpointPlace, write_synced
 from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.comm.agreed import on_all, on_first
@@ -81,7 +81,7 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
         return snapshot.num_bytes
 
     total = sum(on_all(axis, "agreement on the size of a checkpoint", size))
-    place: Place = on_first(
+    place: CheckpointPlace = on_first(
         axis,
         "start of a checkpoint",
         lambda: files.open_place(snapshot.folder, snapshot.tag, total + _MARGIN),
@@ -100,7 +100,7 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
         raise
 
 
-def _check_shared(place: Place) -> None:
+def _check_shared(place: CheckpointPlace) -> None:
     if not place.temporary.is_dir():
         raise RuntimeError(
             f"'{place.temporary}': made by rank 0 and not seen by another rank: expected a file system that "
@@ -108,7 +108,7 @@ def _check_shared(place: Place) -> None:
         )
 
 
-def _finish(snapshot: Snapshot, place: Place, written: Sequence[Written]) -> None:
+def _finish(snapshot: Snapshot, place: CheckpointPlace, written: Sequence[Written]) -> None:
     """Rank 0 writes the small files and lets the checkpoint appear."""
     from zeroshard.checkpoint.writer import tensors_of, write_index
 
@@ -140,7 +140,7 @@ class Saver:
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._copies = HostCopies()
+        self._copies = SnapshotMemory()
         self._background: BackgroundGroup | None = None
         """The process group of a thread that saves; None before the first save in the background."""
         self._thread: threading.Thread | None = None
@@ -240,7 +240,7 @@ class Copied(NamedTuple):
     """Lets the host wait until the values are there."""
 
 
-class HostCopies:
+class SnapshotMemory:
     """Host memory for the slices of one snapshot, used again for the next."""
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ def pinned_sizes(total: int) -> list[int]:
     return sizes
 
 
-class Piece(NamedTuple):
+class SlicePlace(NamedTuple):
     """A slice, or a part of one, and its place in memory."""
 
     part: TensorSlice
@@ -293,7 +293,7 @@ class Piece(NamedTuple):
     """Bytes from the beginning of the block; a multiple of the alignment."""
 
 
-def place(slices: Sequence[TensorSlice], sizes: Sequence[int]) -> Iterator[Piece]:
+def place(slices: Sequence[TensorSlice], sizes: Sequence[int]) -> Iterator[SlicePlace]:
     """Lay slices one after the other into blocks; a slice is cut where a block ends.
 
     Args:
@@ -304,13 +304,13 @@ def place(slices: Sequence[TensorSlice], sizes: Sequence[int]) -> Iterator[Piece
     for part in slices:
         done, num, itemsize = 0, part.data.numel(), part.data.element_size()
         if not num:
-            yield Piece(part, 0, 0)
+            yield SlicePlace(part, 0, 0)
         while done < num:
             if start == sizes[block]:
                 block, start = block + 1, 0
             taken = min(num - done, (sizes[block] - start) // itemsize)
             data = part.data[done : done + taken]
-            yield Piece(replace(part, start=part.start + done, data=data), block, start)
+            yield SlicePlace(replace(part, start=part.start + done, data=data), block, start)
             done, start = done + taken, start + _padded(taken * itemsize)
 
 

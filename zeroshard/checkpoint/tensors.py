@@ -24,7 +24,7 @@ MAX_BOX_BYTES = 16 << 20
 """The most bytes of a box, so that a reader of another layout holds little at a time."""
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """The part of a tensor that a rank of a tensor group holds."""
 
     cut: Cut
@@ -54,7 +54,7 @@ class TensorSlice:
     """The first element of the range."""
     data: Tensor
     """[n]"""
-    part: Part | None = None
+    part: TensorPart | None = None
     """The part of the tensor that the range lies in; None for a range of the whole tensor."""
 
     def boxes(self, max_bytes: int | None = None) -> Iterator[tuple[Box, Tensor]]:
@@ -205,7 +205,7 @@ def _slices(
     if not taken.size and not (wants_empty and not place.size):
         return
     shape, cut = tuple(buffer.whole_shapes[index]), buffer.originals[index].cut
-    part = None if cut is None else Part(cut, tp_rank)
+    part = None if cut is None else TensorPart(cut, tp_rank)
     start = taken.start - place.start if taken.size else 0
     inside = taken.shifted(-held.start)
     main = buffer.main.detach()[buffer.sharded_span(index).slice]
@@ -220,7 +220,7 @@ def _slices(
 
 
 def scales_slice(
-    name: str, shape: Sequence[int], start: int, data: Tensor, part: Part | None = None
+    name: str, shape: Sequence[int], start: int, data: Tensor, part: TensorPart | None = None
 ) -> TensorSlice:
     """The scales of a range of elements. Blocks are counted by parts: those of the first rank, and so on.
 

@@ -73,7 +73,7 @@ def check_plain(value: Any, name: str) -> None:
         value: containers, numbers, strings and tensors.
         name: of the value, for the error.
     """
-    _Encoder().encode(value, name)
+    _JsonEncoder().encode(value, name)
 
 
 def to_files(values: Mapping[str, Any]) -> dict[str, bytes]:
@@ -82,7 +82,7 @@ def to_files(values: Mapping[str, Any]) -> dict[str, bytes]:
     Raises:
         ValueError: as `check_plain`.
     """
-    encoder = _Encoder()
+    encoder = _JsonEncoder()
     encoded = encoder.encode(dict(values), "values")
     infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in encoder.tensors.items()}
     beginning = begin_file(infos)
@@ -103,7 +103,7 @@ def read_values(directory: Path) -> Any:
     file = directory / VALUES
     try:
         content = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
-        return _Decoder(directory / TENSORS).decode(content)
+        return _JsonDecoder(directory / TENSORS).decode(content)
     except Exception as error:  # of whatever kind a crafted file makes torch raise
         raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error!s:.300})") from None
 
@@ -111,7 +111,7 @@ def read_values(directory: Path) -> Any:
 # -------------------------------------------------------------------------------------------- writing
 
 
-class _Encoder:
+class _JsonEncoder:
     """Makes JSON of values, and collects their tensors."""
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-class _Decoder:
+class _JsonDecoder:
     """Makes values of JSON."""
 
     def __init__(self, file: Path) -> None:

@@ -139,7 +139,7 @@ class Channel(Enum):
     REDUCE = ledgers.REDUCE
 
 
-class Part(NamedTuple):
+class GatherPart(NamedTuple):
     """One tensor of an all-gather of several."""
 
     flat: Tensor
@@ -270,7 +270,7 @@ class Axis:
             chunks[self.rank].copy_(own)  # while the exchange runs
         return Pending(self.waits, self.under_way, label, "all_gather", works)
 
-    def all_gather_together(self, parts: Sequence[Part], *, label: str) -> Handle:
+    def all_gather_together(self, parts: Sequence[GatherPart], *, label: str) -> Handle:
         """All-gather several tensors, of any dtypes; on an accelerator as one launch.
 
         Args:

@@ -104,7 +104,7 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
     return called
 
 
-class _InPlace:
+class _MethodStandIn:
     """An object that stands in a model for a method of its class; a deep copy of the model has the method."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -119,7 +119,7 @@ class _InPlace:
         return types.MethodType(getattr(type(module), self._name), memo.get(id(module), module))
 
 
-class OnWholes(_InPlace):
+class OnWholes(_MethodStandIn):
     """A method of a model that would take slices for its parameters: it runs on whole ones, or never.
 
     Args:
@@ -141,7 +141,7 @@ class OnWholes(_InPlace):
         return self._original(*args, **kwargs)
 
 
-class EnginesOwn(_InPlace):
+class EnginesOwn(_MethodStandIn):
     """A method of a model in whose place the engine's method is called, as long as there is an engine."""
 
     def __init__(self, engine: nn.Module, module: nn.Module, name: str) -> None:

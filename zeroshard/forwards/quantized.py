@@ -42,7 +42,7 @@ Layer = Any
 """A layer of bitsandbytes, whose attributes have no types."""
 
 
-class Quantized:
+class QuantizedLayers:
     """The quantized layers of a model that is sharded.
 
     Args:

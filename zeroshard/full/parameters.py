@@ -308,7 +308,7 @@ def _wholes(runtime: Runtime, state: Mapping[str, Any], wanted: Collection[str])
             yield Named(name, value.detach().to("cpu", copy=True))
 
 
-class _Shown(NamedTuple):
+class _ShownGradient(NamedTuple):
     """One parameter, and the gradient that it was shown with."""
 
     buffer: FlatBuffer
@@ -347,7 +347,7 @@ class ShownGradients:
         trained = [buffer for buffer in buffers if buffer.trainable]
         flags = [gradient is not None for buffer in trained for gradient in _gradients(buffer)]
         used = iter(axes.everyone.any(flags, "agreement on which parameters have a gradient")())
-        self._shown: list[_Shown] = []
+        self._shown: list[_ShownGradient] = []
         for buffer in trained:
             is_used = [next(used) for _ in buffer.sharded]
             flat = _gather(buffer, axes.dp_shard) if any(is_used) else None
@@ -358,7 +358,7 @@ class ShownGradients:
                 gradient = views[index].data if is_used[index] else None
                 parameter.grad = gradient
                 version = gradient._version if gradient is not None else 0
-                self._shown.append(_Shown(buffer, index, parameter, gradient, version))
+                self._shown.append(_ShownGradient(buffer, index, parameter, gradient, version))
 
     def digests(self) -> list[tuple[str, bytes]]:
         """The names of the parameters whose gradients were changed, with digests of the gradients."""
@@ -401,7 +401,7 @@ def _gather(buffer: FlatBuffer, axis: Axis) -> Tensor:
     return whole
 
 
-def _slice(one: _Shown, tp: Axis) -> Tensor | None:
+def _slice(one: _ShownGradient, tp: Axis) -> Tensor | None:
     if one.parameter.grad is None:
         return None
     gradient = own_value(one.parameter.grad, one.buffer.originals[one.at], tp)

@@ -19,7 +19,16 @@ from zeroshard.forwards.quantized import dequantized, dequantized_form, has_code
 from zeroshard.full.parameters import unsharded
 from zeroshard.full.parts import Named, collect, spread
 from zeroshard.hf.adapters import Merging, has_adapters
-from zeroshard.hf.export import Format, Weights, cast, info_of, join, own_parameters, whole_slice, write_all
+from zeroshard.hf.export import (
+    ExportedWeights,
+    Format,
+    cast,
+    info_of,
+    join,
+    own_parameters,
+    whole_slice,
+    write_all,
+)
 from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.runtime import Runtime
@@ -239,10 +248,10 @@ def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PartFiles:
     """The contents of the files that come from this rank's part of the model."""
 
-    weights: Weights
+    weights: ExportedWeights
     names: dict[str, list[str]]
     """By name in the stream, the names of a parameter in the files."""
     buffers: dict[str, Tensor]
@@ -293,7 +302,7 @@ def _plainly(module: Any, described: Mapping[str, Any] | None) -> dict[str, Any]
 
 def _plan(
     runtime: Runtime, merging: Merging | None, dtype: torch.dtype | None, model: Mapping[str, Any]
-) -> _Part:
+) -> _PartFiles:
     names: dict[str, list[str]] = {}
     parameters: dict[str, TensorInfo] = {}
     for name, streamed in streamed_tensors(runtime, merging).items():
@@ -305,7 +314,9 @@ def _plan(
         plain = name if merging is None else merging.rename(name)
         if plain is not None and not left_out & {name, plain}:
             buffers[plain] = buffer
-    return _Part(Weights(model, parameters, {n: info_of(b) for n, b in buffers.items()}), names, buffers)
+    return _PartFiles(
+        ExportedWeights(model, parameters, {n: info_of(b) for n, b in buffers.items()}), names, buffers
+    )
 
 
 def _join_names(runtime: Runtime, own: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -315,7 +326,7 @@ def _join_names(runtime: Runtime, own: dict[str, list[str]]) -> dict[str, list[s
 
 
 def _slices(
-    runtime: Runtime, part: _Part, names: Mapping[str, list[str]], before: set[str]
+    runtime: Runtime, part: _PartFiles, names: Mapping[str, list[str]], before: set[str]
 ) -> Iterator[TensorSlice]:
     """Yield whole tensors on rank 0, parameters first; nothing on other ranks."""
     axes = runtime.context.axes

@@ -1,10 +1,10 @@
 """Tensors on the meta device with known values: in a file, or computed by recorded operations.
 
-The storage of such a tensor carries a `Deferred`. Its values are those of a file (`source`), which
+The storage of such a tensor carries a `DeferredStorage`. Its values are those of a file (`source`), which
 the operations then change that were recorded while the model was built (`ops`, see `recorder.py`). A
 parameter is read from its part of the file, or by running again the operations that it depends on:
 
-    weight.untyped_storage().deferred -> Deferred(ops=[empty, uniform_, normal_])
+    weight.untyped_storage().deferred -> DeferredStorage(ops=[empty, uniform_, normal_])
                                          only normal_ is run: it overwrites all earlier values
 
 Codes of a weight that is quantized when it is read: each rank quantizes its own part.
@@ -49,7 +49,7 @@ class ValueSource(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Deferred:
+class DeferredStorage:
     """The origin of the values of one storage."""
 
     num_bytes: int
@@ -62,14 +62,14 @@ class Deferred:
 class View:
     """A tensor over a deferred storage, as an argument of a recorded operation."""
 
-    deferred: Deferred
+    deferred: DeferredStorage
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @staticmethod
-    def of(tensor: Tensor, deferred: Deferred) -> View:
+    def of(tensor: Tensor, deferred: DeferredStorage) -> View:
         """Return the view that `tensor` is of a deferred storage."""
         offset = int(tensor.storage_offset())
         return View(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
@@ -96,8 +96,8 @@ class Op:
     """Arguments by name. As in `args`, a `View` stands for each deferred tensor."""
     creates: dict[int, View]
     """Outputs with storage of their own, by their index among the flattened outputs."""
-    reads: frozenset[Deferred]
-    overwrites: frozenset[Deferred]
+    reads: frozenset[DeferredStorage]
+    overwrites: frozenset[DeferredStorage]
     """The storages whose values do not depend on earlier ones afterwards."""
     default_dtype: torch.dtype
     rng_state: Tensor | None
@@ -110,15 +110,15 @@ def has_memory(tensor: Tensor) -> bool:
         return tensor.device.type != "meta"
 
 
-def deferred_of(tensor: Tensor) -> Deferred | None:
+def deferred_of(tensor: Tensor) -> DeferredStorage | None:
     """Return the origin of the values of a tensor without memory; None: unknown, or it has memory."""
     return getattr(tensor.untyped_storage(), "deferred", None) if not has_memory(tensor) else None
 
 
-def defer(tensor: Tensor, source: ValueSource | None = None) -> Deferred:
+def defer(tensor: Tensor, source: ValueSource | None = None) -> DeferredStorage:
     """Give a meta tensor the values of `source`; None: those of operations that are yet to be recorded."""
     storage = tensor.untyped_storage()
-    storage.deferred = deferred = Deferred(storage.nbytes(), source)  # type: ignore[attr-defined]
+    storage.deferred = deferred = DeferredStorage(storage.nbytes(), source)  # type: ignore[attr-defined]
     return deferred
 
 
@@ -190,10 +190,10 @@ def values_in(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, values_of, tree)
 
 
-def _needed(target: Deferred) -> dict[int, Op] | None:
+def _needed(target: DeferredStorage) -> dict[int, Op] | None:
     """Return the operations that the values of `target` depend on, by number; None: unknown values."""
     found: dict[int, Op] = {}
-    pending: list[tuple[Deferred, float]] = [(target, math.inf)]
+    pending: list[tuple[DeferredStorage, float]] = [(target, math.inf)]
     while pending:
         deferred, before = pending.pop()
         for op in reversed(deferred.ops):
@@ -210,14 +210,14 @@ def _needed(target: Deferred) -> dict[int, Op] | None:
 
 
 @torch.no_grad()
-def _replay(target: Deferred) -> torch.UntypedStorage:
+def _replay(target: DeferredStorage) -> torch.UntypedStorage:
     """Run the operations that a storage depends on, in order."""
     ops = _needed(target)
     if ops is None:
         raise RuntimeError("expected a tensor whose values are known, got one on the meta device")
-    storages: dict[Deferred, torch.UntypedStorage] = {}
+    storages: dict[DeferredStorage, torch.UntypedStorage] = {}
 
-    def storage(deferred: Deferred) -> torch.UntypedStorage:
+    def storage(deferred: DeferredStorage) -> torch.UntypedStorage:
         if deferred not in storages:
             storages[deferred] = _allocate(deferred)
         return storages[deferred]
@@ -247,7 +247,7 @@ def allocate(num_bytes: int) -> Tensor:
     )
 
 
-def _allocate(deferred: Deferred) -> torch.UntypedStorage:
+def _allocate(deferred: DeferredStorage) -> torch.UntypedStorage:
     if deferred.source is None:
         return allocate(deferred.num_bytes).untyped_storage()
     return deferred.source.read(Span(0, deferred.source.numel)).untyped_storage()

@@ -74,7 +74,7 @@ _EMPTY, _EMPTY_LIKE = torch.ops.aten.empty_strided.default, torch.ops.aten.empty
 _numbers = count()
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Records operations, below autograd.
 
     Args:
@@ -274,7 +274,7 @@ def _copy_of(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     source = readable(tensor)
     twin: Any
     if source is None:
-        with torch.no_grad(), Recorder(draw=True, adopts_meta=False):
+        with torch.no_grad(), OperationRecorder(draw=True, adopts_meta=False):
             twin = tensor.detach().clone()
     else:
         twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -334,12 +334,12 @@ def is_recording() -> bool:
     return bool(_len_torch_dispatch_stack()) and bool(_active_recorders())
 
 
-def _active_recorders() -> list[Recorder]:
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
+def _active_recorders() -> list[OperationRecorder]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, OperationRecorder)]
 
 
 @contextmanager
-def _watch_modules(recorder: Recorder) -> Iterator[None]:
+def _watch_modules(recorder: OperationRecorder) -> Iterator[None]:
     """Note the versions of parameters at the end, as later changes would be lost; let copies keep values."""
     made: list[weakref.ref[nn.Parameter]] = []
     owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -380,7 +380,7 @@ def recording(*, draw: bool, adopts_meta: bool = True) -> Iterator[None]:
         with active[-1].changed(draw, adopts_meta):
             yield
     else:
-        recorder = Recorder(draw, adopts_meta)
+        recorder = OperationRecorder(draw, adopts_meta)
         with _watch_modules(recorder), _AsOnCPU(recorder), recorder:
             yield
 
@@ -392,7 +392,7 @@ class _AsOnCPU(TorchFunctionMode):
     torch 2.15 leaves a tensor as it is whose `is_meta` is true.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OperationRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 

@@ -44,7 +44,7 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import has_hooks_of_others
-from zeroshard.stepping.halfway import Halfway
+from zeroshard.stepping.halfway import InterruptedStep
 from zeroshard.stepping.parts import StepByParts, is_divisible
 
 MOST_UNDER_WAY = 2
@@ -127,7 +127,7 @@ class EarlySteps:
     """
 
     def __init__(
-        self, runtime: Runtime, optimizer: Optimizer, parts: Sequence[StepByParts], halfway: Halfway
+        self, runtime: Runtime, optimizer: Optimizer, parts: Sequence[StepByParts], halfway: InterruptedStep
     ) -> None:
         if not is_divisible(optimizer):
             raise ValueError(

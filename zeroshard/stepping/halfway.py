@@ -9,7 +9,7 @@ from typing import Any
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Halfway:
+class InterruptedStep:
     """The mark of a step that has begun and has not ended."""
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.stepping.norms import UsesNorms
 from zeroshard.stepping.wholes import UsesWholes
-from zeroshard.tiers.files import Transfer
+from zeroshard.tiers.files import FileTransfer
 from zeroshard.tiers.places import TierMemory
 
 Groups = list[list[ShardedParameter]]
@@ -129,7 +129,7 @@ class PieceHome(Home):
             for index, parameter in enumerate(buffer.sharded):
                 span = buffer.sharded_span(index)
                 self._places[parameter] = _RestingPlace(buffer, span.start, span.size)
-        self._flush = Transfer(())
+        self._flush = FileTransfer(())
         self._has_stepped = False
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
@@ -139,7 +139,7 @@ class PieceHome(Home):
             RuntimeError: they could not be written; the message names the file. Every use of these values
                 raises the error again until they are written anew, as by a load.
         """
-        flush, self._flush = self._flush, Transfer(())
+        flush, self._flush = self._flush, FileTransfer(())
         if flush.join():
             for buffer in {place.buffer for place in self._places.values()}:
                 self._memory.has_failed(buffer.main, flush)

@@ -229,7 +229,7 @@ _MOST_PLANS = 8
 """Plans that are kept. A run has one for each set of parameters with gradients, and mostly one set."""
 
 
-class _Place(NamedTuple):
+class _BufferPlace(NamedTuple):
     """The place of a sharded parameter in its flat buffer."""
 
     layout: Layout
@@ -244,7 +244,7 @@ class _Place(NamedTuple):
         return own.shifted(tp_rank * numel) if self.cut is not None else own
 
 
-class _Part(NamedTuple):
+class _OwnedPart(NamedTuple):
     """Tensors of one parameter with one owner: one tensor, or all of a parameter that tensor ranks cut."""
 
     parameter: int
@@ -258,7 +258,7 @@ class _Part(NamedTuple):
     """The place of this range in the slice of the parameter."""
 
 
-class _Piece(NamedTuple):
+class _UpdatePiece(NamedTuple):
     """The update of a part of a slice."""
 
     place: slice
@@ -266,10 +266,10 @@ class _Piece(NamedTuple):
     """[n], in the dtype of the slice; or its bytes."""
 
 
-class _Plan(NamedTuple):
+class _CallPlan(NamedTuple):
     """A call: its tensors with their owners, and what this rank sends and receives."""
 
-    parts: list[_Part]
+    parts: list[_OwnedPart]
     sizes: list[int]
     owned: list[int]
     """The numbers of the parts that this rank owns."""
@@ -294,13 +294,13 @@ class WholesOverRanks:
         self._axis, self._device = axes.everyone, axes.everyone.device
         self._ranks = axes.places
         self._places = {
-            p: _Place(buffer.layout, index, buffer.is_partial, buffer.originals[index].cut)
+            p: _BufferPlace(buffer.layout, index, buffer.is_partial, buffer.originals[index].cut)
             for buffer in buffers
             for index, p in enumerate(buffer.sharded)
         }
         self._owners: dict[tuple[int, int, tuple[Shape, ...]], int] = {}
         """The owners so far: they stay, with the state that they may have."""
-        self._plans: dict[object, _Plan] = {}
+        self._plans: dict[object, _CallPlan] = {}
 
     @torch.no_grad()
     def __call__(
@@ -340,23 +340,23 @@ class WholesOverRanks:
         updates = self._compute(plan, tensors, compute)
         if plan.inward is None:  # the agreement ran beside the computation
             agreed()
-        pieces: list[list[_Piece]] = [[] for _ in parameters]
+        pieces: list[list[_UpdatePiece]] = [[] for _ in parameters]
         for number in plan.owned:
             part = plan.parts[number]
             if part.own.size:
-                pieces[part.parameter].append(_Piece(part.place, updates[number][part.own.slice]))
+                pieces[part.parameter].append(_UpdatePiece(part.place, updates[number][part.own.slice]))
         label = f"all-to-all of the updates of {plan.label}"
         sizes = [tensor.dtype.itemsize for tensor in tensors]
         outward = self._exchange(plan, plan.outward, lambda m: updates[m.item][m.span.slice], sizes, label)
         for move, values in outward:
             part = plan.parts[move.item]
             start = part.place.start + move.span.start - part.own.start
-            pieces[part.parameter].append(_Piece(slice(start, start + move.span.size), values))
+            pieces[part.parameter].append(_UpdatePiece(slice(start, start + move.span.size), values))
         results = [_joined(*own, self._device) for own in zip(tensors, pieces, strict=True)]
         places = [tensor.like if isinstance(tensor, Deferred) else tensor for tensor in tensors]
         return list(map(moves.beside, results, places))
 
-    def _agree(self, plan: _Plan) -> Callable[[], object]:
+    def _agree(self, plan: _CallPlan) -> Callable[[], object]:
         """Begin to compare the calls of all ranks.
 
         Without it ranks with other tensors or owners would take pieces of one tensor for those of another, or
@@ -369,7 +369,7 @@ class WholesOverRanks:
         self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
         return self._axis.any([False], "agreement on whole tensors", compares=True)
 
-    def _compute(self, plan: _Plan, tensors: Sequence[Given], compute: Compute) -> dict[int, Tensor]:
+    def _compute(self, plan: _CallPlan, tensors: Sequence[Given], compute: Compute) -> dict[int, Tensor]:
         """Return the updates of the parts that this rank owns, [n] each, by number."""
         flat: dict[int, Tensor] = {}
 
@@ -407,7 +407,7 @@ class WholesOverRanks:
 
     def _exchange(
         self,
-        plan: _Plan,
+        plan: _CallPlan,
         exchanged: Sequence[Move] | None,
         source: Callable[[Move], Tensor],
         sizes: Sequence[int],
@@ -448,7 +448,7 @@ class WholesOverRanks:
 
     def _plan_of(
         self, parameters: Sequence[Tensor], shapes: Sequence[tuple[Shape, ...]], cost: Cost
-    ) -> _Plan:
+    ) -> _CallPlan:
         """Return the plan for a call, the same on all ranks."""
         costs = tuple(tuple(map(cost, own)) for own in shapes)
         key = (*map(id, parameters), *shapes, *costs)
@@ -463,9 +463,9 @@ class WholesOverRanks:
         parameters: Sequence[Tensor],
         shapes: Sequence[tuple[Shape, ...]],
         costs: Sequence[tuple[int, ...]],
-    ) -> _Plan:
+    ) -> _CallPlan:
         items: list[Item] = []
-        parts: list[_Part] = []
+        parts: list[_OwnedPart] = []
         names: list[object] = []
         rank = self._axis.rank
         for number, (p, own, own_costs) in enumerate(zip(parameters, shapes, costs, strict=True)):
@@ -481,7 +481,7 @@ class WholesOverRanks:
                 here = held[rank].intersect(whole)
                 inside = here.shifted(-held[rank].start).slice if here.size else slice(0, 0)
                 items.append(Item(whole.size, run_cost, ranges))
-                parts.append(_Part(number, first, run, place.cut, ranges[rank], inside))
+                parts.append(_OwnedPart(number, first, run, place.cut, ranges[rank], inside))
             assert isinstance(p, ShardedParameter)
             names.append((p.fqn, own))
         keys = [(id(parameters[part.parameter]), part.first, part.shapes) for part in parts]
@@ -489,7 +489,7 @@ class WholesOverRanks:
         owners = choose_owners(items, self._axis.size, kept)
         self._owners |= zip(keys, owners, strict=True)
         digest = crc32(repr((names, owners)).encode())
-        return _Plan(
+        return _CallPlan(
             parts=parts,
             sizes=[item.size for item in items],
             owned=[number for number, owner in enumerate(owners) if owner == rank],
@@ -498,7 +498,7 @@ class WholesOverRanks:
             label=f"{len(parts)} whole tensors ({digest:08x})",
         )
 
-    def _place_of(self, parameter: Tensor) -> _Place:
+    def _place_of(self, parameter: Tensor) -> _BufferPlace:
         place = self._places.get(parameter) if isinstance(parameter, ShardedParameter) else None
         if place is None:
             name = f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else "one"
@@ -510,7 +510,7 @@ class WholesOverRanks:
         return place
 
 
-def _joined(given: Given, pieces: Sequence[_Piece], device: torch.device) -> Tensor:
+def _joined(given: Given, pieces: Sequence[_UpdatePiece], device: torch.device) -> Tensor:
     """Return the update of a tensor from its pieces; one piece that is all of it is not copied."""
     shape, dtype = given.shape, given.dtype
     if len(pieces) == 1:
@@ -538,7 +538,7 @@ def _of_rank(all_moves: Sequence[Move], rank: int) -> list[Move] | None:
     return [move for move in all_moves if rank in (move.source, move.target)] if all_moves else None
 
 
-def _wholes_of(flat: Tensor, part: _Part) -> list[Tensor]:
+def _wholes_of(flat: Tensor, part: _OwnedPart) -> list[Tensor]:
     """Return the tensors of a part, in memory of their own."""
     if part.cut is None:
         return [flat.view(part.shapes[0])]
@@ -547,7 +547,7 @@ def _wholes_of(flat: Tensor, part: _Part) -> list[Tensor]:
     return [whole.view(part.shapes[0])] if len(part.shapes) == 1 else divide(whole, part.shapes)
 
 
-def _flat_of(updates: Sequence[Tensor], part: _Part) -> Tensor:
+def _flat_of(updates: Sequence[Tensor], part: _OwnedPart) -> Tensor:
     """Return updates as `_wholes_of` got their tensors, [n]."""
     flat, cut = join(updates), part.cut
     if cut is None:

@@ -1,8 +1,8 @@
 """The files of one rank on the nvme tier: space is reserved in them, read and written by a few threads.
 
     allocate -> Extent            space in the files, padded to whole blocks
-    write    -> Transfer          its chunks go to the threads, which write beside the caller
-    read     -> Transfer
+    write    -> FileTransfer          its chunks go to the threads, which write beside the caller
+    read     -> FileTransfer
     free                          the space is used again by an extent of the same size
 
 Memory must begin on a page, as that of `host_memory` does, since direct I/O copies nothing. A transfer holds
@@ -115,7 +115,7 @@ class Extent:
     chunks: tuple[Chunk, ...]
 
 
-class Transfer:
+class FileTransfer:
     """A read or a write that goes on beside the caller."""
 
     def __init__(self, futures: Sequence[Future[str]]) -> None:
@@ -177,9 +177,9 @@ class Swap:
         self._live: set[Extent] = set()
         self._mapped: dict[int, Extent] = {}
         """By the address of their mapping."""
-        self._writes: dict[Extent, Transfer] = {}
+        self._writes: dict[Extent, FileTransfer] = {}
         """The last write of each extent."""
-        self._reads: dict[Extent, Transfer] = {}
+        self._reads: dict[Extent, FileTransfer] = {}
         _swaps().add(self)
 
     @property
@@ -239,7 +239,7 @@ class Swap:
         ]
         places: list[int] = []
         tensor = map_ranges(ranges, lambda: self._free_mapped(extent, places))
-        self._writes.setdefault(extent, Transfer(()))  # by whoever writes into the tensor
+        self._writes.setdefault(extent, FileTransfer(()))  # by whoever writes into the tensor
         places.append(tensor.data_ptr())
         self._mapped[tensor.data_ptr()] = extent
         return tensor
@@ -258,7 +258,7 @@ class Swap:
         if (write := self._writes.get(extent)) is not None:
             write.wait()
 
-    def has_failed(self, extent: Extent, write: Transfer) -> None:
+    def has_failed(self, extent: Extent, write: FileTransfer) -> None:
         """Note that a failed write was one of an extent that was written through its mapping."""
         self._writes[extent] = write
 
@@ -270,7 +270,7 @@ class Swap:
         """
         self._check_files(extent)
         self._join(extent)
-        self._writes[extent] = Transfer(())
+        self._writes[extent] = FileTransfer(())
 
     def _check_files(self, extent: Extent) -> None:
         for number in {chunk.file for chunk in extent.chunks}:
@@ -298,7 +298,7 @@ class Swap:
         self._writes.pop(extent, None)
         self._reads.pop(extent, None)
 
-    def read(self, extent: Extent, into: Tensor) -> Transfer:
+    def read(self, extent: Extent, into: Tensor) -> FileTransfer:
         """Start to read an extent; waits for a write of it that is under way.
 
         Args:
@@ -319,7 +319,7 @@ class Swap:
         transfer = self._reads[extent] = self._start(SwapFile.read, extent, memory)
         return transfer
 
-    def write(self, extent: Extent, source: Tensor) -> Transfer:
+    def write(self, extent: Extent, source: Tensor) -> FileTransfer:
         """Start to write an extent; waits for a transfer of it that is under way.
 
         A failed write leaves no values: `read` raises its error until a later write succeeds.
@@ -338,15 +338,15 @@ class Swap:
         transfer = self._writes[extent] = self._start(SwapFile.write, extent, memory)
         return transfer
 
-    def flush(self) -> Transfer:
+    def flush(self) -> FileTransfer:
         """Start to wait for the disks: for all values that were written through tensors of `map`."""
         self._check_open()
-        return Transfer([self._submit(SwapFile.flush, file) for file in self._files])
+        return FileTransfer([self._submit(SwapFile.flush, file) for file in self._files])
 
     def _start(
         self, call: Callable[[SwapFile, memoryview, int], None], extent: Extent, memory: memoryview
-    ) -> Transfer:
-        return Transfer(
+    ) -> FileTransfer:
+        return FileTransfer(
             [
                 self._submit(
                     call,

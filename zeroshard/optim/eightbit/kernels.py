@@ -23,7 +23,7 @@ from zeroshard.optim.eightbit.simd import dequantize_block, largest_of_block, qu
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.bfloat16 import NUM_WORDS, compiled, round_block, widen_block
 from zeroshard.stepping.rounding import Bits
-from zeroshard.stepping.threads import Batch
+from zeroshard.stepping.threads import BlockBatch
 
 # Their forms for numbers, in the same roundings.
 overload(root)(lambda x: lambda x: np.sqrt(x))
@@ -132,7 +132,7 @@ def step(
     states: Sequence[Quantized],
     scalars: Scalars,
     bits: Bits | None = None,
-    batch: Batch | None = None,
+    batch: BlockBatch | None = None,
 ) -> None:
     """One step of a slice that starts on a block.
 
@@ -149,7 +149,7 @@ def step(
     update, numbers = _compile(rule), tuple(map(np.float32, scalars))
     changed, other = (g, p) if rule.gives_update else (p, g)
     whole = p.numel() // BLOCK
-    later = Batch() if batch is None else batch
+    later = BlockBatch() if batch is None else batch
     if whole:
         later.add(_work(update, changed, other, numbers, states, bits), whole)
     if p.numel() % BLOCK:
