@@ -304,7 +304,8 @@ def _check_whole(client_state: Any) -> None:
 
 def _describe(parts: EngineState, progress: Progress, whole: PartFacts) -> Manifest:
     runtime, scheduler = parts.runtime, parts.lr_scheduler
-    axes, is_half = runtime.context.axes, runtime.reducer.is_half
+    axes, is_half, config = runtime.context.axes, runtime.reducer.is_half, parts.config
+    is_plain = config.units is None or isinstance(config.units, tuple)  # a predicate can't be written down
     written_by = {
         "zeroshard": installed_version(),
         "torch": torch.__version__,
@@ -313,7 +314,7 @@ def _describe(parts: EngineState, progress: Progress, whole: PartFacts) -> Manif
     return Manifest(
         written_by=written_by if axes.pp.size == 1 else {**written_by, NUM_PARTS: axes.pp.size},
         model=parts.described or describe_model(runtime.module),
-        config=_describe_config(parts.config),
+        config=(config if is_plain else replace(config, units=None)).to_dict(),
         global_step=progress.global_step,
         skipped_steps=progress.skipped_steps,
         loss_scale=progress.loss_scale.state() if is_half else None,
@@ -326,12 +327,6 @@ def _describe(parts: EngineState, progress: Progress, whole: PartFacts) -> Manif
         buffers=whole.buffers,
         averages={name: averages.num_updates for name, averages in parts.averages.items()},
     )
-
-
-def _describe_config(config: Config) -> dict[str, Any]:
-    """A predicate can't be written down."""
-    is_plain = config.units is None or isinstance(config.units, tuple)
-    return (config if is_plain else replace(config, units=None)).to_dict()
 
 
 # ----------------------------------------------------------------------------------- parts of pipelines

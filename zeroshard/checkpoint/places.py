@@ -179,6 +179,11 @@ def _position(box: Box, element: Shape) -> int:
 
 _MAX_DIMS = 64
 """The most dimensions that torch computes with."""
+_INTEGERS = (
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+)
+"""Quantized elements and bits are not among them: they do not say what they mean."""
 _MAX_BYTES = 1 << 62
 """The most bytes of a tensor, so that no sum or product here exceeds 63 bits."""
 
@@ -267,7 +272,9 @@ def from_json(content: Mapping[str, Any], num_bytes: Mapping[str, int]) -> dict[
 def _parse(name: str, entry: Mapping[str, Any]) -> StoredTensor:
     """Return a tensor whose rows are integers, so many as they must be."""
     dtype, shape = getattr(torch, str(entry["dtype"]), None), tuple(entry["shape"])
-    if not isinstance(dtype, torch.dtype) or not _has_plain_elements(dtype):
+    if not isinstance(dtype, torch.dtype) or not (
+        dtype.is_floating_point or dtype.is_complex or dtype in _INTEGERS
+    ):
         raise ValueError(f"'{name}': expected a dtype whose elements are plain numbers")
     are_sizes = len(shape) <= _MAX_DIMS and all(type(size) is int and size >= 0 for size in shape)
     if not are_sizes or math.prod(max(1, size) for size in shape) * dtype.itemsize >= _MAX_BYTES:
@@ -339,14 +346,3 @@ def tile(tensor: StoredTensor, columns: _Columns | None = None) -> bool:
     order = first.argsort()
     ends = (first + numel)[order]
     return bool((first[order][1:] == ends[:-1]).all())
-
-
-def _has_plain_elements(dtype: torch.dtype) -> bool:
-    """Return False for quantized elements and bits, which do not say what they mean."""
-    return dtype.is_floating_point or dtype.is_complex or dtype in _INTEGERS
-
-
-_INTEGERS = (
-    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-)

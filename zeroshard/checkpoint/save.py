@@ -231,23 +231,18 @@ _LEAST_BLOCK = 32 << 20
 """Bytes of the smallest pinned block, and so the most that is taken in vain."""
 
 
-class Copied(NamedTuple):
-    """Slices whose values further training does not change."""
-
-    slices: list[TensorSlice]
-    """On the CPU; more than were copied, where some had to be cut."""
-    wait: Callable[[], None]
-    """Lets the host wait until the values are there."""
-
-
 class SnapshotMemory:
     """Host memory for the slices of one snapshot, used again for the next."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
-    def copy(self, slices: Sequence[TensorSlice]) -> Copied:
-        """Copy the present values. Earlier copies are lost, so their `wait` must have returned.
+    def copy(self, slices: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
+        """Copy the present values. Earlier copies are lost, so the host must have waited for them.
+
+        Returns:
+            Slices on the CPU whose values further training does not change, more than were copied where some
+            had to be cut; and a function that lets the host wait until the values are there.
 
         Raises:
             RuntimeError: there is no memory for them.
@@ -263,7 +258,7 @@ class SnapshotMemory:
                 copies.append(replace(part, data=memory.copy_(data, non_blocking=True)))
             else:
                 copies.append(replace(part, data=data.cpu()))
-        return Copied(copies, host_wait(device))
+        return copies, host_wait(device)
 
     def _reserve(self, total: int, *, pinned: bool) -> None:
         if sum(block.numel() for block in self._blocks) >= total:

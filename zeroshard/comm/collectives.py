@@ -40,17 +40,6 @@ class Handle(Protocol):
         """Return when the result may be used by the current stream; a second call does nothing."""
 
 
-class Done:
-    """The handle of a collective without anything to exchange."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-DONE: Handle = Done()
-"""The handle of a collective that had nothing to exchange."""
-
-
 class Issued:
     """A collective that the host left to the device."""
 
@@ -74,6 +63,10 @@ class Several:
         """Wait for each collective in turn. Raises the error of the first that fails."""
         for handle in self._handles:
             handle.wait()
+
+
+DONE: Handle = Several(())
+"""The handle of a collective that had nothing to exchange."""
 
 
 class Pending:

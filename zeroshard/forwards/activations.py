@@ -1,4 +1,4 @@
-"""SavedActivations on the host between forward and backward: the tensors that autograd saves in units.
+"""Activations on the host between forward and backward: the tensors that autograd saves in units.
 
 A segment is the time from the beginning of one unit's forward to the beginning of the next one's.
 

@@ -363,7 +363,9 @@ class ShownGradients:
     def digests(self) -> list[tuple[str, bytes]]:
         """The names of the parameters whose gradients were changed, with digests of the gradients."""
         return [
-            (one.sharded.fqn, _digest_gradient(one.parameter.grad)) for one in self._shown if one.has_changed
+            (one.sharded.fqn, b"" if (now := one.parameter.grad) is None else _digest([now]))
+            for one in self._shown
+            if one.has_changed
         ]
 
     def write_back(self) -> None:
@@ -410,9 +412,3 @@ def _slice(one: _ShownGradient, tp: Axis) -> Tensor | None:
     part = gradient.detach().reshape(-1)[start : start + size]
     part = part.to(one.buffer.plan.main_dtype, copy=True)
     return moves.beside(part, one.buffer.main)
-
-
-def _digest_gradient(gradient: Tensor | None) -> bytes:
-    if gradient is None:
-        return b""
-    return blake2b(gradient.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data).digest()

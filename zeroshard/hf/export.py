@@ -251,7 +251,7 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
 
     Args:
         directory: the directory of the checkpoint.
-        folder: the output; made if it is not there. ExportedWeights in it are replaced.
+        folder: the output; made if it is not there. Weights in it are replaced.
         how: dtype and size of files.
         verify: compare checksums of all files first.
 

@@ -9,7 +9,7 @@ For its part of a step they are views of one of three buffers, into which whole 
 page cache. States that are new, or come from elsewhere, are put into the files after their step, side by
 side for each flat buffer.
 
-A unit that is much larger than the others is not read into buffers; see `pieces.py`.
+A unit that is much larger than the others is not read into buffers; see `parts.py`.
 """
 
 from __future__ import annotations

@@ -220,15 +220,11 @@ _NUM_SHOWN = 3
 def all_finite(runtime: Runtime) -> bool:
     """True if no gradient holds inf or nan on any rank; one exchange."""
     own = own_gradients(runtime)
-    probes = [_probe(group) for group in by_device(own.tensors)]
+    # Each probe is finite if and only if each element of tensors on one device is.
+    probes = [(summed if group[0].is_cpu else largest)(group) for group in by_device(own.tensors)]
     probes += [torch.stack(own.squares)] if own.squares else []
     is_bad = not all(bool(probe.isfinite().all()) for probe in probes)
     return not runtime.context.axes.world.any([is_bad], "agreement on whether gradients are finite")()[0]
-
-
-def _probe(tensors: Sequence[Tensor]) -> Tensor:
-    """Values that are all finite if and only if each element of tensors on one device is."""
-    return (summed if tensors[0].is_cpu else largest)(tensors)
 
 
 def summed(tensors: Sequence[Tensor]) -> Tensor:

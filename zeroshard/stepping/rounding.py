@@ -168,8 +168,8 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-class Widening(Home):
-    """Holds parts in float32.
+class InPlace(Home):
+    """Leaves parameters as they are, and tells the optimizer their random bits.
 
     Args:
         starts: the first element of each slice, counted in the whole parameter.
@@ -178,6 +178,20 @@ class Widening(Home):
 
     def __init__(self, starts: Mapping[ShardedParameter, int], rounding: Rounding) -> None:
         self._starts, self._rounding = starts, rounding
+
+    def bits_of(self, parameter: Tensor) -> Bits | None:
+        """Return the random bits of a main parameter in this step; None for any other tensor."""
+        if not isinstance(parameter, ShardedParameter) or parameter not in self._starts:
+            return None
+        return Bits(self._rounding.key(name_of_part(parameter)), self._starts[parameter])
+
+    def end_step(self) -> None:
+        """Count a step."""
+        self._rounding.step += 1
+
+
+class Widening(InPlace):
+    """Holds parts in float32 for the time of their step, and rounds the values itself."""
 
     @contextmanager
     def fetched(self, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
@@ -195,27 +209,6 @@ class Widening(Home):
         finally:
             for p, (main, grad) in zip(parameters, narrow, strict=True):
                 _hold(p, main, grad)
-
-    def end_step(self) -> None:
-        """Count a step."""
-        self._rounding.step += 1
-
-
-class InPlace(Home):
-    """Leaves parameters as they are, and tells the optimizer their random bits. Arguments as `Widening`."""
-
-    def __init__(self, starts: Mapping[ShardedParameter, int], rounding: Rounding) -> None:
-        self._starts, self._rounding = starts, rounding
-
-    def bits_of(self, parameter: Tensor) -> Bits | None:
-        """Return the random bits of a main parameter in this step; None for any other tensor."""
-        if not isinstance(parameter, ShardedParameter) or parameter not in self._starts:
-            return None
-        return Bits(self._rounding.key(name_of_part(parameter)), self._starts[parameter])
-
-    def end_step(self) -> None:
-        """Count a step."""
-        self._rounding.step += 1
 
 
 def _hold(parameter: ShardedParameter, values: Tensor, grad: Tensor | None) -> None:

@@ -33,10 +33,6 @@ class BlockRange(NamedTuple):
     first: int
     last: int
 
-    def do(self) -> None:
-        """Do the blocks."""
-        self.work(self.first, self.last)
-
 
 def divide(ranges: Sequence[tuple[Work, int]], num_parts: int) -> list[list[BlockRange]]:
     """Cut ranges, one after the other, into parts whose numbers of blocks differ by at most one.
@@ -110,7 +106,7 @@ def over_blocks(work: Work, num_blocks: int) -> None:
 
 def _do(pieces: Sequence[BlockRange]) -> None:
     for piece in pieces:
-        piece.do()
+        piece.work(piece.first, piece.last)
 
 
 @cache

@@ -317,11 +317,12 @@ class WholesOverRanks:
         results: dict[int, Tensor] = {}
         shared = [at for at, p in enumerate(parameters) if isinstance(p, ShardedParameter)]
         ignored = sorted(set(range(len(parameters))) - set(shared))
-        for numbers, update in ((shared, self._update), (ignored, _update_here)):
+        # Each rank holds ignored parameters whole, with a gradient of its own.
+        for numbers, update in ((shared, self._update), (ignored, wholes_here)):
             if numbers:
                 own, values = [parameters[at] for at in numbers], [tensors[at] for at in numbers]
                 forms = [asked[at] for at in numbers]
-                found = update(own, values, forms, _renumbered(compute, numbers), cost)
+                found = update(own, values, _renumbered(compute, numbers), shapes=forms, cost=cost)
                 results |= zip(numbers, found, strict=True)
         return [results[at] for at in range(len(parameters))]
 
@@ -329,8 +330,9 @@ class WholesOverRanks:
         self,
         parameters: Sequence[Tensor],
         tensors: Sequence[Given],
-        shapes: Sequence[tuple[Shape, ...]],
         compute: Compute,
+        *,
+        shapes: Sequence[tuple[Shape, ...]],
         cost: Cost,
     ) -> list[Tensor]:
         plan = self._plan_of(parameters, shapes, cost)
@@ -501,11 +503,10 @@ class WholesOverRanks:
     def _place_of(self, parameter: Tensor) -> _BufferPlace:
         place = self._places.get(parameter) if isinstance(parameter, ShardedParameter) else None
         if place is None:
-            name = f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else "one"
             raise RuntimeError(
                 "updates from whole parameters: expected parameters of the one sharded module that the "
-                f"optimizer was attached to last, got {name} of shape {list(parameter.shape)} of another "
-                "module"
+                f"optimizer was attached to last, got {name_of(parameter, 'one')} of shape "
+                f"{list(parameter.shape)} of another module"
             )
         return place
 
@@ -553,17 +554,6 @@ def _flat_of(updates: Sequence[Tensor], part: _OwnedPart) -> Tensor:
     if cut is None:
         return flat
     return join([part_of(flat.view(cut.shape), cut, rank) for rank in range(cut.num_ranks)])
-
-
-def _update_here(
-    parameters: Sequence[Tensor],
-    tensors: Sequence[Given],
-    shapes: Sequence[tuple[Shape, ...]],
-    compute: Compute,
-    cost: Cost,
-) -> list[Tensor]:
-    """Compute with ignored parameters, which each rank holds whole, with a gradient of its own."""
-    return wholes_here(parameters, tensors, compute, shapes=shapes, cost=cost)
 
 
 def _renumbered(compute: Compute, numbers: Sequence[int]) -> Compute:

@@ -1,7 +1,7 @@
 """The files of one rank on the nvme tier: space is reserved in them, read and written by a few threads.
 
     allocate -> Extent            space in the files, padded to whole blocks
-    write    -> FileTransfer          its chunks go to the threads, which write beside the caller
+    write    -> FileTransfer      its chunks go to the threads, which write beside the caller
     read     -> FileTransfer
     free                          the space is used again by an extent of the same size
 

@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -37,6 +36,7 @@ from zeroshard.comm import streams
 from zeroshard.comm.counter import CONTROL, Counter
 from zeroshard.comm.watch.ledger import Ledger, find_difference
 from zeroshard.comm.watch.status import RankStatus, Sighting, Status, Wait, find_lost, report
+from zeroshard.internals.warn import warn_user
 
 _MAX_PAUSE_S = 1.0
 _PAUSES_PER_LIMIT = 5
@@ -351,7 +351,7 @@ def open_watchdog(
         problem = f"rank {rank} cannot reach rank 0 at {address}:{ports[0]} ({_first_line(error)})"
     problems = [problem for problem in gather(problem, label) if problem]
     if problems or store is None:
-        warnings.warn(f"zeroshard runs without its watchdog: {problems[0]}", stacklevel=2)
+        warn_user(f"zeroshard runs without its watchdog: {problems[0]}")
         return None
     return Watchdog(store, rank, size, names[0])
 
