@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint.blockwise import is_codes, is_scales
-from zeroshard.checkpoint.tensors import read_model
+from zeroshard.checkpoint.tensors import is_codes, is_scales, read_model
 from zeroshard.comm import moves
 from zeroshard.comm.agreed import on_all
 from zeroshard.comm.collectives import Axis
-from zeroshard.full.parts import spread
+from zeroshard.full.parameters import spread
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit.blocks import Quantized
 from zeroshard.optim.eightbit.codebook import codebook

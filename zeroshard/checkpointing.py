@@ -22,8 +22,7 @@ from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
 from zeroshard.stepping.early import EarlySteps
-from zeroshard.stepping.guard import StepGuard
-from zeroshard.stepping.halfway import InterruptedStep
+from zeroshard.stepping.guard import InterruptedStep, StepGuard
 
 
 class Checkpointing:

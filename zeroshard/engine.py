@@ -34,8 +34,7 @@ from zeroshard.sharding.pace import warn_no_gradients
 from zeroshard.sharding.tracers import refuse_proxies
 from zeroshard.stepping.attach import StepHooks, attach
 from zeroshard.stepping.early import EarlySteps
-from zeroshard.stepping.guard import StepGuard
-from zeroshard.stepping.halfway import Arguments, InterruptedStep
+from zeroshard.stepping.guard import Arguments, InterruptedStep, StepGuard
 
 
 class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, ModuleLike):

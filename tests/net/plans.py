@@ -57,7 +57,7 @@ PLANS = (
     Break(
         name="scales_of_8_bit_states_at_the_wrong_block",
         says="The scales of a slice's 8-bit states are saved and loaded one block after their place.",
-        file="zeroshard/checkpoint/blockwise.py",
+        file="zeroshard/checkpoint/tensors.py",
         find="return Span(span.start // BLOCK, num_blocks(span.stop))",
         replace="return Span(span.start // BLOCK + 1, num_blocks(span.stop) + 1)",
         tests=(

@@ -30,7 +30,7 @@ from zeroshard.sharding.reduced import ReducedGradients
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.early import Worker
-from zeroshard.tiers.hostpool import HostBuffer, HostCopy
+from zeroshard.tiers.memory import HostBuffer, HostCopy
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
 

@@ -28,7 +28,7 @@ from zeroshard.checkpoint.reader import TensorReader
 from zeroshard.checkpoint.save import SnapshotMemory
 from zeroshard.comm import activations, collectives, lifecycle, mesh, messages, moves, streams
 from zeroshard.stepping import rounding, wholes
-from zeroshard.tiers import files, hostpool, places
+from zeroshard.tiers import files, memory, places
 from zeroshard.tiers.files import Extent, FileTransfer, Swap
 
 _resize = torch.UntypedStorage.resize_
@@ -79,7 +79,7 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
 
 def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     """Tell of memory of the host, which torch cannot tell from that of the pretend device."""
-    for module in (hostpool, places):
+    for module in (memory, places):
         patch.setattr(module, "host_memory", _pinning(module.host_memory, trace))
     map_ranges, reserve, round_ = files.map_ranges, SnapshotMemory._reserve, rounding._round
 

@@ -19,13 +19,19 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.averages import averaged_buffers, with_averages
-from zeroshard.checkpoint.blockwise import own_blocks
 from zeroshard.checkpoint.files import as_folder, check_free, check_tag
 from zeroshard.checkpoint.frozen import SliceSum, frozen_names, join_pieces, measure_pieces
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, describe_model
 from zeroshard.checkpoint.optimizers import PER_GROUP, OptimizerState, keep_few, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
-from zeroshard.checkpoint.tensors import ModelState, cuts_of, dtype_name, read_model, written_slices
+from zeroshard.checkpoint.tensors import (
+    ModelState,
+    cuts_of,
+    dtype_name,
+    own_blocks,
+    read_model,
+    written_slices,
+)
 from zeroshard.checkpoint.values import check_plain, to_files, to_plain
 from zeroshard.comm.agreed import on_all
 from zeroshard.config.sections import Config

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint.blockwise import (
+from zeroshard.checkpoint.checks import MAX_STEPS, check_scalars
+from zeroshard.checkpoint.files import MANIFEST, VALUES
+from zeroshard.checkpoint.places import StoredTensor
+from zeroshard.checkpoint.reader import Stored, TensorReader
+from zeroshard.checkpoint.tensors import (
     Dtypes,
+    TensorSlice,
     block_numbers,
     blocks_of,
     find_unpaired,
@@ -21,13 +26,10 @@ from zeroshard.checkpoint.blockwise import (
     is_scales,
     num_scales,
     own_blocks,
+    scales_slice,
     shape_of,
+    state_name,
 )
-from zeroshard.checkpoint.checks import MAX_STEPS, check_scalars
-from zeroshard.checkpoint.files import MANIFEST, VALUES
-from zeroshard.checkpoint.places import StoredTensor
-from zeroshard.checkpoint.reader import Stored, TensorReader
-from zeroshard.checkpoint.tensors import TensorSlice, scales_slice, state_name
 from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.adopt.bitsandbytes import is_bitsandbytes

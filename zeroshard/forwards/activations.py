@@ -42,7 +42,7 @@ from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.storage import count_views
 from zeroshard.sharding.unit import Unit
-from zeroshard.tiers.hostpool import HostCopies, HostCopy
+from zeroshard.tiers.memory import HostCopies, HostCopy
 
 LEAST_BYTES = 1 << 20
 """Smaller memory stays on the device. At 25 GB/s a copy of 1 MiB and its way back take 84 us; the host needs

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.files import as_folder, make_folder
 from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.forwards.quantized import has_codes
-from zeroshard.full.parts import Named, collect
+from zeroshard.full.parameters import Named, collect
 from zeroshard.hf.export import Format
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.wholes import gather_wholes

@@ -37,7 +37,7 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import Axes
 from zeroshard.config.rules import parse_dtype
 from zeroshard.forwards.composed import is_wrapper
-from zeroshard.full.parts import Named, collect
+from zeroshard.full.parameters import Named, collect
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import INDEX, SINGLE, TensorInfo, begin_file

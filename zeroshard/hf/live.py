@@ -16,8 +16,7 @@ from zeroshard.checkpoint.tensors import TensorSlice, read_model
 from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.forwards.composed import is_wrapper
 from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed, names_beside
-from zeroshard.full.parameters import unsharded
-from zeroshard.full.parts import Named, collect, spread
+from zeroshard.full.parameters import Named, collect, spread, unsharded
 from zeroshard.hf.adapters import Merging, has_adapters
 from zeroshard.hf.export import (
     ExportedWeights,

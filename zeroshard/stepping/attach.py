@@ -32,7 +32,7 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.clipping import Scaling, has_far_parameters
 from zeroshard.stepping.disk import DiskHome
-from zeroshard.stepping.halfway import Arguments
+from zeroshard.stepping.guard import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
 from zeroshard.stepping.parts import Home, PieceHome, StepByParts, is_divisible, is_known
 from zeroshard.stepping.rounding import InPlace, Rounding, RoundsItself, Widening, load_states_wide

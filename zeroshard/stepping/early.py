@@ -44,7 +44,7 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import has_hooks_of_others
-from zeroshard.stepping.halfway import InterruptedStep
+from zeroshard.stepping.guard import InterruptedStep
 from zeroshard.stepping.parts import StepByParts, is_divisible
 
 MOST_UNDER_WAY = 2

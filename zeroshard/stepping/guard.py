@@ -17,8 +17,9 @@ overflow                        value / 2, at least the minimum; the first `hyst
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -342,3 +343,54 @@ def _see(gradient: Tensor) -> _Fingerprint:
     weights = torch.ones_like(values).cumsum_(0).cos_()
     norm, product = torch.stack((values.norm(), values.dot(weights))).tolist()
     return _Fingerprint(norm, product)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class InterruptedStep:
+    """The mark of a step that has begun and has not ended."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | None:
+        """Note that the optimizer's step begins; with a closure, when that has returned.
+
+        Returns:
+            The arguments for the step; None for the same ones.
+        """
+        optimizer, *others = args
+        if not any(map(callable, (*others, *kwargs.values()))):
+            self._has_begun = True
+            return None
+        watched = {key: self._watched(value) for key, value in kwargs.items()}
+        return (optimizer, *map(self._watched, others)), watched
+
+    def _watched(self, value: Any) -> Any:
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def closure() -> Any:
+            loss = value()
+            self._has_begun = True
+            return loss
+
+        return closure
+
+    def end(self) -> None:
+        """Note the end of the step, or a load of a checkpoint that has replaced its values."""
+        self._has_begun = False
+
+    def check(self, what: str) -> None:
+        """Refuse `what` for a model that is between two steps.
+
+        Raises:
+            RuntimeError: the last step has begun and not ended.
+        """
+        if self._has_begun:
+            raise RuntimeError(
+                f"{what} after a step that was interrupted: some parameters have been stepped and others "
+                "have not, so nothing was saved. Load the last checkpoint, or take a whole step before saving"
+            )
