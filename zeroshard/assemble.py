@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm import streams
 from zeroshard.comm.activations import Activations
-from zeroshard.comm.agreed import on_all
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import share_of_cores, use_device
@@ -24,13 +23,7 @@ from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.casts import cast_forwards
 from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
-from zeroshard.forwards.quantized import (
-    QuantizedLayers,
-    change_forwards,
-    compare_layers,
-    describe_layers,
-    is_of_bitsandbytes,
-)
+from zeroshard.forwards.quantized import QuantizedLayers, agree_on_layers, change_forwards
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.guards.additions import guard_additions
 from zeroshard.guards.copies import guard_copies
@@ -130,7 +123,7 @@ def shard_over(
         meter=Meter(),
         state=ModuleState(),
     )
-    _agree_on_quantized(module, axes, ignored)
+    agree_on_layers(module, axes, ignored)
     quantized = QuantizedLayers(module, context, changes, ignored)
     compare_forms(module, axes)
     apart = [layer for layer in module.modules() if form_of(layer) is not None]
@@ -236,14 +229,6 @@ def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: boo
         has_versions=config.pipeline.has_versions,
         moves_weights=config.pipeline.moves_weights,
     )
-
-
-def _agree_on_quantized(module: nn.Module, axes: Axes, ignored: Ignored) -> None:
-    """Refuse quantized layers that cannot be sharded, or that ranks have quantized in other ways."""
-    if any(is_of_bitsandbytes(layer) for layer in module.modules()):
-        describe = functools.partial(describe_layers, module, ignored)
-        described = on_all(axes.everyone, "agreement on quantized weights", describe)
-        compare_layers(described, described[axes.everyone.rank])
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:

@@ -15,12 +15,14 @@ the parameter. Shards know only one way, so sharded layers do not do this.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.agreed import on_all
+from zeroshard.comm.mesh import Axes
 from zeroshard.forwards.composed import DESCRIPTION, buffers_of, compose, form_of
 from zeroshard.lazy.deferred import Codes, deferred_of
 from zeroshard.parameters.sharded import ShardedParameter
@@ -329,17 +331,36 @@ Described = tuple[str, tuple[Any, ...]]
 """The name of a quantized layer, and all that must be the same on all ranks."""
 
 
-def describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> list[Described]:
-    """Return the quantized layers of a model, described in the same words on all ranks.
+def agree_on_layers(module: nn.Module, axes: Axes, ignored: Container[nn.Parameter]) -> None:
+    """Compare the quantized layers of all ranks that hold the same part of the model; collective.
 
     Args:
         module: the model, before its parameters are taken over.
+        axes: the axes of the mesh.
         ignored: parameters that each rank keeps for itself.
 
     Raises:
         ValueError: a weight is not quantized yet, is packed for inference, or belongs to a layer that needs
             more than the codes of an unsharded parameter.
+        RuntimeError: ranks have quantized a weight in other ways.
     """
+    if not any(is_of_bitsandbytes(layer) for layer in module.modules()):
+        return
+    everyone = on_all(
+        axes.everyone, "agreement on quantized weights", functools.partial(_describe_layers, module, ignored)
+    )
+    own = everyone[axes.everyone.rank]
+    for rank, other in enumerate(everyone):
+        if other != own:
+            name = next((a[0] for a, b in zip(own, other, strict=False) if a != b), own[-1][0])
+            raise RuntimeError(
+                f"'{name}' is quantized in another way on rank {rank}: expected the same layers, kinds "
+                "of codes and sizes of blocks on all ranks"
+            )
+
+
+def _describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> list[Described]:
+    """Return the quantized layers of a model, described in the same words on all ranks."""
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
         if is_of_bitsandbytes(layer) and weight is not None:
@@ -351,21 +372,6 @@ def describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> list
         if layer.weight not in pending:
             _check(name, layer)
     return [(name, _describe(layer)) for name, layer in quantized_layers(module)]
-
-
-def compare_layers(everyone: Sequence[list[Described]], own: list[Described]) -> None:
-    """Compare the quantized layers of all ranks.
-
-    Raises:
-        RuntimeError: ranks have quantized a weight in other ways.
-    """
-    for rank, other in enumerate(everyone):
-        if other != own:
-            name = next((a[0] for a, b in zip(own, other, strict=False) if a != b), own[-1][0])
-            raise RuntimeError(
-                f"'{name}' is quantized in another way on rank {rank}: expected the same layers, kinds "
-                "of codes and sizes of blocks on all ranks"
-            )
 
 
 def _check_forward(name: str, layer: Layer) -> None:

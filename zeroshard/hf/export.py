@@ -198,7 +198,7 @@ class Format:
 
 
 @dataclass(frozen=True, slots=True)
-class ExportedWeights:
+class Export:
     """The weights to write, in the order of their slices: parameters, then buffers."""
 
     model: Mapping[str, Any]
@@ -217,7 +217,7 @@ class ExportedWeights:
         return reduce(torch.promote_types, dtypes) if dtypes else None
 
 
-def write_model(folder: Path, weights: ExportedWeights, slices: Iterator[TensorSlice], how: Format) -> None:
+def write_model(folder: Path, weights: Export, slices: Iterator[TensorSlice], how: Format) -> None:
     """Write a folder for transformers' `from_pretrained`; one process.
 
     Args:
@@ -289,7 +289,7 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
         for name in saved_names(manifest.model, (first, *record.aliases))
     }
     not_saved = manifest.model.get("not_saved", ())
-    weights = ExportedWeights(
+    weights = Export(
         manifest.model,
         {name: cast(stored.tensors[first], how.dtype) for name, first in sources.items()},
         {name: info_of(stored.tensors[name]) for name in manifest.buffers if name not in not_saved},
@@ -341,9 +341,7 @@ def export_engine(
     write_all(axis, folder, weights, _gather(runtime, own.buffers.keys() - before, names), how)
 
 
-def write_all(
-    axis: Axis, folder: Path, weights: ExportedWeights, slices: Iterator[TensorSlice], how: Format
-) -> None:
+def write_all(axis: Axis, folder: Path, weights: Export, slices: Iterator[TensorSlice], how: Format) -> None:
     """Write a folder as `write_model` does, on rank 0; collective, as the ranks gather the slices together.
 
     Raises:
@@ -378,7 +376,7 @@ def _refuse_codes(runtime: Runtime) -> None:
 
 def _plan(
     runtime: Runtime, dtype: torch.dtype | None, model: Mapping[str, Any]
-) -> tuple[ExportedWeights, dict[str, list[str]]]:
+) -> tuple[Export, dict[str, list[str]]]:
     """Return the weights of this rank's part of the model, and the names of each parameter in them."""
     state = read_model(runtime)
     names: dict[str, list[str]] = {}
@@ -389,7 +387,7 @@ def _plan(
         parameters |= dict.fromkeys(names[sharded.fqn], cast(info, dtype))
     not_saved, others = model.get("not_saved", ()), state.buffers | state.ignored
     buffers = {name: info_of(b) for name, b in others.items() if name not in not_saved}
-    return ExportedWeights(model, parameters, buffers), names
+    return Export(model, parameters, buffers), names
 
 
 def own_parameters(runtime: Runtime) -> Iterator[ShardedParameter]:
@@ -403,12 +401,12 @@ def own_parameters(runtime: Runtime) -> Iterator[ShardedParameter]:
     )
 
 
-def join(axes: Axes, own: ExportedWeights) -> tuple[ExportedWeights, set[str]]:
+def join(axes: Axes, own: Export) -> tuple[Export, set[str]]:
     """Return the weights of all parts of the model, and the names of buffers that earlier parts write."""
     if axes.pp.size == 1:
         return own, set()
-    parts: list[ExportedWeights] = axes.pp.all_gather_object(own, "weights of all parts")
-    whole = ExportedWeights(own.model, {}, {})
+    parts: list[Export] = axes.pp.all_gather_object(own, "weights of all parts")
+    whole = Export(own.model, {}, {})
     for part in parts:
         whole.parameters.update(part.parameters)
         whole.buffers.update({key: info for key, info in part.buffers.items() if key not in whole.buffers})

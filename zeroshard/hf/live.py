@@ -19,7 +19,7 @@ from zeroshard.forwards.quantized import dequantized, dequantized_form, has_code
 from zeroshard.full.parameters import Named, collect, spread, unsharded
 from zeroshard.hf.adapters import Merging, has_adapters
 from zeroshard.hf.export import (
-    ExportedWeights,
+    Export,
     Format,
     cast,
     info_of,
@@ -250,7 +250,7 @@ def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list
 class _PartFiles:
     """The contents of the files that come from this rank's part of the model."""
 
-    weights: ExportedWeights
+    weights: Export
     names: dict[str, list[str]]
     """By name in the stream, the names of a parameter in the files."""
     buffers: dict[str, Tensor]
@@ -313,9 +313,7 @@ def _plan(
         plain = name if merging is None else merging.rename(name)
         if plain is not None and not left_out & {name, plain}:
             buffers[plain] = buffer
-    return _PartFiles(
-        ExportedWeights(model, parameters, {n: info_of(b) for n, b in buffers.items()}), names, buffers
-    )
+    return _PartFiles(Export(model, parameters, {n: info_of(b) for n, b in buffers.items()}), names, buffers)
 
 
 def _join_names(runtime: Runtime, own: dict[str, list[str]]) -> dict[str, list[str]]:
