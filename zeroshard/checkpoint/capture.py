@@ -1,10 +1,9 @@
 """The parts of an engine that go into a checkpoint.
 
-The parts of a model that pipeline ranks hold, as one model in a checkpoint.
-
-The first rank of each part tells all ranks what its part has; rank 0 writes it down as one model. A parameter
-that several parts hold is that of the first one. Parameter groups stand one after another, since parts may
-have made different ones: whoever loads finds hyperparameters by the names of parameters.
+Pipeline ranks hold parts of a model, which are one model in a checkpoint. The first rank of each part tells
+all ranks what its part has; rank 0 writes it down as one model. A parameter that several parts hold is that
+of the first one. Parameter groups stand one after another, since parts may have made different ones: whoever
+loads finds hyperparameters by the names of parameters.
 """
 
 from __future__ import annotations

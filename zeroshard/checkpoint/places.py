@@ -8,8 +8,6 @@ In the manifest, a tensor of n dimensions has a row of 2n + 2 integers for each 
 
 The elements of a box lie there row by row, without gaps, as the machine has them.
 
-Flat slices as n-dimensional boxes: integers in, integers out.
-
 A rank owns a flat range of a parameter's elements. As boxes of the full shape it is, in two dimensions:
 
     . . . a a a      a: the rest of a row       at most 2n - 1 boxes in n dimensions,

@@ -1,6 +1,6 @@
 """An engine's state becomes a checkpoint, at once or beside further training.
 
-Copies of a rank's slices in host memory, from which a thread writes while training goes on.
+A thread writes from copies of this rank's slices in host memory, while training goes on:
 
     slices       |--- p1 ---|-- p2 --|-------- p3 --------|
     blocks       |-------------------------|------------|..|

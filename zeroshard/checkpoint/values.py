@@ -14,7 +14,7 @@
 
 A value comes back with the same type. A tensor comes back on the CPU, contiguous, with memory of its own.
 
-Values that a user keeps in a checkpoint become plain ones, which load without running code.
+Values that a user keeps in a checkpoint become plain ones first, which load without running code:
 
 given                                       comes back as
 numbers, strings, bytes, None, tensors      the same

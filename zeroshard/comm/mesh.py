@@ -1,14 +1,12 @@
 """Process groups, and the device mesh in which ranks are arranged.
 
-The process groups that all engines of a process share: a second engine over the same ranks opens none.
+All engines of a process share groups: a second engine over the same ranks opens none. A Gloo group takes 3
+threads and up to 5 file descriptors, and one of NCCL takes memory of the device. Ranks drop engines at
+different times, because garbage is collected at different times. So no group is closed when an engine goes: a
+later engine uses it again. torch holds each group until the default group is destroyed; this module holds
+weak references.
 
-A Gloo group takes 3 threads and up to 5 file descriptors, and one of NCCL takes memory of the device. Ranks
-drop engines at different times, because garbage is collected at different times. So no group is closed when
-an engine goes: a later engine uses it again. torch holds each group until the default group is destroyed;
-this module holds weak references.
-
-Rendezvous: ranks find each other, also when torchrun has started them again.
-
+Ranks find each other also when torchrun has started them again.
 torchrun's store lives as long as its agent. After a restart it still holds the keys of the earlier ranks. A
 rank that asks for the address of another may get that of a dead one, and then waits until its time is over.
 So each start of the ranks has a part of the store of its own, whose name rank 0 draws:

@@ -1,6 +1,6 @@
 """A model in the layout of transformers: from a checkpoint on disk, or from the engine that trains it.
 
-A stream of tensors becomes the safetensors files that transformers loads.
+A stream of tensors becomes the safetensors files that transformers loads:
 
     model.safetensors                 if all tensors fit into one file; otherwise
     model-00001-of-0000N.safetensors  and

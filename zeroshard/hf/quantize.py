@@ -1,6 +1,6 @@
 """The linear layers of a model become those of bitsandbytes, with 4 or 8 bits; also without memory.
 
-Folders of transformers whose weights are codes of bitsandbytes already.
+A folder of transformers may have codes of bitsandbytes already:
 
     X.weight            codes; each rank reads its own part of them, in `initialize`
     4 bits, beside it   X.weight.absmax, .quant_map, .nested_absmax, .nested_quant_map: scales

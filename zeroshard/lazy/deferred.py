@@ -1,17 +1,16 @@
 """Tensors on the meta device with known values: in a file, or computed by recorded operations.
 
 The storage of such a tensor carries a `DeferredStorage`. Its values are those of a file (`source`), which
-the operations then change that were recorded while the model was built (`ops`, see `recorder.py`). A
+the operations then change that were recorded while the model was built (`ops`, see `recording.py`). A
 parameter is read from its part of the file, or by running again the operations that it depends on:
 
     weight.untyped_storage().deferred -> DeferredStorage(ops=[empty, uniform_, normal_])
                                          only normal_ is run: it overwrites all earlier values
 
-Codes of a weight that is quantized when it is read: each rank quantizes its own part.
-
-bitsandbytes quantizes a weight block by block, and a block has one scale. A block has some elements of the
-flattened weight with 4 bits, and a row with 8 bits. So the codes of a range follow from the blocks that it
-touches, and are the same bits as those of the whole weight:
+Of a weight that is quantized when it is read, each rank quantizes its own part. bitsandbytes quantizes a
+weight block by block, and a block has one scale. A block has some elements of the flattened weight with 4
+bits, and a row with 8 bits. So the codes of a range follow from the blocks that it touches, and are the same
+bits as those of the whole weight:
 
     weight    |--block--|--block--|--block--|--block--|
     range            |-----------|                         reads two blocks, and keeps their scales

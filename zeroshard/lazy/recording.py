@@ -1,8 +1,6 @@
 """Build a model without memory: new tensors have none, and a recorder notes how they are computed.
 
-The recorder of a model without memory: tensors go to the meta device, and it notes their operations.
-
-It treats an operation that torch dispatches by its kind:
+The recorder treats an operation that torch dispatches by its kind:
 
     makes a tensor out of nothing       the tensor is made on the meta device; recorded
     makes one on the meta device        as always: it has no values, and draws no random numbers

@@ -4,12 +4,11 @@ The gradients of a flat buffer are views of one tensor, unless the user replaced
 operators work on the runs of memory that the gradients form: a few kernels per buffer, however many
 parameters it has.
 
-The factor of clipping, applied to the gradients of each part just before its step.
+`Scaling` applies the factor to the gradients of each part just before its step. One pass over all gradients
+would read and write host memory once more before the optimizer reads it. Here the optimizer finds the scaled
+gradients of a part in the cache. The bits are those of one pass.
 
-One pass over all gradients would read and write host memory once more before the optimizer reads it. Here the
-optimizer finds the scaled gradients of a part in the cache. The bits are those of one pass.
-
-Tensors side by side in memory become one, so that one kernel serves all of them.
+Tensors side by side in memory become one, so that one kernel serves all of them:
 
     storage    |--p1.grad--|--p2.grad--|....|--p3.grad--|
     runs       |---------- 1 ----------|    |---- 2 ----|

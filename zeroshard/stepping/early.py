@@ -16,7 +16,7 @@ their own. The thread of the backward goes on to launch kernels:
 Units on the device are stepped by the thread of the backward, which is ordered with compute. So are all units
 on CPU ranks: there the backward itself needs the cores.
 
-One thread that takes the steps of units beside the backward, in the order in which they are handed over.
+The thread takes the steps in the order in which units are handed over:
 
     backward   |-- unit 3 --|-- unit 2 --|-- unit 1 --|-- unit 0 --| finish
     worker                  |-- step 3 --|-- step 2 --|-- step 1 --|-- step 0 --|

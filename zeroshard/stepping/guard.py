@@ -1,15 +1,12 @@
 """Between the gradients and the optimizer: they are clipped, judged, and followed by the loss scale.
 
-Losses, and gradients of parameters that each tensor rank holds whole: a check that all have the same.
-
-It is made at steps 1, 2, 4, 8 and so on.
-
+At steps 1, 2, 4, 8 and so on, tensor ranks compare losses, and gradients of parameters that each holds whole.
 Tensor ranks compute the same values between divided layers, so they step these parameters alike and exchange
 nothing for them. If they were given other batches, drew another dropout, or use such a parameter for a part
 of the heads only, the parameters would drift apart, and no error would tell. A loss of values that are parts,
 as of a last layer that stays divided, is another one on each rank.
 
-The loss scale of float16: a state machine with the defaults of torch.amp.GradScaler.
+The loss scale of float16 has the defaults of torch.amp.GradScaler:
 
 overflow                        value / 2, at least the minimum; the first `hysteresis` - 1 are let pass
 `window` steps without overflow   value * 2

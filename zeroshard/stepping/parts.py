@@ -21,11 +21,10 @@ pages of one piece are in use at a time.
 The system writes pages later, and a failure would show nowhere. So the files are flushed after each step, and
 the next step waits for that.
 
-A twin of an optimizer, which steps a part of its parameters while others may look at the optimizer.
-
-The twin has the states, the options and the class of its optimizer, and parameter groups of its own. So
-`param_groups` and hooks of the optimizer stay as they are, whichever thread steps the twin. Optimizers for
-which `parts.is_known` keep nothing of a step but the states: nothing else is to come back from the twin.
+A twin of the optimizer steps a part of its parameters, while others may look at the optimizer. The twin has
+the states, the options and the class of its optimizer, and parameter groups of its own. So `param_groups` and
+hooks of the optimizer stay as they are, whichever thread steps the twin. Optimizers for which `is_known` keep
+nothing of a step but the states: nothing else is to come back from the twin.
 """
 
 from __future__ import annotations

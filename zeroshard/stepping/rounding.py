@@ -17,11 +17,10 @@ Those that hold the same parameter draw the same bits, so that it stays the same
 On a CPU numba compiles one pass over memory (`bfloat16.py`). Without it, on a GPU and for small slices, torch
 operations give the same bits.
 
-The tiers of main parameters of bfloat16: an optimizer steps them in float32, or rounds by itself.
-
-`Widening` serves any optimizer. For the time of a step a parameter holds its values and its gradient in
-float32. It is the same object in the same group, so neither the optimizer nor its states need to know. Then
-the values are rounded stochastically into the main parameter.
+An optimizer steps main parameters of bfloat16 in float32, or rounds by itself. `Widening` serves any
+optimizer. For the time of a step a parameter holds its values and its gradient in float32. It is the same
+object in the same group, so neither the optimizer nor its states need to know. Then the values are rounded
+stochastically into the main parameter.
 
 `InPlace` serves an optimizer that `RoundsItself`: nothing is copied.
 """

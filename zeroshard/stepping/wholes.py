@@ -1,9 +1,7 @@
 """Whole tensors for optimizers whose update of an element needs all elements of a matrix.
 
-A step asks for the updates of all its matrices in one call, so that ranks may divide them. `owning.py` does
-so where ranks share the parameters.
-
-Updates from whole tensors where ranks share the parameters: each tensor has one rank that computes it.
+A step asks for the updates of all its matrices in one call, so that ranks may divide them. Where ranks
+share the parameters, `WholesOverRanks` gives each tensor one rank that computes its update:
 
     inward     slices of the tensors go to their owners, in one all-to-all; none where ranks hold them whole
     compute    each owner puts its tensors together and computes their updates

@@ -8,7 +8,7 @@
 Memory must begin on a page, as that of `host_memory` does, since direct I/O copies nothing. A transfer holds
 its memory until it is over, but does not protect it: wait before you use it.
 
-The arithmetic of extents: bytes of a tensor become chunks in files; pure integers.
+The bytes of an extent become chunks in files:
 
     padded bytes   |--- 0 ---|--- 1 ---|--- 2 ---|--- 3 ---|- 4 -|
     file 0             0          2         4
@@ -17,11 +17,9 @@ The arithmetic of extents: bytes of a tensor become chunks in files; pure intege
 A chunk is what one thread reads or writes with one call. Each goes to the file with the least bytes, so files
 take turns, and none is ever ahead of another by more than a chunk.
 
-Ranges of files as tensors, through the page cache of the system.
-
-This is how values on the nvme tier rest: whoever reads or writes such a tensor reads or writes the files, one
-page at a time. Steps read and write whole extents past the page cache; the system keeps both views of a file
-equal as long as they take turns.
+Values on the nvme tier rest as tensors over ranges of files, through the page cache of the system: whoever
+reads or writes such a tensor reads or writes the files, one page at a time. Steps read and write whole
+extents past the page cache; the system keeps both views of a file equal as long as they take turns.
 """
 
 from __future__ import annotations

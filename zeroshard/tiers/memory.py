@@ -6,17 +6,15 @@ of a fork (workers of a data loader) then refer to the same pages. A private map
 page while they live, as training writes to it, and a pinned one at once. A shared mapping has no huge pages
 unless the system forces them, so nothing is resident beyond the pages that were asked for.
 
-The heap of the C library, which holds tensors on the CPU: freed ones go back to the system.
+Freed tensors in the heap of the C library go back to the system, too (`return_freed_memory`). glibc maps a
+large allocation by itself at first, and unmaps it when it is freed. With each one that is freed, the size
+from which it does so rises, up to 32 MiB. From then on smaller ones lie in the heap, among small allocations
+that stay, and their memory is resident for good. A run whose states are in files allocates and frees a unit
+all the time, and would keep many times the memory that it needs.
 
-glibc maps a large allocation by itself at first, and unmaps it when it is freed. With each one that is freed,
-the size from which it does so rises, up to 32 MiB. From then on smaller ones lie in the heap, among small
-allocations that stay, and their memory is resident for good. A run whose states are in files allocates and
-frees a unit all the time, and would keep many times the memory that it needs.
-
-Host memory for values of the device, kept for the next step: to pin memory is slow.
-
-A buffer is taken for a copy and given back later, perhaps while the device has not come to its last copy yet.
-That is safe, as the next copy into the buffer is queued behind.
+A pool keeps host memory for values of the device until the next step: to pin memory is slow. A buffer is
+taken for a copy and given back later, perhaps while the device has not come to its last copy yet. That is
+safe, as the next copy into the buffer is queued behind.
 
 [Note: Buffers end after their copies] Pinned memory of torch would wait for such copies by itself, but torch
 rounds it up to a power of two. The memory here has the exact size, and the system takes it back with the last
@@ -24,7 +22,7 @@ tensor over it, whatever the device still does there. So each buffer notes the e
 host waits for that before the memory goes: when the pool drops a buffer, when the engine closes, and when the
 garbage collector finds it.
 
-Memory of the device that is copied to the host, and comes back.
+Memory of the device is copied to the host, and comes back:
 
     to_host      |-- copy a --|                             after compute has made a
     compute      | next unit  | wait, a is freed  ...  | needs a: wait |
