@@ -25,7 +25,7 @@ from rich.table import Table
 
 import record
 from medians import median_of, median_ratio
-from zeroshard.tiers.files import Swap, Transfer
+from zeroshard.tiers.files import FileTransfer, Swap
 from zeroshard.tiers.memory import host_memory
 
 OURS, PEER = "three buffers", "sequential"
@@ -67,7 +67,7 @@ class Pipeline:
         for transfer in writes.values():
             transfer.wait()
 
-    def _read(self, number: int) -> Transfer:
+    def _read(self, number: int) -> FileTransfer:
         return self.swap.read(self.extents[number], self._buffers[number % 3])
 
     def check(self) -> None:

@@ -13,8 +13,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from zeroshard.stepping.disk import DiskTier
-from zeroshard.tiers.files import Extent, Swap, Transfer
+from zeroshard.stepping.disk import DiskHome
+from zeroshard.tiers.files import Extent, FileTransfer, Swap
 
 KINDS = ("read", "step", "write")
 
@@ -50,10 +50,10 @@ class Recording:
 def recorded() -> Iterator[Recording]:
     """Record all transfers and steps of nvme tiers in this process."""
     recording = Recording()
-    fetched = DiskTier.fetched
+    fetched = DiskHome.fetched
 
-    def timed(kind: str, move: Callable[..., Transfer]) -> Callable[..., Transfer]:
-        def call(swap: Swap, extent: Extent, memory: Tensor) -> Transfer:
+    def timed(kind: str, move: Callable[..., FileTransfer]) -> Callable[..., FileTransfer]:
+        def call(swap: Swap, extent: Extent, memory: Tensor) -> FileTransfer:
             event = Event(kind, time.perf_counter(), 0.0, extent.padded)
             transfer = move(swap, extent, memory)
 
@@ -68,7 +68,7 @@ def recorded() -> Iterator[Recording]:
         return call
 
     @contextmanager
-    def step(tier: DiskTier, parameters: Sequence[Any]) -> Iterator[None]:
+    def step(tier: DiskHome, parameters: Sequence[Any]) -> Iterator[None]:
         with fetched(tier, parameters):
             start = time.perf_counter()
             yield
@@ -77,7 +77,7 @@ def recorded() -> Iterator[Recording]:
     with (
         mock.patch.object(Swap, "read", timed("read", Swap.read)),
         mock.patch.object(Swap, "write", timed("write", Swap.write)),
-        mock.patch.object(DiskTier, "fetched", step),
+        mock.patch.object(DiskHome, "fetched", step),
     ):
         yield recording
 

@@ -55,7 +55,7 @@ LAYERS = (
     {"comm", "tiers", "lazy", "data", "deepspeed", "safetensors"},
     {"parameters"},
     {"sharding", "agreement"},
-    {"stepping", "forwards", "restore", "full", "parallel"},
+    {"stepping", "forwards", "full", "parallel"},
     {"assemble", "optim"},
     {"checkpoint", "hf", "byname", "memory", "sharded"},
     {"engine", "batches", "checkpointing", "modulelike", "reports"},

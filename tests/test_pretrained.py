@@ -15,8 +15,8 @@ import torch.distributed as dist
 import zeroshard
 from tests.distributed.models import VOCABULARY
 from tests.distributed.training import plain, replicate, start, step, token_loss
-from zeroshard.hf.safetensors import find_tensors
 from zeroshard.lazy.deferred import is_stored, values_of
+from zeroshard.safetensors import find_tensors
 
 transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm import streams
 from zeroshard.comm.activations import Activations
-from zeroshard.comm.agreed import on_all
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import share_of_cores, use_device
@@ -24,13 +23,22 @@ from zeroshard.config.sections import Config, refuse_pipeline, require_supported
 from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.casts import cast_forwards
 from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
-from zeroshard.forwards.described import compare_layers, describe_layers
 from zeroshard.forwards.methods import refuse_files_of_slices
-from zeroshard.forwards.quantized import Quantized, change_forwards, is_of_bitsandbytes, refuse_merges
+from zeroshard.forwards.quantized import (
+    QuantizedLayers,
+    agree_on_layers,
+    change_forwards,
+    refuse_merges,
+)
 from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
 from zeroshard.lazy.deferred import has_memory
-from zeroshard.lazy.materialize import check_values, materialize_others, place_ignored, record_resets
-from zeroshard.lazy.recording import refuse_recording
+from zeroshard.lazy.recording import (
+    check_values,
+    materialize_others,
+    place_ignored,
+    record_resets,
+    refuse_recording,
+)
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.inputs import compare_inputs
@@ -40,7 +48,7 @@ from zeroshard.parameters.saved import mark_slices, refuse_copies
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
-from zeroshard.plan.names import Cast, Ignored, find_casts, find_ignored
+from zeroshard.plan.names import Cast, find_casts, find_ignored
 from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.tiers import Tiers
 from zeroshard.plan.units import UnitSpec, find_units
@@ -117,8 +125,8 @@ def shard_over(
         meter=Meter(),
         state=ModuleState(),
     )
-    _agree_on_quantized(module, axes, ignored)
-    quantized = Quantized(module, context, changes, ignored)
+    agree_on_layers(module, axes, ignored)
+    quantized = QuantizedLayers(module, context, changes, ignored)
     compare_forms(module, axes)
     apart = [layer for layer in module.modules() if form_of(layer) is not None]
     changes.when_undone(functools.partial(put_together, apart))
@@ -224,14 +232,6 @@ def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: boo
         has_versions=config.pipeline.has_versions,
         moves_weights=config.pipeline.moves_weights,
     )
-
-
-def _agree_on_quantized(module: nn.Module, axes: Axes, ignored: Ignored) -> None:
-    """Refuse quantized layers that cannot be sharded, or that ranks have quantized in other ways."""
-    if any(is_of_bitsandbytes(layer) for layer in module.modules()):
-        describe = functools.partial(describe_layers, module, ignored)
-        described = on_all(axes.everyone, "agreement on quantized weights", describe)
-        compare_layers(described, described[axes.everyone.rank])
 
 
 def _take_over_buffers(module: nn.Module, context: Context) -> None:

@@ -10,24 +10,111 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint.blockwise import is_codes, is_scales
-from zeroshard.checkpoint.tensors import read_model
+from zeroshard.checkpoint.tensors import is_codes, is_scales, read_model
+from zeroshard.comm import moves
 from zeroshard.comm.agreed import on_all
 from zeroshard.comm.collectives import Axis
-from zeroshard.full.parts import spread
-from zeroshard.full.place import Place
+from zeroshard.full.parameters import spread
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit.blocks import QuantizedState
 from zeroshard.optim.eightbit.codebook import codebook
 from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.optim.statenames import rule_of, to_common
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_averages, refuse_in_step
+from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.wholes import own_value, whole_value
+
+_GATHERED_BYTES = 64 << 20
+"""Memory that a gather takes beside its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensor:
+    """A parameter, and the places of its slices."""
+
+    runtime: Runtime
+    buffer: FlatBuffer
+    index: int
+
+    @property
+    def sharded(self) -> ShardedParameter:
+        return self.buffer.sharded[self.index]
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """This rank's slice of the gradient."""
+        with past_guards():
+            return self.sharded.grad
+
+    def set_gradient(self, values: Tensor) -> None:
+        """Give this rank's slice of the gradient, [n], other values."""
+        with past_guards():
+            self.sharded.grad = values
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Gather a whole tensor, in the parameter's shape, from the slices [n] of the ranks; collective.
+
+        The result lies on the device that computes, wherever the slices do.
+        """
+        axes, original = self.runtime.context.axes, self.buffer.originals[self.index]
+        return whole_value(self._gather_part(own), original, axes.tp)
+
+    def _gather_part(self, own: Tensor) -> Tensor:
+        """Gather this rank's part, or all, of a parameter from the ranks that share it."""
+        shape = self.buffer.shapes[self.index]
+        keeps_dtype = self.buffer.plan.is_packed or not own.dtype.is_floating_point
+        wide = own.dtype if keeps_dtype else torch.promote_types(own.dtype, torch.float32)
+        device = self.runtime.context.device
+        if not self.buffer.is_partial:
+            return moves.to_device(own.detach().to(wide, copy=True), device).view(shape)
+        axis = self.runtime.context.axis
+        spans = [self.buffer.layout.owned(self.index, rank) for rank in range(axis.size)]
+        whole = torch.empty(shape.numel(), dtype=wide, device=device)
+        longest = max(span.size for span in spans)
+        step = min(longest, max(1, _GATHERED_BYTES // (axis.size * own.element_size())))
+        for at in range(0, longest, step or 1):
+            piece = torch.zeros(step, dtype=own.dtype, device=device)
+            part = own.detach()[at : at + step]
+            piece[: part.numel()].copy_(part)
+            pieces = torch.empty(axis.size * step, dtype=own.dtype, device=device)
+            label = f"all-gather of '{self.sharded.fqn}'"
+            axis.all_gather(
+                pieces.view(torch.uint8), piece.view(torch.uint8), tag=self.buffer.tag, label=label
+            ).wait()
+            for span, values in zip(spans, pieces.split(step), strict=True):
+                start = min(span.start + at, span.stop)
+                num = min(step, span.stop - start)
+                whole[start : start + num].copy_(values[:num])
+        return whole.view(shape)
+
+    def cut(self, values: Tensor) -> Tensor:
+        """This rank's slice of a full tensor, [n], on its device."""
+        start, original = self.buffer.start(self.index), self.buffer.originals[self.index]
+        values = own_value(values.detach(), original, self.runtime.context.axes.tp)
+        part = values.reshape(-1)[start : start + self.sharded.numel()]
+        return moves.beside(part, self.buffer.main)
+
+    def digest(self, values: Any) -> bytes:
+        """A digest of a full tensor, which ranks compare.
+
+        Raises:
+            ValueError: it is not a tensor, or has another shape.
+        """
+        shape = tuple(self.buffer.whole_shapes[self.index])
+        if not isinstance(values, Tensor) or tuple(values.shape) != shape or values.is_meta:
+            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"'{self.sharded.fqn}': expected a full tensor of shape {shape}, got {got}")
+        raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return blake2b(f"{values.dtype}".encode() + raw.numpy().tobytes(), digest_size=16).digest()
 
 
 class ByName:
@@ -96,7 +183,7 @@ class ByName:
                 "ranks or on none. Drop p.grad on all ranks alike"
             )
 
-        def read(place: Place) -> Tensor | None:
+        def read(place: WholeTensor) -> Tensor | None:
             gradient = place.gradient
             return None if gradient is None else place.gather(gradient)
 
@@ -116,7 +203,7 @@ class ByName:
         call = "set_full_gradient()"
         refuse_in_step(self._runtime.context.state, call)
 
-        def tell(place: Place) -> bytes:
+        def tell(place: WholeTensor) -> bytes:
             if not place.sharded.requires_grad:
                 raise ValueError(f"{call}: '{name}' is frozen: expected a parameter that is trained")
             return place.digest(values)
@@ -164,7 +251,9 @@ class ByName:
             for key, value in values.items():
                 states[key].write(place, own, value)
 
-    def _states(self, call: str, name: str, given: Mapping[str, Any]) -> tuple[_Agreed, dict[str, _State]]:
+    def _states(
+        self, call: str, name: str, given: Mapping[str, Any]
+    ) -> tuple[_NamedParameter, dict[str, _NamedState]]:
         """Return the place and the states of a parameter; the facts are kinds and digests of given states."""
         optimizer, states, pp = self.optimizer, {}, self._runtime.context.axes.pp
         has_some = optimizer is not None
@@ -173,7 +262,7 @@ class ByName:
         if not has_some:
             raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
 
-        def tell(place: Place) -> tuple[dict[str, bool], list[Any]]:
+        def tell(place: WholeTensor) -> tuple[dict[str, bool], list[Any]]:
             states.update({} if optimizer is None else _read_states(optimizer, place))
             if unknown := [key for key in given if key not in states]:
                 there = ", ".join(states) or "none before the first step"
@@ -199,17 +288,17 @@ class ByName:
 _T = TypeVar("_T")
 
 
-class _Agreed(NamedTuple):
+class _NamedParameter(NamedTuple):
     """A parameter that all ranks have named."""
 
-    place: Place | None
+    place: WholeTensor | None
     """None where other pipeline ranks hold it."""
     first: int
     """The first pipeline rank that holds it."""
     facts: dict[int, Any]
     """By rank that holds a slice of it, its message to the others."""
 
-    def read(self, runtime: Runtime, get: Callable[[Place], _T]) -> _T:
+    def read(self, runtime: Runtime, get: Callable[[WholeTensor], _T]) -> _T:
         """Return on all ranks the result of the ranks of the first part; collective."""
         axes = runtime.context.axes
         is_read = axes.pp.rank == self.first and self.place is not None
@@ -222,10 +311,10 @@ def _agree(
     runtime: Runtime,
     call: str,
     name: str,
-    tell: Callable[[Place], Any] = lambda place: None,
+    tell: Callable[[WholeTensor], Any] = lambda place: None,
     *,
     reduces: bool = False,
-) -> _Agreed:
+) -> _NamedParameter:
     """Find a parameter, on all ranks the same.
 
     Args:
@@ -259,13 +348,13 @@ def _agree(
         names = [fqn for fqn, _, _ in answers.values()]
         raise ValueError(f"{call}: expected one name on all ranks, got {names}")
     first = min(part for _, part, _ in answers.values())
-    return _Agreed(places.get(name), first, {rank: fact for rank, (_, _, fact) in answers.items()})
+    return _NamedParameter(places.get(name), first, {rank: fact for rank, (_, _, fact) in answers.items()})
 
 
-def _places(runtime: Runtime) -> dict[str, Place]:
+def _places(runtime: Runtime) -> dict[str, WholeTensor]:
     """Return the parameters of this rank's part of the model, by all of their names."""
     places = {
-        parameter.fqn: Place(runtime, buffer, index)
+        parameter.fqn: WholeTensor(runtime, buffer, index)
         for buffer in runtime.buffers
         for index, parameter in enumerate(buffer.sharded)
     }
@@ -274,7 +363,7 @@ def _places(runtime: Runtime) -> dict[str, Place]:
     return places
 
 
-def _resolve(world: Axis, call: str, name: str, places: Mapping[str, Place]) -> str:
+def _resolve(world: Axis, call: str, name: str, places: Mapping[str, WholeTensor]) -> str:
     """Return the first name in the whole model of a parameter that some part of it holds; collective.
 
     Raises:
@@ -314,7 +403,7 @@ def _require_same(call: str, name: str, facts: Mapping[int, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _NamedState:
     """One state of a parameter, as this rank has it."""
 
     key: str
@@ -323,13 +412,13 @@ class _State:
     """True for a state with a value for each element of the slice."""
     quantized: QuantizedState | None = None
 
-    def read(self, place: Place) -> Any:
+    def read(self, place: WholeTensor) -> Any:
         """Return the full state, in memory of its own; collective for an element-wise one."""
         if self.is_wise:
             return place.gather(self.value if self.quantized is None else self.quantized.load())
         return self.value.detach().clone() if isinstance(self.value, Tensor) else self.value
 
-    def write(self, place: Place, own: dict[str, Any], value: Any) -> None:
+    def write(self, place: WholeTensor, own: dict[str, Any], value: Any) -> None:
         """Keep this rank's slice of a full state.
 
         Args:
@@ -346,19 +435,20 @@ class _State:
             own[self.key] = type(self.value)(value) if isinstance(self.value, int | float) else value
 
 
-def _read_states(optimizer: Optimizer, place: Place) -> dict[str, _State]:
+def _read_states(optimizer: Optimizer, place: WholeTensor) -> dict[str, _NamedState]:
     """Return the states of this rank's slice by their common names, without scales of quantized states."""
     saved = to_common(optimizer, optimizer.state.get(place.sharded, {}))
     dtypes = {key: value.dtype for key, value in saved.items() if isinstance(value, Tensor)}
-    states: dict[str, _State] = {}
+    states: dict[str, _NamedState] = {}
     for key, value in saved.items():
         if is_scales(key, dtypes):
             continue
         if is_codes(key, dtypes):
             rule = rule_of(optimizer)
             book = codebook(rule is None or rule.states[key], value.device)
-            states[key] = _State(key, value, True, QuantizedState(value.view(-1), saved[key + ABSMAX], book))
+            scales = saved[key + ABSMAX]
+            states[key] = _NamedState(key, value, True, QuantizedState(value.view(-1), scales, book))
             continue
         is_wise = isinstance(value, Tensor) and value.dim() > 0 and value.shape == place.sharded.shape
-        states[key] = _State(key, value, is_wise and not (key == "step" and value.numel() == 1))
+        states[key] = _NamedState(key, value, is_wise and not (key == "step" and value.numel() == 1))
     return states

@@ -10,23 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.capture import Parts, Progress, capture
+from zeroshard.checkpoint.capture import EngineState, Progress, capture
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.agreed import on_all
 from zeroshard.config.rules import parse_dtype
 from zeroshard.hf.adapters import export_adapters, has_adapters
-from zeroshard.hf.export import export_engine
-from zeroshard.hf.format import Format
-from zeroshard.hf.live import stream_parameters
-from zeroshard.hf.merged import export_merged
-from zeroshard.hf.weights import MAX_SHARD_BYTES
+from zeroshard.hf.export import MAX_SHARD_BYTES, Format, export_engine
+from zeroshard.hf.live import export_merged, stream_parameters
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
 from zeroshard.stepping.early import EarlySteps
-from zeroshard.stepping.guard import StepGuard
-from zeroshard.stepping.halfway import Halfway
+from zeroshard.stepping.guard import InterruptedStep, StepGuard
 
 
 class Checkpointing:
@@ -37,10 +33,10 @@ class Checkpointing:
     skipped_steps: int
     _runtime: Runtime
     _guard: StepGuard
-    _parts: Parts
+    _parts: EngineState
     _saver: Saver
     _early: EarlySteps | None
-    _halfway: Halfway
+    _halfway: InterruptedStep
     _micro_step: int
 
     if TYPE_CHECKING:

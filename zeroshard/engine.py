@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zeroshard.batches import Batches
 from zeroshard.byname import ByName
-from zeroshard.checkpoint.capture import Parts
+from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.save import Saver
 from zeroshard.checkpointing import Checkpointing
 from zeroshard.comm import streams
@@ -31,10 +31,9 @@ from zeroshard.parameters.state import refuse_averages, refuse_to_drop
 from zeroshard.reports import Reports
 from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
-from zeroshard.stepping.attach import Judged, attach
+from zeroshard.stepping.attach import StepHooks, attach
 from zeroshard.stepping.early import EarlySteps
-from zeroshard.stepping.guard import StepGuard
-from zeroshard.stepping.halfway import Arguments, Halfway
+from zeroshard.stepping.guard import Arguments, InterruptedStep, StepGuard
 
 
 class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, ModuleLike):
@@ -50,7 +49,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
     def __init__(
         self,
         module: nn.Module,
-        parts: Parts,
+        parts: EngineState,
         axes: Axes,
         saver: Saver,
         loss_fn: LossFunction | None,
@@ -68,7 +67,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         self._guard = StepGuard(parts.runtime, parts.config, parts.optimizer)
         self._part = part
         self._pipeline = None if part is None else self._pipelined(part, parts)
-        self._halfway = Halfway()
+        self._halfway = InterruptedStep()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
         self._has_warned, self._num_dropped = False, 0
@@ -83,14 +82,14 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         weakref.finalize(self, saver.leave_alone)
         if parts.optimizer is not None:
             judge, count = self._judge_step, self._count_step
-            own = Judged(weakref.WeakMethod(judge), weakref.WeakMethod(count), self._guard.scaling)
+            own = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count), self._guard.scaling)
             steps = attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=own)
             if parts.config.offload.step_in_backward:
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps, self._halfway)
         refuse_wrappers([self], object.__setattr__)
         parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
 
-    def _pipelined(self, part: ModelPart, parts: Parts) -> PipelineTraining:
+    def _pipelined(self, part: ModelPart, parts: EngineState) -> PipelineTraining:
         trained = [buffer for buffer in parts.runtime.buffers if buffer.trainable]
         chosen = chosen_by(parts.config.pipeline, parts.optimizer, trained)
         return PipelineTraining(part, parts.runtime, self.loss_fn, parts.optimizer, *chosen)

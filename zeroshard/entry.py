@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from zeroshard.agreement import check_agreement
 from zeroshard.assemble import open_data_parallel, shard_over, specify_units
-from zeroshard.checkpoint.capture import Parts
+from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.agreed import on_all
 from zeroshard.comm.collectives import Axis
@@ -136,7 +136,7 @@ def initialize(
         if optimizer is not None:
             take_over(optimizer, replacements, overrides)
         loader = _build_loader(training_data, collate_fn, config, axes, device)
-        parts = Parts(
+        parts = EngineState(
             runtime=runtime,
             config=whole,
             optimizer=optimizer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint.capture import Parts
+from zeroshard.checkpoint.capture import EngineState
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.memory.report import MemoryReport, measure
@@ -20,7 +20,7 @@ class Reports:
     """The reports of an engine about its rank."""
 
     optimizer: Optimizer | None
-    _parts: Parts
+    _parts: EngineState
     _runtime: Runtime
     _axes: Axes
     _part: ModelPart | None

@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 
 from zeroshard.agreement import check_agreement
 from zeroshard.assemble import specify_units
-from zeroshard.checkpoint.description import describe_model
+from zeroshard.checkpoint.manifest import describe_model
 from zeroshard.comm.agreed import on_all
 from zeroshard.comm.collectives import Axis
 from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import form_of
 from zeroshard.lazy.deferred import has_memory
-from zeroshard.lazy.materialize import record_resets
+from zeroshard.lazy.recording import record_resets
 from zeroshard.parallel.pipeline.chunked import Absent, Outline, outline_of
 from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
 from zeroshard.parallel.pipeline.part import ModelPart, find_chosen, narrowed, take_part

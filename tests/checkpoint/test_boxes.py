@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from zeroshard.checkpoint.boxes import Box, boxes_of, runs, split, whole
+from zeroshard.checkpoint.places import Box, boxes_of, runs, split, whole
 from zeroshard.plan.layout import Span
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)

@@ -13,8 +13,7 @@ from torch import nn
 
 from tests.checkpoint.runs import start
 from tests.checkpoint.test_values import check_same, round_trip
-from zeroshard.checkpoint.clientstate import to_plain
-from zeroshard.checkpoint.values import check_plain
+from zeroshard.checkpoint.values import check_plain, to_plain
 
 
 class Mode(enum.Enum):

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests.checkpoint.test_faults import Run, damaged, message_of
-from zeroshard.checkpoint.boxes import Box, boxes_of, tiles
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
+from zeroshard.checkpoint.places import Box, boxes_of, tiles
 from zeroshard.checkpoint.values import read_values, to_files
 from zeroshard.plan.layout import Span
 

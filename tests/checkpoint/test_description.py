@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroshard.checkpoint.description import saved_names
+from zeroshard.checkpoint.manifest import saved_names
 
 TIED = {"tied": {"head": "embed", "decoder": "embed"}}
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.checkpoint.hostcopies import HostCopies, pinned_sizes, place
+from zeroshard.checkpoint.save import SnapshotMemory, pinned_sizes, place
 from zeroshard.checkpoint.tensors import TensorSlice
 
 LEAST = 32 << 20
@@ -66,37 +66,37 @@ def test_a_slice_is_cut_only_where_a_block_ends():
 
 
 def test_copies_keep_the_values_and_their_memory_serves_the_next_ones():
-    copies, parts = HostCopies(), slices([300, 0, 7, 40])
+    copies, parts = SnapshotMemory(), slices([300, 0, 7, 40])
     before = [part.data.clone() for part in parts]
-    first = copies.copy(parts)
+    first, wait = copies.copy(parts)
     for part in parts:
         part.data.zero_()
-    first.wait()
-    assert all(torch.equal(copy.data, value) for copy, value in zip(first.slices, before, strict=True))
-    assert [(copy.name, copy.start, copy.shape) for copy in first.slices] == [
+    wait()
+    assert all(torch.equal(copy.data, value) for copy, value in zip(first, before, strict=True))
+    assert [(copy.name, copy.start, copy.shape) for copy in first] == [
         (part.name, part.start, part.shape) for part in parts
     ]
-    second = copies.copy(parts)
-    assert [copy.data.data_ptr() for copy in second.slices] == [copy.data.data_ptr() for copy in first.slices]
-    assert not any(copy.data.any() for copy in second.slices)
-    assert copies.copy([]).slices == []
+    second, _ = copies.copy(parts)
+    assert [copy.data.data_ptr() for copy in second] == [copy.data.data_ptr() for copy in first]
+    assert not any(copy.data.any() for copy in second)
+    assert copies.copy([])[0] == []
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_copies_are_pinned_and_have_the_values_of_the_moment():
     parts = slices([20 << 20, 3, 5 << 20], "cuda")  # 20 MB, 6 bytes, 20 MB: the last is cut
     before = [part.data.cpu() for part in parts]
-    copies = HostCopies()
+    copies = SnapshotMemory()
     torch.cuda._sleep(100_000_000)  # cycles; the copies are queued behind it
     slow = torch.cuda.current_stream().record_event()
-    got = copies.copy(parts)
+    got, wait = copies.copy(parts)
     for part in parts:
         part.data.zero_()  # queued behind the copies
     assert not slow.query()  # the host did not wait
-    got.wait()
-    assert all(part.data.is_pinned() for part in got.slices)
+    wait()
+    assert all(part.data.is_pinned() for part in got)
     found = {}
-    for part in got.slices:
+    for part in got:
         found.setdefault(part.name, []).append(part.data)
     assert all(
         torch.equal(torch.cat(found[part.name]), value) for part, value in zip(parts, before, strict=True)

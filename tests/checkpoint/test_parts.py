@@ -11,7 +11,7 @@ from tests.checkpoint.runs import differences, start, state, train
 from zeroshard.checkpoint.frozen import crc_of_zeros, join_pieces, measure
 from zeroshard.checkpoint.manifest import read_manifest
 from zeroshard.checkpoint.reader import open_checkpoint
-from zeroshard.checkpoint.tensors import Part, TensorSlice
+from zeroshard.checkpoint.tensors import TensorPart, TensorSlice
 from zeroshard.cli.main import main
 from zeroshard.parameters.parts import part_of
 from zeroshard.plan.cuts import Cut, Section
@@ -186,7 +186,7 @@ def test_checksums_of_slices_are_joined_to_that_of_the_whole(cut, num_slices):
     memory, pieces = TierMemory(torch.device("cpu"), lambda: None), []
     for rank in range(1 if cut is None else cut.num_ranks):
         held = (WHOLE if cut is None else part_of(WHOLE, cut, rank)).reshape(-1)
-        part, start = cut and Part(cut, rank), 0
+        part, start = cut and TensorPart(cut, rank), 0
         for values in held.tensor_split(num_slices):
             pieces.append(measure(TensorSlice("w", tuple(WHOLE.shape), start, values, part), memory))
             start += values.numel()

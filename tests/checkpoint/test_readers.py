@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.checkpoint.runs import read_whole, start, state, train
-from zeroshard.checkpoint.boxes import Box, runs
 from zeroshard.checkpoint.files import find
+from zeroshard.checkpoint.places import Box, runs
 from zeroshard.checkpoint.reader import TensorReader, open_checkpoint
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 from zeroshard.plan.layout import Layout

@@ -188,19 +188,19 @@ def test_the_default_device_does_not_matter(ranks, tmp_path):
 
 
 def copy_without_memory(folder, monkeypatch_rank):
-    from zeroshard.checkpoint.hostcopies import HostCopies
+    from zeroshard.checkpoint.save import SnapshotMemory
 
-    engine, original = start(3), HostCopies.copy
+    engine, original = start(3), SnapshotMemory.copy
 
     def fail(self, slices):
         raise RuntimeError("no memory")
 
     if dist.get_rank() == monkeypatch_rank:
-        HostCopies.copy = fail
+        SnapshotMemory.copy = fail
     try:
         message = message_of(lambda: engine.save_checkpoint(folder, blocking=False))
     finally:
-        HostCopies.copy = original
+        SnapshotMemory.copy = original
     train(engine, [0])
     engine.save_checkpoint(folder, blocking=False)
     engine.load_checkpoint(folder)
@@ -213,9 +213,9 @@ def test_a_copy_that_fails_on_one_rank_fails_on_all(ranks, tmp_path):
 
 def copy_that_fails_on_the_device(folder):
     """On rank 1 the device reports an error when the thread waits for the copies."""
-    from zeroshard.checkpoint.hostcopies import HostCopies
+    from zeroshard.checkpoint.save import SnapshotMemory
 
-    engine, original = start(3), HostCopies.copy
+    engine, original = start(3), SnapshotMemory.copy
 
     def copy(self, slices):
         def wait():
@@ -224,11 +224,11 @@ def copy_that_fails_on_the_device(folder):
         return original(self, slices)._replace(wait=wait)
 
     if dist.get_rank() == 1:
-        HostCopies.copy = copy
+        SnapshotMemory.copy = copy
     try:
         engine.save_checkpoint(folder, blocking=False)
     finally:
-        HostCopies.copy = original
+        SnapshotMemory.copy = original
     message = message_of(lambda: engine.save_checkpoint(folder, blocking=False))
     engine.save_checkpoint(folder)
     return message, [path.name for path in sorted(folder.iterdir())]

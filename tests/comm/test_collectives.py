@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.collectives import Axis, Channel, Part
+from zeroshard.comm.collectives import DONE, Axis, Channel, GatherPart
 from zeroshard.comm.counter import KINDS, Counter
-from zeroshard.comm.handles import DONE
 from zeroshard.comm.pool import BufferPool
 
 CPU = torch.device("cpu")
@@ -522,7 +521,7 @@ def gather_together(size):
     axis, results = world(), []
     owns = [values_of(axis.rank, size, dtype, salt=salt) for salt, dtype in enumerate((FP32, BF16))]
     flats = [torch.full((axis.size * size,), -1.0, dtype=own.dtype) for own in owns]
-    parts = [Part(flat, own, tag) for tag, (flat, own) in enumerate(zip(flats, owns, strict=True))]
+    parts = [GatherPart(flat, own, tag) for tag, (flat, own) in enumerate(zip(flats, owns, strict=True))]
     axis.all_gather_together(parts, label="test").wait()
     expected = [torch.empty_like(flat) for flat in flats]
     with dist._coalescing_manager(group=dist.group.WORLD, async_ops=False):

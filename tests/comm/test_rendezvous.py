@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from tests.ranks import RankError, Ranks
-from zeroshard.comm.rendezvous import open_store
+from zeroshard.comm.mesh import open_store
 
 STARTS = 4
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.streams import Mark, mark_here
-from zeroshard.comm.watch.waits import Waits
+from zeroshard.comm.watch.watchdog import Waits
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,8 @@ from torch import nn
 from tests.distributed.training import STAGES, start
 from tests.operators import Operators
 from zeroshard.internals.foreach import foreach_sum_of_squares
-from zeroshard.stepping.clipping import own_gradients, scale_
-from zeroshard.stepping.nonfinite import all_finite, largest
-from zeroshard.stepping.runs import contiguous_runs
+from zeroshard.stepping.clipping import contiguous_runs, own_gradients, scale_
+from zeroshard.stepping.guard import all_finite, largest
 
 NUM_BLOCKS = 3
 

@@ -161,7 +161,7 @@ EXCHANGES = (
     Break(
         name="ranks_judge_gradients_alone",
         says="A rank that finds inf or nan in its own gradients does not tell the others.",
-        file="zeroshard/stepping/nonfinite.py",
+        file="zeroshard/stepping/guard.py",
         find=(
             'return not runtime.context.axes.world.any([is_bad], "agreement on whether gradients are '
             'finite")()[0]'
@@ -249,7 +249,7 @@ EXCHANGES = (
         says=(
             "The rank that orthogonalizes a matrix keeps the update; other ranks step with what memory held."
         ),
-        file="zeroshard/stepping/owning.py",
+        file="zeroshard/stepping/wholes.py",
         find="outward=_of_rank(outward(items, owners), rank),",
         replace="outward=None,",
         tests=(

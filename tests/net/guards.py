@@ -328,7 +328,7 @@ GUARDS = (
     Break(
         name="tensor_ranks_train_different_models",
         says="Tensor ranks with different gradients of a parameter that each holds whole get no error.",
-        file="zeroshard/stepping/replicas.py",
+        file="zeroshard/stepping/guard.py",
         find="    if not names:\n",
         replace="    if True:\n",
         tests=(
@@ -349,7 +349,7 @@ GUARDS = (
     Break(
         name="ranks_write_different_edits_back",
         says="unsharded(write_back=True) takes edits that differ between the ranks.",
-        file="zeroshard/full/edits.py",
+        file="zeroshard/full/parameters.py",
         find="            if digest != wanted:\n",
         replace="            if False:\n",
         tests=("tests/test_engine.py::test_edits_that_differ_between_ranks_are_refused_and_none_is_written",),
@@ -357,7 +357,7 @@ GUARDS = (
     Break(
         name="a_closed_engine_keeps_its_hooks",
         says="After engine.close() the model's modules still have the changes of the engine.",
-        file="zeroshard/restore.py",
+        file="zeroshard/sharded.py",
         find="    runtime.changes.undo()\n",
         replace="",
         tests=("tests/distributed/test_close.py::test_a_closed_engine_gives_the_model_back_whole_and_plain",),
@@ -365,7 +365,7 @@ GUARDS = (
     Break(
         name="a_save_after_half_a_step",
         says="A checkpoint is saved after a step that Ctrl-C has ended halfway.",
-        file="zeroshard/stepping/halfway.py",
+        file="zeroshard/stepping/guard.py",
         find="        if self._has_begun:\n            raise",
         replace="        if False:\n            raise",
         tests=("tests/distributed/test_interrupts.py::test_after_ctrl_c_inside_a_step_nothing_is_saved",),
@@ -385,7 +385,7 @@ GUARDS = (
     Break(
         name="a_checkpoint_of_another_shape",
         says="A checkpoint with a parameter of another shape than the model's is not refused by name.",
-        file="zeroshard/checkpoint/matching.py",
+        file="zeroshard/checkpoint/load.py",
         find="        if shape != expected:\n",
         replace="        if False:\n",
         tests=(

@@ -38,7 +38,7 @@ PLANS = (
     Break(
         name="boxes_lose_a_row",
         says="A flat range that begins at the start of a row loses that row as boxes.",
-        file="zeroshard/checkpoint/boxes.py",
+        file="zeroshard/checkpoint/places.py",
         find="start = first + bool(begin)",
         replace="start = first + 1",
         tests=(
@@ -49,15 +49,15 @@ PLANS = (
     Break(
         name="runs_go_from_the_target_to_the_source",
         says="The elements that two boxes share are read from the place at which they are to be written.",
-        file="zeroshard/checkpoint/boxes.py",
-        find="yield Run(_position(source, corner), _position(target, corner), numel)",
-        replace="yield Run(_position(target, corner), _position(source, corner), numel)",
+        file="zeroshard/checkpoint/places.py",
+        find="yield ElementRun(_position(source, corner), _position(target, corner), numel)",
+        replace="yield ElementRun(_position(target, corner), _position(source, corner), numel)",
         tests=("tests/checkpoint/test_boxes.py::test_runs_move_exactly_the_shared_elements_to_their_places",),
     ),
     Break(
         name="scales_of_8_bit_states_at_the_wrong_block",
         says="The scales of a slice's 8-bit states are saved and loaded one block after their place.",
-        file="zeroshard/checkpoint/blockwise.py",
+        file="zeroshard/checkpoint/tensors.py",
         find="return Span(span.start // BLOCK, num_blocks(span.stop))",
         replace="return Span(span.start // BLOCK + 1, num_blocks(span.stop) + 1)",
         tests=(
@@ -158,7 +158,7 @@ PLANS = (
     Break(
         name="tied_parameters_are_exported_twice",
         says="A file for transformers has a tied parameter under all of its names.",
-        file="zeroshard/checkpoint/description.py",
+        file="zeroshard/checkpoint/manifest.py",
         find='return [name for name in wanted if name not in model["tied"]] or wanted[:1]',
         replace="return wanted",
         tests=("tests/checkpoint/test_description.py",),

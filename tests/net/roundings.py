@@ -54,7 +54,7 @@ ROUNDINGS = (
         says=(
             "A slice is rounded with the random bits of the beginning of the parameter, not of its own place."
         ),
-        file="zeroshard/stepping/widening.py",
+        file="zeroshard/stepping/rounding.py",
         find="self._rounding.key(name_of_part(p)), self._starts[p])\n        finally",
         replace="self._rounding.key(name_of_part(p)), 0)\n        finally",
         tests=(
@@ -114,7 +114,7 @@ ROUNDINGS = (
     Break(
         name="the_loss_scale_does_not_fall",
         says="An overflow leaves the dynamic loss scale as it is.",
-        file="zeroshard/stepping/loss_scale.py",
+        file="zeroshard/stepping/guard.py",
         find="BACKOFF = 0.5",
         replace="BACKOFF = 1.0",
         tests=("tests/optim/test_scaling.py",),
@@ -122,7 +122,7 @@ ROUNDINGS = (
     Break(
         name="the_loss_scale_does_not_grow",
         says="Steps without an overflow leave the dynamic loss scale as it is.",
-        file="zeroshard/stepping/loss_scale.py",
+        file="zeroshard/stepping/guard.py",
         find="GROWTH = 2.0",
         replace="GROWTH = 1.0",
         tests=("tests/optim/test_scaling.py",),

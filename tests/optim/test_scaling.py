@@ -7,7 +7,7 @@ import torch
 
 from zeroshard import Config, Precision
 from zeroshard.config.sections import DynamicLossScale
-from zeroshard.stepping.loss_scale import LossScale
+from zeroshard.stepping.guard import LossScale
 
 DEFAULT = DynamicLossScale()
 INITIAL, GROWTH_INTERVAL, MINIMUM = DEFAULT.start, DEFAULT.window, DEFAULT.minimum

@@ -21,8 +21,7 @@ from tests.pretend.findings import Kind
 from tests.pretend.scenario import Bench
 from tests.pretend.transport import HostWork
 from zeroshard.comm import collectives, mesh, streams
-from zeroshard.comm.collectives import Axis, Channel
-from zeroshard.comm.handles import Handle
+from zeroshard.comm.collectives import Axis, Channel, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.sharding import landing, runtime, storage
@@ -30,9 +29,8 @@ from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.reduced import ReducedGradients
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.unit import Unit
-from zeroshard.stepping.worker import Worker
-from zeroshard.tiers.hostcopies import HostCopy
-from zeroshard.tiers.hostpool import HostBuffer
+from zeroshard.stepping.early import Worker
+from zeroshard.tiers.memory import HostBuffer, HostCopy
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
 

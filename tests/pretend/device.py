@@ -24,12 +24,12 @@ from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.threads import install_threads
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
-from zeroshard.checkpoint.hostcopies import HostCopies
 from zeroshard.checkpoint.reader import TensorReader
-from zeroshard.comm import activations, alltoall, background, collectives, mesh, messages, moves, streams
-from zeroshard.stepping import owning, rounding
-from zeroshard.tiers import files, hostpool, places
-from zeroshard.tiers.files import Extent, Swap, Transfer
+from zeroshard.checkpoint.save import SnapshotMemory
+from zeroshard.comm import activations, collectives, lifecycle, mesh, messages, moves, streams
+from zeroshard.stepping import rounding, wholes
+from zeroshard.tiers import files, memory, places
+from zeroshard.tiers.files import Extent, FileTransfer, Swap
 
 _resize = torch.UntypedStorage.resize_
 
@@ -56,9 +56,9 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
     patch.setattr(streams, "torch", pretend_torch)
     patch.setattr(streams, "has_streams", lambda device: True)
     patch.setattr(streams.Streams, "on", staticmethod(pretend_torch.naming_streams(streams.Streams.on)))
-    for module in (activations, alltoall, background, collectives, mesh, messages):
+    for module in (activations, collectives, lifecycle, mesh, messages):
         patch.setattr(module, "dist", transport)
-    patch.setattr(owning, "all_to_all", _labelling(owning.all_to_all, transport))
+    patch.setattr(wholes, "all_to_all", _labelling(wholes.all_to_all, transport))
     for cls in (collectives.Axis, activations.Activations):
         for name, method in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_") and "label" in inspect.signature(method).parameters:
@@ -79,16 +79,16 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
 
 def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     """Tell of memory of the host, which torch cannot tell from that of the pretend device."""
-    for module in (hostpool, places):
+    for module in (memory, places):
         patch.setattr(module, "host_memory", _pinning(module.host_memory, trace))
-    map_ranges, reserve, round_ = files.map_ranges, HostCopies._reserve, rounding._round
+    map_ranges, reserve, round_ = files.map_ranges, SnapshotMemory._reserve, rounding._round
 
     def mapped(*args: Any) -> torch.Tensor:
         memory = map_ranges(*args)
         trace.put_on_host([memory])
         return memory
 
-    def reserved(copies: HostCopies, total: int, **kwargs: bool) -> None:
+    def reserved(copies: SnapshotMemory, total: int, **kwargs: bool) -> None:
         reserve(copies, total, **kwargs)
         for block in copies._blocks:
             trace.pin(block)
@@ -105,7 +105,7 @@ def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     for name in ("frombuffer", "from_numpy", "get_rng_state"):
         patch.setattr(torch, name, _making(getattr(torch, name), trace, is_on_host=True))
     patch.setattr(files, "map_ranges", mapped)
-    patch.setattr(HostCopies, "_reserve", reserved)
+    patch.setattr(SnapshotMemory, "_reserve", reserved)
     patch.setattr(rounding, "_round", rounded)
     patch.setattr(TensorReader, "_read_run", _touching(TensorReader._read_run, trace))
     _install_transfers(patch, trace)
@@ -113,12 +113,12 @@ def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
 
 def _install_transfers(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     """Let transfers of files use their memory until somebody waits for them."""
-    ends: weakref.WeakKeyDictionary[Transfer, Event] = weakref.WeakKeyDictionary()
-    join = Transfer.join
+    ends: weakref.WeakKeyDictionary[FileTransfer, Event] = weakref.WeakKeyDictionary()
+    join = FileTransfer.join
 
-    def starting(method: Callable[..., Transfer], *, is_write: bool) -> Callable[..., Transfer]:
+    def starting(method: Callable[..., FileTransfer], *, is_write: bool) -> Callable[..., FileTransfer]:
         @functools.wraps(method)
-        def start(swap: Swap, extent: Extent, memory: torch.Tensor) -> Transfer:
+        def start(swap: Swap, extent: Extent, memory: torch.Tensor) -> FileTransfer:
             with trace.paused():
                 transfer = method(swap, extent, memory)
             ends[transfer] = trace.transfer(memory, method.__name__, writes=is_write)
@@ -126,7 +126,7 @@ def _install_transfers(patch: pytest.MonkeyPatch, trace: Trace) -> None:
 
         return start
 
-    def joined(transfer: Transfer) -> str:
+    def joined(transfer: FileTransfer) -> str:
         failure = join(transfer)
         if transfer in ends:
             ends[transfer].synchronize()
@@ -134,7 +134,7 @@ def _install_transfers(patch: pytest.MonkeyPatch, trace: Trace) -> None:
 
     patch.setattr(Swap, "read", starting(Swap.read, is_write=True))
     patch.setattr(Swap, "write", starting(Swap.write, is_write=False))
-    patch.setattr(Transfer, "join", joined)
+    patch.setattr(FileTransfer, "join", joined)
 
 
 def _install_moves(patch: pytest.MonkeyPatch, trace: Trace) -> None:

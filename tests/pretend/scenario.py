@@ -1,6 +1,6 @@
 """A scenario: a training run on a few ranks, by name. `tests/pretend/scenarios/` has them all.
 
-@scenario(may_sync=("stepping/nonfinite.py",))
+@scenario(may_sync=("stepping/guard.py",))
 def nonfinite_gradients_are_skipped(bench: Bench) -> None:
     bench.start(GPT(tied=False), stage=3, nonfinite="skip")
     bench.train(steps=3)

@@ -18,11 +18,11 @@ from torch import Tensor
 from tests.pretend.clocks import Clock
 from tests.pretend.trace import Trace, TraceMode
 from zeroshard.sharding import landing
-from zeroshard.stepping import worker
+from zeroshard.stepping import early
 
 
 def install_threads(patch: pytest.MonkeyPatch, trace: Trace) -> None:
-    """Note the work of `stepping/worker.py`, and the order that a count of references gives to landings."""
+    """Note the work of `stepping/early.py`, and the order that a count of references gives to landings."""
     ends: WeakKeyDictionary[Future[Any], Clock] = WeakKeyDictionary()
 
     class Noted(ThreadPoolExecutor):
@@ -54,6 +54,6 @@ def install_threads(patch: pytest.MonkeyPatch, trace: Trace) -> None:
             trace.join_hosts(memory)
         return num
 
-    patch.setattr(worker, "ThreadPoolExecutor", Noted)
-    patch.setattr(worker, "wait", wait)
+    patch.setattr(early, "ThreadPoolExecutor", Noted)
+    patch.setattr(early, "wait", wait)
     patch.setattr(landing, "count_views", counted)

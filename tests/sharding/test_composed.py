@@ -11,8 +11,7 @@ from torch.nn import functional as F
 import zeroshard
 from tests.distributed.training import STAGES
 from tests.sharding.test_quantized import adamw, llama, plain, same_state, train
-from zeroshard.hf.export import export_checkpoint
-from zeroshard.hf.format import Format
+from zeroshard.hf.export import Format, export_checkpoint
 
 aten = torch.ops.aten
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.lazy.deferred import values_of
-from zeroshard.lazy.materialize import check_values, materialize_others, record_resets
-from zeroshard.lazy.recording import is_recording
+from zeroshard.lazy.recording import check_values, is_recording, materialize_others, record_resets
 from zeroshard.parallel.pipeline.profile import likeness_of
 
 

@@ -20,8 +20,7 @@ from peft.utils.integrations import dequantize_bnb_weight
 from torch import nn
 
 import zeroshard
-from zeroshard.hf.export import export_checkpoint
-from zeroshard.hf.format import Format
+from zeroshard.hf.export import Format, export_checkpoint
 from zeroshard.hf.quantize import name_bits
 
 VOCABULARY, ROWS, LENGTH = 128, 4, 16

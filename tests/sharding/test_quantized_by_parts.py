@@ -19,7 +19,7 @@ from torch import nn
 import zeroshard
 from examples.smollm2 import unpack
 from tests.sharding.test_quantized import adamw, llama, plain, same_bits, same_state, train, weight_of
-from zeroshard.lazy.codes import Codes
+from zeroshard.lazy.deferred import Codes
 from zeroshard.plan.layout import Span
 from zeroshard.safetensors import DTYPE_NAMES, FileTensor
 

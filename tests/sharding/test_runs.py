@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zeroshard.plan.layout import Layout
-from zeroshard.stepping.runs import contiguous_runs
+from zeroshard.stepping.clipping import contiguous_runs
 
 
 def places(runs):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.stepping.threads import Batch, divide, over_blocks
+from zeroshard.stepping.threads import BlockBatch, divide, over_blocks
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_ranges_are_cut_into_parts_of_the_same_size(sizes, num_parts):
 
 @pytest.mark.parametrize("num_threads", [1, 3], indirect=True)
 def test_calls_follow_the_works_of_a_batch_and_are_left_out_after_an_error(num_threads):
-    batch, done = Batch(), []
+    batch, done = BlockBatch(), []
     for name in "ab":
         batch.add(lambda first, last, name=name: done.append((name, last - first)), 200)
         batch.then(lambda name=name: done.append(name))

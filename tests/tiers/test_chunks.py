@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from zeroshard.tiers.chunks import chunk_size, cut, ends_after, round_up
+from zeroshard.tiers.files import chunk_size, cut, ends_after, round_up
 
 BLOCK = 4
 BLOCKS = st.integers(0, 60).map(lambda count: count * BLOCK)

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.checkpoint import runs
 from tests.tiers.test_early import Failing
-from zeroshard.stepping.worker import MOST_UNDER_WAY, Worker
+from zeroshard.stepping.early import MOST_UNDER_WAY, Worker
 
 
 def threads():
@@ -277,7 +277,7 @@ def read_ahead(folder):
     for in_thread in (True, False):
         engine = start(folder, adamw, in_thread=in_thread)
         runs.train(engine, range(2), loss_of)
-        tier = engine._early._parts._tiers[0]
+        tier = engine._early._parts._homes[0]
         fetch, ahead = tier._fetch, []
 
         def fetched(blocks, fetch=fetch, tier=tier, ahead=ahead):

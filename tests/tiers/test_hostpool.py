@@ -8,9 +8,8 @@ import torch
 
 from tests.tiers.test_memory import Driver
 from zeroshard.comm.streams import Mark
-from zeroshard.tiers import hostpool
-from zeroshard.tiers.hostpool import HostMeter, HostPool, size_class
-from zeroshard.tiers.memory import held_bytes
+from zeroshard.tiers import memory
+from zeroshard.tiers.memory import HostBuffer, HostMeter, HostPool, held_bytes, size_class
 
 PAGE, MB = 4096, 1 << 20
 
@@ -62,7 +61,7 @@ def test_an_error_of_the_allocator_tells_what_was_asked_for(monkeypatch: pytest.
     def fail(num_bytes: int, pinned: bool) -> None:
         raise RuntimeError("CUDA error: out of memory\nmore lines")
 
-    monkeypatch.setattr(hostpool, "host_memory", fail)
+    monkeypatch.setattr(memory, "host_memory", fail)
     with pytest.raises(RuntimeError, match=r"no 4096 bytes of pinned host memory .*\(CUDA error: out"):
         pool.take(10)
     monkeypatch.undo()
@@ -96,7 +95,7 @@ def test_the_driver_forgets_a_buffer_only_after_its_last_copy(monkeypatch: pytes
     driver, _, pool = pinned_pool(monkeypatch)
     waits: list[int] = []
 
-    def used(pool: HostPool, num_bytes: int) -> hostpool.HostBuffer:
+    def used(pool: HostPool, num_bytes: int) -> HostBuffer:
         """A buffer with a copy; it must still be registered when the host waits for that."""
         buffer = pool.take(num_bytes)
         address = buffer.memory.data_ptr()

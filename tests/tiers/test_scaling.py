@@ -12,7 +12,7 @@ from tests.checkpoint import runs
 from tests.tiers.test_clipping import flat_gradients
 from tests.tiers.test_offload import OPTIMIZERS, offload
 from tests.tiers.test_pieces import small_pieces
-from zeroshard.stepping.parts import Parts
+from zeroshard.stepping.parts import StepByParts
 
 
 def noisy(optimizer):
@@ -60,7 +60,7 @@ class FailingStep:
     """The step of a part that fails the n-th time."""
 
     def __init__(self, number):
-        self.left, self._step = number, Parts._step_part
+        self.left, self._step = number, StepByParts._step_at_once
 
     def __get__(self, parts, _):
         def step(*args):
@@ -79,7 +79,7 @@ def clipped_anyway(folder, act, number):
         engine.backward(runs.token_loss(engine, 0))
         before = [p.grad.clone() for p in engine.parameters() if p.grad is not None]
         with (
-            mock.patch.object(Parts, "_step_part", FailingStep(number)),
+            mock.patch.object(StepByParts, "_step_at_once", FailingStep(number)),
             pytest.raises(OSError, match="no space"),
         ):
             engine.step()
@@ -110,13 +110,13 @@ def left_for_later(folder):
     engine = runs.start({"stage": 3, "clip_grad_norm": 0.05} | offload(folder), OPTIMIZERS["fused"])
     engine.backward(runs.token_loss(engine, 0))
     scaling, found = engine._guard.scaling, []
-    whole = Parts._step_part
+    whole = StepByParts._step_at_once
 
     def watch(parts, *args):
         found.append(sum(num > 0 for num in scaling._left.values()))
         whole(parts, *args)
 
-    with mock.patch.object(Parts, "_step_part", watch):
+    with mock.patch.object(StepByParts, "_step_at_once", watch):
         engine.step()
     return found
 

@@ -1,8 +1,14 @@
-"""The parts of an engine that go into a checkpoint."""
+"""The parts of an engine that go into a checkpoint.
+
+Pipeline ranks hold parts of a model, which are one model in a checkpoint. The first rank of each part tells
+all ranks what its part has; rank 0 writes it down as one model. A parameter that several parts hold is that
+of the first one. Parameter groups stand one after another, since parts may have made different ones: whoever
+loads finds hyperparameters by the names of parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,17 +18,20 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.averages import averaged_buffers, with_averages
-from zeroshard.checkpoint.blockwise import own_blocks
-from zeroshard.checkpoint.clientstate import to_plain
-from zeroshard.checkpoint.description import describe_model
 from zeroshard.checkpoint.files import as_folder, check_free, check_tag
-from zeroshard.checkpoint.frozen import Piece, frozen_names, join_pieces, measure_pieces
-from zeroshard.checkpoint.manifest import Manifest, ParameterRecord
-from zeroshard.checkpoint.optimizers import OptimizerState, keep_few, read_optimizer
+from zeroshard.checkpoint.frozen import SliceSum, frozen_names, join_pieces, measure_pieces
+from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, describe_model
+from zeroshard.checkpoint.optimizers import PER_GROUP, OptimizerState, keep_few, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
-from zeroshard.checkpoint.tensors import ModelState, cuts_of, dtype_name, read_model, written_slices
-from zeroshard.checkpoint.union import PartFacts, join
-from zeroshard.checkpoint.values import check_plain, to_files
+from zeroshard.checkpoint.tensors import (
+    ModelState,
+    cuts_of,
+    dtype_name,
+    own_blocks,
+    read_model,
+    written_slices,
+)
+from zeroshard.checkpoint.values import check_plain, to_files, to_plain
 from zeroshard.comm.agreed import on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.given import GivenLoader
@@ -32,7 +41,7 @@ from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
-from zeroshard.stepping.loss_scale import LossScale
+from zeroshard.stepping.guard import LossScale
 from zeroshard.stepping.rounding import Rounding
 from zeroshard.version import installed_version
 
@@ -41,7 +50,7 @@ NUM_PARTS = "num_parts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class EngineState:
     """The parts of an engine."""
 
     runtime: Runtime
@@ -77,7 +86,7 @@ class _Answer(NamedTuple):
     """The place in the user's DataLoader, of the same ranks."""
     few: list[str]
     """The keys of states with few values; see `OptimizerState`."""
-    frozen: list[Piece]
+    frozen: list[SliceSum]
     """Slices of the parameters that are left out."""
     part: PartFacts | None
     """The content of one of several parts of the model, from the first rank of the part."""
@@ -96,7 +105,7 @@ class _Reading:
     place_in_data: dict[str, Any] | None
 
 
-def capture(parts: Parts, progress: Progress, dir: object, tag: str, client_state: Any) -> Snapshot:
+def capture(parts: EngineState, progress: Progress, dir: object, tag: str, client_state: Any) -> Snapshot:
     """A snapshot whose slices are views of what the engine goes on to change; collective.
 
     Raises:
@@ -185,7 +194,7 @@ def _check_moment(runtime: Runtime) -> None:
         )
 
 
-def _read(parts: Parts, dir: object, tag: str, client_state: Any) -> _Reading:
+def _read(parts: EngineState, dir: object, tag: str, client_state: Any) -> _Reading:
     """Read and check all that a checkpoint keeps, without exchanges."""
     folder = as_folder(dir)
     check_tag(tag)
@@ -267,7 +276,7 @@ def _values(reading: _Reading, answers: list[_Answer], whole: PartFacts) -> dict
     }
 
 
-def _facts(parts: Parts, reading: _Reading, left_out: list[str]) -> PartFacts:
+def _facts(parts: EngineState, reading: _Reading, left_out: list[str]) -> PartFacts:
     """The content of this rank's part of the model."""
     runtime, optimizer, cuts = parts.runtime, parts.optimizer, cuts_of(parts.runtime)
     aliases = reading.model.aliases
@@ -298,9 +307,10 @@ def _check_whole(client_state: Any) -> None:
             )
 
 
-def _describe(parts: Parts, progress: Progress, whole: PartFacts) -> Manifest:
+def _describe(parts: EngineState, progress: Progress, whole: PartFacts) -> Manifest:
     runtime, scheduler = parts.runtime, parts.lr_scheduler
-    axes, is_half = runtime.context.axes, runtime.reducer.is_half
+    axes, is_half, config = runtime.context.axes, runtime.reducer.is_half, parts.config
+    is_plain = config.units is None or isinstance(config.units, tuple)  # a predicate can't be written down
     written_by = {
         "zeroshard": installed_version(),
         "torch": torch.__version__,
@@ -309,7 +319,7 @@ def _describe(parts: Parts, progress: Progress, whole: PartFacts) -> Manifest:
     return Manifest(
         written_by=written_by if axes.pp.size == 1 else {**written_by, NUM_PARTS: axes.pp.size},
         model=parts.described or describe_model(runtime.module),
-        config=_describe_config(parts.config),
+        config=(config if is_plain else replace(config, units=None)).to_dict(),
         global_step=progress.global_step,
         skipped_steps=progress.skipped_steps,
         loss_scale=progress.loss_scale.state() if is_half else None,
@@ -324,7 +334,67 @@ def _describe(parts: Parts, progress: Progress, whole: PartFacts) -> Manifest:
     )
 
 
-def _describe_config(config: Config) -> dict[str, Any]:
-    """A predicate can't be written down."""
-    is_plain = config.units is None or isinstance(config.units, tuple)
-    return (config if is_plain else replace(config, units=None)).to_dict()
+# ----------------------------------------------------------------------------------- parts of pipelines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFacts:
+    """The content of one part of a model, without the values of its tensors."""
+
+    parameters: dict[str, ParameterRecord]
+    buffers: tuple[str, ...]
+    frozen: list[str]
+    """The frozen parameters that are left out."""
+    extra: dict[str, Any]
+    """The values that modules' get_extra_state() gave."""
+    groups: list[dict[str, Any]]
+    scalars: dict[str, dict[str, Any]]
+    other: dict[str, Any]
+    lr_scheduler: Any
+    optimizer: str | None
+    """The class of the optimizer."""
+
+
+def join(parts: Sequence[PartFacts]) -> PartFacts:
+    """Put the parts of a model together, in their order."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    parameters: dict[str, ParameterRecord] = {}
+    for part in parts:
+        for name, record in part.parameters.items():
+            known = parameters.get(name, record)
+            aliases = dict.fromkeys((*known.aliases, *record.aliases))
+            parameters[name] = ParameterRecord(known.shape, known.dtype, tuple(aliases), known.blocks)
+    return PartFacts(
+        parameters=parameters,
+        buffers=tuple(dict.fromkeys(name for part in parts for name in part.buffers)),
+        frozen=list(dict.fromkeys(name for part in parts for name in part.frozen)),
+        extra=_first_of(part.extra for part in parts),
+        groups=[group for part in parts for group in part.groups],
+        scalars=_first_of(part.scalars for part in parts),
+        other=_first_of(part.other for part in parts),
+        lr_scheduler=_join_schedules([part.lr_scheduler for part in parts if part.lr_scheduler is not None]),
+        optimizer=next((part.optimizer for part in parts if part.optimizer is not None), None),
+    )
+
+
+def _first_of(values: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The values by key; where several have a key, that of the first one."""
+    joined: dict[str, Any] = {}
+    for each in values:
+        joined = {**each, **joined}
+    return joined
+
+
+def _join_schedules(states: Sequence[Any]) -> Any:
+    """The state of the LR schedulers of all parts, with lists for the groups of all of them."""
+    if len(states) < 2:
+        return states[0] if states else None
+    joined = dict(states[0])
+    for key, value in joined.items():
+        if key in PER_GROUP and isinstance(value, list):
+            joined[key] = [item for state in states for item in state[key]]
+        elif key == "_schedulers":
+            joined[key] = [_join_schedules(group) for group in zip(*(s[key] for s in states), strict=True)]
+    return joined

@@ -98,7 +98,7 @@ def check_free(folder: Path, tag: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckpointPlace:
     """The directory that one checkpoint is written to, and its name when it is complete."""
 
     folder: Path
@@ -116,7 +116,7 @@ class Place:
         return self.folder / f".{self.tag}.{self.generation}.tmp"
 
 
-def open_place(folder: Path, tag: str, num_bytes: int) -> Place:
+def open_place(folder: Path, tag: str, num_bytes: int) -> CheckpointPlace:
     """Make the directory for a new generation of `tag`; what an earlier writer left of it is removed.
 
     Args:
@@ -142,12 +142,12 @@ def open_place(folder: Path, tag: str, num_bytes: int) -> Place:
     number = max(known.values(), default=-1) + 1
     while os.path.lexists(folder / f"{tag}.{number}"):  # such as the file of the tag v1.0, where this is v1
         number += 1
-    place = Place(folder, tag, number)
+    place = CheckpointPlace(folder, tag, number)
     place.temporary.mkdir()
     return place
 
 
-def commit(place: Place, keep_last: int | None) -> None:
+def commit(place: CheckpointPlace, keep_last: int | None) -> None:
     """Let a complete checkpoint appear; older ones go after that.
 
     Raises:
@@ -167,7 +167,7 @@ def commit(place: Place, keep_last: int | None) -> None:
                 _remove(place.folder, tag)
 
 
-def discard(place: Place) -> None:
+def discard(place: CheckpointPlace) -> None:
     """Remove what was written of a checkpoint that could not appear."""
     _drop(place.temporary)
     if _read_pointer(place.folder, place.tag) != place.final.name:

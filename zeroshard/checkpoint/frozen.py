@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.boxes import Box
+from zeroshard.checkpoint.places import Box
 from zeroshard.checkpoint.reader import Stored
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, parameter_slices
 from zeroshard.comm.agreed import on_all
@@ -27,7 +27,7 @@ _POLYNOMIAL = 0xEDB88320
 """The polynomial of crc32, the bit of the highest power last."""
 
 
-class Piece(NamedTuple):
+class SliceSum(NamedTuple):
     """A rank's message about its slices of a parameter."""
 
     name: str
@@ -42,12 +42,12 @@ def frozen_names(runtime: Runtime) -> list[str]:
     return [p.fqn for buffer in runtime.buffers if not buffer.trainable for p in buffer.sharded]
 
 
-def measure_pieces(runtime: Runtime, names: Collection[str]) -> list[Piece]:
+def measure_pieces(runtime: Runtime, names: Collection[str]) -> list[SliceSum]:
     """Checksums of this rank's slices of some parameters; over all ranks, each element once."""
     return [measure(part, runtime.context.memory) for part in parameter_slices(runtime, names)]
 
 
-def measure(part: TensorSlice, memory: TierMemory) -> Piece:
+def measure(part: TensorSlice, memory: TierMemory) -> SliceSum:
     """The checksum of one slice of a parameter."""
     total, crc, itemsize = math.prod(part.shape), 0, part.data.element_size()
     for box, values in part.boxes(MAX_BOX_BYTES):
@@ -57,7 +57,7 @@ def measure(part: TensorSlice, memory: TierMemory) -> Piece:
         sum_of_rows = zlib.crc32(own) ^ crc_of_zeros(len(own))
         crc ^= _moved(sum_of_rows, (total - last) * itemsize)
         memory.rest(values)
-    return Piece(part.name, total * itemsize, crc)
+    return SliceSum(part.name, total * itemsize, crc)
 
 
 def _with_zeros(box: Box, values: Tensor, shape: Sequence[int]) -> tuple[Tensor, int]:
@@ -74,7 +74,7 @@ def _with_zeros(box: Box, values: Tensor, shape: Sequence[int]) -> tuple[Tensor,
     return rows, (first + math.prod(box.sizes[: dim + 1])) * math.prod(after)
 
 
-def join_pieces(pieces: Iterable[Piece]) -> dict[str, int]:
+def join_pieces(pieces: Iterable[SliceSum]) -> dict[str, int]:
     """The crc32 of each parameter, from the slices of all ranks."""
     sums: dict[str, int] = {}
     for piece in pieces:

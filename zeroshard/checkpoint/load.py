@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.averages import check_averages, read_averages
-from zeroshard.checkpoint.capture import NUM_PARTS, Parts, Progress
+from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, Progress
 from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
-from zeroshard.checkpoint.conversion import convert_group, family_of
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.frozen import check_frozen
 from zeroshard.checkpoint.manifest import check_sums
-from zeroshard.checkpoint.matching import (
-    Found,
-    check_all_found,
-    check_buffers,
-    check_names,
-    match_parameters,
-    union,
-)
 from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
-from zeroshard.checkpoint.quantized import Offsets, read_offsets, set_offset
+from zeroshard.checkpoint.quantized import Offsets, is_description, read_offsets, set_offset
 from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
-from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
+from zeroshard.checkpoint.states import (
+    SavedStates,
+    Targets,
+    convert_group,
+    family_of,
+    make_targets,
+    match_states,
+    read_converted,
+)
 from zeroshard.checkpoint.tensors import TensorSlice, cuts_of, held_slices, read_model
 from zeroshard.checkpoint.values import read_values
 from zeroshard.comm.agreed import on_all
@@ -43,7 +42,7 @@ from zeroshard.optim.statenames import from_common
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.loss_scale import LossScale
+from zeroshard.stepping.guard import LossScale
 from zeroshard.stepping.rounding import Rounding
 
 
@@ -56,7 +55,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class _LoadPlan:
     """All that will be loaded, checked as far as that changes nothing."""
 
     stored: Stored
@@ -76,7 +75,7 @@ class _Plan:
 
 
 def load(
-    parts: Parts,
+    parts: EngineState,
     dir: object,
     tag: str | None,
     progress: Progress,
@@ -97,10 +96,10 @@ def load(
     axis = runtime.context.axes.world
     runtime.settle()
     runtime.require_slices("load_checkpoint()")
-    plan: _Plan | None = None
+    plan: _LoadPlan | None = None
     is_part = runtime.context.axes.pp.size > 1
 
-    def prepare() -> tuple[str, Found | None]:
+    def prepare() -> tuple[str, PartNames | None]:
         nonlocal plan
         plan, own = _prepare(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
         if not is_part:
@@ -136,7 +135,7 @@ def load(
     return Loaded(progress, plan.values["client_state"])
 
 
-def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
+def _restore(parts: EngineState, plan: _LoadPlan, weights_only: bool) -> None:
     """Take over everything that was found; nothing of it needs another rank."""
     runtime = parts.runtime
     memory = runtime.context.memory
@@ -155,7 +154,7 @@ def _restore(parts: Parts, plan: _Plan, weights_only: bool) -> None:
         _restore_rng(runtime, plan)
 
 
-def _restore_place(parts: Parts, plan: _Plan) -> None:
+def _restore_place(parts: EngineState, plan: _LoadPlan) -> None:
     """Let the DataLoader go on at its place."""
     loader, axes = parts.loader, parts.runtime.context.axes
     places, data = plan.values.get("places_in_data", []), plan.stored.manifest.data
@@ -174,8 +173,8 @@ def _restore_place(parts: Parts, plan: _Plan) -> None:
 
 
 def _prepare(
-    parts: Parts, directory: Path, hyperparameters: bool, convert_states: bool
-) -> tuple[_Plan, Found]:
+    parts: EngineState, directory: Path, hyperparameters: bool, convert_states: bool
+) -> tuple[_LoadPlan, PartNames]:
     stored = open_checkpoint(directory)
     values = _read_values(stored, parts.runtime.context.device)
     model = read_model(parts.runtime)
@@ -206,7 +205,7 @@ def _prepare(
             parse_state(stored.manifest.data)
     except ValueError as error:
         raise RuntimeError(f"{directory / MANIFEST}: damaged ({error})") from None
-    plan = _Plan(
+    plan = _LoadPlan(
         stored=stored,
         values=values,
         names=names,
@@ -217,7 +216,7 @@ def _prepare(
         loss_scale=_read_loss_scale(stored),
         rounding=_read_rounding(stored),
     )
-    return plan, Found({name: fqn for fqn, name in names.items()}, set(model.buffers), set(model.extra))
+    return plan, PartNames({name: fqn for fqn, name in names.items()}, set(model.buffers), set(model.extra))
 
 
 def _convert_groups(
@@ -312,7 +311,7 @@ _VALUES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _check_optimizer(stored: Stored, parts: Parts, convert_states: bool, hyperparameters: bool) -> None:
+def _check_optimizer(stored: Stored, parts: EngineState, convert_states: bool, hyperparameters: bool) -> None:
     saved, present = stored.manifest.optimizer, type(parts.optimizer).__name__
     can_convert = family_of(saved) is not None and family_of(saved) is family_of(present)
     if saved != present and not (can_convert and convert_states):
@@ -330,7 +329,7 @@ def _check_optimizer(stored: Stored, parts: Parts, convert_states: bool, hyperpa
 
 
 @torch.no_grad()
-def _read_tensors(parts: Parts, plan: _Plan, targets: Targets) -> None:
+def _read_tensors(parts: EngineState, plan: _LoadPlan, targets: Targets) -> None:
     runtime = parts.runtime
     converted = {plan.names[p.fqn]: p for p, saved in plan.states.items() if saved.converted is not None}
     as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
@@ -355,7 +354,7 @@ def _read_tensors(parts: Parts, plan: _Plan, targets: Targets) -> None:
 
 
 @torch.no_grad()
-def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Targets) -> None:
+def _restore_optimizer(optimizer: Optimizer | None, plan: _LoadPlan, targets: Targets) -> None:
     if optimizer is None or plan.stored.manifest.optimizer is None:
         return
     known = {name for group in plan.values["groups"] for name in group["names"]}
@@ -373,7 +372,7 @@ def _restore_optimizer(optimizer: Optimizer | None, plan: _Plan, targets: Target
                 optimizer.state[parameter] = from_common(optimizer, state)
 
 
-def _restore_progress(plan: _Plan, present: Progress) -> Progress:
+def _restore_progress(plan: _LoadPlan, present: Progress) -> Progress:
     manifest, scale = plan.stored.manifest, present.loss_scale
     return replace(
         present,
@@ -384,7 +383,7 @@ def _restore_progress(plan: _Plan, present: Progress) -> Progress:
     )
 
 
-def _restore_rng(runtime: Runtime, plan: _Plan) -> None:
+def _restore_rng(runtime: Runtime, plan: _LoadPlan) -> None:
     axes, saved = runtime.context.axes, plan.values["rng"]
     rank, num_parts = axes.dp.rank, plan.stored.manifest.written_by.get(NUM_PARTS, 1)
     num_saved = len(saved) // num_parts
@@ -393,3 +392,107 @@ def _restore_rng(runtime: Runtime, plan: _Plan) -> None:
         rng.restore(saved[part * num_saved + rank], runtime.context.device)
     else:
         rng.derive(plan.stored.manifest.seed, rank, plan.stored.manifest.global_step)
+
+
+# ------------------------------------------------------------------------------------------------ names
+
+
+class PartNames(NamedTuple):
+    """The names that a part of the model has."""
+
+    parameters: dict[str, str]
+    """The name in the model, by stored name."""
+    buffers: set[str]
+    extra: set[str]
+
+
+def union(directory: Path, everyone: Iterable[PartNames]) -> PartNames:
+    """Return the names that any part has.
+
+    Raises:
+        ValueError: two parts have different parameters for one stored name.
+    """
+    joined = PartNames({}, set(), set())
+    for found in everyone:
+        for name, fqn in found.parameters.items():
+            if (other := joined.parameters.setdefault(name, fqn)) != fqn:
+                raise _separate(directory, other, fqn)
+        joined.buffers.update(found.buffers)
+        joined.extra.update(found.extra)
+    return joined
+
+
+def check_all_found(stored: Stored, extra: Collection[str], found: PartNames) -> None:
+    """Refuse a checkpoint with more than all parts of the model together have.
+
+    Args:
+        stored: the checkpoint.
+        extra: the names of its extra states.
+        found: the stored names that the parts have.
+
+    Raises:
+        ValueError: with the name of the first surplus.
+    """
+    if unexpected := sorted(stored.manifest.parameters.keys() - found.parameters.keys()):
+        raise ValueError(
+            f"'{stored.directory}': the checkpoint has parameter '{unexpected[0]}', the model does not"
+            + (f", and {len(unexpected) - 1} more" if len(unexpected) > 1 else "")
+        )
+    for kind, saved, present in (
+        ("a buffer", stored.manifest.buffers, found.buffers),
+        ("extra state", extra, found.extra),
+    ):
+        for name in sorted(set(saved) - present):
+            raise ValueError(f"'{stored.directory}': only the checkpoint has {kind} '{name}'")
+
+
+def match_parameters(
+    stored: Stored, runtime: Runtime, aliases: Mapping[str, tuple[str, ...]]
+) -> dict[str, str]:
+    """The stored name of each parameter of the model."""
+    records, directory = stored.manifest.parameters, stored.directory
+    home = {name: first for first, record in records.items() for name in (first, *record.aliases)}
+    names: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for parameter in runtime.parameters:
+        known = (parameter.fqn, *aliases.get(parameter.fqn, ()))
+        homes = sorted({home[name] for name in known if name in home})
+        if not homes:
+            raise ValueError(f"'{directory}': expected parameter '{parameter.fqn}' of the model, found none")
+        if len(homes) > 1:
+            raise ValueError(
+                f"'{directory}': the model ties {' and '.join(map(repr, homes))}; the "
+                "checkpoint has them as separate parameters"
+            )
+        if (other := owners.setdefault(homes[0], parameter.fqn)) != parameter.fqn:
+            raise _separate(directory, other, parameter.fqn)
+        shape, expected = records[homes[0]].shape, tuple(parameter.full_shape)
+        if shape != expected:
+            raise ValueError(
+                f"'{directory}': parameter '{parameter.fqn}' has shape {shape}; the model expects {expected}"
+            )
+        names[parameter.fqn] = homes[0]
+    return names
+
+
+def _separate(directory: Path, one: str, other: str) -> ValueError:
+    return ValueError(
+        f"'{directory}': the checkpoint ties '{one}' and '{other}'; the model has them as separate parameters"
+    )
+
+
+def check_names(directory: Path, kind: str, saved: Collection[str], present: Collection[str]) -> None:
+    """Raise a ValueError with the first name that the model has and the checkpoint does not."""
+    for name in sorted(set(present) - set(saved)):
+        raise ValueError(f"'{directory}': only the model has {kind} '{name}'")
+
+
+def check_buffers(stored: Stored, buffers: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError with the first buffer that the checkpoint lacks, or has in another shape."""
+    check_names(stored.directory, "a buffer", stored.manifest.buffers, buffers)
+    for name, buffer in buffers.items():
+        if (shape := stored.tensors[name].shape) != tuple(buffer.shape) and not is_description(name):
+            raise ValueError(
+                f"'{stored.directory}': buffer '{name}' has shape {shape}; the model expects "
+                f"{tuple(buffer.shape)}"
+            )

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint.blockwise import shape_of
 from zeroshard.checkpoint.checks import SMALL
+from zeroshard.checkpoint.tensors import shape_of
 from zeroshard.internals.pytree import tree_leaves
 from zeroshard.optim.statenames import to_common
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded

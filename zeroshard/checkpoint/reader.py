@@ -11,9 +11,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.boxes import runs
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
-from zeroshard.checkpoint.places import StoredBox, StoredTensor
+from zeroshard.checkpoint.places import StoredBox, StoredTensor, runs
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 
 

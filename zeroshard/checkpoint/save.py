@@ -1,23 +1,38 @@
-"""An engine's state becomes a checkpoint, at once or beside further training."""
+"""An engine's state becomes a checkpoint, at once or beside further training.
+
+A thread writes from copies of this rank's slices in host memory, while training goes on:
+
+    slices       |--- p1 ---|-- p2 --|-------- p3 --------|
+    blocks       |-------------------------|------------|..|
+    copies       |--- p1 ---|-- p2 --|- p3 -|-- p3 ------|       a slice is cut where a block ends
+
+On a CPU there is one block of the size that is needed. For accelerators, blocks are pinned: copies into them
+are queued on the caller's stream, so that they have the values of this moment, and the host goes on at once.
+Torch rounds pinned memory up to a power of two, so blocks are powers of two that add up to little more than
+is needed. On a stream of their own the copies would not delay compute, but a forward may change buffers.
+"""
 
 from __future__ import annotations
 
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.files import MANIFEST, Place, write_synced
-from zeroshard.checkpoint.hostcopies import HostCopies
+from zeroshard.checkpoint.files import MANIFEST, CheckpointPlace, write_synced
 from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.comm.agreed import on_all, on_first
-from zeroshard.comm.background import BackgroundGroup, open_background_group
 from zeroshard.comm.collectives import Axis
+from zeroshard.comm.lifecycle import BackgroundGroup, open_background_group
+from zeroshard.comm.streams import host_wait
 from zeroshard.tiers.places import TierMemory
 
 if TYPE_CHECKING:
@@ -66,7 +81,7 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
         return snapshot.num_bytes
 
     total = sum(on_all(axis, "agreement on the size of a checkpoint", size))
-    place: Place = on_first(
+    place: CheckpointPlace = on_first(
         axis,
         "start of a checkpoint",
         lambda: files.open_place(snapshot.folder, snapshot.tag, total + _MARGIN),
@@ -85,7 +100,7 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
         raise
 
 
-def _check_shared(place: Place) -> None:
+def _check_shared(place: CheckpointPlace) -> None:
     if not place.temporary.is_dir():
         raise RuntimeError(
             f"'{place.temporary}': made by rank 0 and not seen by another rank: expected a file system that "
@@ -93,7 +108,7 @@ def _check_shared(place: Place) -> None:
         )
 
 
-def _finish(snapshot: Snapshot, place: Place, written: Sequence[Written]) -> None:
+def _finish(snapshot: Snapshot, place: CheckpointPlace, written: Sequence[Written]) -> None:
     """Rank 0 writes the small files and lets the checkpoint appear."""
     from zeroshard.checkpoint.writer import tensors_of, write_index
 
@@ -125,7 +140,7 @@ class Saver:
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._copies = HostCopies()
+        self._copies = SnapshotMemory()
         self._background: BackgroundGroup | None = None
         """The process group of a thread that saves; None before the first save in the background."""
         self._thread: threading.Thread | None = None
@@ -206,3 +221,93 @@ class Saver:
             raise RuntimeError(
                 f"the checkpoint that was saved in the background failed: {failure}"
             ) from failure
+
+
+# ------------------------------------------------------------------------------------------ host copies
+
+
+_ALIGNMENT = 64
+_LEAST_BLOCK = 32 << 20
+"""Bytes of the smallest pinned block, and so the most that is taken in vain."""
+
+
+class SnapshotMemory:
+    """Host memory for the slices of one snapshot, used again for the next."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+
+    def copy(self, slices: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
+        """Copy the present values. Earlier copies are lost, so the host must have waited for them.
+
+        Returns:
+            Slices on the CPU whose values further training does not change, more than were copied where some
+            had to be cut; and a function that lets the host wait until the values are there.
+
+        Raises:
+            RuntimeError: there is no memory for them.
+        """
+        cpu = torch.device("cpu")
+        device = next((part.data.device for part in slices if part.data.device != cpu), cpu)
+        self._reserve(sum(_padded(part.data.nbytes) for part in slices), pinned=device != cpu)
+        copies = []
+        for part, block, start in place(slices, [block.numel() for block in self._blocks]):
+            data = part.data
+            if data.numel():
+                memory = self._blocks[block][start : start + data.nbytes].view(data.dtype)
+                copies.append(replace(part, data=memory.copy_(data, non_blocking=True)))
+            else:
+                copies.append(replace(part, data=data.cpu()))
+        return copies, host_wait(device)
+
+    def _reserve(self, total: int, *, pinned: bool) -> None:
+        if sum(block.numel() for block in self._blocks) >= total:
+            return
+        self._blocks = []  # before larger ones are taken
+        sizes = pinned_sizes(total) if pinned else [total]
+        self._blocks = [
+            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes
+        ]
+
+
+def pinned_sizes(total: int) -> list[int]:
+    """Powers of two, in bytes, that add up to `total` and less than `_LEAST_BLOCK` more; falling."""
+    sizes = []
+    while total > 0:
+        sizes.append(max(_LEAST_BLOCK, 1 << (total.bit_length() - 1)))
+        total -= sizes[-1]
+    return sizes
+
+
+class SlicePlace(NamedTuple):
+    """A slice, or a part of one, and its place in memory."""
+
+    part: TensorSlice
+    block: int
+    start: int
+    """Bytes from the beginning of the block; a multiple of the alignment."""
+
+
+def place(slices: Sequence[TensorSlice], sizes: Sequence[int]) -> Iterator[SlicePlace]:
+    """Lay slices one after the other into blocks; a slice is cut where a block ends.
+
+    Args:
+        slices: which need no more bytes than there are, each rounded up to the alignment.
+        sizes: bytes of each block, multiples of the alignment.
+    """
+    block = start = 0
+    for part in slices:
+        done, num, itemsize = 0, part.data.numel(), part.data.element_size()
+        if not num:
+            yield SlicePlace(part, 0, 0)
+        while done < num:
+            if start == sizes[block]:
+                block, start = block + 1, 0
+            taken = min(num - done, (sizes[block] - start) // itemsize)
+            data = part.data[done : done + taken]
+            yield SlicePlace(replace(part, start=part.start + done, data=data), block, start)
+            done, start = done + taken, start + _padded(taken * itemsize)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

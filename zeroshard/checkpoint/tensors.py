@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.blockwise import blocks_of, is_scales, num_scales
-from zeroshard.checkpoint.boxes import Box, boxes_of, split, whole
+from zeroshard.checkpoint.places import Box, boxes_of, split, whole
 from zeroshard.optim.eightbit.blocks import num_blocks
+from zeroshard.optim.eightbit.states import ABSMAX
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import BLOCK, Span
@@ -20,11 +20,107 @@ from zeroshard.plan.originals import counts
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 
+Dtypes = Mapping[str, torch.dtype]
+"""The dtypes of all states of a parameter, by key. They tell which states belong together."""
+
+
+def is_codes(key: str, dtypes: Dtypes) -> bool:
+    """Return True for a quantized state."""
+    return dtypes.get(key) == torch.uint8 and key + ABSMAX in dtypes
+
+
+def is_scales(key: str, dtypes: Dtypes) -> bool:
+    """Return True for a state that holds the scales of another one."""
+    return key.endswith(ABSMAX) and is_codes(key.removesuffix(ABSMAX), dtypes)
+
+
+def find_unpaired(dtypes: Dtypes) -> str | None:
+    """The first half of a quantized state, in words; None where all are whole."""
+    for key, dtype in dtypes.items():
+        if key.endswith(ABSMAX) and not is_scales(key, dtypes):
+            return f"scales '{key}' without codes of one byte"
+        if dtype == torch.uint8 and not is_codes(key, dtypes):
+            return f"codes '{key}' without scales"
+    return None
+
+
+def shape_of(key: str, dtypes: Dtypes, shape: Sequence[int], blocks: Cut | None = None) -> tuple[int, ...]:
+    """The shape of a state.
+
+    Args:
+        shape: of the parameter, or of a slice of it that starts on a block.
+        blocks: the cut of the parameter, if each part of it has blocks of its own.
+    """
+    return (num_scales(shape, blocks),) if is_scales(key, dtypes) else tuple(shape)
+
+
+def num_scales(shape: Sequence[int], cut: Cut | None = None) -> int:
+    """The number of blocks of a parameter, each of whose parts begins with a block."""
+    if cut is None:
+        return num_blocks(math.prod(shape))
+    return cut.num_ranks * num_blocks(math.prod(cut.local_shape))
+
+
+def own_blocks(cut: Cut | None) -> Cut | None:
+    """Return a cut if its parts have other blocks than the whole parameter; None if they are the same."""
+    if cut is None or cut.num_ranks == 1:
+        return None
+    is_flat = len(cut.spans(0)) == 1 and math.prod(cut.shape[: cut.dim]) == 1
+    return None if is_flat and not math.prod(cut.local_shape) % BLOCK else cut
+
+
+def have_same_blocks(one: Cut | None, other: Cut | None) -> bool:
+    """Return True if the blocks of two cuts of a parameter, as `own_blocks` gives them, are the same."""
+    if one is None or other is None:
+        return one is other
+    return (one.dim, one.num_ranks, one.spans(0)) == (other.dim, other.num_ranks, other.spans(0))
+
+
+def block_numbers(
+    shape: Sequence[int], span: Span, held: Cut | None, rank: int, blocks: Cut | None
+) -> Tensor:
+    """Return the blocks that elements lie in: [span.size], int64.
+
+    Args:
+        shape: the shape of the parameter.
+        span: a flat range of the part of a rank, or of the whole parameter.
+        held: the cut of that part; None for the whole.
+        rank: the rank of that part.
+        blocks: the cut whose parts have the blocks; None for those of the whole.
+    """
+    local = shape if held is None else held.local_shape
+    at = list(torch.unravel_index(torch.arange(span.start, span.stop), tuple(local)))
+    if held is not None:
+        places = torch.cat([torch.arange(own.start, own.stop) for own in held.spans(rank)])
+        at[held.dim] = places[at[held.dim]]
+    if blocks is None:
+        return _ravel(at, shape) // BLOCK
+    owners = torch.empty(shape[blocks.dim], dtype=torch.int64)
+    inside = torch.empty_like(owners)
+    for number in range(blocks.num_ranks):
+        places = torch.cat([torch.arange(own.start, own.stop) for own in blocks.spans(number)])
+        owners[places], inside[places] = number, torch.arange(places.numel())
+    owner, at[blocks.dim] = owners[at[blocks.dim]], inside[at[blocks.dim]]
+    return owner * num_blocks(math.prod(blocks.local_shape)) + _ravel(at, blocks.local_shape) // BLOCK
+
+
+def _ravel(at: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    flat = torch.zeros_like(at[0])
+    for index, size in zip(at, shape, strict=True):
+        flat = flat * size + index
+    return flat
+
+
+def blocks_of(span: Span) -> Span:
+    """The blocks of a range of elements that starts on one."""
+    return Span(span.start // BLOCK, num_blocks(span.stop))
+
+
 MAX_BOX_BYTES = 16 << 20
 """The most bytes of a box, so that a reader of another layout holds little at a time."""
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """The part of a tensor that a rank of a tensor group holds."""
 
     cut: Cut
@@ -54,7 +150,7 @@ class TensorSlice:
     """The first element of the range."""
     data: Tensor
     """[n]"""
-    part: Part | None = None
+    part: TensorPart | None = None
     """The part of the tensor that the range lies in; None for a range of the whole tensor."""
 
     def boxes(self, max_bytes: int | None = None) -> Iterator[tuple[Box, Tensor]]:
@@ -205,7 +301,7 @@ def _slices(
     if not taken.size and not (wants_empty and not place.size):
         return
     shape, cut = tuple(buffer.whole_shapes[index]), buffer.originals[index].cut
-    part = None if cut is None else Part(cut, tp_rank)
+    part = None if cut is None else TensorPart(cut, tp_rank)
     start = taken.start - place.start if taken.size else 0
     inside = taken.shifted(-held.start)
     main = buffer.main.detach()[buffer.sharded_span(index).slice]
@@ -220,7 +316,7 @@ def _slices(
 
 
 def scales_slice(
-    name: str, shape: Sequence[int], start: int, data: Tensor, part: Part | None = None
+    name: str, shape: Sequence[int], start: int, data: Tensor, part: TensorPart | None = None
 ) -> TensorSlice:
     """The scales of a range of elements. Blocks are counted by parts: those of the first rank, and so on.
 

@@ -19,9 +19,7 @@ from zeroshard.checkpoint.manifest import Manifest, check_sums
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.reader import Stored, open_checkpoint
 from zeroshard.checkpoint.tensors import dtype_name
-from zeroshard.hf.export import export_checkpoint
-from zeroshard.hf.format import Format
-from zeroshard.hf.weights import MAX_SHARD_BYTES
+from zeroshard.hf.export import MAX_SHARD_BYTES, Format, export_checkpoint
 from zeroshard.tables import LINE, format_bytes, format_count, render
 
 

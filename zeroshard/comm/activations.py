@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.collectives import Axis, Channel
+from zeroshard.comm.collectives import Axis, Channel, Pending
 from zeroshard.comm.counter import ALL_REDUCE
-from zeroshard.comm.handles import Pending
 from zeroshard.comm.pool import BufferPool
 
 _Value = TypeVar("_Value")

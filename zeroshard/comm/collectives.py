@@ -18,20 +18,108 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm import streams
-from zeroshard.comm.counter import Counter
-from zeroshard.comm.handles import DONE, Handle, Issued, Pending, Several
+from zeroshard.comm.counter import ALL_TO_ALL, Counter
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch import ledger as ledgers
+from zeroshard.comm.watch.ledger import REDUCE
 from zeroshard.comm.watch.status import RankStatus
-from zeroshard.comm.watch.waits import Waits
-from zeroshard.comm.watch.watchdog import Watchdog
+from zeroshard.comm.watch.watchdog import Waits, Watchdog
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when the result may be used by the current stream; a second call does nothing."""
+
+
+class Issued:
+    """A collective that the host left to the device."""
+
+    def __init__(self, mark: streams.Mark) -> None:
+        self._mark: streams.Mark | None = mark
+
+    def wait(self) -> None:
+        """Let the current stream wait for the collective; the host goes on. A second call does nothing."""
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.wait()
+
+
+class Several:
+    """Several collectives, waited for in order."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        """Wait for each collective in turn. Raises the error of the first that fails."""
+        for handle in self._handles:
+            handle.wait()
+
+
+DONE: Handle = Several(())
+"""The handle of a collective that had nothing to exchange."""
+
+
+class Pending:
+    """An exchange under way.
+
+    Args:
+        waits: the waits of the axis.
+        under_way: the exchanges of the axis that nobody has waited for.
+        label: the name of the exchange in messages.
+        kind: one of the kinds of a counter.
+        works: the works that the host waits for.
+        then: a function to call when the values have arrived.
+    """
+
+    def __init__(
+        self,
+        waits: Waits,
+        under_way: set[Pending],
+        label: str,
+        kind: str,
+        works: Sequence[dist.Work | None],
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self._waits, self._under_way = waits, under_way
+        self._label, self._kind, self._works, self._then = label, kind, works, then
+        under_way.add(self)
+
+    def wait(self) -> None:
+        """Have the host wait until all values have arrived. A second call does nothing.
+
+        Raises:
+            RuntimeError: another rank is lost or too late; the text names this rank and the exchange.
+        """
+        self._under_way.discard(self)
+        works, self._works = self._works, ()
+        then, self._then = self._then, None
+        self._waits.wait_for(works, self._label, self._kind)
+        if then is not None:
+            then()
+
+    def drain(self, timeout: timedelta) -> None:
+        """Let the exchange end, with or without an error: peers may still read this rank's buffers.
+
+        Nobody waits for it again: Gloo's second wait for a message would not return.
+        """
+        works, self._works = self._works, ()
+        try:
+            for work in works:
+                if work is not None:
+                    work.wait(timeout)
+        except RuntimeError:
+            pass  # the other side is gone
+
 
 Parts = Mapping[int, Tensor] | Sequence[Tensor]
 """A tensor for each rank."""
@@ -44,7 +132,7 @@ class Channel(Enum):
     REDUCE = ledgers.REDUCE
 
 
-class Part(NamedTuple):
+class GatherPart(NamedTuple):
     """One tensor of an all-gather of several."""
 
     flat: Tensor
@@ -175,7 +263,7 @@ class Axis:
             chunks[self.rank].copy_(own)  # while the exchange runs
         return Pending(self.waits, self.under_way, label, "all_gather", works)
 
-    def all_gather_together(self, parts: Sequence[Part], *, label: str) -> Handle:
+    def all_gather_together(self, parts: Sequence[GatherPart], *, label: str) -> Handle:
         """All-gather several tensors, of any dtypes; on an accelerator as one launch.
 
         Args:
@@ -406,3 +494,42 @@ def _sum(parts: Sequence[Tensor], own: Tensor, out: Tensor) -> None:
     for part in parts[1:-1]:
         total = torch.add(total, part, out=scratch)
     torch.add(total, parts[-1], out=out)
+
+
+def all_to_all(
+    axis: Axis, sent: Sequence[Sequence[Tensor]], num_received: Sequence[int], *, label: str
+) -> list[Tensor]:
+    """Send pieces to other ranks and return what they send; collective, on the current stream.
+
+    All pieces go as bytes in one buffer, so they may have any dtypes.
+
+    Args:
+        axis: the ranks.
+        sent: by rank, 1-D contiguous tensors on the device of the axis; none for this rank.
+        num_received: by rank, the bytes that it sends to this one.
+        label: the name of the collective in error messages, the same on all ranks.
+
+    Returns:
+        By rank, [num_received] uint8: the bytes of its pieces one after another.
+
+    Raises:
+        RuntimeError: a rank is lost or too late.
+    """
+    assert not sent[axis.rank], "a rank sends nothing to itself"
+    pieces = [_bytes_of(piece) for pieces in sent for piece in pieces]
+    num_sent = [sum(piece.nbytes for piece in pieces) for pieces in sent]
+    out = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=axis.device)
+    received = torch.empty(sum(num_received), dtype=torch.uint8, device=axis.device)
+    label = axis.note(ALL_TO_ALL, out.numel(), label, REDUCE)
+    group, sizes = axis.group(Channel.REDUCE), (list(num_received), num_sent)
+    with axis.waits.naming(label):
+        work = dist.all_to_all_single(received, out, *sizes, group=group, async_op=axis.exchanges)
+    if axis.exchanges:
+        Pending(axis.waits, axis.under_way, label, ALL_TO_ALL, [work]).wait()
+    else:
+        axis.waits.issue(label)
+    return list(received.split(sizes[0]))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)

@@ -1,22 +1,43 @@
-"""Process groups, and the device mesh in which ranks are arranged."""
+"""Process groups, and the device mesh in which ranks are arranged.
+
+All engines of a process share groups: a second engine over the same ranks opens none. A Gloo group takes 3
+threads and up to 5 file descriptors, and one of NCCL takes memory of the device. Ranks drop engines at
+different times, because garbage is collected at different times. So no group is closed when an engine goes: a
+later engine uses it again. torch holds each group until the default group is destroyed; this module holds
+weak references.
+
+Ranks find each other also when torchrun has started them again.
+torchrun's store lives as long as its agent. After a restart it still holds the keys of the earlier ranks. A
+rank that asks for the address of another may get that of a dead one, and then waits until its time is over.
+So each start of the ranks has a part of the store of its own, whose name rank 0 draws:
+
+    rank 0     sets round = <name>    waits for each <name>/<rank>         sets each <key>
+    another    reads round            sets <name>/<rank> = its <key>       waits for <key>, or reads again
+
+A key is drawn by its rank, so only a rank 0 that is alive can have set it. TORCHELASTIC_RESTART_COUNT would
+not serve as a name: with several nodes, each agent counts for itself.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
+from typing import NamedTuple
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.groups import shared_group
-from zeroshard.comm.rendezvous import check_device_types, open_store
 from zeroshard.comm.watch.ledger import GATHER, TENSOR
 from zeroshard.config.sections import Config
 from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
@@ -30,6 +51,109 @@ _TAGS_PER_ENGINE, _NUM_TAG_RANGES = 1 << 16, 1 << 14
 _numbers_used = 0
 _numbers: WeakKeyDictionary[Axes, int] = WeakKeyDictionary()
 """The numbers of the engines that are alive in this process."""
+
+
+class _GroupKey(NamedTuple):
+    """The groups that may stand in for each other."""
+
+    purpose: str
+    parts: tuple[tuple[int, ...], ...]
+    timeout_s: float
+
+
+class _Made(NamedTuple):
+    group: weakref.ref[dist.ProcessGroup] | None
+    """None if this rank is not a member."""
+    world: weakref.ref[dist.ProcessGroup]
+    """The default group at that time; `group` ends with it."""
+
+
+_made: dict[_GroupKey, _Made] = {}
+
+
+def shared_group(
+    purpose: str,
+    parts: Sequence[Sequence[int]],
+    timeout_s: float,
+    make: Callable[[], object],
+    *,
+    is_member: bool = True,
+) -> dist.ProcessGroup | None:
+    """Return the group of this rank that was made for a purpose, or make it; collective the first time.
+
+    Args:
+        purpose: groups of different purposes are different communicators, which run beside each other.
+        parts: the ranks of each of the groups that are made together, the same on all ranks.
+        timeout_s: the timeout of the group.
+        make: a function that makes the groups of all parts and returns that of this rank.
+        is_member: False if this rank is in none of the parts; then it makes the groups with the others, and
+            has none.
+    """
+    kind, world = _GroupKey(purpose, tuple(map(tuple, parts)), timeout_s), dist.group.WORLD
+    assert world is not None, "groups are made of its ranks"
+    made = _made.get(kind)
+    is_made = made is not None and made.world() is world
+    if not is_member:
+        if not is_made:
+            make()
+            _made[kind] = _Made(None, weakref.ref(world))
+        return None
+    group = made.group() if made is not None and is_made and made.group is not None else None
+    if group is None:
+        new = make()
+        assert isinstance(new, dist.ProcessGroup), "this rank is a member"
+        group, _made[kind] = new, _Made(weakref.ref(new), weakref.ref(world))
+    return group
+
+
+_PAUSE_S = 0.02
+
+
+def open_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """Return a store for this start of the ranks, at the address in torchrun's environment; collective.
+
+    Raises:
+        RuntimeError: some rank did not come within `timeout`.
+    """
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=timeout))
+    store = dist.PrefixStore("zeroshard", store)
+    return dist.PrefixStore(_agree_on_name(store, rank, size, timeout), store)
+
+
+def check_device_types(store: dist.Store, rank: int, size: int, own: str) -> None:
+    """Compare the types of the ranks' devices before a process group is opened; collective.
+
+    Different backends would wait for each other.
+
+    Raises:
+        ValueError: on all ranks, with the types and the ranks that have them.
+    """
+    store.set(f"device/{rank}", own)
+    if store.add("num_devices", 1) == size:  # the last rank to come reads the types of all ranks
+        ranks: dict[str, list[int]] = {}
+        for other in range(size):
+            ranks.setdefault(store.get(f"device/{other}").decode(), []).append(other)
+        store.set("devices", "; ".join(f"rank(s) {who} on {what}" for what, who in sorted(ranks.items())))
+    found = store.get("devices").decode()
+    if ";" in found:
+        raise ValueError(f"expected devices of one type on all ranks, got {found}")
+
+
+def _agree_on_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+    own = uuid4().hex
+    if rank == 0:
+        store.set("round", own)
+        for other in range(1, size):
+            store.set(store.get(f"{own}/{other}").decode(), "")
+        return own
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        name = store.get("round").decode()
+        store.set(f"{name}/{rank}", own)
+        time.sleep(_PAUSE_S)
+        if store.check([own]):
+            return name
+    raise RuntimeError(f"rank 0 did not answer rank {rank}")
 
 
 def start_process_group(device: torch.device, timeout_s: float) -> bool:

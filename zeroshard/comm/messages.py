@@ -140,7 +140,8 @@ class Messages:
         while len(under_way) >= self.most_sends:
             self._end(under_way.popleft())
         headers = _written(tuple(map(Form.of, tensors))) if with_forms else []
-        works = [self._send_on_host(header, target) for header in headers]
+        control = self._axis.control
+        works = [dist.isend(each, group=control, group_dst=target, tag=self._tag + 1) for each in headers]
         values = [tensor.detach().contiguous() for tensor in tensors]
         group, whom = self._group(self.rank, target), self._axis.global_ranks[target]
         works += [
@@ -187,9 +188,6 @@ class Messages:
     def receive_on_host(self, values: Tensor, source: int) -> dist.Work | None:
         """Begin to receive bytes in memory of the CPU."""
         return dist.irecv(values, group=self._axis.control, group_src=source, tag=self._tag + 1)
-
-    def _send_on_host(self, values: Tensor, target: int) -> dist.Work | None:
-        return dist.isend(values, group=self._axis.control, group_dst=target, tag=self._tag + 1)
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         """Return the communicator of the messages from one pipeline rank to another."""

@@ -42,7 +42,7 @@ from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.storage import count_views
 from zeroshard.sharding.unit import Unit
-from zeroshard.tiers.hostcopies import HostCopies, HostCopy
+from zeroshard.tiers.memory import HostCopies, HostCopy
 
 LEAST_BYTES = 1 << 20
 """Smaller memory stays on the device. At 25 GB/s a copy of 1 MiB and its way back take 84 us; the host needs
@@ -62,14 +62,16 @@ def offload_activations(units: Sequence[Unit], changes: Changes, context: Contex
     """
     if not streams.has_streams(context.device):
         return
-    activations = Activations(HostCopies(context.device, context.streams, context.host), LEAST_BYTES, warns)
+    activations = SavedActivations(
+        HostCopies(context.device, context.streams, context.host), LEAST_BYTES, warns
+    )
     modules = {module: unit for unit in units[1:] for module in unit.modules}
     for module, unit in modules.items():
         inside = {modules[part] for part in module.modules() if part in modules}
         changes.set(module, "forward", _offloaded(module, activations, [units[0], unit, *inside]))
 
 
-def _offloaded(module: nn.Module, activations: Activations, units: Iterable[Unit]) -> Callable[..., Any]:
+def _offloaded(module: nn.Module, activations: SavedActivations, units: Iterable[Unit]) -> Callable[..., Any]:
     forward, buffers = module.forward, [buffer for unit in units for buffer in unit.buffers]
 
     @functools.wraps(forward)
@@ -87,7 +89,7 @@ def _offloaded(module: nn.Module, activations: Activations, units: Iterable[Unit
     return offloaded
 
 
-class Activations:
+class SavedActivations:
     """The saved tensors of one engine.
 
     They belong to the graphs of autograd and die with these; here are only weak references to them.
@@ -302,7 +304,7 @@ class _Offloaded:
 
     __slots__ = ("_dtype", "_memory", "_offset", "_owner", "_place", "_segment", "_shape", "_strides")
 
-    def __init__(self, alias: Tensor, memory: _Memory, segment: _Segment, owner: Activations) -> None:
+    def __init__(self, alias: Tensor, memory: _Memory, segment: _Segment, owner: SavedActivations) -> None:
         self._memory, self._segment, self._owner = memory, segment, owner
         self._dtype, self._shape, self._strides = alias.dtype, alias.shape, alias.stride()
         self._offset, self._place = alias.storage_offset(), len(memory.tensors)

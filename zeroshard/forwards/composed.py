@@ -32,7 +32,7 @@ DESCRIPTION = "weight_zeroshard_form"
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class WeightForm:
     """The form of a weight that was taken apart."""
 
     kind: Any
@@ -54,9 +54,9 @@ class Form:
         return f"{self.kind.__name__} {tuple(self.shape)} {self.dtype} {self.context}"
 
 
-def form_of(layer: Any) -> Form | None:
+def form_of(layer: Any) -> WeightForm | None:
     """The form of a layer's weight; None for a layer whose weight was not taken apart."""
-    form: Form | None = vars(layer).get(_FORM)
+    form: WeightForm | None = vars(layer).get(_FORM)
     return form
 
 
@@ -93,7 +93,7 @@ def _take_apart(module: nn.Module, ignored: Sequence[str] | None) -> list[nn.Mod
     """
     layers: list[nn.Module] = []
     left_out = find_ignored(module, ignored)
-    done: dict[Tensor, tuple[nn.Parameter, Form, dict[str, Tensor]]] = {}
+    done: dict[Tensor, tuple[nn.Parameter, WeightForm, dict[str, Tensor]]] = {}
     try:
         for layer in module.modules():
             if type(layer) is not nn.Linear or (weight := layer._parameters.get("weight")) is None:
@@ -115,7 +115,9 @@ def is_wrapper(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements")
 
 
-def _take_layer_apart(layer: nn.Linear, codes: nn.Parameter, form: Form, others: dict[str, Tensor]) -> None:
+def _take_layer_apart(
+    layer: nn.Linear, codes: nn.Parameter, form: WeightForm, others: dict[str, Tensor]
+) -> None:
     layer._parameters["weight"] = codes
     for name, tensor in others.items():
         layer.register_buffer(_buffer(name), tensor)
@@ -124,7 +126,7 @@ def _take_layer_apart(layer: nn.Linear, codes: nn.Parameter, form: Form, others:
     object.__setattr__(layer, "forward", functools.partial(_forward, layer))
 
 
-def _describe(form: Form) -> Tensor:
+def _describe(form: WeightForm) -> Tensor:
     """The JSON of `DESCRIPTION`, padded: ranks with other forms are told so, and not of another size."""
     text = json.dumps({"kind": form.kind.__name__, "codes": str(form.codes_dtype), "dtype": str(form.dtype)})
     return torch.frombuffer(bytearray(text.ljust(256).encode()), dtype=torch.uint8)
@@ -147,12 +149,12 @@ def _can_be_apart(layer: nn.Linear) -> bool:
     return bool(inner) and are_plain and all(tensor.is_contiguous() for tensor in inner)
 
 
-def _parts_of(weight: Any) -> tuple[nn.Parameter, Form, dict[str, Tensor]]:
+def _parts_of(weight: Any) -> tuple[nn.Parameter, WeightForm, dict[str, Tensor]]:
     names, context = weight.__tensor_flatten__()
     inner = {name: getattr(weight, name).detach() for name in names}
     largest = max(names, key=lambda name: int(inner[name].nbytes))
     codes = inner.pop(largest)
-    form = Form(
+    form = WeightForm(
         kind=type(weight),
         context=context,
         codes=largest,

@@ -103,7 +103,7 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
     return called
 
 
-class _InPlace:
+class _MethodStandIn:
     """An object that stands in a model for a method of its class."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -114,7 +114,7 @@ class _InPlace:
         return getattr(type(module), self._name)(module, *args, **kwargs)
 
 
-class _OnWholes(_InPlace):
+class _OnWholes(_MethodStandIn):
     """A method that writes a file of the model's parameters: it writes whole ones, or those it is given.
 
     Args:
@@ -152,7 +152,7 @@ def refuse_files_of_slices(runtime: Runtime) -> None:
                 runtime.changes.set(module, name, method)
 
 
-class EnginesOwn(_InPlace):
+class EnginesOwn(_MethodStandIn):
     """A method of a model in whose place the engine's method is called, as long as there is an engine."""
 
     def __init__(self, engine: nn.Module, module: nn.Module, name: str) -> None:

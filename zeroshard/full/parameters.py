@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zeroshard.full.edits import Copy, Edits, check_edits
-from zeroshard.full.gradients import ShownGradients
-from zeroshard.full.parts import Named, collect
-from zeroshard.parameters.sharded import carry_attributes
+from zeroshard.comm import moves
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.mesh import Axes
+from zeroshard.comm.messages import LAST_TAGS, Messages
+from zeroshard.internals.dispatch import past_guards
+from zeroshard.internals.warn import warn_user
+from zeroshard.parameters.sharded import ShardedParameter, carry_attributes
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.slots import ShownParameter
@@ -25,6 +28,72 @@ _REMEDY = (
     "add or remove parametrizations, pruning and layers before zeroshard.initialize, or undo it inside the "
     "block (remove_parametrizations, prune.remove)"
 )
+
+
+_CALL = "unsharded(write_back=True)"
+_SAME_EDITS = "expected the same on every rank. Nothing was written"
+
+
+class SharedEdits(NamedTuple):
+    """A buffer of parameters that several pipeline ranks hold."""
+
+    holders: tuple[int, ...]
+    values: bytes
+    """A digest."""
+    gradients: tuple[tuple[str, bytes], ...]
+    """Of those that were changed, digests."""
+
+
+class ShownEdits(NamedTuple):
+    """A rank's message about the full parameters that it has shown."""
+
+    part: int
+    """The rank's place among pipeline ranks."""
+    problem: str
+    """The reason why its edits cannot be kept; empty if they can."""
+    buffers: list[tuple[str, bytes]]
+    """Descriptions of the buffers, with digests of their parameters."""
+    gradients: list[tuple[str, bytes]]
+    """Names of the parameters whose gradients were changed, with digests of the gradients."""
+    copies: dict[str, SharedEdits]
+    """By name of the first parameter of a buffer."""
+
+
+def check_edits(everyone: Sequence[ShownEdits]) -> None:
+    """Compare the edits of all ranks.
+
+    Raises:
+        RuntimeError: they differ, or some cannot be kept.
+    """
+    for rank, edits in enumerate(everyone):
+        if edits.problem:
+            raise RuntimeError(f"{edits.problem}. Nothing was written (rank {rank})")
+    for part in sorted({edits.part for edits in everyone}):
+        _check_part([edits for edits in everyone if edits.part == part])
+    for name in sorted({name for edits in everyone for name in edits.copies}):
+        copies = {edits.part: edits.copies[name] for edits in everyone if name in edits.copies}
+        first, *others = copies.values()
+        if set(copies) != set(first.holders):
+            raise RuntimeError(
+                f"{_CALL}: pipeline ranks {list(first.holders)} share '{name}', and it is shown on "
+                f"{sorted(copies)} alone: call unsharded() without modules. Nothing was written"
+            )
+        if any(other != first for other in others):
+            raise RuntimeError(f"{_CALL}: pipeline ranks made different edits to '{name}'; {_SAME_EDITS}")
+
+
+def _check_part(ranks: Sequence[ShownEdits]) -> None:
+    """Compare the edits of ranks that hold the same part of the model."""
+    first, *others = ranks
+    for edits in others:
+        if different := sorted(name for name, _ in set(edits.gradients) ^ set(first.gradients)):
+            raise RuntimeError(
+                f"{_CALL}: the ranks made different edits to the gradient of '{different[0]}'; {_SAME_EDITS}"
+            )
+    for edits in others:
+        for (description, digest), (_, wanted) in zip(edits.buffers, first.buffers, strict=True):
+            if digest != wanted:
+                raise RuntimeError(f"{_CALL}: the ranks made different edits to {description}; {_SAME_EDITS}")
 
 
 class _Opened(NamedTuple):
@@ -108,7 +177,7 @@ def _write_back(runtime: Runtime, opened: Sequence[_Opened], gradients: ShownGra
     if not problem and (misshapen := [name for one in opened for name in _take_replaced(one)]):
         names = ", ".join(map(repr, misshapen))
         problem = f"unsharded(write_back=True): {names} was replaced by a parameter of another shape"
-    own = Edits(
+    own = ShownEdits(
         part=axes.pp.rank,
         problem=problem,
         buffers=[(one.buffer.describe(), _digest(one.wholes)) for one in opened],
@@ -119,7 +188,7 @@ def _write_back(runtime: Runtime, opened: Sequence[_Opened], gradients: ShownGra
         first, names_here = one.buffer.originals[0], {original.fqn for original in one.buffer.originals}
         if first.holders:
             changed = tuple(sorted(pair for pair in own.gradients if pair[0] in names_here))
-            own.copies[first.fqn] = Copy(first.holders, digest, changed)
+            own.copies[first.fqn] = SharedEdits(first.holders, digest, changed)
     check_edits(axes.world.all_gather_object(own, "agreement on edited parameters"))
     for buffer, flat, wholes in opened:
         for view, whole, original in zip(buffer.main_views(flat), wholes, buffer.originals, strict=True):
@@ -236,3 +305,186 @@ def _wholes(runtime: Runtime, state: Mapping[str, Any], wanted: Collection[str])
     for name, value in state.items() if is_first else ():
         if name in wanted and isinstance(value, Tensor) and id(value) not in own:
             yield Named(name, value.detach().to("cpu", copy=True))
+
+
+class _ShownGradient(NamedTuple):
+    """One parameter, and the gradient that it was shown with."""
+
+    buffer: FlatBuffer
+    at: int
+    parameter: nn.Parameter
+    gradient: Tensor | None
+    version: int
+
+    @property
+    def sharded(self) -> ShardedParameter:
+        return self.buffer.sharded[self.at]
+
+    @property
+    def has_changed(self) -> bool:
+        """True if another gradient is there, or this one was edited."""
+        now = self.parameter.grad
+        return now is not self.gradient or (now is not None and now._version != self.version)
+
+
+class ShownGradients:
+    """Gathers the gradients that any rank has, and writes back those that were changed; collective.
+
+    Args:
+        buffers: the buffers that are shown.
+        shown: the full parameters, by the id of the sharded one.
+        axes: the ranks that show them together, and those that share a gradient.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[FlatBuffer],
+        shown: Mapping[int, nn.Parameter],
+        axes: Axes,
+    ) -> None:
+        self._tp = axes.tp
+        trained = [buffer for buffer in buffers if buffer.trainable]
+        flags = [gradient is not None for buffer in trained for gradient in _gradients(buffer)]
+        used = iter(axes.everyone.any(flags, "agreement on which parameters have a gradient")())
+        self._shown: list[_ShownGradient] = []
+        for buffer in trained:
+            is_used = [next(used) for _ in buffer.sharded]
+            flat = _gather(buffer, axes.dp_shard) if any(is_used) else None
+            views = [] if flat is None else wholes_in(buffer, flat, axes.tp)
+            for index, sharded in enumerate(buffer.sharded):
+                parameter = shown[id(sharded)]
+                # Through .data it gets a version counter of its own: edits of one do not count for all.
+                gradient = views[index].data if is_used[index] else None
+                parameter.grad = gradient
+                version = gradient._version if gradient is not None else 0
+                self._shown.append(_ShownGradient(buffer, index, parameter, gradient, version))
+
+    def digests(self) -> list[tuple[str, bytes]]:
+        """The names of the parameters whose gradients were changed, with digests of the gradients."""
+        return [
+            (one.sharded.fqn, b"" if (now := one.parameter.grad) is None else _digest([now]))
+            for one in self._shown
+            if one.has_changed
+        ]
+
+    def write_back(self) -> None:
+        """Keep the changes, each rank those of its slices."""
+        for one in self._shown:
+            if one.has_changed:
+                with past_guards():
+                    one.sharded.grad = _slice(one, self._tp)
+
+    def warn_of_changes(self) -> None:
+        """Warn that changes are dropped."""
+        if names := [name for name, _ in self.digests()]:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            warn_user(
+                f"the gradient of '{names[0]}'{more} was changed inside engine.unsharded() and "
+                "is dropped: use engine.unsharded(write_back=True) to keep it"
+            )
+
+
+def _gradients(buffer: FlatBuffer) -> list[Tensor | None]:
+    with past_guards():
+        return [sharded.grad for sharded in buffer.sharded]
+
+
+def _gather(buffer: FlatBuffer, axis: Axis) -> Tensor:
+    """[total], main dtype: the gradients of all ranks; zeros for a parameter without one."""
+    whole = torch.zeros(buffer.layout.total, dtype=buffer.plan.main_dtype, device=axis.device)
+    own = whole[buffer.main_span.slice]
+    for index, gradient in enumerate(_gradients(buffer)):
+        if gradient is not None:
+            own[buffer.sharded_span(index).slice].copy_(gradient.detach().view(-1))
+    if buffer.is_partial:
+        label = f"all-gather of the shown gradients of {buffer.describe()}"
+        axis.all_gather(whole, own, tag=buffer.tag, label=label).wait()
+    return whole
+
+
+def _slice(one: _ShownGradient, tp: Axis) -> Tensor | None:
+    if one.parameter.grad is None:
+        return None
+    gradient = own_value(one.parameter.grad, one.buffer.originals[one.at], tp)
+    start = one.buffer.start(one.at)
+    size = one.buffer.sharded_span(one.at).size
+    part = gradient.detach().reshape(-1)[start : start + size]
+    part = part.to(one.buffer.plan.main_dtype, copy=True)
+    return moves.beside(part, one.buffer.main)
+
+
+class Named(NamedTuple):
+    """A whole tensor and its name."""
+
+    name: str
+    values: Tensor
+
+
+def collect(axes: Axes, own: Iterator[Named]) -> Iterator[Named]:
+    """Yield the tensors of all parts on rank 0, part by part, and nothing on other ranks; collective.
+
+    Rank 0 holds one tensor of another part at a time.
+
+    Args:
+        axes: the axes.
+        own: the tensors of this rank's part, whole, on the first rank of the part; nothing on its others.
+    """
+    if axes.pp.rank == 0:
+        yield from own
+    messages = Messages(axes.pp, LAST_TAGS)
+    for part in range(1, axes.pp.size):
+        label = f"tensors of pipeline rank {part}"
+        if axes.pp.rank == part:
+            for piece in own:
+                name = torch.frombuffer(bytearray(piece.name.encode()), dtype=torch.uint8)
+                tensors = [name.to(messages.device), piece.values.to(messages.device)]
+                messages.send(tensors, 0, label, with_forms=True)
+                del piece, tensors  # before the next one is gathered
+            if axes.everyone.rank == 0:
+                messages.send([], 0, label, with_forms=True)
+            messages.finish()
+        elif axes.world.rank == 0:
+            while (received := _receive(messages, part, label)) is not None:
+                yield received
+                del received  # before the next one arrives
+
+
+def _receive(messages: Messages, source: int, label: str) -> Named | None:
+    """Return the next tensor of a part; None after the last one."""
+    tensors = messages.expect(source, label, None).wait()
+    if not tensors:
+        return None
+    name, values = tensors
+    return Named(bytes(name.tolist()).decode(), values)
+
+
+def spread(axes: Axes, part: int, own: Any) -> Any:
+    """Return on all ranks a value of the ranks of one part; collective.
+
+    Args:
+        axes: the axes.
+        part: the pipeline rank of the part.
+        own: on its ranks the value, the same on all: a tensor, a dict with tensors among its values, or
+            another value that can be pickled. It counts nowhere else.
+    """
+    if axes.pp.size == 1:
+        return own
+    label, messages = f"values of pipeline rank {part}", Messages(axes.pp, LAST_TAGS)
+    if axes.pp.rank == part:
+        items = own if isinstance(own, dict) else {None: own}
+        apart = {key: value for key, value in items.items() if _is_on(value, messages.device)}
+        plain = {key: None if key in apart else value for key, value in items.items()}
+        axes.pp.all_gather_object((plain, list(apart), isinstance(own, dict)), label)
+        for target in range(axes.pp.size) if apart else ():
+            if target != part:
+                messages.send(list(apart.values()), target, label, with_forms=True)
+        messages.finish()
+        return own
+    values, keys, is_dict = axes.pp.all_gather_object(None, label)[part]
+    if keys:
+        values |= dict(zip(keys, messages.expect(part, label, None).wait(), strict=True))
+    return values if is_dict else values[None]
+
+
+def _is_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, Tensor) and value.device == device

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.checkpoint.files import as_folder, make_folder
 from zeroshard.comm.agreed import on_all, on_first
-from zeroshard.full.parts import Named, collect
-from zeroshard.hf.format import Format
+from zeroshard.forwards.quantized import has_codes
+from zeroshard.full.parameters import Named, collect
+from zeroshard.hf.export import Format
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.wholes import gather_wholes
 
@@ -146,3 +149,194 @@ def _complete(
     place = folder if adapter == "default" else folder / adapter
     whole = {name: tensors[known[0]].contiguous() for name, known in names.items()}
     save_file(whole, place / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+_Rule = Callable[[str], str | None]
+"""Takes the rest of a name inside a module; returns that without adapters, None for a part of an adapter."""
+
+
+class Merging:
+    """The layers of a model with adapters, and the names of its parameters without these.
+
+    Args:
+        module: the model.
+
+    Raises:
+        ValueError: an adapter that no weight can take in: prompt learning, or several around one layer.
+    """
+
+    def __init__(self, module: Any) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
+
+        for adapter, config in module.peft_config.items():
+            if config.is_prompt_learning:
+                raise ValueError(
+                    f"merge_adapters: adapter '{adapter}' ({config.peft_type.value}) is a prompt, which no "
+                    "weight can take in: expected adapters of layers"
+                )
+        self._layers: dict[str, Any] = {}
+        self._rules: dict[str, _Rule] = {}
+        """By name of a module, as the layers are."""
+        base = module.get_base_model() if hasattr(module, "get_base_model") else module
+        for name, member in module.named_modules():
+            if member is base and member is not module:
+                self._prefix = f"{name}."
+            if isinstance(member, BaseTunerLayer):
+                if isinstance(getattr(member, "base_layer", None), BaseTunerLayer):
+                    raise ValueError(
+                        f"merge_adapters: expected one adapter layer around a layer, got several at '{name}'"
+                    )
+                self._layers[name] = member
+                self._rules[name] = _inside("base_layer.")
+            elif isinstance(member, AuxiliaryTrainingWrapper):
+                self._rules[name] = _inside(_shown_by(member))
+
+    _prefix = ""
+    """The name of the model inside peft's."""
+
+    def rename(self, name: str) -> str | None:
+        """Return the name of a parameter in the model without adapters; None for one of an adapter."""
+        parts = name.split(".")
+        for end in range(len(parts) - 1, 0, -1):
+            place = ".".join(parts[:end])
+            if (rule := self._rules.get(place)) is not None:
+                rest = rule(name.removeprefix(f"{place}."))
+                if rest is None:
+                    return None
+                name = f"{place}.{rest}"
+        return name.removeprefix(self._prefix)
+
+    def layers_of(self, owners: Collection[nn.Module]) -> list[Any]:
+        """Return the layers with adapters around a module of `owners`."""
+        return [
+            layer
+            for layer in self._layers.values()
+            if layer.active_adapters and not set(layer.get_base_layer().modules()).isdisjoint(owners)
+        ]
+
+    def change_of(self, name: str) -> str:
+        """Return the name of the adapters that change a parameter when they are merged; "" for none."""
+        for place in accumulate(name.split("."), "{}.{}".format):
+            if place in self._layers and (added := _added_by(self._layers[place])):
+                # Adapters of tied layers share their rows of tokens: merged twice, they change nothing more.
+                tokens = getattr(self._layers[place], "trainable_tokens_delta", None)
+                return place if tokens is None else ", ".join(getattr(tokens[a], "fqn", place) for a in added)
+        return ""
+
+    def check(self, ignored: Mapping[nn.Parameter, str]) -> None:
+        """Check the adapters around quantized weights, the biases that adapters have, and ignored parameters.
+
+        Args:
+            ignored: the parameters that are not sharded, with their names.
+
+        Raises:
+            ValueError: an adapter that does more than to add to a quantized weight, one with a bias around a
+                layer without, or one around a parameter that is ignored.
+        """
+        for name, layer in self._layers.items():
+            base = layer.get_base_layer()
+            theirs = (ignored[p] for p in base.parameters() if p in ignored and layer.active_adapters)
+            if (fqn := next(theirs, None)) is not None:  # peft would merge into the parameter itself
+                raise ValueError(
+                    f"merge_adapters: '{fqn}', which is ignored, has an adapter: expected adapters around "
+                    "sharded parameters. For frozen ones that are whole on each rank use frozen= in place of "
+                    "ignored="
+                )
+            if has_codes(base):
+                self.check_adds(layer, f"{name}.weight")
+            adapters = _added_by(layer)
+            if getattr(base, "bias", None) is None and any(_has_bias(layer, one) for one in adapters):
+                raise ValueError(
+                    f"merge_adapters: expected a bias in '{name}', which takes in that of its adapter "
+                    "(lora_bias=True), got none"
+                )
+
+    @staticmethod
+    def check_adds(layer: Any, name: str) -> None:
+        """Check that the active adapters of a layer only add to its weight.
+
+        Args:
+            layer: a layer of peft.
+            name: the name of the weight, for errors.
+
+        Raises:
+            ValueError: an adapter that does more.
+        """
+        from peft.tuners.lora.layer import LoraLayer
+        from peft.tuners.randlora.layer import RandLoraLayer
+        from peft.tuners.vera.layer import VeraLayer
+
+        only_adds = isinstance(layer, LoraLayer | RandLoraLayer | VeraLayer)
+        for adapter in _added_by(layer):
+            if not only_adds or adapter in getattr(layer, "lora_variant", ()):
+                raise ValueError(
+                    f"merge_adapters: adapter '{adapter}' does more than add to the weight '{name}', which "
+                    "is quantized: expected LoRA without DoRA or another variant, AdaLoRA, VeRA or RandLoRA"
+                )
+
+    @staticmethod
+    def add_to_weight(layer: Any, values: Tensor, name: str) -> None:
+        """Add what the active adapters of a layer add to its weight, one after the other as peft does.
+
+        Args:
+            layer: a layer of peft; its parameters are shown.
+            values: the weight, as numbers.
+            name: its name, for errors.
+
+        Raises:
+            ValueError: an adapter that does more than to add.
+        """
+        Merging.check_adds(layer, name)
+        for adapter in _added_by(layer):
+            values += layer.get_delta_weight(adapter).detach()
+
+    @staticmethod
+    def add_to_bias(layer: Any, values: Tensor) -> None:
+        """Add what the active adapters of a layer add to its bias, as `add_to_weight` does."""
+        for adapter in _added_by(layer):
+            if _has_bias(layer, adapter):
+                values += layer.lora_B[adapter].bias.detach() * layer.scaling[adapter]
+
+    @staticmethod
+    @contextmanager
+    def merged(layers: Sequence[Any]) -> Iterator[None]:
+        """Merge the active adapters into the weights of layers; at the end the layers call them apart again.
+
+        The weights are left as they are: full parameters that nobody writes back.
+        """
+        before = [list(layer.merged_adapters) for layer in layers]
+        try:
+            with torch.no_grad():
+                for layer, merged in zip(layers, before, strict=True):
+                    if set(layer.active_adapters) - set(merged):
+                        layer.merge()
+            yield
+        finally:
+            for layer, merged in zip(layers, before, strict=True):
+                layer.merged_adapters = merged
+
+
+def _added_by(layer: Any) -> list[str]:
+    """The active adapters that a layer has, but for those that peft has merged into its weight already."""
+    known = {adapter for names in layer.adapter_layer_names for adapter in getattr(layer, names)}
+    return [one for one in layer.active_adapters if one in known and one not in layer.merged_adapters]
+
+
+def _has_bias(layer: Any, adapter: str) -> bool:
+    return bool(getattr(layer, "lora_bias", {}).get(adapter))
+
+
+def _shown_by(wrapper: Any) -> str:
+    """The name, inside a wrapper of peft, of the module that it calls."""
+    if hasattr(wrapper, "modules_to_save"):
+        return (
+            f"modules_to_save.{wrapper.active_adapters[0]}."
+            if wrapper.active_adapters
+            else "original_module."
+        )
+    return "token_adapter."
+
+
+def _inside(place: str) -> _Rule:
+    return lambda rest: rest.removeprefix(place) if rest.startswith(place) else None

@@ -1,22 +1,33 @@
-"""A model in the layout of transformers: from a checkpoint on disk, or from the engine that trains it."""
+"""A model in the layout of transformers: from a checkpoint on disk, or from the engine that trains it.
+
+A stream of tensors becomes the safetensors files that transformers loads:
+
+    model.safetensors                 if all tensors fit into one file; otherwise
+    model-00001-of-0000N.safetensors  and
+    model.safetensors.index.json      the file of each tensor
+
+Files are written under temporary names and renamed when all are complete.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.description import describe_model, saved_names
-from zeroshard.checkpoint.files import as_folder, write_synced
-from zeroshard.checkpoint.manifest import check_sums
+from zeroshard.checkpoint.files import as_folder, make_folder, sync, write_synced
+from zeroshard.checkpoint.manifest import check_sums, describe_model, saved_names
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.quantized import is_beside_codes
 from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
@@ -24,20 +35,170 @@ from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name,
 from zeroshard.comm.agreed import on_all, on_first
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import Axes
+from zeroshard.config.rules import parse_dtype
 from zeroshard.forwards.composed import is_wrapper
-from zeroshard.full.parts import Named, collect
-from zeroshard.hf.format import Format
-from zeroshard.hf.weights import check_folder, write_weights
+from zeroshard.full.parameters import Named, collect
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.originals import is_packed
-from zeroshard.safetensors import TensorInfo
+from zeroshard.safetensors import INDEX, SINGLE, TensorInfo, begin_file
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.wholes import gather_wholes
 
+MAX_SHARD_BYTES = 5 * 10**9
+
+ADAPTERS = "adapter_config.json"
+"""The file that makes a folder one of adapters."""
+
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def check_folder(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    """Make the folder for some tensors.
+
+    Raises:
+        OSError: the folder can't be made or written to.
+        RuntimeError: there is too little space.
+        ValueError: the folder has adapters of peft.
+    """
+    make_folder(folder)
+    if (folder / ADAPTERS).exists():
+        raise ValueError(
+            f"'{folder}' has adapters of peft ({ADAPTERS}), which transformers would load in place of the "
+            "model: expected another folder"
+        )
+    needed = sum(tensor.num_bytes for tensor in tensors.values())
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise RuntimeError(f"{folder}: weights need {needed:,} bytes of free space; {free:,} bytes are free")
+
+
+def write_weights(
+    folder: Path, tensors: Mapping[str, TensorInfo], slices: Iterator[TensorSlice], max_shard_bytes: int
+) -> None:
+    """Write tensors, fsynced; the files of an earlier call are replaced.
+
+    Args:
+        folder: an existing folder.
+        tensors: all tensors, by name.
+        slices: their elements in the same order, in any dtype, on any device; no slice is empty.
+        max_shard_bytes: the largest size of the tensors in a file; a larger tensor has a file of its own.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    shards = list(cut(tensors, max_shard_bytes))
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [SINGLE]
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            _write_file(_temporary(folder, name), {tensor: tensors[tensor] for tensor in shard}, slices)
+        if len(names) > 1:
+            home = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            total = sum(tensor.num_bytes for tensor in tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": home}
+            names.append(INDEX)
+            write_synced(_temporary(folder, INDEX), json.dumps(index, indent=2).encode())
+        _appear(folder, names)
+    except BaseException:
+        for name in names:
+            _temporary(folder, name).unlink(missing_ok=True)
+        raise
+
+
+def cut(tensors: Mapping[str, TensorInfo], max_bytes: int) -> Iterator[list[str]]:
+    """Yield names in their order, in lists whose tensors have at most `max_bytes`, or of one tensor."""
+    shard: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.num_bytes > max_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += tensor.num_bytes
+    yield shard
+
+
+def _write_file(file: Path, tensors: Mapping[str, TensorInfo], slices: Iterator[TensorSlice]) -> None:
+    """Write the slices of one file; each is released before the next one is taken."""
+    beginning = begin_file(tensors)
+    try:
+        with file.open("wb") as stream:
+            left = beginning.num_bytes - stream.write(beginning.header)
+            while left:
+                left -= _write_slice(stream, tensors, beginning.offsets, next(slices))
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(file)) from error
+
+
+def _write_slice(
+    stream: BinaryIO, tensors: Mapping[str, TensorInfo], offsets: Mapping[str, int], part: TensorSlice
+) -> int:
+    dtype = tensors[part.name].dtype
+    stream.seek(offsets[part.name] + part.start * dtype.itemsize)
+    return stream.write(part.data.to("cpu", dtype).view(torch.uint8).numpy().data)
+
+
+def _appear(folder: Path, names: list[str]) -> None:
+    """Rename the complete files. Until the last one is there the folder does not load."""
+    for name in (SINGLE, INDEX):
+        (folder / name).unlink(missing_ok=True)
+    for name in names:
+        os.replace(_temporary(folder, name), folder / name)
+    for path in folder.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in names:
+            path.unlink()
+    sync(folder)
+
+
+def _temporary(folder: Path, name: str) -> Path:
+    return folder / f".{name}.tmp"
+
+
+class Format:
+    """Checked options of an export.
+
+    Args:
+        dtype: dtype of floating-point parameters, or its name; None: the main dtype.
+        max_shard_bytes: the largest size of a file of weights.
+        tokenizer: an object with `save_pretrained(folder)`, which is called after the model is written.
+
+    Raises:
+        ValueError: an option has another type or value.
+    """
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype | str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        tokenizer: Any = None,
+    ) -> None:
+        if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes: expected an integer >= 1, got {max_shard_bytes!r}")
+        if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+            raise ValueError(f"tokenizer: expected an object with save_pretrained(), got {tokenizer!r:.80}")
+        self.dtype = None if dtype is None else parse_dtype(dtype)
+        self.max_shard_bytes = max_shard_bytes
+        self._tokenizer = tokenizer
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Save the tokenizer, if there is one.
+
+        Raises:
+            RuntimeError: the tokenizer has failed to save itself.
+        """
+        if self._tokenizer is None:
+            return
+        try:
+            self._tokenizer.save_pretrained(str(folder))
+        except Exception as error:  # whatever it is: it must reach all ranks
+            raise RuntimeError(f"{folder}: the tokenizer could not be saved: {error}") from error
+
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class Export:
     """The weights to write, in the order of their slices: parameters, then buffers."""
 
     model: Mapping[str, Any]
@@ -56,7 +217,7 @@ class Weights:
         return reduce(torch.promote_types, dtypes) if dtypes else None
 
 
-def write_model(folder: Path, weights: Weights, slices: Iterator[TensorSlice], how: Format) -> None:
+def write_model(folder: Path, weights: Export, slices: Iterator[TensorSlice], how: Format) -> None:
     """Write a folder for transformers' `from_pretrained`; one process.
 
     Args:
@@ -128,7 +289,7 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
         for name in saved_names(manifest.model, (first, *record.aliases))
     }
     not_saved = manifest.model.get("not_saved", ())
-    weights = Weights(
+    weights = Export(
         manifest.model,
         {name: cast(stored.tensors[first], how.dtype) for name, first in sources.items()},
         {name: info_of(stored.tensors[name]) for name in manifest.buffers if name not in not_saved},
@@ -180,7 +341,7 @@ def export_engine(
     write_all(axis, folder, weights, _gather(runtime, own.buffers.keys() - before, names), how)
 
 
-def write_all(axis: Axis, folder: Path, weights: Weights, slices: Iterator[TensorSlice], how: Format) -> None:
+def write_all(axis: Axis, folder: Path, weights: Export, slices: Iterator[TensorSlice], how: Format) -> None:
     """Write a folder as `write_model` does, on rank 0; collective, as the ranks gather the slices together.
 
     Raises:
@@ -215,7 +376,7 @@ def _refuse_codes(runtime: Runtime) -> None:
 
 def _plan(
     runtime: Runtime, dtype: torch.dtype | None, model: Mapping[str, Any]
-) -> tuple[Weights, dict[str, list[str]]]:
+) -> tuple[Export, dict[str, list[str]]]:
     """Return the weights of this rank's part of the model, and the names of each parameter in them."""
     state = read_model(runtime)
     names: dict[str, list[str]] = {}
@@ -226,7 +387,7 @@ def _plan(
         parameters |= dict.fromkeys(names[sharded.fqn], cast(info, dtype))
     not_saved, others = model.get("not_saved", ()), state.buffers | state.ignored
     buffers = {name: info_of(b) for name, b in others.items() if name not in not_saved}
-    return Weights(model, parameters, buffers), names
+    return Export(model, parameters, buffers), names
 
 
 def own_parameters(runtime: Runtime) -> Iterator[ShardedParameter]:
@@ -240,12 +401,12 @@ def own_parameters(runtime: Runtime) -> Iterator[ShardedParameter]:
     )
 
 
-def join(axes: Axes, own: Weights) -> tuple[Weights, set[str]]:
+def join(axes: Axes, own: Export) -> tuple[Export, set[str]]:
     """Return the weights of all parts of the model, and the names of buffers that earlier parts write."""
     if axes.pp.size == 1:
         return own, set()
-    parts: list[Weights] = axes.pp.all_gather_object(own, "weights of all parts")
-    whole = Weights(own.model, {}, {})
+    parts: list[Export] = axes.pp.all_gather_object(own, "weights of all parts")
+    whole = Export(own.model, {}, {})
     for part in parts:
         whole.parameters.update(part.parameters)
         whole.buffers.update({key: info for key, info in part.buffers.items() if key not in whole.buffers})

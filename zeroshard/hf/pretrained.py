@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.config.sections import Config, require_supported
-from zeroshard.hf.prequantized import Prequantized
-from zeroshard.hf.quantize import quantize
-from zeroshard.hf.safetensors import find_tensors
+from zeroshard.hf.quantize import Prequantized, quantize
 from zeroshard.lazy.deferred import defer
 from zeroshard.lazy.recording import recording
-from zeroshard.safetensors import FileTensor
+from zeroshard.safetensors import FileTensor, find_tensors
 
 _IMPOSSIBLE = frozenset(
     (

@@ -30,8 +30,7 @@ def build_skeleton(path: Path) -> nn.Module:
         raise ImportError(
             f"'{path}': a model's config needs transformers: pip install zeroshard[hf]"
         ) from None
-    from zeroshard.hf.prequantized import read_quantization
-    from zeroshard.hf.quantize import quantize
+    from zeroshard.hf.quantize import quantize, read_quantization
 
     try:
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)

@@ -1,11 +1,19 @@
 """Tensors on the meta device with known values: in a file, or computed by recorded operations.
 
-The storage of such a tensor carries a `Deferred`. Its values are those of a file (`source`), which
-the operations then change that were recorded while the model was built (`ops`, see `recorder.py`). A
+The storage of such a tensor carries a `DeferredStorage`. Its values are those of a file (`source`), which
+the operations then change that were recorded while the model was built (`ops`, see `recording.py`). A
 parameter is read from its part of the file, or by running again the operations that it depends on:
 
-    weight.untyped_storage().deferred -> Deferred(ops=[empty, uniform_, normal_])
+    weight.untyped_storage().deferred -> DeferredStorage(ops=[empty, uniform_, normal_])
                                          only normal_ is run: it overwrites all earlier values
+
+Of a weight that is quantized when it is read, each rank quantizes its own part. bitsandbytes quantizes a
+weight block by block, and a block has one scale. A block has some elements of the flattened weight with 4
+bits, and a row with 8 bits. So the codes of a range follow from the blocks that it touches, and are the same
+bits as those of the whole weight:
+
+    weight    |--block--|--block--|--block--|--block--|
+    range            |-----------|                         reads two blocks, and keeps their scales
 """
 
 from __future__ import annotations
@@ -40,7 +48,7 @@ class ValueSource(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Deferred:
+class DeferredStorage:
     """The origin of the values of one storage."""
 
     num_bytes: int
@@ -53,14 +61,14 @@ class Deferred:
 class View:
     """A tensor over a deferred storage, as an argument of a recorded operation."""
 
-    deferred: Deferred
+    deferred: DeferredStorage
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @staticmethod
-    def of(tensor: Tensor, deferred: Deferred) -> View:
+    def of(tensor: Tensor, deferred: DeferredStorage) -> View:
         """Return the view that `tensor` is of a deferred storage."""
         offset = int(tensor.storage_offset())
         return View(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
@@ -87,8 +95,8 @@ class Op:
     """Arguments by name. As in `args`, a `View` stands for each deferred tensor."""
     creates: dict[int, View]
     """Outputs with storage of their own, by their index among the flattened outputs."""
-    reads: frozenset[Deferred]
-    overwrites: frozenset[Deferred]
+    reads: frozenset[DeferredStorage]
+    overwrites: frozenset[DeferredStorage]
     """The storages whose values do not depend on earlier ones afterwards."""
     default_dtype: torch.dtype
     rng_state: Tensor | None
@@ -101,15 +109,15 @@ def has_memory(tensor: Tensor) -> bool:
         return tensor.device.type != "meta"
 
 
-def deferred_of(tensor: Tensor) -> Deferred | None:
+def deferred_of(tensor: Tensor) -> DeferredStorage | None:
     """Return the origin of the values of a tensor without memory; None: unknown, or it has memory."""
     return getattr(tensor.untyped_storage(), "deferred", None) if not has_memory(tensor) else None
 
 
-def defer(tensor: Tensor, source: ValueSource | None = None) -> Deferred:
+def defer(tensor: Tensor, source: ValueSource | None = None) -> DeferredStorage:
     """Give a meta tensor the values of `source`; None: those of operations that are yet to be recorded."""
     storage = tensor.untyped_storage()
-    storage.deferred = deferred = Deferred(storage.nbytes(), source)  # type: ignore[attr-defined]
+    storage.deferred = deferred = DeferredStorage(storage.nbytes(), source)  # type: ignore[attr-defined]
     return deferred
 
 
@@ -181,10 +189,10 @@ def values_in(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, values_of, tree)
 
 
-def _needed(target: Deferred) -> dict[int, Op] | None:
+def _needed(target: DeferredStorage) -> dict[int, Op] | None:
     """Return the operations that the values of `target` depend on, by number; None: unknown values."""
     found: dict[int, Op] = {}
-    pending: list[tuple[Deferred, float]] = [(target, math.inf)]
+    pending: list[tuple[DeferredStorage, float]] = [(target, math.inf)]
     while pending:
         deferred, before = pending.pop()
         for op in reversed(deferred.ops):
@@ -201,14 +209,14 @@ def _needed(target: Deferred) -> dict[int, Op] | None:
 
 
 @torch.no_grad()
-def _replay(target: Deferred) -> torch.UntypedStorage:
+def _replay(target: DeferredStorage) -> torch.UntypedStorage:
     """Run the operations that a storage depends on, in order."""
     ops = _needed(target)
     if ops is None:
         raise RuntimeError("expected a tensor whose values are known, got one on the meta device")
-    storages: dict[Deferred, torch.UntypedStorage] = {}
+    storages: dict[DeferredStorage, torch.UntypedStorage] = {}
 
-    def storage(deferred: Deferred) -> torch.UntypedStorage:
+    def storage(deferred: DeferredStorage) -> torch.UntypedStorage:
         if deferred not in storages:
             storages[deferred] = _allocate(deferred)
         return storages[deferred]
@@ -238,7 +246,7 @@ def allocate(num_bytes: int) -> Tensor:
     )
 
 
-def _allocate(deferred: Deferred) -> torch.UntypedStorage:
+def _allocate(deferred: DeferredStorage) -> torch.UntypedStorage:
     if deferred.source is None:
         return allocate(deferred.num_bytes).untyped_storage()
     return deferred.source.read(Span(0, deferred.source.numel)).untyped_storage()
@@ -266,3 +274,55 @@ def _as_recorded(op: Op) -> Iterator[None]:
         torch.set_default_dtype(dtype)
         if state is not None:
             torch.set_rng_state(state)
+
+
+@dataclass(eq=False)
+class Codes:
+    """The codes of a weight, flattened, as a source of values."""
+
+    weight: Tensor
+    """The weight that is quantized: a tensor with memory, or with deferred values."""
+    block_size: int
+    """The elements of the weight that have one scale."""
+    per_code: int
+    """The elements of the weight in one element of the codes."""
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """[n] elements, from the start of a block -> (codes [n / per_code], scales [blocks])."""
+    _scales: Tensor | None = field(default=None, init=False)
+
+    @property
+    def scales(self) -> Tensor:
+        """[blocks], float32, on the CPU: those of the blocks that were read; 0 for others."""
+        if self._scales is None:  # not while the model is built: it would get no memory
+            self._scales = torch.zeros(-(-self.weight.numel() // self.block_size), device="cpu")
+        return self._scales
+
+    @property
+    def numel(self) -> int:
+        """The number of codes."""
+        return -(-self.weight.numel() // self.per_code)
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the weight lies in a file, so that all ranks read the same values."""
+        return is_stored(self.weight)
+
+    def blocks_of(self, span: Span) -> Span:
+        """Return the blocks that a range of codes touches."""
+        stop = min(span.stop * self.per_code, self.weight.numel())
+        return Span(span.start * self.per_code // self.block_size, -(-stop // self.block_size))
+
+    def read(self, *spans: Span) -> Tensor:
+        """Return ranges of the codes, one after the other: [elements], on the CPU."""
+        return torch.cat([self._read(span) for span in spans])
+
+    def _read(self, span: Span) -> Tensor:
+        blocks, size = self.blocks_of(span), self.weight.numel()
+        elements = Span(blocks.start * self.block_size, min(blocks.stop * self.block_size, size))
+        codes, self.scales[blocks.slice] = self.quantize(read_part(self.weight, elements))
+        first = elements.start // self.per_code
+        return codes.reshape(-1)[span.start - first : span.stop - first]
+
+    def __str__(self) -> str:
+        """Describe it in the same words on all ranks."""
+        return f"quantized in blocks of {self.block_size}: {describe_origin(self.weight)}"

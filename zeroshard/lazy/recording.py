@@ -1,10 +1,30 @@
-"""Build a model without memory: new tensors have none, and a recorder notes how they are computed."""
+"""Build a model without memory: new tensors have none, and a recorder notes how they are computed.
+
+The recorder treats an operation that torch dispatches by its kind:
+
+    makes a tensor out of nothing       the tensor is made on the meta device; recorded
+    makes one on the meta device        as always: it has no values, and draws no random numbers
+    computes with a deferred tensor     its output is one as well; recorded
+    asks for values (item, cpu, equal)  the operations that the tensor depends on are run for the answer
+    anything else                       as always
+
+Copies of tensors without memory keep their values: torch would copy shapes, and drop where values are.
+
+    copy.deepcopy(model)     a parameter of the copy is read from the same part of the same file, or computed
+                             by the same operations
+    pickle, torch.save       refused
+
+`copy` asks an object for a method `__deepcopy__`. Each parameter and buffer without memory has one, in
+whatever object it lies: a module, a list of parameters, a shallow copy of the module.
+"""
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,15 +35,261 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from zeroshard.internals import pytree
-from zeroshard.lazy.copies import guard_copies
-from zeroshard.lazy.deferred import has_memory
-from zeroshard.lazy.recorder import Recorder
+from zeroshard.lazy.deferred import (
+    Op,
+    View,
+    allocate,
+    defer,
+    deferred_of,
+    has_memory,
+    is_changed,
+    is_known,
+    readable,
+    values_in,
+    values_of,
+)
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
+_DEFERRED = (None, _CPU)
+"""The `device=` arguments of tensors that are made on the meta device instead."""
+
+_FILLS = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("normal_", "uniform_", "zero_", "fill_", "copy_", "random_"),
+        *("exponential_", "log_normal_", "cauchy_", "geometric_"),
+    )
+)
+"""In-place operations whose outcome does not depend on earlier values of the tensor."""
+
+_EMPTY, _EMPTY_LIKE = torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default
+
+_numbers = count()
+
+
+class OperationRecorder(TorchDispatchMode):
+    """Records operations, below autograd.
+
+    Args:
+        draw: True draws random numbers while recording, as an ordinary init does. False gives each random
+            operation a generator of its own, seeded from torch's seed, when it is run.
+        adopts_meta: True gives tensors that were made on the meta device on purpose the values that are
+            computed for them.
+    """
+
+    def __init__(self, draw: bool, adopts_meta: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._draw, self.adopts_meta = draw, adopts_meta
+        self._seen: dict[int, nn.Parameter | None] = {}
+        """The parameters of earlier recordings that an operation had, by id; None: changed in between."""
+
+    @property
+    def earlier(self) -> list[nn.Parameter]:
+        """The parameters of earlier recordings that operations had here, unless changed in between."""
+        return [parameter for parameter in self._seen.values() if parameter is not None]
+
+    @contextmanager
+    def changed(self, draw: bool, adopts_meta: bool) -> Iterator[None]:
+        """Draw random numbers and adopt meta tensors, or not, for a while."""
+        before = self._draw, self.adopts_meta
+        self._draw, self.adopts_meta = draw, adopts_meta
+        try:
+            yield
+        finally:
+            self._draw, self.adopts_meta = before
+
+    def takes(self, tensor: Tensor) -> bool:
+        """True if the operations on a tensor are recorded."""
+        return not has_memory(tensor) and (self.adopts_meta or deferred_of(tensor) is not None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        device = kwargs.get("device")
+        if func is _EMPTY_LIKE and device == _CPU and not has_memory(tensors[0]):  # to_empty()
+            like = func(*args, **kwargs | {"device": _META})
+            func, args, tensors = _EMPTY, (like.shape, like.stride()), []
+            kwargs = {"dtype": like.dtype, "device": _CPU}
+        is_wanted = device in _DEFERRED or (self.adopts_meta and device == _META)
+        is_made = not tensors and _has_device(func) and is_wanted
+        if not is_made and not any(map(self.takes, tensors)):
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        is_asked = not _returns_tensors(func) or (tensors and device not in (None, _META))
+        if is_asked or any(map(has_memory, written)):
+            real_args, real_kwargs = values_in((args, kwargs))
+            return func(*real_args, **real_kwargs)
+        if is_made or device is not None:
+            kwargs["device"] = _CPU
+        return self._record(func, args, kwargs, written)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
+        inputs = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        deferred = {id(t): deferred_of(t) or defer(t) for t in inputs if not has_memory(t)}
+        for tensor in inputs:
+            if isinstance(tensor, nn.Parameter) and hasattr(tensor, "recorded_version"):
+                self._seen.setdefault(id(tensor), None if is_changed(tensor) else tensor)
+        # Geometry as it is before: t_() and its like change it.
+        run_args, run_kwargs = pytree.tree_map_only(
+            Tensor,
+            lambda t: t.clone() if has_memory(t) else View.of(t, deferred[id(t)]),
+            (args, kwargs | ({"generator": None} if "generator" in kwargs else {})),
+        )
+        fills = func._schema.name in _FILLS and View.of(args[0], deferred[id(args[0])]).is_whole
+        overwrites = {deferred[id(args[0])]} if fills else set()
+        number, state = next(_numbers), None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            state = self._random_state(func, args, kwargs, number, blank=args[0] if fills else None)
+        outputs = _run_on_meta(func, args, kwargs)
+        creates = {}
+        for place, output in enumerate(pytree.tree_leaves(outputs)):
+            if isinstance(output, Tensor) and deferred_of(output) is None:
+                creates[place] = View.of(output, defer(output))
+        made = {view.deferred for view in creates.values()}
+        op = Op(
+            number=number,
+            call=func,
+            args=run_args,
+            kwargs=run_kwargs,
+            creates=creates,
+            reads=frozenset(deferred.values()) - overwrites,
+            overwrites=frozenset(overwrites | made),
+            default_dtype=torch.get_default_dtype(),
+            rng_state=state,
+        )
+        for target in made | {deferred[id(tensor)] for tensor in written}:
+            target.ops.append(op)
+        return outputs
+
+    def _random_state(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, blank: Tensor | None
+    ) -> Tensor:
+        """Return the generator's state for an operation, and advance the generator as the operation would."""
+        if not self._draw:
+            seed = (torch.initial_seed() + number) % (1 << 63)
+            return torch.Generator().manual_seed(seed).get_state()
+        generator = kwargs.get("generator") or torch.default_generator
+        state = generator.get_state()
+
+        def real(tensor: Tensor) -> Tensor:
+            if tensor is not blank:
+                return values_of(tensor)
+            deferred = deferred_of(tensor)
+            assert deferred is not None, "what is recorded is deferred"
+            return View.of(tensor, deferred).over(allocate(deferred.num_bytes).untyped_storage())
+
+        real_args, real_kwargs = pytree.tree_map_only(Tensor, real, (args, kwargs))
+        func(*real_args, **real_kwargs)
+        return state
+
+
+def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the meta device; tensors that it writes to are changed in place."""
+    if "generator" in kwargs:
+        kwargs = kwargs | {"generator": None}
+    if "device" in kwargs:
+        kwargs = kwargs | {"device": _META}
+    try:
+        meta_args, meta_kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(_META), (args, kwargs))
+        return func(*meta_args, **meta_kwargs)
+    except NotImplementedError:  # the shape depends on the values
+        real_args, real_kwargs = values_in((args, kwargs | ({"device": _CPU} if "device" in kwargs else {})))
+        return pytree.tree_map_only(Tensor, lambda t: t.to(_META), func(*real_args, **real_kwargs))
+
+
+def _has_device(func: Any) -> bool:
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def _returns_tensors(func: Any) -> bool:
+    return any("Tensor" in str(returned.type) for returned in func._schema.returns)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation changes."""
+    values = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
+
+
+_METHOD = "__deepcopy__"
+
+
+def guard_copies(modules: Iterable[nn.Module]) -> None:
+    """Let copies of the tensors of modules keep their values, for those without memory."""
+    for module in modules:
+        for tensor in _tensors(module):
+            if not is_lazy(tensor) and deferred_of(tensor) is not None:
+                vars(tensor).setdefault(_METHOD, _TensorCopies(tensor))
+
+
+def release_copies(root: nn.Module) -> None:
+    """Let torch copy the tensors of a model again, which get memory now."""
+    for tensor in (tensor for module in root.modules() for tensor in _tensors(module)):
+        if isinstance(vars(tensor).get(_METHOD), _TensorCopies):
+            del vars(tensor)[_METHOD]
+
+
+class _TensorCopies:
+    """Copies a tensor, without keeping it alive."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+
+    def __call__(self, memo: dict[int, Any]) -> Tensor:
+        tensor = self._tensor()
+        assert tensor is not None, "it is being copied"
+        if deferred_of(tensor) is not None:
+            return _copy_of(tensor, memo)
+        del vars(tensor)[_METHOD]  # it was given other values
+        return copy.deepcopy(tensor, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "a model without memory cannot be pickled, as its values are in files or yet to be computed: "
+            "pickle it after engine.close(), or save engine.full_state_dict() (called on all ranks)"
+        )
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters, buffers and plain attributes of a module, without those of its parts."""
+    for held in (module._parameters, module._buffers, vars(module)):
+        yield from (value for value in held.values() if isinstance(value, Tensor))
+
+
+def _copy_of(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Return a tensor of the same kind, without memory, with the same values."""
+    source = readable(tensor)
+    twin: Any
+    if source is None:
+        with torch.no_grad(), OperationRecorder(draw=True, adopts_meta=False):
+            twin = tensor.detach().clone()
+    else:
+        twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        defer(twin, copy.copy(source))
+    if isinstance(tensor, nn.Parameter):
+        twin = nn.Parameter(twin, tensor.requires_grad)
+        twin.__class__ = type(tensor)
+    memo[id(tensor)] = twin
+    others = {name: value for name, value in vars(tensor).items() if name != _METHOD}
+    vars(twin).update(copy.deepcopy(others, memo))
+    vars(twin)[_METHOD] = _TensorCopies(twin)
+    if hasattr(tensor, "recorded_version"):
+        twin.recorded_version = tensor.recorded_version - tensor._version + twin._version
+    copied: Tensor = twin
+    return copied
+
+
 _GET_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _DEVICES = {Tensor.device.__get__: _CPU, Tensor.is_cpu.__get__: True}  # type: ignore[attr-defined]
 """The answers to questions about the device."""
@@ -66,12 +332,12 @@ def is_recording() -> bool:
     return bool(_len_torch_dispatch_stack()) and bool(_active_recorders())
 
 
-def _active_recorders() -> list[Recorder]:
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
+def _active_recorders() -> list[OperationRecorder]:
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, OperationRecorder)]
 
 
 @contextmanager
-def _watch_modules(recorder: Recorder) -> Iterator[None]:
+def _watch_modules(recorder: OperationRecorder) -> Iterator[None]:
     """Note the versions of parameters at the end, as later changes would be lost; let copies keep values."""
     made: list[weakref.ref[nn.Parameter]] = []
     owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -112,7 +378,7 @@ def recording(*, draw: bool, adopts_meta: bool = True) -> Iterator[None]:
         with active[-1].changed(draw, adopts_meta):
             yield
     else:
-        recorder = Recorder(draw, adopts_meta)
+        recorder = OperationRecorder(draw, adopts_meta)
         with _watch_modules(recorder), _AsOnCPU(recorder), recorder:
             yield
 
@@ -124,7 +390,7 @@ class _AsOnCPU(TorchFunctionMode):
     torch 2.15 leaves a tensor as it is whose `is_meta` is true.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OperationRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -144,3 +410,92 @@ class _AsOnCPU(TorchFunctionMode):
 
 def _as_meta(device: str | torch.device) -> str | torch.device:
     return _META if torch.device(device) == _CPU else device
+
+
+def record_resets(root: nn.Module) -> None:
+    """Give values to a model that was built on the meta device, by the resets of its modules.
+
+    A module's `reset_parameters()` is recorded, or `_init_weights(module)` of a transformers model. A model
+    with some deferred values is left alone: its other values were lost, and a reset would hide that.
+    """
+    tensors = [*root.parameters(), *root.buffers()]
+    if all(map(has_memory, tensors)) or any(deferred_of(tensor) is not None for tensor in tensors):
+        return
+    with torch.no_grad(), recording(draw=True):
+        _record_resets(root, None)
+
+
+def _record_resets(module: nn.Module, init_weights: Callable[[nn.Module], None] | None) -> None:
+    init_weights = getattr(module, "_init_weights", init_weights)
+    for child in module.children():
+        _record_resets(child, init_weights)
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    own = [tensor for tensor in tensors if tensor is not None]
+    if not own or any(is_known(tensor) for tensor in own):
+        return  # a reset would change what has values
+    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    if init_weights is not None:
+        init_weights(module)
+    elif reset is not None:
+        reset()
+
+
+def check_values(root: nn.Module) -> None:
+    """Refuse parameters and buffers whose values are unknown.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    for prefix, module in root.named_modules():
+        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for attribute, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                if not is_known(tensor):
+                    raise ValueError(
+                        f"{kind} '{name}' is on the meta device; expected values. Build the model, and what "
+                        "changes it (adapters, resized embeddings), under zeroshard.deferred_init() "
+                        f"without device='meta', or give {type(module).__name__} a reset_parameters() that "
+                        "sets all its parameters and buffers"
+                    )
+                if is_changed(tensor):
+                    raise ValueError(
+                        f"{kind} '{name}' was changed after zeroshard.deferred_init() had ended; expected "
+                        "weights to be initialized inside the block"
+                    )
+
+
+def materialize_others(root: nn.Module) -> None:
+    """Give memory to deferred buffers, and to tensors that modules hold as plain attributes.
+
+    Parameters have a place in buffers of units by now, so torch copies them again.
+    """
+    release_copies(root)
+    made: dict[int, Tensor] = {}
+
+    def materialize(tensors: dict[str, Any]) -> None:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and deferred_of(tensor) is not None:
+                if id(tensor) not in made:
+                    made[id(tensor)] = values_of(tensor)
+                tensors[name] = made[id(tensor)]
+
+    for module in root.modules():
+        materialize(module._buffers)
+        materialize(vars(module))
+
+
+@torch.no_grad()
+def place_ignored(ignored: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move ignored parameters to the device; each rank computes the values of deferred ones."""
+    for parameter in ignored:
+        if parameter.device == device:
+            continue
+        if has_memory(parameter):
+            parameter.data = parameter.detach().to(device)
+        else:  # an optimizer may hold the object
+            made = nn.Parameter(values_of(parameter.detach()).to(device), requires_grad=False)
+            made.__class__ = type(parameter)
+            vars(made).update(vars(parameter))
+            torch.utils.swap_tensors(parameter, made.requires_grad_(parameter.requires_grad))

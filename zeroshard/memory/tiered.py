@@ -15,7 +15,7 @@ from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan
 from zeroshard.plan.placement import DP_SHARD
 from zeroshard.plan.tiers import Tier
 from zeroshard.stepping.disk import NUM_BUFFERS
-from zeroshard.stepping.worker import MOST_UNDER_WAY
+from zeroshard.stepping.early import MOST_UNDER_WAY
 
 
 @dataclass(frozen=True, slots=True)

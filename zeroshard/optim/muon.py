@@ -3,7 +3,7 @@
 A step of the matrices has three phases:
 
     momentum        element by element, of each slice by itself
-    orthogonalize   of whole matrices, for all groups together: each on one rank, see `stepping/owning.py`
+    orthogonalize   of whole matrices, for all groups together: each on one rank, see `stepping/wholes.py`
     apply           weight decay and the updates, slice by slice
 """
 

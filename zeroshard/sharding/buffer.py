@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Axis, Part
+from zeroshard.comm.collectives import Axis, GatherPart
 from zeroshard.lazy.deferred import is_stored
 from zeroshard.parameters.gradient import move_values
 from zeroshard.parameters.original import class_before, retire
@@ -36,7 +36,7 @@ class Gather(NamedTuple):
     """An all-gather that fills a buffer."""
 
     axis: Axis
-    part: Part
+    part: GatherPart
 
 
 class FlatBuffer:
@@ -221,10 +221,10 @@ class FlatBuffer:
             allocate(self.full, self.full_bytes)
             self._context.meter.add(self.full_bytes)
         if self._second is not None:
-            return Gather(axes[self.plan.regathers[0].axis], Part(self.full, self._second, self.tag))
+            return Gather(axes[self.plan.regathers[0].axis], GatherPart(self.full, self._second, self.tag))
         own = self.source.begin(self.full[self.main_span.slice])
         (exchange,) = self.plan.gathers or (None,)
-        return Gather(axes[exchange.axis], Part(self.full, own, self.tag)) if exchange else None
+        return Gather(axes[exchange.axis], GatherPart(self.full, own, self.tag)) if exchange else None
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full` back; nothing may still be writing to it.

@@ -12,7 +12,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import Setting
-from zeroshard.tiers.hostpool import HostMeter
+from zeroshard.tiers.memory import HostMeter
 from zeroshard.tiers.places import TierMemory
 
 

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.handles import Handle
+from zeroshard.comm.collectives import Handle
 from zeroshard.comm.streams import SideStream
 from zeroshard.internals.nested import change_tensors
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit

@@ -27,23 +27,20 @@ from zeroshard.parameters.saved import SavedOptimizer
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_to_drop
 from zeroshard.plan import pieces
-from zeroshard.plan import tiers as plan_tiers
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.disk import DiskTier
-from zeroshard.stepping.halfway import Arguments
+from zeroshard.stepping.clipping import Scaling, has_far_parameters
+from zeroshard.stepping.disk import DiskHome
+from zeroshard.stepping.guard import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
-from zeroshard.stepping.owning import WholesOverRanks
-from zeroshard.stepping.parts import Parts, Tier, is_divisible, is_known
-from zeroshard.stepping.pieces import PieceParts, PieceTier
-from zeroshard.stepping.rounding import Rounding, RoundsItself
-from zeroshard.stepping.scaling import Scaling, has_far_parameters
-from zeroshard.stepping.wholes import UsesWholes
-from zeroshard.stepping.widening import InPlace, Widening, load_states_wide
+from zeroshard.stepping.parts import Home, PieceHome, StepByParts, is_divisible, is_known
+from zeroshard.stepping.rounding import InPlace, Rounding, RoundsItself, Widening, load_states_wide
+from zeroshard.stepping.wholes import UsesWholes, WholesOverRanks
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class StepHooks:
     """An engine's part in the steps of its optimizer, which does not keep the engine alive."""
 
     judge: WeakMethod[Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]]
@@ -54,8 +51,8 @@ class Judged:
 
 
 def attach(
-    runtime: Runtime, rounding: Rounding | None, *optimizers: Optimizer, engine: Judged | None = None
-) -> list[Parts]:
+    runtime: Runtime, rounding: Rounding | None, *optimizers: Optimizer, engine: StepHooks | None = None
+) -> list[StepByParts]:
     """Follow optimizers over the sharded parameters, whoever steps them.
 
     Args:
@@ -71,8 +68,8 @@ def attach(
     Raises:
         ValueError: an optimizer is one of bitsandbytes, which `zeroshard.initialize` takes over.
     """
-    parts: list[Parts] = []
-    together = _Together(optimizers)
+    parts: list[StepByParts] = []
+    together = _StepGroup(optimizers)
     for optimizer in optimizers:
         _refuse_theirs(optimizer)
         _hook(runtime, optimizer, together, engine)
@@ -84,13 +81,13 @@ def attach(
         starts = {p: start for unit in units for p, start in unit.items()}
         in_pieces = _in_pieces(runtime, optimizer, starts)
         scaling = None if engine is None else engine.scaling
-        tiers = _tiers(runtime, optimizer, rounding, starts, in_pieces, scaling)
+        homes = _homes(runtime, optimizer, rounding, starts, in_pieces, scaling)
         setting = runtime.context.setting
         computes_on_host = has_far_parameters(runtime) or setting.host_computes
         sets_threads = setting.num_threads is not None and computes_on_host
-        if tiers or setting.steps_in_backward or sets_threads:
-            divided = optimizer, [list(unit) for unit in units], tiers, setting.num_threads
-            parts.append(Parts(*divided) if in_pieces is None else PieceParts(*divided, pieces=in_pieces))
+        if homes or setting.steps_in_backward or sets_threads:
+            divided = [list(unit) for unit in units]
+            parts.append(StepByParts(optimizer, divided, homes, setting.num_threads, in_pieces))
         if rounding is not None:
             load_states_wide(optimizer, [p for unit in units for p in unit])
     return parts
@@ -98,47 +95,47 @@ def attach(
 
 def _in_pieces(
     runtime: Runtime, optimizer: Optimizer, starts: dict[ShardedParameter, int]
-) -> PieceTier | None:
-    """The tier of the units that are stepped in pieces; None if there are none."""
+) -> PieceHome | None:
+    """The home of the units that are stepped in pieces; None if there are none."""
     are_cut = pieces.are_cut([pieces.main_bytes(b.plan for b in unit.buffers) for unit in runtime.units])
     cut = [unit for unit, is_cut in zip(runtime.units, are_cut, strict=True) if is_cut]
     if not cut or not is_divisible(optimizer):
         return None
     buffers = [b for unit in cut for b in unit.buffers if _is_in_files(b)]
-    return PieceTier(buffers, runtime.context.memory, starts)
+    return PieceHome(buffers, runtime.context.memory, starts)
 
 
 def _is_in_files(buffer: FlatBuffer) -> bool:
-    return buffer.trainable and buffer.plan.main_tier is plan_tiers.Tier.DISK
+    return buffer.trainable and buffer.plan.main_tier is Tier.DISK
 
 
-def _tiers(
+def _homes(
     runtime: Runtime,
     optimizer: Optimizer,
     rounding: Rounding | None,
     starts: dict[ShardedParameter, int],
-    in_pieces: PieceTier | None,
+    in_pieces: PieceHome | None,
     scaling: Scaling | None,
-) -> list[Tier]:
-    """The tiers that parameters pass on the way to an optimizer, the farthest first."""
-    tiers: list[Tier] = [] if in_pieces is None else [in_pieces]
+) -> list[Home]:
+    """The homes that parameters pass on the way to an optimizer, the farthest first."""
+    homes: list[Home] = [] if in_pieces is None else [in_pieces]
     in_files = [buffer for buffer in runtime.buffers if _is_in_files(buffer) and buffer.main.numel()]
     if whole := [b for b in in_files if in_pieces is None or not in_pieces.has(b.sharded)]:
-        tiers.append(DiskTier(optimizer, whole, runtime.context.memory))
+        homes.append(DiskHome(optimizer, whole, runtime.context.memory))
     if scaling is not None:
-        tiers.append(scaling)
+        homes.append(scaling)
     if rounding is not None:
         # An optimizer of another class may compute with values.
         if isinstance(optimizer, RoundsItself) and is_known(optimizer):
             in_place = InPlace(starts, rounding)
             optimizer.bits_of = in_place.bits_of
-            tiers.append(in_place)
+            homes.append(in_place)
         else:
-            tiers.append(Widening(starts, rounding))
-    return tiers
+            homes.append(Widening(starts, rounding))
+    return homes
 
 
-class _Together:
+class _StepGroup:
     """Optimizers that step one after the other; parameters are gathered after the last one."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -163,7 +160,7 @@ def _refuse_theirs(optimizer: Optimizer) -> None:
         )
 
 
-def _hook(runtime: Runtime, optimizer: Optimizer, together: _Together, engine: Judged | None) -> None:
+def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: StepHooks | None) -> None:
     zero_grad = optimizer.zero_grad
     of_runtime = weakref.ref(runtime)
 

@@ -159,8 +159,9 @@ class Averages:
             yield
         finally:
             try:
-                if not runtime.is_closed:
-                    self._end_reading()
+                if not runtime.is_closed:  # wait for all that reads main parameters
+                    runtime.abandon_forward()
+                    runtime.settle()
             finally:
                 if not runtime.is_closed:
                     self._write(trained, buffers)
@@ -171,11 +172,6 @@ class Averages:
         main = one.buffer.main.detach()
         kept = self._runtime.context.memory.empty(main.numel(), main.dtype, one.buffer.plan.main_tier)
         return kept.copy_(main)
-
-    def _end_reading(self) -> None:
-        """Wait for all that reads main parameters, also after an exception in a forward."""
-        self._runtime.abandon_forward()
-        self._runtime.settle()
 
     @torch.no_grad()
     def _write(self, parameters: list[Tensor], buffers: Mapping[str, Tensor]) -> None:

@@ -3,22 +3,41 @@
 The gradients of a flat buffer are views of one tensor, unless the user replaced them or one rank is alone. So
 operators work on the runs of memory that the gradients form: a few kernels per buffer, however many
 parameters it has.
+
+`Scaling` applies the factor to the gradients of each part just before its step. One pass over all gradients
+would read and write host memory once more before the optimizer reads it. Here the optimizer finds the scaled
+gradients of a part in the cache. The bits are those of one pass.
+
+Tensors side by side in memory become one, so that one kernel serves all of them:
+
+    storage    |--p1.grad--|--p2.grad--|....|--p3.grad--|
+    runs       |---------- 1 ----------|    |---- 2 ----|
+
+Padding between two tensors ends a run: nothing here knows that it is zero, and a norm would count it. Most
+parameters have a multiple of `layout.BLOCK` elements, so most buffers have padding only at their end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.optim.optimizer as torch_optimizer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zeroshard.comm import moves
 from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import ModuleState
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.norms import sum_of_powers
-from zeroshard.stepping.runs import contiguous_runs
+from zeroshard.stepping.parts import Home
 
 _EPSILON = 1e-6
 """The constant of torch.nn.utils.clip_grad_norm_, so that factors agree."""
@@ -151,3 +170,121 @@ def own_gradients(runtime: Runtime, order: float = 2.0) -> OwnGradients:
     ]
     is_cpu = runtime.context.device.type == "cpu"
     return OwnGradients(tensors if is_cpu else contiguous_runs(tensors), list(notes.values()))
+
+
+def contiguous_runs(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Cover the elements of tensors with as few contiguous tensors as possible; nothing is copied.
+
+    A tensor joins a run if it begins at the end of the run, in the same storage and dtype. A tensor with
+    gaps between its strides is a run by itself; an empty one is in none. An element of two tensors is in two
+    runs.
+
+    Args:
+        tensors: tensors of any shapes and dtypes, on any devices.
+
+    Returns:
+        Views, 1-D where tensors were joined. Storages come in the order of their first tensors, whatever
+        their addresses are, so that sums over the runs are the same in each execution.
+    """
+    by_storage: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            key = tensor.untyped_storage().data_ptr(), tensor.dtype
+            by_storage.setdefault(key, []).append(tensor)
+    return [run for parts in by_storage.values() for run in _join(parts)]
+
+
+def _join(parts: list[Tensor]) -> Iterator[Tensor]:
+    """The runs within one storage."""
+    groups: list[list[Tensor]] = []
+    end = -1
+    for part in sorted(parts, key=Tensor.storage_offset):
+        is_dense, start = part.is_contiguous(), int(part.storage_offset())
+        if is_dense and start == end:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+        end = start + part.numel() if is_dense else -1
+    for group in groups:
+        num = sum(part.numel() for part in group)
+        yield group[0] if len(group) == 1 else group[0].as_strided((num,), (1,), group[0].storage_offset())
+
+
+class Scaling(Home):
+    """Scales the gradients of a step part by part.
+
+    As soon as somebody else looks at a gradient, all are scaled: a wrapper of `step()`, a step that does not
+    go by parts, or anybody after a step that has failed.
+
+    Args:
+        optimizer: the optimizer of the step.
+        state: the state of the module; it tells that somebody looks.
+    """
+
+    def __init__(self, optimizer: Optimizer, state: ModuleState) -> None:
+        self._optimizer, self._state = weakref.ref(optimizer), state
+        self._factor: Tensor | None = None
+        """0-dim, float32; None if there is nothing to scale."""
+        self._is_read = False
+        self._left: dict[ShardedParameter, int] = {}
+        """Elements at the end of each gradient that were not scaled yet: pieces come from the first on."""
+
+    def begin(self, parameters: Iterable[ShardedParameter], factor: Tensor) -> bool:
+        """Have the gradients of parameters scaled during the step that comes next.
+
+        Returns:
+            False if they must be scaled now, because hooks of others run before the step.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or has_hooks_of_others(optimizer):
+            return False
+        self._factor, self._is_read = factor, False
+        self._left = {p: g.numel() for p in parameters if (g := gradient_of(p)) is not None}
+        self._state.before_show = self.finish
+        return True
+
+    @contextmanager
+    def fetched(self, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
+        """Scale the gradients of a part, or of a piece of it."""
+        gradients = {p: g for p in parameters if (g := gradient_of(p)) is not None}
+        self._scale(list(gradients.values()))
+        for p, gradient in gradients.items():
+            if p in self._left:
+                self._left[p] -= gradient.numel()
+        before, self._state.before_show = self._state.before_show, None  # now the optimizer looks
+        try:
+            yield
+        finally:
+            self._state.before_show = before
+
+    def end_step(self) -> None:
+        """Scale the gradients of parameters that the optimizer does not have, as others may read them."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Scale what is left at once."""
+        left, self._left, self._state.before_show = self._left, {}, None
+        rest = [g[-num:] for p, num in left.items() if num and (g := gradient_of(p)) is not None]
+        self._scale(rest)
+        self._factor = None
+
+    @torch.no_grad()
+    def _scale(self, gradients: Sequence[Tensor]) -> None:
+        if self._factor is not None and not self._is_read:
+            self._is_read = True
+            if self._factor.item() == 1.0:
+                self._factor = None
+        if self._factor is not None and gradients:
+            scale_(gradients, self._factor)
+
+
+def has_far_parameters(runtime: Runtime) -> bool:
+    """True if main parameters lie on the host or in files."""
+    return any(b.trainable and b.plan.main_tier is not Tier.DEVICE for b in runtime.buffers)
+
+
+def has_hooks_of_others(optimizer: Optimizer) -> bool:
+    """True if hooks that are not zeroshard's run before the steps of an optimizer."""
+    of_all = getattr(torch_optimizer, "_global_optimizer_pre_hooks", {})
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *of_all.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("zeroshard.") for hook in hooks)

@@ -9,7 +9,7 @@ For its part of a step they are views of one of three buffers, into which whole 
 page cache. States that are new, or come from elsewhere, are put into the files after their step, side by
 side for each flat buffer.
 
-A unit that is much larger than the others is not read into buffers; see `pieces.py`.
+A unit that is much larger than the others is not read into buffers; see `parts.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from zeroshard.parameters.gradient import move_values
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.layout import BLOCK
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.tiers.files import Extent, Transfer
+from zeroshard.stepping.parts import Home
+from zeroshard.tiers.files import Extent, FileTransfer
 from zeroshard.tiers.places import TierMemory
 
 NUM_BUFFERS = 3
@@ -39,7 +40,7 @@ Key = tuple[ShardedParameter, str]
 """A state: its parameter and its name."""
 
 
-class DiskTier:
+class DiskHome(Home):
     """Steps the main parameters of some flat buffers that lie in files.
 
     Args:
@@ -50,12 +51,12 @@ class DiskTier:
 
     def __init__(self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], memory: TierMemory) -> None:
         self._memory, self._optimizer = memory, weakref.ref(optimizer)
-        blocks = [_Block(buffer, memory) for buffer in buffers]
+        blocks = [_DiskBlock(buffer, memory) for buffer in buffers]
         self._block_of = {p: block for block in blocks for p in block.buffer.sharded}
-        self._parts: list[list[_Block]] = []
+        self._parts: list[list[_DiskBlock]] = []
         """The blocks of the parts that are expected, and were not fetched yet."""
         self._staging = [_Staging() for _ in range(NUM_BUFFERS)]
-        self._ahead: tuple[list[_Block], _Staging] | None = None
+        self._ahead: tuple[list[_DiskBlock], _Staging] | None = None
         """The blocks that are read ahead of their step, and where."""
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
@@ -105,7 +106,7 @@ class DiskTier:
         """
         self._settle()
 
-    def _fetch(self, blocks: list[_Block]) -> _Staging:
+    def _fetch(self, blocks: list[_DiskBlock]) -> _Staging:
         """Wait for the blocks of a part, and begin to read those of the part that is expected next."""
         if self._ahead is None or self._ahead[0] != blocks:
             self._ahead = self._read(blocks)
@@ -116,7 +117,7 @@ class DiskTier:
         self._read_ahead()
         return staging
 
-    def _write_back(self, block: _Block, main: Tensor, packed: Tensor, staging: _Staging) -> None:
+    def _write_back(self, block: _DiskBlock, main: Tensor, packed: Tensor, staging: _Staging) -> None:
         optimizer, swap = self._optimizer(), self._memory.swap
         assert optimizer is not None, "it takes a step"
         values = main.view(block.buffer.plan.main_dtype)[: block.numel]
@@ -143,7 +144,7 @@ class DiskTier:
         for staging in self._staging:
             staging.join()
 
-    def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[_Block]:
+    def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[_DiskBlock]:
         blocks = (self._block_of.get(p) for p in parameters)
         return list(dict.fromkeys(block for block in blocks if block is not None))
 
@@ -151,7 +152,7 @@ class DiskTier:
         if self._parts:
             self._ahead = self._read(self._parts[0])
 
-    def _read(self, blocks: list[_Block]) -> tuple[list[_Block], _Staging]:
+    def _read(self, blocks: list[_DiskBlock]) -> tuple[list[_DiskBlock], _Staging]:
         """Start to read blocks into the buffer that was used longest ago."""
         staging = self._staging.pop(0)
         self._staging.append(staging)
@@ -169,7 +170,7 @@ class _Staging:
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self.transfers: list[Transfer] = []
+        self.transfers: list[FileTransfer] = []
         self.copies: list[Mark] = []
         """The ends of copies to the device."""
 
@@ -178,7 +179,7 @@ class _Staging:
         for transfer in self.join():
             transfer.wait()
 
-    def join(self) -> list[Transfer]:
+    def join(self) -> list[FileTransfer]:
         """Wait for copies and transfers, and return the transfers without their errors."""
         copies, self.copies = self.copies, []
         for copy in copies:
@@ -194,14 +195,14 @@ class _Staging:
             self.memory = self.memory.new_empty(0)  # before the larger one is taken
             self.memory = memory.host(num_bytes)
 
-    def divide(self, blocks: Sequence[_Block]) -> list[tuple[Tensor, Tensor]]:
+    def divide(self, blocks: Sequence[_DiskBlock]) -> list[tuple[Tensor, Tensor]]:
         """The memory of the main parameters and of the states of each block."""
         sizes = [size for block in blocks for size in block.sizes]
         parts = iter(self.memory[: sum(sizes)].split(sizes))
         return [(next(parts), next(parts)) for _ in blocks]
 
 
-class _Block:
+class _DiskBlock:
     """The main parameters and the states of one flat buffer, in two extents."""
 
     def __init__(self, buffer: FlatBuffer, memory: TierMemory) -> None:

@@ -1,22 +1,102 @@
-"""Between the gradients and the optimizer: they are clipped, judged, and followed by the loss scale."""
+"""Between the gradients and the optimizer: they are clipped, judged, and followed by the loss scale.
+
+At steps 1, 2, 4, 8 and so on, tensor ranks compare losses, and gradients of parameters that each holds whole.
+Tensor ranks compute the same values between divided layers, so they step these parameters alike and exchange
+nothing for them. If they were given other batches, drew another dropout, or use such a parameter for a part
+of the heads only, the parameters would drift apart, and no error would tell. A loss of values that are parts,
+as of a last layer that stays divided, is another one on each rank.
+
+The loss scale of float16 has the defaults of torch.amp.GradScaler:
+
+overflow                        value / 2, at least the minimum; the first `hysteresis` - 1 are let pass
+`window` steps without overflow   value * 2
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.config.sections import Config
+from zeroshard.config.sections import Config, DynamicLossScale
+from zeroshard.internals.foreach import foreach_norm
 from zeroshard.internals.warn import warn_user
+from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.clipping import factor_of, global_norm, limit_norm
-from zeroshard.stepping.loss_scale import LossScale
-from zeroshard.stepping.nonfinite import all_finite, describe_nonfinite
-from zeroshard.stepping.replicas import check_replicas
+from zeroshard.stepping.clipping import (
+    Scaling,
+    by_device,
+    factor_of,
+    global_norm,
+    has_far_parameters,
+    limit_norm,
+    own_gradients,
+)
 from zeroshard.stepping.rounding import Rounding
-from zeroshard.stepping.scaling import Scaling, has_far_parameters
+
+GROWTH = 2.0
+BACKOFF = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """The factor on the loss that keeps small gradients from vanishing in float16."""
+
+    value: float = 1.0
+    policy: DynamicLossScale | None = None
+    """The policy by which overflows move the scale; None for a fixed number."""
+    num_steps: int = 0
+    """Steps without overflow since the value last changed; counted for a dynamic scale."""
+    num_spared: int = 0
+    """Overflows that were let pass since the value last grew."""
+
+    @classmethod
+    def of(cls, asked: float | str | DynamicLossScale | None) -> LossScale:
+        """The scale that `Precision.loss_scale` asks for: a number is fixed, anything else is dynamic."""
+        if isinstance(asked, float):
+            return cls(value=asked)
+        policy = asked if isinstance(asked, DynamicLossScale) else DynamicLossScale()
+        return cls(value=policy.start, policy=policy)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """True if overflows move the scale."""
+        return self.policy is not None
+
+    @property
+    def can_fall(self) -> bool:
+        """True if an overflow can lower the scale."""
+        return self.policy is not None and self.value > self.policy.minimum
+
+    def after(self, *, overflow: bool) -> LossScale:
+        """The scale of the next step."""
+        if self.policy is None:
+            return self
+        if overflow and self.num_spared + 1 < self.policy.hysteresis:
+            return replace(self, num_steps=0, num_spared=self.num_spared + 1)
+        if overflow:
+            return replace(self, value=max(self.policy.minimum, self.value * BACKOFF), num_steps=0)
+        if self.num_steps + 1 < self.policy.window:
+            return replace(self, num_steps=self.num_steps + 1)
+        return replace(self, value=self.value * GROWTH, num_steps=0, num_spared=0)
+
+    def state(self) -> dict[str, Any]:
+        """The part that a checkpoint keeps; the policy is the config's."""
+        state = {"value": self.value, "is_dynamic": self.is_dynamic, "num_steps": self.num_steps}
+        return state | {"num_spared": self.num_spared} if self.num_spared else state
+
+    def resumed(self, saved: LossScale | None) -> LossScale:
+        """This scale with the value and counts of a saved one, unless one of them is fixed."""
+        if saved is None or not self.is_dynamic:
+            return self
+        return replace(self, value=saved.value, num_steps=saved.num_steps, num_spared=saved.num_spared)
 
 
 class StepGuard:
@@ -129,3 +209,185 @@ class StepGuard:
             f"{what}. The step was left out, and every such step will be: the loss scale "
             f"{self.loss_scale.value:g} is not lowered. See engine.skipped_steps"
         )
+
+
+_NUM_SHOWN = 3
+
+
+@torch.no_grad()
+def all_finite(runtime: Runtime) -> bool:
+    """True if no gradient holds inf or nan on any rank; one exchange."""
+    own = own_gradients(runtime)
+    # Each probe is finite if and only if each element of tensors on one device is.
+    probes = [(summed if group[0].is_cpu else largest)(group) for group in by_device(own.tensors)]
+    probes += [torch.stack(own.squares)] if own.squares else []
+    is_bad = not all(bool(probe.isfinite().all()) for probe in probes)
+    return not runtime.context.axes.world.any([is_bad], "agreement on whether gradients are finite")()[0]
+
+
+def summed(tensors: Sequence[Tensor]) -> Tensor:
+    """0-dim, float64: not finite if an element is not, or if the sum of a tensor overflows.
+
+    A CPU takes a fifteenth of the time of a norm.
+    """
+    return torch.stack([tensor.sum().double() for tensor in tensors]).sum()
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """[n]: the largest magnitude of each tensor; inf or nan if and only if an element is.
+
+    An accelerator takes as long as for a sum, with a few kernels for all tensors of a dtype.
+    """
+    return torch.stack(foreach_norm(tensors, math.inf))
+
+
+def describe_nonfinite(runtime: Runtime, order: float = 2.0) -> str:
+    """The message, the same on all ranks: the norm, and the first parameters with such gradients."""
+    parameters = list(runtime.parameters)
+    own = [p.grad is not None and not bool(p.grad.isfinite().all()) for p in parameters]
+    axes, label = runtime.context.axes, "search for gradients that are not finite"
+    answer = axes.everyone.any(own, label)()  # pipeline ranks hold other parameters
+    found = [p.fqn for p, is_bad in zip(parameters, answer, strict=True) if is_bad]
+    names = list(dict.fromkeys(name for part in axes.pp.all_gather_object(found, label) for name in part))
+    shown = ", ".join(map(repr, names[:_NUM_SHOWN])) or "none: they are too large to be added up"
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    norm = global_norm(runtime, order).item()
+    return f"the gradient norm is {norm}; not finite are the gradients of {shown}{more}"
+
+
+_LOOKED_AT = 1 << 16
+"""The elements of a slice that are looked at: an embedding would take memory for as many weights."""
+_FAR = 0.01
+"""The part of its norm by which a gradient may be off: atomic additions of a device come in any order."""
+_FAR_LOSS = 1e-4
+"""The part by which a loss may be off. Ranks compute it of the same values, mostly with the same bits."""
+
+
+class _Fingerprint(NamedTuple):
+    """Two numbers that tell a gradient from another one."""
+
+    norm: float
+    product: float
+    """The product with a vector of cosines."""
+
+    def is_like(self, other: _Fingerprint) -> bool:
+        """True if both may be of the same gradient; also if one of them is not finite."""
+        far = abs(self.norm - other.norm) + abs(self.product - other.product)
+        return not far > _FAR * max(self.norm, other.norm)
+
+
+@torch.no_grad()
+def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> None:
+    """Compare gradients over the tensor ranks, if all of them are finite; collective.
+
+    Args:
+        runtime: the runtime of the gradients.
+        loss: the loss behind them, if it is known; it is compared too.
+
+    Raises:
+        RuntimeError: on all ranks, some of them differ.
+    """
+    axes = runtime.context.axes
+    parameters = list(_replicas(runtime))
+    own = [_see(gradient) if (gradient := gradient_of(p)) is not None else None for p in parameters]
+    value = None if loss is None else loss.item()
+    everyone = axes.tp.all_gather_object((value, own), "comparison of gradients")
+    differs = [
+        any(one is not None and first is not None and not first.is_like(one) for one in others)
+        for first, *others in zip(*(seen for _, seen in everyone), strict=True)
+    ]
+    losses = [value for value, _ in everyone]
+    has_odd_loss = _are_apart([value for value in losses if value is not None])
+    is_finite = all(one is None or math.isfinite(one.norm) for one in own)
+    flags = [*differs, not is_finite, has_odd_loss]
+    label = "agreement on gradients of tensor ranks"
+    *answer, is_odd, has_odd_loss = axes.everyone.any(flags, label)()
+    if is_odd:
+        return
+    if has_odd_loss:
+        raise RuntimeError(
+            f"the ranks of a tensor group have different losses; those of {axes.tp.global_ranks} are "
+            f"{losses}. Expected a loss of values that all of them have: is the last layer 'colwise' in "
+            "tp_plan, in place of 'colwise_gather_output'? Does the loss use values inside of blocks, which "
+            "are parts? The step was not taken"
+        )
+    names = [p.fqn for p, is_bad in zip(parameters, answer, strict=True) if is_bad]
+    if not names:
+        return
+    shown, more = ", ".join(map(repr, names[:_NUM_SHOWN])), len(names) - _NUM_SHOWN
+    raise RuntimeError(
+        f"the tensor ranks have different gradients of {shown}{f' and {more} more' if more > 0 else ''}, "
+        "which each of them holds whole, so they would train different models. Expected the same random "
+        "numbers on all ranks of a tensor group, and 'replicated_with_grad_allreduce' in tp_plan for a layer "
+        "that gets a part of the heads. The step was not taken"
+    )
+
+
+def _are_apart(losses: list[float]) -> bool:
+    """True if finite losses differ by more than rounding."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return bool(finite) and max(finite) - min(finite) > _FAR_LOSS * max(map(abs, finite))
+
+
+def _replicas(runtime: Runtime) -> Iterator[ShardedParameter]:
+    for buffer in runtime.buffers:
+        if buffer.trainable:
+            yield from (p for p in buffer.sharded if p.cut is None)
+
+
+def _see(gradient: Tensor) -> _Fingerprint:
+    values = gradient[:_LOOKED_AT].double()
+    weights = torch.ones_like(values).cumsum_(0).cos_()
+    norm, product = torch.stack((values.norm(), values.dot(weights))).tolist()
+    return _Fingerprint(norm, product)
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class InterruptedStep:
+    """The mark of a step that has begun and has not ended."""
+
+    def __init__(self) -> None:
+        self._has_begun = False
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | None:
+        """Note that the optimizer's step begins; with a closure, when that has returned.
+
+        Returns:
+            The arguments for the step; None for the same ones.
+        """
+        optimizer, *others = args
+        if not any(map(callable, (*others, *kwargs.values()))):
+            self._has_begun = True
+            return None
+        watched = {key: self._watched(value) for key, value in kwargs.items()}
+        return (optimizer, *map(self._watched, others)), watched
+
+    def _watched(self, value: Any) -> Any:
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def closure() -> Any:
+            loss = value()
+            self._has_begun = True
+            return loss
+
+        return closure
+
+    def end(self) -> None:
+        """Note the end of the step, or a load of a checkpoint that has replaced its values."""
+        self._has_begun = False
+
+    def check(self, what: str) -> None:
+        """Refuse `what` for a model that is between two steps.
+
+        Raises:
+            RuntimeError: the last step has begun and not ended.
+        """
+        if self._has_begun:
+            raise RuntimeError(
+                f"{what} after a step that was interrupted: some parameters have been stepped and others "
+                "have not, so nothing was saved. Load the last checkpoint, or take a whole step before saving"
+            )

@@ -26,19 +26,15 @@ Work = Callable[[int, int], None]
 """Does the blocks from the first to before the last one."""
 
 
-class Piece(NamedTuple):
+class BlockRange(NamedTuple):
     """A range of blocks of one work."""
 
     work: Work
     first: int
     last: int
 
-    def do(self) -> None:
-        """Do the blocks."""
-        self.work(self.first, self.last)
 
-
-def divide(ranges: Sequence[tuple[Work, int]], num_parts: int) -> list[list[Piece]]:
+def divide(ranges: Sequence[tuple[Work, int]], num_parts: int) -> list[list[BlockRange]]:
     """Cut ranges, one after the other, into parts whose numbers of blocks differ by at most one.
 
     Args:
@@ -47,18 +43,18 @@ def divide(ranges: Sequence[tuple[Work, int]], num_parts: int) -> list[list[Piec
     """
     total = sum(num_blocks for _, num_blocks in ranges)
     cuts = [total * at // num_parts for at in range(num_parts + 1)]
-    parts: list[list[Piece]] = [[] for _ in range(num_parts)]
+    parts: list[list[BlockRange]] = [[] for _ in range(num_parts)]
     start = 0
     for work, num_blocks in ranges:
         for part, low, high in zip(parts, cuts, cuts[1:], strict=False):
             first, last = max(low - start, 0), min(high - start, num_blocks)
             if first < last:
-                part.append(Piece(work, first, last))
+                part.append(BlockRange(work, first, last))
         start += num_blocks
     return parts
 
 
-class Batch:
+class BlockBatch:
     """Works that are done together, in any order, and then calls that follow them."""
 
     def __init__(self) -> None:
@@ -103,14 +99,14 @@ def over_blocks(work: Work, num_blocks: int) -> None:
 
     Returns when all parts are done. Raises the first error of any part.
     """
-    batch = Batch()
+    batch = BlockBatch()
     batch.add(work, num_blocks)
     batch.run()
 
 
-def _do(pieces: Sequence[Piece]) -> None:
+def _do(pieces: Sequence[BlockRange]) -> None:
     for piece in pieces:
-        piece.do()
+        piece.work(piece.first, piece.last)
 
 
 @cache

@@ -1,20 +1,43 @@
 """Whole tensors for optimizers whose update of an element needs all elements of a matrix.
 
-A step asks for the updates of all its matrices in one call, so that ranks may divide them. `owning.py` does
-so where ranks share the parameters.
+A step asks for the updates of all its matrices in one call, so that ranks may divide them. Where ranks
+share the parameters, `WholesOverRanks` gives each tensor one rank that computes its update:
+
+    inward     slices of the tensors go to their owners, in one all-to-all; none where ranks hold them whole
+    compute    each owner puts its tensors together and computes their updates
+    outward    slices of the updates return, in one all-to-all
+
+A range that the owner holds itself is not sent; `plan/owners.py` chooses owners and lists what is sent. The
+ranks are those that hold the same part of the model. So shard groups that hold the same slices share the
+work, and so do the ranks of a tensor group.
+
+During a call a rank has in memory, in the dtype of the tensors: the tensors that it owns, their updates, what
+it sends and what it receives. With N ranks each of these is about 1/N of all elements. At stage 0 a rank
+receives all updates but its own.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from zeroshard.comm import moves
+from zeroshard.comm.collectives import all_to_all
+from zeroshard.comm.mesh import Axes
+from zeroshard.comm.watch.ledger import REDUCE, WHOLES
+from zeroshard.parameters.parts import part_of, whole_of
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.plan.cuts import Cut
+from zeroshard.plan.layout import Layout, Span
+from zeroshard.plan.owners import Item, Send, choose_owners, inward, outward
+from zeroshard.sharding.buffer import FlatBuffer
 
 Shape = tuple[int, ...]
 
@@ -198,3 +221,343 @@ def checked_updates(compute: Compute, wholes: list[Tensor], keys: list[Key]) -> 
             told = f"{list(shape)} {dtype} for {keys[number]}, got {list(other_shape)} {other_dtype}"
         raise ValueError(f"updates from whole tensors: expected {told}")
     return updates
+
+
+_MOST_PLANS = 8
+"""Plans that are kept. A run has one for each set of parameters with gradients, and mostly one set."""
+
+
+class _BufferPlace(NamedTuple):
+    """The place of a sharded parameter in its flat buffer."""
+
+    layout: Layout
+    number: int
+    is_partial: bool
+    cut: Cut | None
+
+    def held(self, shard_rank: int, tp_rank: int) -> Span:
+        """The range that a rank holds, in the parts of all tensor ranks one after another."""
+        numel = self.layout.sizes[self.number]
+        own = self.layout.owned(self.number, shard_rank) if self.is_partial else Span(0, numel)
+        return own.shifted(tp_rank * numel) if self.cut is not None else own
+
+
+class _OwnedPart(NamedTuple):
+    """Tensors of one parameter with one owner: one tensor, or all of a parameter that tensor ranks cut."""
+
+    parameter: int
+    first: int
+    """The number of the first of them in the parameter."""
+    shapes: tuple[Shape, ...]
+    cut: Cut | None
+    own: Span
+    """The range that this rank holds of them."""
+    place: slice
+    """The place of this range in the slice of the parameter."""
+
+
+class _UpdatePiece(NamedTuple):
+    """The update of a part of a slice."""
+
+    place: slice
+    values: Tensor
+    """[n], in the dtype of the slice; or its bytes."""
+
+
+class _CallPlan(NamedTuple):
+    """A call: its tensors with their owners, and what this rank sends and receives."""
+
+    parts: list[_OwnedPart]
+    sizes: list[int]
+    owned: list[int]
+    """The numbers of the parts that this rank owns."""
+    inward: list[Send] | None
+    """What this rank sends or receives; None where no rank does."""
+    outward: list[Send] | None
+    label: str
+
+
+class WholesOverRanks:
+    """`Wholes` of sharded parameters: at most one all-to-all each way a call, on all ranks alike.
+
+    Results do not depend on owners. So they are the same bits at any number of ranks, where `compute` gives
+    the same bits for the same tensor.
+
+    Args:
+        buffers: the buffers of the parameters.
+        axes: the axes of the mesh.
+    """
+
+    def __init__(self, buffers: Iterable[FlatBuffer], axes: Axes) -> None:
+        self._axis, self._device = axes.everyone, axes.everyone.device
+        self._ranks = axes.places
+        self._places = {
+            p: _BufferPlace(buffer.layout, index, buffer.is_partial, buffer.originals[index].cut)
+            for buffer in buffers
+            for index, p in enumerate(buffer.sharded)
+        }
+        self._owners: dict[tuple[int, int, tuple[Shape, ...]], int] = {}
+        """The owners so far: they stay, with the state that they may have."""
+        self._plans: dict[object, _CallPlan] = {}
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        parameters: Sequence[Tensor],
+        tensors: Sequence[Given],
+        compute: Compute,
+        *,
+        shapes: Sequence[Sequence[Shape]] | None = None,
+        cost: Cost = math.prod,
+    ) -> list[Tensor]:
+        """Return the updates of slices; see `Wholes`."""
+        asked = shapes_asked(parameters, shapes)
+        results: dict[int, Tensor] = {}
+        shared = [at for at, p in enumerate(parameters) if isinstance(p, ShardedParameter)]
+        ignored = sorted(set(range(len(parameters))) - set(shared))
+        # Each rank holds ignored parameters whole, with a gradient of its own.
+        for numbers, update in ((shared, self._update), (ignored, wholes_here)):
+            if numbers:
+                own, values = [parameters[at] for at in numbers], [tensors[at] for at in numbers]
+                forms = [asked[at] for at in numbers]
+                found = update(own, values, _renumbered(compute, numbers), shapes=forms, cost=cost)
+                results |= zip(numbers, found, strict=True)
+        return [results[at] for at in range(len(parameters))]
+
+    def _update(
+        self,
+        parameters: Sequence[Tensor],
+        tensors: Sequence[Given],
+        compute: Compute,
+        *,
+        shapes: Sequence[tuple[Shape, ...]],
+        cost: Cost,
+    ) -> list[Tensor]:
+        plan = self._plan_of(parameters, shapes, cost)
+        agreed = self._agree(plan)
+        if plan.inward is not None:
+            agreed()
+        updates = self._compute(plan, tensors, compute)
+        if plan.inward is None:  # the agreement ran beside the computation
+            agreed()
+        pieces: list[list[_UpdatePiece]] = [[] for _ in parameters]
+        for number in plan.owned:
+            part = plan.parts[number]
+            if part.own.size:
+                pieces[part.parameter].append(_UpdatePiece(part.place, updates[number][part.own.slice]))
+        label = f"all-to-all of the updates of {plan.label}"
+        sizes = [tensor.dtype.itemsize for tensor in tensors]
+        outward = self._exchange(plan, plan.outward, lambda m: updates[m.item][m.span.slice], sizes, label)
+        for move, values in outward:
+            part = plan.parts[move.item]
+            start = part.place.start + move.span.start - part.own.start
+            pieces[part.parameter].append(_UpdatePiece(slice(start, start + move.span.size), values))
+        results = [_joined(*own, self._device) for own in zip(tensors, pieces, strict=True)]
+        places = [tensor.like if isinstance(tensor, Deferred) else tensor for tensor in tensors]
+        return list(map(moves.beside, results, places))
+
+    def _agree(self, plan: _CallPlan) -> Callable[[], object]:
+        """Begin to compare the calls of all ranks.
+
+        Without it ranks with other tensors or owners would take pieces of one tensor for those of another, or
+        expect other sizes than are sent, for which Gloo ends the process.
+
+        Returns:
+            A function that waits, to be called before anything is exchanged. It raises RuntimeError, on all
+            ranks, where their calls differ.
+        """
+        self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
+        return self._axis.any([False], "agreement on whole tensors", compares=True)
+
+    def _compute(self, plan: _CallPlan, tensors: Sequence[Given], compute: Compute) -> dict[int, Tensor]:
+        """Return the updates of the parts that this rank owns, [n] each, by number."""
+        flat: dict[int, Tensor] = {}
+
+        @functools.cache
+        def given(number: int) -> Tensor:
+            return moves.to_device(made(tensors[number]), self._device)
+
+        for number in plan.owned:
+            part = plan.parts[number]
+            values = given(part.parameter)
+            flat[number] = values.new_empty(plan.sizes[number])
+            flat[number][part.own.slice] = values[part.place]
+
+        def source(move: Send) -> Tensor:
+            part = plan.parts[move.item]
+            return given(part.parameter)[part.place][move.span.shifted(-part.own.start).slice]
+
+        label = f"all-to-all of the slices of {plan.label}"
+        sizes = [tensor.dtype.itemsize for tensor in tensors]
+        for move, values in self._exchange(plan, plan.inward, source, sizes, label):
+            flat[move.item][move.span.slice].view(torch.uint8).copy_(values)
+        given.cache_clear()
+        wholes: list[Tensor] = []
+        keys: list[Key] = []
+        for number in plan.owned:
+            part = plan.parts[number]
+            wholes += _wholes_of(flat.pop(number), part)
+            keys += (Key(part.parameter, part.first + at) for at in range(len(part.shapes)))
+        found = iter(checked_updates(compute, wholes, keys))
+        del wholes
+        return {
+            number: _flat_of([next(found) for _ in plan.parts[number].shapes], plan.parts[number])
+            for number in plan.owned
+        }
+
+    def _exchange(
+        self,
+        plan: _CallPlan,
+        exchanged: Sequence[Send] | None,
+        source: Callable[[Send], Tensor],
+        sizes: Sequence[int],
+        label: str,
+    ) -> list[tuple[Send, Tensor]]:
+        """Send and receive ranges.
+
+        Args:
+            plan: the call.
+            exchanged: what this rank sends or receives; None where no rank does.
+            source: gives the values of a range that this rank sends.
+            sizes: the bytes of an element of each parameter.
+            label: the name of the exchange in errors.
+
+        Returns:
+            The ranges that this rank receives, [n] uint8 each.
+        """
+        if exchanged is None:
+            return []
+        axis = self._axis
+        sent: list[list[Tensor]] = [[] for _ in range(axis.size)]
+        expected: list[list[tuple[Send, int]]] = [[] for _ in range(axis.size)]
+        for move in exchanged:
+            if move.source == axis.rank:
+                sent[move.target].append(source(move))
+            else:
+                num_bytes = move.span.size * sizes[plan.parts[move.item].parameter]
+                expected[move.source].append((move, num_bytes))
+        totals = [sum(num_bytes for _, num_bytes in own) for own in expected]
+        received = all_to_all(axis, sent, totals, label=label)
+        return [
+            (move, piece)
+            for own, values in zip(expected, received, strict=True)
+            for (move, _), piece in zip(own, values.split([size for _, size in own]), strict=True)
+        ]
+
+    # -- planning -------------------------------------------------------------------------------------
+
+    def _plan_of(
+        self, parameters: Sequence[Tensor], shapes: Sequence[tuple[Shape, ...]], cost: Cost
+    ) -> _CallPlan:
+        """Return the plan for a call, the same on all ranks."""
+        costs = tuple(tuple(map(cost, own)) for own in shapes)
+        key = (*map(id, parameters), *shapes, *costs)
+        if (plan := self._plans.get(key)) is None:
+            if len(self._plans) == _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            plan = self._plans[key] = self._make_plan(parameters, shapes, costs)
+        return plan
+
+    def _make_plan(
+        self,
+        parameters: Sequence[Tensor],
+        shapes: Sequence[tuple[Shape, ...]],
+        costs: Sequence[tuple[int, ...]],
+    ) -> _CallPlan:
+        items: list[Item] = []
+        parts: list[_OwnedPart] = []
+        names: list[object] = []
+        rank = self._axis.rank
+        for number, (p, own, own_costs) in enumerate(zip(parameters, shapes, costs, strict=True)):
+            place = self._place_of(p)
+            held = [place.held(*at) for at in self._ranks]
+            start = 0
+            for first, run, run_cost in _runs(place.cut, own, own_costs):
+                whole = Span(start, start + sum(map(math.prod, run)))
+                start = whole.stop
+                if not whole.size:
+                    continue
+                ranges = tuple(one.intersect(whole).shifted(-whole.start) for one in held)
+                here = held[rank].intersect(whole)
+                inside = here.shifted(-held[rank].start).slice if here.size else slice(0, 0)
+                items.append(Item(whole.size, run_cost, ranges))
+                parts.append(_OwnedPart(number, first, run, place.cut, ranges[rank], inside))
+            assert isinstance(p, ShardedParameter)
+            names.append((p.fqn, own))
+        keys = [(id(parameters[part.parameter]), part.first, part.shapes) for part in parts]
+        kept = {at: owner for at, key in enumerate(keys) if (owner := self._owners.get(key)) is not None}
+        owners = choose_owners(items, self._axis.size, kept)
+        self._owners |= zip(keys, owners, strict=True)
+        digest = crc32(repr((names, owners)).encode())
+        return _CallPlan(
+            parts=parts,
+            sizes=[item.size for item in items],
+            owned=[number for number, owner in enumerate(owners) if owner == rank],
+            inward=_of_rank(inward(items, owners), rank),
+            outward=_of_rank(outward(items, owners), rank),
+            label=f"{len(parts)} whole tensors ({digest:08x})",
+        )
+
+    def _place_of(self, parameter: Tensor) -> _BufferPlace:
+        place = self._places.get(parameter) if isinstance(parameter, ShardedParameter) else None
+        if place is None:
+            raise RuntimeError(
+                "updates from whole parameters: expected parameters of the one sharded module that the "
+                f"optimizer was attached to last, got {name_of(parameter, 'one')} of shape "
+                f"{list(parameter.shape)} of another module"
+            )
+        return place
+
+
+def _joined(given: Given, pieces: Sequence[_UpdatePiece], device: torch.device) -> Tensor:
+    """Return the update of a tensor from its pieces; one piece that is all of it is not copied."""
+    shape, dtype = given.shape, given.dtype
+    if len(pieces) == 1:
+        values = pieces[0].values
+        is_aligned = values.storage_offset() * values.element_size() % dtype.itemsize == 0
+        if is_aligned and values.nbytes == shape.numel() * dtype.itemsize:
+            return values.view(dtype).view(shape)
+    result = torch.empty(shape, dtype=dtype, device=device)
+    for place, values in pieces:
+        result[place].view(torch.uint8).copy_(values.view(torch.uint8))
+    return result
+
+
+def _runs(
+    cut: Cut | None, shapes: tuple[Shape, ...], costs: tuple[int, ...]
+) -> list[tuple[int, tuple[Shape, ...], int]]:
+    """Return the tensors of a parameter that have one owner together: (number of the first, shapes, cost)."""
+    if cut is not None:
+        return [(0, shapes, sum(costs))]
+    return [(number, (shape,), cost) for number, (shape, cost) in enumerate(zip(shapes, costs, strict=True))]
+
+
+def _of_rank(all_moves: Sequence[Send], rank: int) -> list[Send] | None:
+    """Return the moves from and to a rank; None if there are no moves at all."""
+    return [move for move in all_moves if rank in (move.source, move.target)] if all_moves else None
+
+
+def _wholes_of(flat: Tensor, part: _OwnedPart) -> list[Tensor]:
+    """Return the tensors of a part, in memory of their own."""
+    if part.cut is None:
+        return [flat.view(part.shapes[0])]
+    cut = part.cut
+    whole = whole_of(flat.view(cut.num_ranks, *cut.local_shape).unbind(), cut)
+    return [whole.view(part.shapes[0])] if len(part.shapes) == 1 else divide(whole, part.shapes)
+
+
+def _flat_of(updates: Sequence[Tensor], part: _OwnedPart) -> Tensor:
+    """Return updates as `_wholes_of` got their tensors, [n]."""
+    flat, cut = join(updates), part.cut
+    if cut is None:
+        return flat
+    return join([part_of(flat.view(cut.shape), cut, rank) for rank in range(cut.num_ranks)])
+
+
+def _renumbered(compute: Compute, numbers: Sequence[int]) -> Compute:
+    """Return `compute` with keys that have other numbers of parameters."""
+
+    def renumbered(wholes: list[Tensor], keys: list[Key]) -> Sequence[Tensor]:
+        return compute(wholes, [Key(numbers[key.parameter], key.part) for key in keys])
+
+    return renumbered

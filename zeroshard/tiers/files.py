@@ -1,16 +1,30 @@
 """The files of one rank on the nvme tier: space is reserved in them, read and written by a few threads.
 
     allocate -> Extent            space in the files, padded to whole blocks
-    write    -> Transfer          its chunks go to the threads, which write beside the caller
-    read     -> Transfer
+    write    -> FileTransfer      its chunks go to the threads, which write beside the caller
+    read     -> FileTransfer
     free                          the space is used again by an extent of the same size
 
 Memory must begin on a page, as that of `host_memory` does, since direct I/O copies nothing. A transfer holds
 its memory until it is over, but does not protect it: wait before you use it.
+
+The bytes of an extent become chunks in files:
+
+    padded bytes   |--- 0 ---|--- 1 ---|--- 2 ---|--- 3 ---|- 4 -|
+    file 0             0          2         4
+    file 1             1          3
+
+A chunk is what one thread reads or writes with one call. Each goes to the file with the least bytes, so files
+take turns, and none is ever ahead of another by more than a chunk.
+
+Values on the nvme tier rest as tensors over ranges of files, through the page cache of the system: whoever
+reads or writes such a tensor reads or writes the files, one page at a time. Steps read and write whole
+extents past the page cache; the system keeps both views of a file equal as long as they take turns.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -22,14 +36,67 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeroshard.tiers.chunks import Chunk, chunk_size, cut, ends_after, round_up
-from zeroshard.tiers.mapped import Range, map_ranges
 from zeroshard.tiers.swapfile import SwapFile, warn_of_slow_place
+
+
+class Chunk(NamedTuple):
+    """A part of an extent: a range of a file and the same number of bytes in memory."""
+
+    file: int
+    """The number of the file."""
+    offset: int
+    """Bytes from the beginning of the file."""
+    start: int
+    """Bytes from the beginning of the extent."""
+    num_bytes: int
+
+
+def round_up(num_bytes: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least `num_bytes`."""
+    return -(-num_bytes // multiple) * multiple
+
+
+def chunk_size(padded: int, num_parts: int, least: int, most: int) -> int:
+    """Return the bytes of the chunks of an extent.
+
+    Args:
+        padded: bytes of the extent.
+        num_parts: the number of threads that should have something to do.
+        least: bytes of the smallest chunk; a multiple of the alignment, as the result is.
+        most: bytes of the largest chunk; a multiple of `least`.
+    """
+    return min(most, max(least, round_up(-(-padded // num_parts), least)))
+
+
+def cut(padded: int, size: int, ends: Sequence[int]) -> tuple[Chunk, ...]:
+    """Cut an extent into chunks behind the present ends of the files.
+
+    Args:
+        padded: bytes of the extent.
+        size: bytes of a chunk; the last one may be smaller.
+        ends: for each file, the offset at which free space begins.
+    """
+    chunks, offsets = [], list(ends)
+    for start in range(0, padded, size):
+        file = offsets.index(min(offsets))
+        num_bytes = min(size, padded - start)
+        chunks.append(Chunk(file, offsets[file], start, num_bytes))
+        offsets[file] += num_bytes
+    return tuple(chunks)
+
+
+def ends_after(chunks: Sequence[Chunk], ends: Sequence[int]) -> list[int]:
+    """Return the ends of the files after new chunks."""
+    after = list(ends)
+    for chunk in chunks:
+        after[chunk.file] = max(after[chunk.file], chunk.offset + chunk.num_bytes)
+    return after
+
 
 LEAST_CHUNK = 1 << 20
 MOST_CHUNK = 16 << 20
@@ -46,7 +113,7 @@ class Extent:
     chunks: tuple[Chunk, ...]
 
 
-class Transfer:
+class FileTransfer:
     """A read or a write that goes on beside the caller."""
 
     def __init__(self, futures: Sequence[Future[str]]) -> None:
@@ -108,9 +175,9 @@ class Swap:
         self._live: set[Extent] = set()
         self._mapped: dict[int, Extent] = {}
         """By the address of their mapping."""
-        self._writes: dict[Extent, Transfer] = {}
+        self._writes: dict[Extent, FileTransfer] = {}
         """The last write of each extent."""
-        self._reads: dict[Extent, Transfer] = {}
+        self._reads: dict[Extent, FileTransfer] = {}
         _swaps().add(self)
 
     @property
@@ -170,7 +237,7 @@ class Swap:
         ]
         places: list[int] = []
         tensor = map_ranges(ranges, lambda: self._free_mapped(extent, places))
-        self._writes.setdefault(extent, Transfer(()))  # by whoever writes into the tensor
+        self._writes.setdefault(extent, FileTransfer(()))  # by whoever writes into the tensor
         places.append(tensor.data_ptr())
         self._mapped[tensor.data_ptr()] = extent
         return tensor
@@ -189,7 +256,7 @@ class Swap:
         if (write := self._writes.get(extent)) is not None:
             write.wait()
 
-    def has_failed(self, extent: Extent, write: Transfer) -> None:
+    def has_failed(self, extent: Extent, write: FileTransfer) -> None:
         """Note that a failed write was one of an extent that was written through its mapping."""
         self._writes[extent] = write
 
@@ -201,7 +268,7 @@ class Swap:
         """
         self._check_files(extent)
         self._join(extent)
-        self._writes[extent] = Transfer(())
+        self._writes[extent] = FileTransfer(())
 
     def _check_files(self, extent: Extent) -> None:
         for number in {chunk.file for chunk in extent.chunks}:
@@ -229,7 +296,7 @@ class Swap:
         self._writes.pop(extent, None)
         self._reads.pop(extent, None)
 
-    def read(self, extent: Extent, into: Tensor) -> Transfer:
+    def read(self, extent: Extent, into: Tensor) -> FileTransfer:
         """Start to read an extent; waits for a write of it that is under way.
 
         Args:
@@ -250,7 +317,7 @@ class Swap:
         transfer = self._reads[extent] = self._start(SwapFile.read, extent, memory)
         return transfer
 
-    def write(self, extent: Extent, source: Tensor) -> Transfer:
+    def write(self, extent: Extent, source: Tensor) -> FileTransfer:
         """Start to write an extent; waits for a transfer of it that is under way.
 
         A failed write leaves no values: `read` raises its error until a later write succeeds.
@@ -269,15 +336,15 @@ class Swap:
         transfer = self._writes[extent] = self._start(SwapFile.write, extent, memory)
         return transfer
 
-    def flush(self) -> Transfer:
+    def flush(self) -> FileTransfer:
         """Start to wait for the disks: for all values that were written through tensors of `map`."""
         self._check_open()
-        return Transfer([self._submit(SwapFile.flush, file) for file in self._files])
+        return FileTransfer([self._submit(SwapFile.flush, file) for file in self._files])
 
     def _start(
         self, call: Callable[[SwapFile, memoryview, int], None], extent: Extent, memory: memoryview
-    ) -> Transfer:
-        return Transfer(
+    ) -> FileTransfer:
+        return FileTransfer(
             [
                 self._submit(
                     call,
@@ -363,3 +430,80 @@ def _swaps() -> weakref.WeakSet[Swap]:
 
     os.register_at_fork(after_in_child=leave)
     return swaps
+
+
+_MAP_FIXED = 0x10
+"""mmap(2) on Linux: at the given address, in place of the mapping there; Python's mmap has no word for it."""
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Range(NamedTuple):
+    """Bytes of an open file, in whole pages."""
+
+    descriptor: int
+    offset: int
+    num_bytes: int
+
+
+class _FileMapping(mmap.mmap):
+    """The mapping under a tensor; it tells when nobody holds the tensor any more."""
+
+    when_gone: Callable[[], None] = staticmethod(lambda: None)
+    process = 0
+
+    def __del__(self) -> None:
+        if self.process == os.getpid():
+            self.when_gone()
+
+
+def map_ranges(ranges: Sequence[Range], when_gone: Callable[[], None]) -> Tensor:
+    """Return ranges of files, one after the other, as one tensor of uint8.
+
+    Args:
+        ranges: ranges whose bytes exist; a read behind the end of a file would end the process.
+        when_gone: called when the last tensor over the mapping goes.
+
+    Raises:
+        RuntimeError: the system refuses.
+    """
+    size = sum(part.num_bytes for part in ranges)
+    mapping = _FileMapping(-1, size)  # reserves addresses that lie side by side
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    address = memory.data_ptr()
+    system_mmap = ctypes.CDLL(None, use_errno=True).mmap
+    system_mmap.restype = ctypes.c_void_p
+    at = address
+    for part in ranges:
+        found = system_mmap(
+            ctypes.c_void_p(at),
+            ctypes.c_size_t(part.num_bytes),
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_SHARED | _MAP_FIXED,
+            part.descriptor,
+            ctypes.c_long(part.offset),
+        )
+        if found == _FAILED:
+            raise RuntimeError(f"The system refused to map a file: {os.strerror(ctypes.get_errno())}")
+        at += part.num_bytes
+    mapping.when_gone, mapping.process = when_gone, os.getpid()
+    return memory
+
+
+def let_go(tensor: Tensor) -> None:
+    """Take the pages of a mapped tensor out of this process; the files keep the values.
+
+    Args:
+        tensor: a contiguous tensor over a mapping; other tensors would lose their values.
+    """
+    _advise(tensor, mmap.MADV_DONTNEED)
+
+
+def read_ahead(tensor: Tensor) -> None:
+    """Let the system read the pages of a contiguous mapped tensor, beside the caller."""
+    _advise(tensor, mmap.MADV_WILLNEED)
+
+
+def _advise(tensor: Tensor, advice: int) -> None:
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)

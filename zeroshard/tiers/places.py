@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.plan.tiers import Tier
-from zeroshard.tiers.files import Swap, Transfer
-from zeroshard.tiers.heap import return_freed_memory
-from zeroshard.tiers.mapped import let_go, read_ahead
-from zeroshard.tiers.memory import host_memory
+from zeroshard.tiers.files import FileTransfer, Swap, let_go, read_ahead
+from zeroshard.tiers.memory import host_memory, return_freed_memory
 
 
 def open_swap(path: str | None, rank: int) -> Swap:
@@ -107,7 +105,7 @@ class TierMemory:
         if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
             self._swap.check(extent)
 
-    def has_failed(self, tensor: Tensor, write: Transfer) -> None:
+    def has_failed(self, tensor: Tensor, write: FileTransfer) -> None:
         """Note that values of a tensor in files are lost: `check` raises the error of a failed write."""
         if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
             self._swap.has_failed(extent, write)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.pipeline.runs import adamw, build, plain, start, tokens_of, train
-from zeroshard.full.edits import Copy, Edits, check_edits
+from zeroshard.full.parameters import SharedEdits, ShownEdits, check_edits
 
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 LAYOUTS = {
@@ -142,10 +142,10 @@ def test_edits_of_a_shared_parameter_must_be_the_same_in_all_parts(ranks):
 
 
 def test_a_shared_parameter_that_one_part_alone_shows_is_an_error_with_its_ranks():
-    copy = Copy((0, 1), b"", ())
-    own = [Edits(0, "", [("a", b"")], [], {"a": copy}), Edits(1, "", [], [], {})]
+    copy = SharedEdits((0, 1), b"", ())
+    own = [ShownEdits(0, "", [("a", b"")], [], {"a": copy}), ShownEdits(1, "", [], [], {})]
     with pytest.raises(
         RuntimeError, match=r"pipeline ranks \[0, 1\] share 'a', and it is shown on \[0\] alone"
     ):
         check_edits(own)
-    check_edits([own[0], Edits(1, "", [("b", b"")], [], {"a": copy})])
+    check_edits([own[0], ShownEdits(1, "", [("b", b"")], [], {"a": copy})])

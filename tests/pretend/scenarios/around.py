@@ -82,7 +82,7 @@ def _hooks_and_shown_gradients(stage: int, precision: dict[str, str]) -> None:
             engine.step()
 
     name = f"hooks_and_shown_gradients_stage{stage}{'_bf16' if precision else ''}"
-    add(name, run, may_sync=("full/parameters.py", "full/gradients.py"))
+    add(name, run, may_sync=("full/parameters.py",))
 
 
 def _two_optimizers(stage: int, precision: dict[str, str]) -> None:
@@ -152,7 +152,7 @@ def two_backwards_no_sync(bench: Bench) -> None:
         engine.step()
 
 
-@scenario(may_sync=("zeroshard/byname.py", "zeroshard/full/place.py"))
+@scenario(may_sync=("zeroshard/byname.py",))
 def one_parameter_by_name(bench: Bench) -> None:
     """A parameter, its gradient and its states are read and written between backward, step and forward."""
     engine = bench.start(bench.gpt(2), stage=3, precision=BF16)

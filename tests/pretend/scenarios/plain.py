@@ -11,7 +11,7 @@ from tests.distributed.models import Llama
 from tests.pretend.scenario import Bench, add
 
 BF16 = {"param_dtype": "bfloat16"}
-READS_NORM = ("stepping/guard.py", "stepping/nonfinite.py")
+READS_NORM = ("stepping/guard.py",)
 
 
 def _gpt(bench: Bench) -> nn.Module:

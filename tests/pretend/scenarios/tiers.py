@@ -16,7 +16,7 @@ from zeroshard.optim import LAMB
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
 NARROW = BF16 | {"main_dtype": "bfloat16"}
-READS_FACTOR = ("stepping/clipping.py", "stepping/scaling.py")
+READS_FACTOR = ("stepping/clipping.py",)
 """The host waits for the norm: it scales the gradients that lie there."""
 
 Train = Callable[[Bench], list[Tensor]]
@@ -207,7 +207,7 @@ _MOST_ON_DEVICE = {**HOST, "device_fraction": 0.7}
 """The root stays on the device, and one block of five."""
 _WHOLE = {"parameters": "cpu", **HOST}
 _FRACTION = {**HOST, "device_fraction": 0.5}
-_FULL = ("full/parameters.py", "full/gradients.py", "sharding/source.py(write)")
+_FULL = ("full/parameters.py", "sharding/source.py(write)")
 
 _add("host_stage3_one_rank", HOST, stage=3, num_ranks=1)
 _add("host_stage2_one_rank_bf16", HOST, stage=2, num_ranks=1, precision=BF16)
@@ -260,7 +260,7 @@ for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files"
         _named,
         stage=3,
         precision=BF16,
-        may_sync=("zeroshard/byname.py", "zeroshard/full/place.py"),
+        may_sync=("zeroshard/byname.py",),
     )
     _add(f"{_name}_saved", _offload, _saved, stage=3, precision=BF16, may_sync=("zeroshard/checkpoint/",))
 _add("host_saved_stage1", HOST, _saved, stage=1, precision=BF16, may_sync=("zeroshard/checkpoint/",))

@@ -15,7 +15,7 @@ from tests.pretend.scenarios.divided import COMPARES
 from tests.pretend.scenarios.plain import BF16, READS_NORM
 from zeroshard.optim import Muon, muon_groups
 
-RETURNS_TO_HOST = ("stepping/owning.py",)
+RETURNS_TO_HOST = ("stepping/wholes.py",)
 """The host waits for updates that are applied there."""
 
 

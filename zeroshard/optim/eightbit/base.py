@@ -15,7 +15,7 @@ from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.eightbit.step import take_rounded_step, take_step
 from zeroshard.optim.ranges import RANGES, check_ranges
 from zeroshard.stepping.rounding import Bits, BitsOf, no_bits
-from zeroshard.stepping.threads import Batch
+from zeroshard.stepping.threads import BlockBatch
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -107,7 +107,7 @@ class BlockwiseOptimizer(Optimizer):
         gradient: Tensor,
         settings: Mapping[str, Any],
         bits: Bits | None = None,
-        batch: Batch | None = None,
+        batch: BlockBatch | None = None,
     ) -> None:
         """Take a parameter and its states through one step; a step that fails is not counted.
 
@@ -178,7 +178,7 @@ class ElementWise8bit(BlockwiseOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batch = Batch()
+        batch = BlockBatch()
         with past_guards():
             try:
                 for group in self.param_groups:
@@ -190,7 +190,7 @@ class ElementWise8bit(BlockwiseOptimizer):
                 batch.run()
         return loss
 
-    def _step_one(self, parameter: nn.Parameter, group: Mapping[str, Any], batch: Batch) -> None:
+    def _step_one(self, parameter: nn.Parameter, group: Mapping[str, Any], batch: BlockBatch) -> None:
         gradient = parameter.grad
         assert gradient is not None, "it is stepped because of it"
         if gradient.layout is not torch.strided or gradient.is_complex():

@@ -27,7 +27,7 @@ from zeroshard.optim.eightbit.rule import Rule, Scalars, root, sign
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.bfloat16 import NUM_WORDS, compiled, round_block, widen_block
 from zeroshard.stepping.rounding import Bits
-from zeroshard.stepping.threads import Batch
+from zeroshard.stepping.threads import BlockBatch
 
 _LANES = 16
 _FLOAT, _INT, _BYTE, _LONG, _BIT = (
@@ -261,7 +261,7 @@ def step(
     states: Sequence[QuantizedState],
     scalars: Scalars,
     bits: Bits | None = None,
-    batch: Batch | None = None,
+    batch: BlockBatch | None = None,
 ) -> None:
     """One step of a slice that starts on a block.
 
@@ -278,7 +278,7 @@ def step(
     update, numbers = _compile(rule), tuple(map(np.float32, scalars))
     changed, other = (g, p) if rule.gives_update else (p, g)
     whole = p.numel() // BLOCK
-    later = Batch() if batch is None else batch
+    later = BlockBatch() if batch is None else batch
     if whole:
         later.add(_work(update, changed, other, numbers, states, bits), whole)
     if p.numel() % BLOCK:

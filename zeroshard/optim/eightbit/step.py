@@ -16,7 +16,7 @@ from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, num_blo
 from zeroshard.optim.eightbit.rule import Numbers, Rule
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.rounding import Bits, round_into
-from zeroshard.stepping.threads import Batch
+from zeroshard.stepping.threads import BlockBatch
 
 _CHUNK = 1 << 10
 """Blocks that are worked on together on the CPU; more let their scratch memory out of the caches."""
@@ -29,7 +29,7 @@ def take_step(
     g: Tensor,
     states: Sequence[StateValues],
     numbers: Numbers,
-    batch: Batch | None = None,
+    batch: BlockBatch | None = None,
 ) -> None:
     """Change a parameter and its states.
 
@@ -61,7 +61,7 @@ def take_rounded_step(
     states: Sequence[StateValues],
     numbers: Numbers,
     bits: Bits,
-    batch: Batch | None = None,
+    batch: BlockBatch | None = None,
 ) -> None:
     """Change a parameter of bfloat16, in the bits of `take_step` in float32 followed by `round_into`.
 
