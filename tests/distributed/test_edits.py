@@ -119,7 +119,7 @@ def edited(stage, edit, units):
 
 
 def of_a_teacher(block):
-    """A clamp, as Gemma 3n has one in training, of a moving average."""
+    """A clamp that changes nothing, as Gemma 3n has one in training."""
     block.teacher.data.clamp_(-100, 100)
 
 
@@ -129,16 +129,26 @@ class Teaching(Block):
         self.teacher = nn.Parameter(torch.ones(3), requires_grad=False)
 
 
-def edited_frozen(stage):
-    engine, _ = start(build(of_a_teacher, Teaching), "SGD", stage=stage)
+def edited_frozen():
+    engine, _ = start(build(of_a_teacher, Teaching), "SGD", stage=3)
     return refused(lambda: engine(numbers(0, 5, 7)))
 
 
+def test_an_edit_of_a_frozen_parameter_is_refused_even_if_it_changes_no_value(ranks):
+    for message in ranks(2, edited_frozen):
+        assert "'0.0.teacher' was edited in a forward" in message
+
+
+def edited_main(units):
+    """Where modules compute with the main parameters themselves, nothing is lost."""
+    stages = STAGES if torch.distributed.get_world_size() == 1 else [1]
+    return same_as_replicated(build(in_place), "SGD", 3, same_batch_loss, units=units, stages=stages)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_edit_of_a_frozen_parameter_is_refused_even_if_it_changes_no_value(ranks, num_ranks):
-    for stage in STAGES:
-        for message in ranks(num_ranks, edited_frozen, stage):
-            assert "'0.0.teacher' was edited in a forward" in message
+def test_an_edit_of_main_parameters_with_which_modules_compute_is_as_in_ddp(ranks, num_ranks):
+    for units in (["Sequential"], []):
+        assert not any(ranks(num_ranks, edited_main, units))
 
 
 def edited_in_all_ways(units):
@@ -192,7 +202,7 @@ class InSecondForward(Block):
 
 
 def edited_late(stage, block, edit, units):
-    engine, _ = start(build(edit, block), "SGD", stage=stage, units=units)
+    engine, _ = start(build(edit, block), "SGD", stage=stage, units=units, precision=BF16)
     loss = same_batch_loss(engine, 0)
     return refused(lambda: engine.backward(loss))
 
@@ -221,7 +231,7 @@ class Generates(nn.Module):
 
 
 def edited_between_forwards(stage):
-    engine, _ = start(Generates(), "SGD", stage=stage, units=["Block"])
+    engine, _ = start(Generates(), "SGD", stage=stage, units=["Block"], precision=BF16)
     return refused(lambda: engine.generate(numbers(0, 5, 7, rank=0)))
 
 

@@ -158,6 +158,11 @@ class FlatBuffer:
         """True if main parameters changed since `full` was filled from them."""
         return not (self.is_alias_of_all or self._hidden is not None) and self.source.has_changed
 
+    @property
+    def shows_main(self) -> bool:
+        """True if unsharded parameters lie in the memory of the main ones."""
+        return self.plan.is_alias and self._hidden is None
+
     def use(self, name: Hashable, values: Callable[[], Tensor]) -> None:
         """Gather other values than the main parameters, until `use_main`; see `Source.use`."""
         self.source.use(name, values)

@@ -1,15 +1,15 @@
-"""Edits of parameters in a forward or backward, which are refused: the next gather would overwrite them.
+"""Edits of parameters in a forward or backward, which are refused if the next gather would overwrite them.
 
-Modules compute with unsharded parameters, which are mostly copies of the main ones. So versions and addresses
-of a unit's parameters are compared with those of the last look. `.data` shares the version of its parameter.
-The answer is the same at every stage and on all ranks, whose slices are different. Equal values in other
-memory are no edit: a recurrent layer on a GPU moves its weights into one piece of memory for cuDNN, and
-counts no version.
+Versions and addresses of a unit's parameters are compared with those of the last look. `.data` shares the
+version of its parameter. No value is compared: the answer is the same on all ranks, whose slices differ.
+Where modules compute with the main parameters themselves, an edit is kept, as in DistributedDataParallel.
+Equal values in other memory are no edit: a recurrent layer on a GPU moves its weights into one piece of
+memory for cuDNN, and counts no version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, methodcaller
 
 import torch
@@ -49,7 +49,7 @@ class Edits:
         """Compare the parameters with those of the last look.
 
         Raises:
-            RuntimeError: one was edited since. The next gather is from main values.
+            RuntimeError: one was edited since, in memory of its own. It is gathered again.
         """
         # torch takes several times as long to read an attribute of a subclass of Parameter.
         with past_guards():
@@ -66,17 +66,18 @@ class Edits:
         return list(map(_address_of, self._filled[number])) != addresses
 
     @torch.no_grad()
-    def _refuse(self, versions: list[int], moved: Iterable[FlatBuffer]) -> None:
-        pairs = zip(self._parameters, self._versions, versions, strict=True)
-        edited = [parameter for parameter, before, now in pairs if now != before]
-        self._versions = versions
-        for buffer in moved:
+    def _refuse(self, versions: list[int], moved: Sequence[FlatBuffer]) -> None:
+        before, now = iter(self._versions), iter(versions)
+        self._versions, lost = versions, []
+        for buffer in self._buffers:
             for index, parameter in enumerate(buffer.unsharded):
-                values, view = parameter.detach(), buffer.view(index)
-                set_data(parameter, view)
-                if not equal_values(values, view):
-                    edited.append(parameter)
-        if edited:
-            for buffer in self._buffers:
-                buffer.source.changed()
-            raise edit_error(edited[0].fqn)
+                is_lost = next(before) != next(now) and not buffer.shows_main
+                if buffer in moved:
+                    values, view = parameter.detach(), buffer.view(index)
+                    set_data(parameter, view)
+                    is_lost |= not equal_values(values, view)
+                if is_lost:
+                    buffer.source.changed()
+                    lost.append(parameter.fqn)
+        if lost:
+            raise edit_error(lost[0])

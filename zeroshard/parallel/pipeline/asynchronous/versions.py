@@ -275,7 +275,12 @@ class WeightVersions:
             self._runtime.refresh()
 
     def enter(self, use: Use) -> None:
-        """Let the units of this rank have the weights of an action that begins."""
+        """Let the units of this rank have the weights of an action that begins.
+
+        Raises:
+            RuntimeError: the action before it has edited weights that are not the main parameters.
+        """
+        self._runtime.check_edits()
         for place in self._places:
             place.enter(use, self._newest)
         self._runtime.refresh()
@@ -283,6 +288,7 @@ class WeightVersions:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Keep the weights from before the step inside, if they are used behind it, and drop older ones."""
+        self._runtime.check_edits()
         kept = self._kept[self._newest]
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         for place in self._places:
