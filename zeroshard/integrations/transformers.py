@@ -63,6 +63,8 @@ class ZeroShardMixin(_Trainer):
     model: Any
     lr_scheduler: Any
     state: Any
+    _num_parameters = 0
+    """Elements of the model without embeddings, before it is sharded."""
 
     def __init__(
         self,
@@ -108,6 +110,8 @@ class ZeroShardMixin(_Trainer):
             if self.engine is not None:
                 self.engine.close(restore=False)  # its model has been replaced by model_init
             self.create_optimizer()
+            if hasattr(self.model, "num_parameters"):
+                self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
             self.engine = initialize(self.model, self.optimizer, self.zeroshard_config).engine
             self.model_wrapped, self.optimizer = self.engine, _EngineStep(self.engine)
             if self.engine.world_size != self.accelerator.num_processes:
@@ -143,6 +147,11 @@ class ZeroShardMixin(_Trainer):
         """
         has_none = max_norm == float("inf") and self.zeroshard_config.offload.step_in_backward
         return None if has_none else self._sharded.clip_grad_norm_(max_norm, norm_type)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Count 6 operations for each token and whole parameter, as a Trainer over a plain model does."""
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        return 0 if tokens is None else 6 * tokens.numel() * self._num_parameters
 
     # -- checkpoints ------------------------------------------------------------------------------------
 

@@ -59,6 +59,8 @@ _PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-
 # Compared with ==: each access of a getter makes a new object.
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_GRAD = (Tensor.grad.__set__, Tensor.grad.__delete__)  # type: ignore[union-attr]
 _FREEZES = frozenset((Tensor.requires_grad.__set__, Tensor.requires_grad_))  # type: ignore[attr-defined]
 
 _KINDS = frozenset((torch.is_complex, torch.is_floating_point, Tensor.is_complex, Tensor.is_floating_point))
@@ -78,9 +80,7 @@ _DESCRIBES = frozenset(
     )
 )
 """Functions, and all getters but these, that read no values: a model may ask for a dtype anywhere."""
-_VALUES = frozenset(
-    getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag", "grad")
-)
+_VALUES = frozenset(getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
 def describe_unit(name: str) -> str:
@@ -225,6 +225,11 @@ class ShardedParameter(NotCopied, nn.Parameter):
             return compute_past_guards(func, types, args, kwargs)
         if func is torch.autograd.backward:
             return _backward_to(*args, **kwargs)
+        if func == _GET_GRAD:  # past the property
+            return args[0].grad
+        if func in _SET_GRAD:
+            args[0].grad = args[1] if len(args) > 1 else None
+            return None
         _check(func, args, kwargs)
         if func == _GET_DATA:
             func = Tensor.detach  # edits of it count versions, which replicated parameters follow
