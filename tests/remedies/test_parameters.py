@@ -167,27 +167,36 @@ def test_parameters_are_assigned_and_tied_before_initialize():
     trains(start(copy.deepcopy(model)), model)
 
 
-def test_data_are_assigned_as_copies():
+def test_parameters_are_edited_between_steps_and_not_in_a_forward():
     def assign(module, *_):
-        module[0].bias.data = module[2].bias.data if len(seen) else module[2].bias.data.clone()
+        module[0].bias.data = module[2].bias.data
 
-    def built(tied):
+    def built():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
-        if tied:
-            model[0].bias = model[2].bias
-        return model
+        return nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
 
-    seen = [True]
-    engine = start(built(False))
-    engine.module.register_forward_pre_hook(assign)
-    with told("Assign a copy, other.data.clone(); to swap two parameters, clone both first; to tie two"):
+    engine = start(built())
+    handle = engine.module.register_forward_pre_hook(assign)
+    with told("edit it between steps, under engine.unsharded(write_back=True)"):
         loss_of(engine)
-    seen.clear()
-    model = built(False)
-    model.register_forward_pre_hook(assign)
+    handle.remove()
+    with engine.unsharded(write_back=True), torch.no_grad():
+        engine.module[0].bias.copy_(engine.module[2].bias)
+    model = built()
+    with torch.no_grad():
+        model[0].bias.copy_(model[2].bias)
     trains(engine, model)
-    trains(start(built(True)), built(True))
+
+
+def test_gradients_of_gradients_need_no_transform():
+    def slopes(model):
+        x = DATA.clone().requires_grad_()
+        return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+
+    engine = start()
+    with told("torch.autograd.grad(outputs, inputs, create_graph=True)"):
+        torch.func.grad(lambda x: engine(x).sum())(DATA)
+    assert torch.equal(slopes(engine), slopes(net()))
 
 
 def test_parametrizations_are_undone_in_the_block_or_added_before():
