@@ -199,7 +199,6 @@ def test_a_backward_that_fails_in_a_batch_leaves_no_gradient():
     assert not shown(engine)
 
 
-
 def test_a_parameter_outside_the_forward_of_its_unit_fails_in_the_first_micro_batch():
     class Borrower(Layer):
         def forward(self, x):
