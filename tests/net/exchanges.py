@@ -261,7 +261,7 @@ EXCHANGES = (
         name="the_loss_is_that_of_one_rank",
         says="train_batch returns the mean loss over this rank's micro-batches alone, not over all ranks.",
         file="zeroshard/batches.py",
-        find='return self._axes.dp.sum(loss, "mean of the loss") / self._axes.dp.size',
+        find='return engine._axes.dp.sum(loss, "mean of the loss") / engine._axes.dp.size',
         replace="return loss",
         tests=(
             "tests/distributed/test_hybrid.py::test_data_is_spread_and_losses_are_averaged_over_all_ranks",
