@@ -60,7 +60,7 @@ LAYERS = (
     {"checkpoint", "hf", "memory", "sharded"},
     {"batches", "byname", "checkpointing"},
     {"engine"},
-    {"averaging", "doctor", "entry", "logs", "profiling", "taking"},
+    {"averaging", "doctor", "entry", "logs", "profiling"},
     {"cli", "integrations"},
     {"__init__", "__main__"},
 )
