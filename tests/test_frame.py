@@ -58,7 +58,7 @@ LAYERS = (
     {"stepping", "forwards", "full", "parallel"},
     {"assemble", "optim"},
     {"checkpoint", "hf", "memory", "sharded"},
-    {"batches", "byname", "checkpointing"},
+    {"batches", "byname"},
     {"engine"},
     {"averaging", "doctor", "entry", "logs", "profiling"},
     {"cli", "integrations"},
@@ -71,9 +71,8 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 LATE = {("zeroshard/config/checked.py", "deepspeed")}
 
 # Functions that the engine takes for its methods name it as their first argument, for the type checker alone.
-METHODS = {
-    (f"zeroshard/{module}.py", "engine") for module in ("batches", "byname", "checkpointing", "sharded")
-}
+_WITH_METHODS = ("batches", "byname", "checkpoint/capture", "checkpoint/load", "hf/live", "sharded")
+METHODS = {(f"zeroshard/{module}.py", "engine") for module in _WITH_METHODS}
 
 # What of torch.distributed a part may use, besides the type of the mesh that is passed down.
 MESH = "torch.distributed.device_mesh.DeviceMesh"

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard import batches, byname, checkpointing, sharded
+from zeroshard import batches, byname, sharded
+from zeroshard.checkpoint import capture, load
 from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm import streams
@@ -21,6 +22,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.data.losses import LossFunction, check_loss
 from zeroshard.forwards.methods import EnginesOwn, as_forward, held_unsharded, register_method_of_part
+from zeroshard.hf import live
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.internals.warn import warn_user
@@ -47,9 +49,8 @@ class Engine(NotCopied, nn.Module):
     """
 
     train_batch, train_batches, eval_batch = batches.train_batch, batches.train_batches, batches.eval_batch
-    save_checkpoint, load_checkpoint = checkpointing.save_checkpoint, checkpointing.load_checkpoint
-    save_pretrained = checkpointing.save_pretrained
-    named_full_parameters = checkpointing.named_full_parameters
+    save_checkpoint, load_checkpoint = capture.save_checkpoint, load.load_checkpoint
+    save_pretrained, named_full_parameters = live.save_pretrained, live.named_full_parameters
     full_parameter, set_full_parameter = byname.full_parameter, byname.set_full_parameter
     full_gradient, set_full_gradient = byname.full_gradient, byname.set_full_gradient
     full_optimizer_state = byname.full_optimizer_state

@@ -8,10 +8,11 @@ loads finds hyperparameters by the names of parameters.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -39,11 +40,15 @@ from zeroshard.data.loader import EpochLoader
 from zeroshard.internals.pytree import tree_leaves
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
 from zeroshard.stepping.guard import LossScale
 from zeroshard.stepping.rounding import Rounding
 from zeroshard.version import installed_version
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 NUM_PARTS = "num_parts"
 """The key of a manifest's `written_by` for the number of pipeline ranks, if there were several."""
@@ -75,6 +80,16 @@ class Progress:
     rounding: Rounding | None
     """The rounding of updates into bfloat16."""
 
+    @staticmethod
+    def of(engine: Engine) -> Progress:
+        """Return the progress of an engine."""
+        return Progress(
+            global_step=engine.global_step,
+            skipped_steps=engine.skipped_steps,
+            loss_scale=engine._guard.loss_scale,
+            rounding=engine._guard.rounding,
+        )
+
 
 class _Answer(NamedTuple):
     """A rank's message to the others about its part of a checkpoint."""
@@ -103,6 +118,53 @@ class _Reading:
     lr_scheduler: Any
     client_state: Any
     place_in_data: dict[str, Any] | None
+
+
+def save_checkpoint(
+    engine: Engine,
+    dir: str | os.PathLike[str],
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    blocking: bool = True,
+    *,
+    optimizer: bool = True,
+) -> None:
+    """Save all that training goes on from, for any number of ranks, stage and precision; collective.
+
+    Args:
+        dir: a folder that all ranks share. The checkpoint appears in it at once, when it is complete.
+        tag: the name of the checkpoint; None: "step-<global_step>". An older one of that name is
+            replaced.
+        client_state: the user's values on rank 0: tensors, numbers, strings, lists and dicts of them.
+            Some other kinds come back as these: numbers of NumPy as Python's, arrays as tensors, paths as
+            strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
+        blocking: True returns when the checkpoint is there, False when its values are copied. A thread
+            then writes it beside further training. A failure is raised, on all ranks, by a later step,
+            save or load; with sharded parameters also by a forward. With values on the nvme
+            tier, which may not fit into memory, the call returns when the checkpoint is there.
+        optimizer: False leaves out the states of the optimizer and of the LR scheduler.
+
+    Raises:
+        ValueError: a bad tag or path; a value that can't be saved, by its key; other places on
+            other ranks.
+        RuntimeError: the checkpoint could not be written; the call is in the middle of a step or a
+            batch; a list of an asynchronous pipeline has failed; or the last save failed.
+    """
+    refuse_in_batch(engine._runtime.state, "save_checkpoint()")
+    engine._halfway.check("save_checkpoint()")
+    refuse_averages(engine._runtime.state, "save_checkpoint()")
+    if engine._micro_step:
+        raise RuntimeError(
+            f"save_checkpoint() after {engine._micro_step} micro-batches of an unfinished step: a "
+            "checkpoint does not save gradients. End the step with backward() and step(), or drop it "
+            "with zero_grad()"
+        )
+    engine._saver.finish()
+    tag = f"step-{engine.global_step}" if tag is None else tag
+    parts = engine._parts if optimizer else replace(engine._parts, optimizer=None, lr_scheduler=None)
+    snapshot = capture(parts, Progress.of(engine), dir, tag, client_state)
+    is_blocking = blocking or engine._runtime.context.setting.tiers.has_files
+    (engine._saver.save if is_blocking else engine._saver.start)(snapshot)
 
 
 def capture(parts: EngineState, progress: Progress, dir: object, tag: str, client_state: Any) -> Snapshot:
