@@ -71,8 +71,13 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 LATE = {("zeroshard/config/checked.py", "deepspeed")}
 
 # Functions that the engine takes for its methods name it as their first argument, for the type checker alone.
-_WITH_METHODS = ("batches", "byname", "checkpoint/capture", "checkpoint/load", "hf/live", "sharded")
-METHODS = {(f"zeroshard/{module}.py", "engine") for module in _WITH_METHODS}
+METHODS = {
+    (f"zeroshard/{module}.py", "engine")
+    for module in (
+        *("batches", "byname", "sharded", "forwards/methods"),
+        *("checkpoint/capture", "checkpoint/load", "hf/live"),
+    )
+}
 
 # What of torch.distributed a part may use, besides the type of the mesh that is passed down.
 MESH = "torch.distributed.device_mesh.DeviceMesh"

@@ -21,10 +21,9 @@ from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.data.losses import LossFunction, check_loss
-from zeroshard.forwards.methods import EnginesOwn, as_forward, held_unsharded, register_method_of_part
+from zeroshard.forwards import methods
 from zeroshard.hf import live
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.internals.nested import cast_inputs
 from zeroshard.internals.warn import warn_user
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.asynchronous import chosen_by
@@ -58,6 +57,7 @@ class Engine(NotCopied, nn.Module):
     no_sync, unsharded, close = sharded.no_sync, sharded.unsharded, sharded.close
     clip_grad_norm_, full_state_dict = sharded.clip_grad_norm_, sharded.full_state_dict
     num_parameters = sharded.num_parameters
+    register_forward_method, generate = methods.register_forward_method, methods.generate
 
     module: nn.Module
     """The model that was given."""
@@ -107,7 +107,7 @@ class Engine(NotCopied, nn.Module):
             if parts.config.offload.step_in_backward:
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps, self._halfway)
         refuse_wrappers([self], object.__setattr__)
-        parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
+        parts.runtime.changes.set(module, "zero_grad", methods.EnginesOwn(self, module, "zero_grad"))
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -373,59 +373,6 @@ class Engine(NotCopied, nn.Module):
         if not self._has_warned:
             self._has_warned = True
             warn_user(message)
-
-    # -- other methods --------------------------------------------------------------------------------
-
-    def register_forward_method(self, name: str) -> None:
-        """Let a method of the model other than `forward` use its parameters: `engine.<name>(...)`.
-
-        Inside the method parameters are gathered and freed, and gradients reduced, as in `forward`. The
-        engine has a `generate` already.
-
-        Args:
-            name: the name of a method of the model; with the name of a part for a method of the part:
-                "encoder.encode". All ranks call such a method as `engine.module.encoder.encode(...)`.
-
-        Raises:
-            ValueError: the model has no such method, or the engine has something of that name.
-        """
-        if name == "generate":
-            return
-        if "." in name:
-            register_method_of_part(self._runtime, name)
-            return
-        if hasattr(Engine, name):
-            raise ValueError(
-                f"the engine has a method {name!r} of its own: give the model's method another name"
-            )
-        method = getattr(self.module, name, None)
-        if not callable(method):
-            raise ValueError(f"expected a method of {type(self.module).__name__}, got {name!r}")
-        wrapped = as_forward(self._runtime, method)
-        setattr(self, name, wrapped)
-        self._runtime.changes.set(self.module, name, wrapped)
-
-    @torch.no_grad()
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own `generate` on this rank's prompts; all ranks must call it.
-
-        All parameters stay gathered meanwhile, in the compute dtype, so ranks may stop at different lengths;
-        tensor-parallel ranks must have the same prompts and options.
-        If they do not fit, `synced_gpus=True` gathers unit by unit for every token, and transformers keeps
-        the ranks in step.
-
-        Raises:
-            AttributeError: the model has no method `generate`.
-        """
-        generate: Any = getattr(self.module, "generate", None)
-        if generate is None:
-            raise AttributeError(f"{type(self.module).__name__} has no method 'generate'")
-        if kwargs.get("synced_gpus"):
-            return as_forward(self._runtime, generate)(*args, **kwargs)
-        if (dtype := self._runtime.input_dtype(self.module)) is not None:
-            args, kwargs = cast_inputs(self.module, args, kwargs, dtype=dtype)
-        with held_unsharded(self._runtime):
-            return generate(*args, **kwargs)
 
     # -- a module whose contents are those of the model ----------------------------------------------------
 
