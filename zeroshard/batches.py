@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.mesh import Axes
-from zeroshard.data.losses import LossFunction, loss_of
-from zeroshard.data.microbatch import split_batch, to_device
+from zeroshard.data.microbatch import LossFunction, loss_of, split_batch, to_device
 from zeroshard.parallel.pipeline.training import PipelineTraining, next_batch
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime

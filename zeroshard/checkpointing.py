@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.capture import EngineState, Progress, capture
 from zeroshard.checkpoint.load import load
 from zeroshard.checkpoint.save import Saver
-from zeroshard.comm.agreed import on_all
-from zeroshard.config.rules import parse_dtype
+from zeroshard.comm.collectives import on_all
+from zeroshard.config.checked import parse_dtype
 from zeroshard.hf.adapters import export_adapters, has_adapters
 from zeroshard.hf.export import MAX_SHARD_BYTES, Format, export_engine
 from zeroshard.hf.live import export_merged, stream_parameters

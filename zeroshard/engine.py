@@ -17,7 +17,7 @@ from zeroshard.checkpointing import Checkpointing
 from zeroshard.comm import streams
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
-from zeroshard.data.losses import LossFunction, check_loss
+from zeroshard.data.microbatch import LossFunction, check_loss
 from zeroshard.deepspeed.habits import DeepSpeedNames
 from zeroshard.forwards.methods import EnginesOwn, as_forward, held_unsharded, register_method_of_part
 from zeroshard.internals.dispatch import past_guards

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from zeroshard.agreement import check_agreement
 from zeroshard.assemble import specify_units
 from zeroshard.checkpoint.manifest import describe_model
-from zeroshard.comm.agreed import on_all
-from zeroshard.comm.collectives import Axis
+from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import form_of
 from zeroshard.lazy.deferred import has_memory

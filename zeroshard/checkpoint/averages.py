@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.files import MANIFEST
-from zeroshard.checkpoint.reader import Stored, TensorReader
-from zeroshard.checkpoint.tensors import States, TensorSlice, held_slices, state_name
+from zeroshard.checkpoint.tensors import States, Stored, TensorReader, TensorSlice, held_slices, state_name
 from zeroshard.internals.warn import warn_user
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages

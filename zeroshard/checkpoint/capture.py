@@ -32,7 +32,7 @@ from zeroshard.checkpoint.tensors import (
     written_slices,
 )
 from zeroshard.checkpoint.values import check_plain, to_files, to_plain
-from zeroshard.comm.agreed import on_all
+from zeroshard.comm.collectives import on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.given import GivenLoader
 from zeroshard.data.loader import EpochLoader

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import places
-from zeroshard.checkpoint.checks import MAX_STEPS
 from zeroshard.checkpoint.files import MANIFEST
+from zeroshard.checkpoint.optimizers import MAX_STEPS
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.plan.cuts import Cut, Section
 

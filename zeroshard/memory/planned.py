@@ -13,8 +13,8 @@ from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import taken_apart
 from zeroshard.forwards.quantized import num_scale_bytes
+from zeroshard.memory.activations import Sizes
 from zeroshard.memory.dryrun import without_memory
-from zeroshard.memory.typical import Sizes
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.choice import largest_schedule_of, read_schedule, with_schedule
 from zeroshard.parallel.pipeline.chunked import outline_of
@@ -23,7 +23,7 @@ from zeroshard.parallel.pipeline.part import find_chosen, narrowed, take_part
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.tensor.division import plan_division
-from zeroshard.parallel.tensor.styles import Plan
+from zeroshard.parallel.tensor.layers import Plan
 from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, plan_units, units_on_device
 from zeroshard.plan.originals import Original

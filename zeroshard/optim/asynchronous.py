@@ -10,7 +10,7 @@ For SGD this is the prediction of SpecTrain (Chen et al. 2018, section 3.2) and 
 moments of the last step, as no new gradient is known: the same idea for another rule.
 
 Steps are corrected for stale gradients around the optimizer's own step.
-`parallel/pipeline/asynchronous/directions.py` has the formulas.
+`parallel/pipeline/asynchronous/versions.py` has the formulas.
 
     rescale    lr / tau^(1 - min(step / K, 1))          any optimizer (PipeMare, technique 1)
     spike      w -= lr (a v + b g)                      SGD with momentum (Kosson et al. 2021, section 3.2)
@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from zeroshard.config.pipeline import NOTED_CHANGES, Pipeline
-from zeroshard.optim.eightbit import rules, states
+from zeroshard.optim.eightbit import blocks, rules
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.rule import Rule
-from zeroshard.parallel.pipeline.asynchronous.directions import (
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction
+from zeroshard.parallel.pipeline.asynchronous.versions import (
     Change,
     Corrected,
     NotedChange,
@@ -39,7 +40,6 @@ from zeroshard.parallel.pipeline.asynchronous.directions import (
     compensate,
     lr_factor,
 )
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
@@ -157,7 +157,7 @@ def _of_codes(
     if not state:
         out.copy_(weights)
         return
-    loaded = [one.load() for one in states.read(rule, dict(state))]
+    loaded = [one.load() for one in blocks.read(rule, dict(state))]
     if rule is rules.SGD:
         _sgd(weights, group, loaded[0], ahead, out)
     else:

@@ -34,8 +34,7 @@ from torch.func import functional_call
 from torch.utils.data import default_collate
 
 from zeroshard.comm.streams import mark_here
-from zeroshard.data.losses import LossFunction
-from zeroshard.data.microbatch import to_device
+from zeroshard.data.microbatch import LossFunction, to_device
 from zeroshard.internals import pytree
 from zeroshard.lazy.deferred import has_memory, is_known, values_of
 from zeroshard.parallel.pipeline.chunked import Outline, names_below

@@ -14,10 +14,7 @@ from typing import Any
 from torch import nn
 
 from zeroshard.parallel.pipeline.chunked import HOOKS, Absent
-from zeroshard.parallel.tensor.adapters import around, through_adapters
-from zeroshard.parallel.tensor.losses import with_loss
-from zeroshard.parallel.tensor.sequence import check_coverage, with_sequence
-from zeroshard.parallel.tensor.styles import (
+from zeroshard.parallel.tensor.layers import (
     BY_ROWS,
     OF_SEQUENCE,
     WITHOUT_CUTS,
@@ -31,6 +28,8 @@ from zeroshard.parallel.tensor.styles import (
     is_linear,
     with_heads,
 )
+from zeroshard.parallel.tensor.losses import with_loss
+from zeroshard.parallel.tensor.sequence import around, check_coverage, through_adapters, with_sequence
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.originals import Original
 from zeroshard.plan.units import UnitSpec
