@@ -311,11 +311,7 @@ def _describe(parts: EngineState, progress: Progress, whole: PartFacts) -> Manif
     runtime, scheduler = parts.runtime, parts.lr_scheduler
     axes, is_half, config = runtime.context.axes, runtime.reducer.is_half, parts.config
     is_plain = config.units is None or isinstance(config.units, tuple)  # a predicate can't be written down
-    written_by = {
-        "zeroshard": installed_version(),
-        "torch": torch.__version__,
-        "num_ranks": axes.world.size,
-    }
+    written_by = {"zeroshard": installed_version(), "torch": torch.__version__, "num_ranks": axes.world.size}
     return Manifest(
         written_by=written_by if axes.pp.size == 1 else {**written_by, NUM_PARTS: axes.pp.size},
         model=parts.described or describe_model(runtime.module),

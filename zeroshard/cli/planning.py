@@ -409,12 +409,7 @@ def _duration(num_params: int, config: Config, options: Namespace) -> str:
 
 
 def training_seconds(
-    num_params: float,
-    num_tokens: float,
-    num_ranks: int,
-    flops_per_second: float,
-    *,
-    recomputes: bool = True,
+    num_params: float, num_tokens: float, num_ranks: int, flops_per_second: float, *, recomputes: bool = True
 ) -> float:
     """Return the seconds of a training, from its floating-point operations.
 

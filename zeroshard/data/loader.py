@@ -96,13 +96,7 @@ class EpochLoader(DataLoader[Any]):
     sampler: EpochSampler
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        *,
-        rank: int,
-        num_ranks: int,
-        device: torch.device = _CPU,
-        **options: Any,
+        self, dataset: Dataset[Any], *, rank: int, num_ranks: int, device: torch.device = _CPU, **options: Any
     ) -> None:
         sampler = EpochSampler(dataset, num_replicas=num_ranks, rank=rank)
         super().__init__(dataset, sampler=sampler, **{"pin_memory": device.type != "cpu"} | options)

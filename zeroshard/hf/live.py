@@ -18,16 +18,7 @@ from zeroshard.forwards.composed import is_wrapper
 from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed, names_beside
 from zeroshard.full.parameters import Named, collect, spread, unsharded
 from zeroshard.hf.adapters import Merging, has_adapters
-from zeroshard.hf.export import (
-    Export,
-    Format,
-    cast,
-    info_of,
-    join,
-    own_parameters,
-    whole_slice,
-    write_all,
-)
+from zeroshard.hf.export import Export, Format, cast, info_of, join, own_parameters, whole_slice, write_all
 from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.runtime import Runtime

@@ -41,9 +41,7 @@ class ZeroShardFabricStrategy(DDPStrategy):
     """
 
     def __init__(
-        self,
-        config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        **kwargs: Any,
+        self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         last = "use fabric.no_backward_sync() for all micro-batches but the last"
@@ -136,11 +134,7 @@ class ZeroShardFabricStrategy(DDPStrategy):
     # -- checkpoints ------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self,
-        path: str | Path,
-        state: dict[str, Any],
-        storage_options: Any = None,
-        filter: Any = None,
+        self, path: str | Path, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Save the engine in `state`, and the rest of it, into a folder; called on all ranks.
 
@@ -160,11 +154,7 @@ class ZeroShardFabricStrategy(DDPStrategy):
         engine.save_checkpoint(self.broadcast(path), _TAG, rest, optimizer=has_optimizer)
 
     def load_checkpoint(
-        self,
-        path: str | Path,
-        state: Any = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load the engine in `state`, and put the rest into `state`; called on all ranks.
 

@@ -45,9 +45,7 @@ class ZeroShardStrategy(DDPStrategy):
     """The engine while the Trainer runs."""
 
     def __init__(
-        self,
-        config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        **kwargs: Any,
+        self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         steps = "set accumulate_grad_batches of the Trainer"

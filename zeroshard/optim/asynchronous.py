@@ -147,12 +147,7 @@ def _adam(
 
 
 def _of_codes(
-    rule: Rule,
-    weights: Tensor,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-    ahead: int,
-    out: Tensor,
+    rule: Rule, weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], ahead: int, out: Tensor
 ) -> None:
     if not state:
         out.copy_(weights)
