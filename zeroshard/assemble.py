@@ -45,7 +45,8 @@ from zeroshard.lazy.recording import (
 )
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.division import Division, plan_division
-from zeroshard.parallel.tensor.layers import Plan, compare_inputs, install
+from zeroshard.parallel.tensor.layers import compare_inputs, install
+from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import mark_slices, refuse_copies
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState

@@ -35,7 +35,7 @@ from zeroshard.memory.tiered import check_room, states_of
 from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
 from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.tensor.division import plan_division
-from zeroshard.parallel.tensor.layers import Plan
+from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.units import UnitSpec
 from zeroshard.taking import stage_of_model
 

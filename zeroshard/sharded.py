@@ -17,7 +17,7 @@ from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import form_of
 from zeroshard.full.parameters import full_state_dict, unsharded
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parallel.tensor.layers import Plan
+from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.original import revive
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, count_elements

@@ -11,7 +11,7 @@ from tests.checkpoint.runs import read_whole
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.optim import AdamW8bit
-from zeroshard.parallel.tensor.layers import LayerPlan, Split
+from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.plan.cuts import heads
 
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 24, 6, 44, 6, 8

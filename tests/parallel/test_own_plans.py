@@ -11,7 +11,7 @@ from torch import nn
 import zeroshard
 from tests.parallel.trained import divided, plain
 from zeroshard.parallel.tensor.division import check_vocabulary, match, plan_of
-from zeroshard.parallel.tensor.layers import sections_of, set_counts
+from zeroshard.parallel.tensor.styles import sections_of, set_counts
 from zeroshard.plan.cuts import heads
 from zeroshard.sharding.changes import Changes
 

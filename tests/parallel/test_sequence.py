@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.comm.collectives import Axis
-from zeroshard.parallel.tensor.layers import LayerPlan, Split
+from zeroshard.parallel.tensor.styles import LayerPlan, Split
 
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH, STEPS = 16, 4, 24, 8, 4, 4
 PLAN = {

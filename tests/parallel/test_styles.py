@@ -12,7 +12,8 @@ from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.division import match, plan_division
-from zeroshard.parallel.tensor.layers import LayerPlan, Split, install
+from zeroshard.parallel.tensor.layers import install
+from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.parameters.parts import part_of
 from zeroshard.plan.cuts import heads
 from zeroshard.plan.units import find_units

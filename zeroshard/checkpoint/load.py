@@ -16,10 +16,9 @@ from zeroshard.checkpoint.averages import check_averages, read_averages
 from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, Progress
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.frozen import check_frozen
-from zeroshard.checkpoint.manifest import check_sums
+from zeroshard.checkpoint.manifest import MAX_STEPS, check_sums
 from zeroshard.checkpoint.optimizers import (
     HOW,
-    MAX_STEPS,
     check_group,
     check_schedule,
     match_groups,

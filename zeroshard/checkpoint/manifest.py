@@ -13,11 +13,12 @@ from typing import Any
 
 from zeroshard.checkpoint import places
 from zeroshard.checkpoint.files import MANIFEST
-from zeroshard.checkpoint.optimizers import MAX_STEPS
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.plan.cuts import Cut, Section
 
 FORMAT = 2
+MAX_STEPS = 1 << 53
+"""Float64 can't count further."""
 _CHUNK = 1 << 20
 
 

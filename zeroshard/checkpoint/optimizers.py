@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from zeroshard.checkpoint.manifest import MAX_STEPS
 from zeroshard.checkpoint.tensors import shape_of
 from zeroshard.internals.pytree import tree_leaves
 from zeroshard.optim.adopted import is_bitsandbytes, to_common
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 
-MAX_STEPS = 1 << 53
-"""Float64 can't count further."""
 SMALL = 64
 """Elements of a state that is one value, or a few, for a whole parameter."""
 _NONE_IS_A_VALUE = ("t_alpha", "t_beta3")

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint.files import MANIFEST, VALUES
-from zeroshard.checkpoint.optimizers import MAX_STEPS, check_scalars
+from zeroshard.checkpoint.manifest import MAX_STEPS
+from zeroshard.checkpoint.optimizers import check_scalars
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.tensors import (
     Dtypes,

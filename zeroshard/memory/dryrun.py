@@ -37,7 +37,7 @@ from zeroshard.internals import pytree
 from zeroshard.internals.nested import cast_inputs, cast_outputs
 from zeroshard.memory.activations import Tokens
 from zeroshard.parallel.tensor.division import plan_division
-from zeroshard.parallel.tensor.layers import Plan
+from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.plan.placement import TP

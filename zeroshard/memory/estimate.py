@@ -24,7 +24,7 @@ from zeroshard.parallel.pipeline.chunked import Outline
 from zeroshard.parallel.pipeline.runner import AHEAD
 from zeroshard.parallel.pipeline.sharding import ends_of_steps
 from zeroshard.parallel.pipeline.simulate import most_bytes
-from zeroshard.parallel.tensor.layers import Plan
+from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan import traffic
 from zeroshard.plan.buffers import UnitPlan
 from zeroshard.plan.tiers import Tier

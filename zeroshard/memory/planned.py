@@ -23,7 +23,7 @@ from zeroshard.parallel.pipeline.part import find_chosen, narrowed, take_part
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.tensor.division import plan_division
-from zeroshard.parallel.tensor.layers import Plan
+from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, plan_units, units_on_device
 from zeroshard.plan.originals import Original

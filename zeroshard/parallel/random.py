@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
-from zeroshard.parallel.tensor.layers import Divided, Split
+from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.sharding.changes import Changes
 
 _LARGEST = 1 << 62

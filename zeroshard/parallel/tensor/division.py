@@ -14,7 +14,9 @@ from typing import Any
 from torch import nn
 
 from zeroshard.parallel.pipeline.chunked import HOOKS, Absent
-from zeroshard.parallel.tensor.layers import (
+from zeroshard.parallel.tensor.losses import with_loss
+from zeroshard.parallel.tensor.sequence import around, check_coverage, through_adapters, with_sequence
+from zeroshard.parallel.tensor.styles import (
     BY_ROWS,
     OF_SEQUENCE,
     WITHOUT_CUTS,
@@ -28,8 +30,6 @@ from zeroshard.parallel.tensor.layers import (
     is_linear,
     with_heads,
 )
-from zeroshard.parallel.tensor.losses import with_loss
-from zeroshard.parallel.tensor.sequence import around, check_coverage, through_adapters, with_sequence
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.originals import Original
 from zeroshard.plan.units import UnitSpec

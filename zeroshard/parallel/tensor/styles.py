@@ -1,0 +1,294 @@
+"""The ways to divide a layer over the ranks of a tensor group: the words of a plan, its layers, their heads.
+
+An attention layer of transformers has the size of a head in an attribute, and heads stay whole. Most layers
+find the number of heads from the size of their activations. Some keep it in attributes: these are set to the
+number of a rank.
+
+Experts are divided by their hidden elements, so each rank has a part of every expert:
+
+    tokens  --COPY--> [ gate and up of all experts: columns ] --> [ down of all experts: rows ] --SUM-->
+    weights --COPY------------------------------------------------^
+
+Transformers keeps the experts of a layer in one module. Its parameters have the dimensions
+[experts, outputs, inputs] or [experts, inputs, outputs].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from zeroshard.plan.cuts import Cut, Section
+from zeroshard.sharding.changes import Changes
+
+
+class Split(Enum):
+    """The ways to divide a layer. The values are the words of a plan."""
+
+    COLUMNS = "colwise"
+    """By its outputs."""
+    COLUMNS_GATHERED = "colwise_gather_output"
+    """By its outputs, which are gathered."""
+    SHARED_COLUMNS = "colwise_shared_heads"
+    """By its outputs, which are fewer heads than ranks: each rank holds them all and computes one."""
+    ROWS = "rowwise"
+    """By its inputs, which are divided already; an embedding by its tokens."""
+    REPLICATE = "replicate"
+    """Not at all: each rank computes all of it."""
+    SUMMED = "replicated_with_grad_allreduce"
+    """Not at all, but each rank uses it for other values: the gradients of its parameters are added up."""
+    ROWS_SPLIT = "rowwise_split_input"
+    """By its inputs, of which each rank takes its part."""
+    PACKED_COLUMNS = "packed_colwise"
+    """By its outputs, of which both halves are cut."""
+    PACKED_ROWS = "packed_rowwise"
+    """By its inputs, of which both halves are cut; for parameters of experts."""
+    EXPERTS = "moe_tp_experts"
+    """Experts, by the words for their parameters."""
+    PER_HEAD = "embedding_per_head"
+    """An embedding of one element for each head: by these."""
+    LATENT = "mla_kv_a_proj"
+    """Not at all; the heads of each rank use its last outputs, which are parts of their keys."""
+    COLUMNS_LOSS = "colwise_loss"
+    """By its outputs; they are gathered, except where a model of transformers computes its loss of them."""
+    SEQUENCE = "sequence"
+    """A layer between others that are divided, such as a norm, works on a part of the sequence; its output is
+    gathered for the next ones."""
+    SEQUENCE_PARTS = "sequence_parts"
+    """The same, and its output stays a part."""
+    SEQUENCE_SPLIT = "sequence_split"
+    """The first block: the input is split along the sequence. Without it embeddings give parts."""
+
+
+_ALIASES = {
+    "embedding_rowwise": "rowwise",
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "sequence_parallel": "sequence",
+}
+"""Words of transformers that mean the same as others."""
+BY_ROWS = (Split.ROWS, Split.ROWS_SPLIT)
+"""Layers that are divided by their inputs."""
+OF_SEQUENCE = (Split.SEQUENCE, Split.SEQUENCE_PARTS)
+"""Layers that work on a part of the sequence."""
+WITHOUT_CUTS = (Split.SUMMED, Split.SHARED_COLUMNS, Split.LATENT, Split.SEQUENCE_SPLIT, *OF_SEQUENCE)
+"""Layers whose parameters each rank holds whole."""
+_BY_OWN_FORWARD = (Split.SUMMED, Split.SEQUENCE_SPLIT, *OF_SEQUENCE)
+"""Layers that compute all of their outputs by their own forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """A way to divide a layer, and the heads that it must leave whole."""
+
+    way: Split
+    sections: tuple[Section, ...] = ()
+    """Of the dimension that is divided; () for one section without heads."""
+
+    def __post_init__(self) -> None:
+        if (
+            self.way in (Split.COLUMNS_GATHERED, Split.COLUMNS_LOSS, Split.ROWS_SPLIT)
+            and len(self.sections) > 1
+        ):
+            raise ValueError(
+                f"tp_plan: expected one section for '{self.way.value}', whose parts lie in rank order, got "
+                f"{len(self.sections)}"
+            )
+
+    @staticmethod
+    def of(given: str | LayerPlan, pattern: str) -> LayerPlan:
+        """Return a style from its word. Raises ValueError for another word."""
+        if isinstance(given, LayerPlan):
+            return given
+        try:
+            return LayerPlan(Split(_ALIASES.get(given, given)))
+        except ValueError:
+            words = ", ".join(way.value for way in Split)
+            raise ValueError(f"tp_plan: expected one of {words}, got {given!r} for '{pattern}'") from None
+
+
+Plan = Mapping[str, str | LayerPlan]
+"""Styles, or their words, by a pattern of names of modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A layer of a plan."""
+
+    name: str
+    module: nn.Module
+    style: LayerPlan
+    cuts: Mapping[str, Cut]
+    """By the name of the parameter in the module; the others are whole on each rank."""
+    parent: nn.Module
+    """The module that holds it, or the adapter around it."""
+    adapter: nn.Module | None = None
+    """The LoRA module around it."""
+
+    @property
+    def has_other_forward(self) -> bool:
+        """True if a forward of this package takes the place of its own."""
+        return self.style.way not in _BY_OWN_FORWARD
+
+    @property
+    def is_summed(self) -> bool:
+        """True if each rank holds the parameters whole and computes summands of their gradients."""
+        return self.style.way in (Split.SUMMED, Split.SHARED_COLUMNS, *OF_SEQUENCE)
+
+
+_SIZES = ("head_dim", "head_size", "key_value_proj_dim")
+"""The names of the size of a head in the attention layers of transformers."""
+_IN_ONE = {"query_key_value": 3}
+"""Layers whose outputs are, for each head, its query, its key and its value."""
+_SIDE_BY_SIDE = {("GPT2Attention", "c_attn"): "embed_dim"}
+"""Layers with all queries first, then all keys, then all values: (attention layer, name) -> size of each."""
+_LATENT = {
+    "q_proj": ("qk_head_dim",),
+    "q_b_proj": ("qk_head_dim",),
+    "kv_b_proj": ("qk_nope_head_dim", "v_head_dim"),
+    "o_proj": ("v_head_dim",),
+}
+"""Layers of multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1) -> the sizes of what a
+head has there."""
+_ROTARY = "qk_rope_head_dim"
+_COUNTS = {
+    "GPT2Attention": ("num_heads", "embed_dim", "split_size"),
+    "T5Attention": ("n_heads", "inner_dim"),
+    "MT5Attention": ("n_heads", "inner_dim"),
+}
+"""Attributes that are proportional to the number of heads which the layer computes."""
+_WITHOUT_HEADS = (Split.COLUMNS_GATHERED, Split.COLUMNS_LOSS, Split.ROWS_SPLIT, *WITHOUT_CUTS)
+"""Ways that may divide a head: what follows has all of them, or none."""
+
+
+def sections_of(name: str, parent: nn.Module, size: int, *, is_outputs: bool) -> tuple[Section, ...]:
+    """Return the sections of a layer of an attention layer, or () if it has no heads.
+
+    Args:
+        name: the name of the layer.
+        parent: the attention layer that holds it.
+        size: the outputs or inputs of the layer.
+        is_outputs: True for its outputs, which may be several matrices in one.
+    """
+    last = name.rpartition(".")[2]
+    head = _head_of(parent, last)
+    if head is None:
+        return ()
+    together = _SIDE_BY_SIDE.get((type(parent).__name__, last)) if is_outputs else None
+    if together is not None:
+        each: int = getattr(parent, together)
+        return (Section(each, head),) * (size // each)
+    unit = head * _IN_ONE.get(last, 1)
+    return () if size % unit else (Section(size, unit),)
+
+
+def _head_of(parent: nn.Module, last: str) -> int | None:
+    """The size of a head in a layer of an attention layer."""
+    if hasattr(parent, _ROTARY):
+        sizes = [getattr(parent, attribute, 0) for attribute in _LATENT.get(last, ())]
+        return sum(sizes) if all(sizes) and sizes else None
+    return next((head for head in (getattr(parent, attribute, None) for attribute in _SIZES) if head), None)
+
+
+def rotary_size(name: str, parent: nn.Module) -> int:
+    """Return how many of the outputs of a layer of latent attention are parts of the keys of all heads.
+
+    Raises:
+        ValueError: the attention layer does not tell.
+    """
+    size = getattr(parent, _ROTARY, None)
+    if not isinstance(size, int):
+        raise ValueError(
+            f"tp_plan: '{name}' has the word 'mla_kv_a_proj'; expected '{_ROTARY}' in the "
+            f"{type(parent).__name__} that holds it, got {size!r}"
+        )
+    return size
+
+
+def set_counts(parents: Iterable[nn.Module], num_ranks: int, changes: Changes) -> None:
+    """Tell attention layers how many heads a rank computes; their layers are divided by `sections_of`."""
+    for parent in parents:
+        for attribute in _COUNTS.get(type(parent).__name__, ()):
+            changes.set(parent, attribute, getattr(parent, attribute) // num_ranks)
+
+
+def with_heads(style: LayerPlan, name: str, module: Any, parent: nn.Module, num_ranks: int) -> LayerPlan:
+    """Return a style that leaves the heads of an attention layer of transformers whole.
+
+    Under grouped-query attention (Ainslie et al. 2023) there may be fewer heads of keys and values than
+    ranks. Then several ranks use the same one.
+    """
+    if style.way is Split.LATENT:
+        rotary_size(name, parent)
+    if style.sections or style.way in _WITHOUT_HEADS or not is_linear(module):
+        return style
+    is_outputs = style.way is not Split.ROWS
+    total: int = module.weight.shape[dim_of(module, is_outputs)]
+    if style.way is Split.PACKED_COLUMNS:
+        return LayerPlan(Split.COLUMNS, (Section(total // 2),) * 2)
+    sections = sections_of(name, parent, total, is_outputs=is_outputs)
+    if len(sections) != 1:
+        return replace(style, sections=sections)
+    unit = sections[0].unit
+    num_heads = total // unit
+    is_shared = style.way is Split.COLUMNS and num_heads < num_ranks and num_ranks % num_heads == 0
+    return LayerPlan(Split.SHARED_COLUMNS if is_shared else style.way, sections)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """True for the layer of transformers whose weight is [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D" and isinstance(getattr(module, "nf", None), int)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """True for a layer of one matrix and perhaps a bias."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def dim_of(module: nn.Module, is_outputs: bool) -> int:
+    """Return the dimension of the outputs, or inputs, in the weight."""
+    return int(is_outputs == is_conv1d(module))
+
+
+_CUTS = {"colwise": (1, 1), "packed_colwise": (1, 2), "rowwise": (2, 1), "packed_rowwise": (2, 2)}
+"""Word of a plan -> the dimension that is cut, and the matrices side by side along it."""
+
+
+def cuts_of_experts(
+    name: str, module: nn.Module, words: Mapping[str, str | None], num_ranks: int
+) -> dict[str, Cut]:
+    """Return the cuts of the parameters of experts.
+
+    Args:
+        name: the name of the module.
+        module: the experts of a layer.
+        words: the word of the plan for each parameter, by its name in the module; None without one.
+        num_ranks: the ranks of a tensor group.
+
+    Raises:
+        ValueError: a parameter is not cut, or the output of a rank would not be a summand.
+    """
+    if getattr(module, "has_post_expert_norm", False):
+        raise ValueError(
+            f"tp_plan: '{name}' normalizes the output of each expert, which no rank has in whole; expected "
+            "'replicate' for it and its parameters"
+        )
+    cuts = {}
+    for attribute, parameter in module.named_parameters():
+        where, word, shape = f"{name}.{attribute}", words.get(attribute), tuple(parameter.shape)
+        if word not in _CUTS or len(shape) != 3:
+            expected = ", ".join(f"'{known}'" for known in _CUTS)
+            raise ValueError(
+                f"tp_plan: '{name}' is divided by 'moe_tp_experts'; expected parameters of three dimensions "
+                f"with one of {expected}, got '{where}' of shape {shape} with {word!r}"
+            )
+        dim, num_packed = _CUTS[word]
+        if num_packed > 1 and not getattr(module, "is_concatenated", True):
+            raise ValueError(f"tp_plan: the gate and up of '{name}' alternate; expected no {word!r}, got it")
+        sections = (Section(shape[dim] // num_packed),) * num_packed
+        cuts[attribute] = Cut(where, shape, dim, num_ranks, sections)
+    return cuts
