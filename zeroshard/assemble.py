@@ -20,7 +20,6 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline, require_supported
-from zeroshard.forwards.casts import cast_forwards
 from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import (
@@ -30,6 +29,7 @@ from zeroshard.forwards.quantized import (
     refuse_merges,
 )
 from zeroshard.forwards.wrapped import (
+    cast_forwards,
     compile_forwards,
     leave_untraced,
     offload_activations,

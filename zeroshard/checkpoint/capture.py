@@ -73,7 +73,6 @@ class Progress:
     skipped_steps: int
     loss_scale: LossScale
     rounding: Rounding | None
-    """The rounding of updates into bfloat16."""
 
 
 class _Answer(NamedTuple):

@@ -89,7 +89,6 @@ class _LoadPlan:
     loss_scale: LossScale | None
     """The dynamic scale of float16 in the checkpoint."""
     rounding: Rounding | None
-    """The rounding of updates into bfloat16."""
 
 
 def load(

@@ -52,13 +52,10 @@ class Manifest:
     model: dict[str, Any]
     """The class of the model, and its config if it is a model of transformers."""
     config: dict[str, Any]
-    """The config of zeroshard."""
     global_step: int
     skipped_steps: int
     loss_scale: dict[str, Any] | None
-    """The loss scale of float16."""
     rounding: dict[str, Any] | None = None
-    """The rounding of updates into bfloat16."""
     seed: int
     """The seed from which ranks without saved generators derive theirs."""
     data: dict[str, Any] | None

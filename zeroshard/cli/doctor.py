@@ -235,7 +235,6 @@ class DiskSpeed(NamedTuple):
     system: str
     """The type of the file system; "unknown" where the system does not tell."""
     free: int
-    """Free bytes."""
     write: float
     """Bytes per second, the median of the rounds."""
     read: float

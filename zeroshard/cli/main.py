@@ -314,7 +314,7 @@ COMMANDS: Mapping[str, _Command] = {
         ),
     ),
     "mesh": _Command(
-        "ranks.show_groups",
+        "planning.show_groups",
         "show the groups of ranks that exchange along each axis of the mesh",
         "Print every tensor, data and pipeline group. Ranks are counted along the tensor\n"
         "axis first, then along the data-parallel axes, along the pipeline axis last. The\n"

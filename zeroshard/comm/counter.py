@@ -68,7 +68,6 @@ class Counter:
     calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     waited_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     since: float = field(default_factory=time.monotonic)
-    """The time of the last reset."""
 
     def add(self, kind: str, num_bytes: int) -> None:
         self.bytes_sent[kind] += num_bytes

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from zeroshard.forwards.casts import casting
+from zeroshard.forwards.wrapped import casting
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.parameters.saved import SavedSlices

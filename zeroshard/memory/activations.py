@@ -53,7 +53,6 @@ class Sizes:
     """The number of blocks; 0 for a model that is one unit."""
     width: int
     embedding: int
-    """Parameters of the embedding."""
     is_tied: bool
     """True if the head is the embedding; otherwise the head is as large again."""
 

@@ -17,12 +17,12 @@ from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens
 from zeroshard.memory.planned import PlannedPipeline, PlannedRanks, plan_model, plan_number, setting_of
 from zeroshard.memory.report import ModelStates
 from zeroshard.memory.tiered import States, bytes_on_tiers
+from zeroshard.parallel.pipeline.actions import ends_of_steps
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
 from zeroshard.parallel.pipeline.chunked import Outline
 from zeroshard.parallel.pipeline.runner import AHEAD
-from zeroshard.parallel.pipeline.sharding import ends_of_steps
 from zeroshard.parallel.pipeline.simulate import most_bytes
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan import traffic

@@ -39,7 +39,6 @@ class PlannedPipeline:
     schedule: Schedule
     """The lists that take the most memory."""
     num_microbatches: int
-    """The micro-batches of a batch."""
     runs: tuple[range, ...]
     """The blocks of each chunk."""
     cut: ModelCut | None = None

@@ -75,7 +75,6 @@ class ModelStates:
     gradients: int
     """Gradients for the optimizer, and sums that are not reduced yet."""
     optimizer: int
-    """Optimizer states."""
     unsharded: int
     """Full parameters that are gathered for a forward or backward only."""
     peak_unsharded: int

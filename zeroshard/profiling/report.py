@@ -42,7 +42,6 @@ class TimeSpan(NamedTuple):
     """A part of the time that belongs to one label."""
 
     phase: Label
-    """The phase around it."""
     label: Label
     """The phase itself, or the innermost task in it."""
     start: float
@@ -135,7 +134,6 @@ class MemorySample(NamedTuple):
     states: int
     """Parameters, scales, optimizer states and averages at rest: at the begin, and from the first step on."""
     unsharded: int
-    """Gathered parameters."""
     packed: int
     """Buffers in which gradients are packed for a reduction."""
     other: int
@@ -157,7 +155,6 @@ class Peak(NamedTuple):
 
     sample: MemorySample
     units: tuple[str, ...]
-    """The units that were gathered."""
 
 
 class MemoryWatch:

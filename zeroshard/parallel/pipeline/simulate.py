@@ -40,17 +40,14 @@ class ActionCosts:
     """
 
     forward: PerChunk = 1.0
-    """Duration of a forward."""
     backward_input: PerChunk = 1.0
     """Duration of the gradient of the input, the first half of a backward."""
     backward_weight: PerChunk = 1.0
     """Duration of the gradient of the weights, the second half."""
     recompute: PerChunk = 1.0
-    """Duration of a recompute."""
     transfer: PerChunk = 0.0
     """Time between a send and the arrival, for a chunk's output and, the same way back, for its gradient."""
     step: float = 0.0
-    """Duration of a step of a rank."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
