@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.averages import check_averages, read_averages
-from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, Progress
+from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, Progress, check_averages, read_averages
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.frozen import check_frozen
 from zeroshard.checkpoint.manifest import MAX_STEPS, check_sums

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.averages import KIND
+from zeroshard.checkpoint.capture import KIND
 from zeroshard.checkpoint.files import MANIFEST, find
 from zeroshard.checkpoint.manifest import Manifest, check_sums
 from zeroshard.checkpoint.places import StoredTensor

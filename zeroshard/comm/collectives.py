@@ -27,9 +27,16 @@ from torch import Tensor
 from zeroshard.comm import streams
 from zeroshard.comm.counter import ALL_TO_ALL, Counter
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.watch import ledger as ledgers
-from zeroshard.comm.watch.ledger import REDUCE
-from zeroshard.comm.watch.status import RankStatus
+from zeroshard.comm.watch.status import (
+    CONTROL,
+    GATHER,
+    REDUCE,
+    Entries,
+    Ledger,
+    RankStatus,
+    find_difference,
+    is_proven,
+)
 from zeroshard.comm.watch.watchdog import Waits, Watchdog
 
 
@@ -128,8 +135,8 @@ Parts = Mapping[int, Tensor] | Sequence[Tensor]
 class Channel(Enum):
     """The communicator that carries a collective: one communicator runs its collectives one by one."""
 
-    GATHER = ledgers.GATHER
-    REDUCE = ledgers.REDUCE
+    GATHER = GATHER
+    REDUCE = REDUCE
 
 
 class GatherPart(NamedTuple):
@@ -197,7 +204,7 @@ class Axis:
         return self.waits.rank_status
 
     @property
-    def ledger(self) -> ledgers.Ledger:
+    def ledger(self) -> Ledger:
         """The collectives that this rank has issued over this axis and axes that were derived from it."""
         return self.waits.ledger
 
@@ -277,7 +284,7 @@ class Axis:
         # when it changes.
         with self.waits.naming(label), dist._coalescing_manager(group=group, async_ops=False):
             for part in parts:
-                self.note("all_gather", part.own.nbytes * (self.size - 1), label, ledgers.GATHER)
+                self.note("all_gather", part.own.nbytes * (self.size - 1), label, GATHER)
                 dist.all_gather_into_tensor(part.flat, part.own, group=group, async_op=False)
         return Issued(self.waits.issue(label))
 
@@ -300,7 +307,7 @@ class Axis:
         if self.size == 1 or not flat.numel():
             out.copy_(own)
             return self._copied()
-        label = self.note("reduce_scatter", own.nbytes * (self.size - 1), label, ledgers.REDUCE)
+        label = self.note("reduce_scatter", own.nbytes * (self.size - 1), label, REDUCE)
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
             group = self._groups[Channel.REDUCE]
@@ -363,18 +370,16 @@ class Axis:
         def answer() -> list[bool]:
             self.waits.wait_for_agreement(work, label)
             maxima = bitmap.tolist()
-            if entries is not None and not ledgers.is_proven(maxima[len(flags) :]):
+            if entries is not None and not is_proven(maxima[len(flags) :]):
                 raise self._differing(entries)
             return [bool(flag) for flag in maxima[: len(flags)]]
 
         return answer
 
-    def _differing(self, entries: ledgers.Entries) -> RuntimeError:
+    def _differing(self, entries: Entries) -> RuntimeError:
         """Return the error of ranks that have issued different collectives; collective."""
         everyone = self.all_gather_object(tuple(entries), "comparison of collectives")
-        difference = ledgers.find_difference(
-            {rank: ledgers.Entries(*entries) for rank, entries in enumerate(everyone)}
-        )
+        difference = find_difference({rank: Entries(*entries) for rank, entries in enumerate(everyone)})
         older = "the ranks have issued different collectives, the first one longer ago than what is kept"
         return RuntimeError(f"{self.waits.who}: {difference or older}")
 
@@ -435,7 +440,7 @@ class Axis:
         self.waits.wait_for_agreement(dist.all_gather(parts, value, group=self.control, async_op=True), label)
         return parts
 
-    def note(self, kind: str, num_bytes: int, label: str, line: str = ledgers.CONTROL) -> str:
+    def note(self, kind: str, num_bytes: int, label: str, line: str = CONTROL) -> str:
         """Count and note a collective that sends `num_bytes`; return its name in messages."""
         self.counter.add(kind, num_bytes)
         self.ledger.note(label, self._line or line)

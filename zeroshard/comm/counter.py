@@ -74,10 +74,7 @@ class Counter:
         self.calls[kind] += 1
 
     def reset(self) -> None:
-        self.bytes_sent = dict.fromkeys(KINDS, 0)
-        self.calls = dict.fromkeys(KINDS, 0)
-        self.waited_s = dict.fromkeys(KINDS, 0.0)
-        self.since = time.monotonic()
+        vars(self).update(vars(Counter()))
 
     def report(self, *, rank: int = 0, num_ranks: int = 1, is_host_waiting: bool = True) -> CommReport:
         """Return the sums so far.

@@ -48,8 +48,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from zeroshard.data.microbatch import to_device
-from zeroshard.data.sources import Chat, TextSection, find_files, read_documents
-from zeroshard.data.tokens import NO_LOSS, TokenEncoder
+from zeroshard.data.tokens import NO_LOSS, Chat, TextSection, TokenEncoder, find_files, read_documents
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zeroshard.comm import moves
-from zeroshard.optim.ranges import check_betas, check_number, dense
+from zeroshard.optim.ranges import called, check_betas, check_number, dense
 from zeroshard.stepping.norms import Norms, whole_norms
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -60,10 +60,7 @@ class LayerWise(Optimizer):
         Raises:
             RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss: float | None = called(closure)
         parts = []
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:

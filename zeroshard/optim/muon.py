@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from zeroshard.optim.ranges import check_betas, check_number, dense
+from zeroshard.optim.ranges import called, check_betas, check_number, dense
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.names import fitting
@@ -231,10 +231,7 @@ class Muon(Optimizer):
             RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known; states
                 of Muon in a group of AdamW, or the reverse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss: float | None = called(closure)
         self._check_states()
         matrices: list[_Matrix] = []
         for group in self.param_groups:

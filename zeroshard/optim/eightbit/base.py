@@ -13,7 +13,7 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.eightbit.step import take_rounded_step, take_step
-from zeroshard.optim.ranges import RANGES, check_ranges
+from zeroshard.optim.ranges import RANGES, called, check_ranges
 from zeroshard.stepping.rounding import Bits, BitsOf, no_bits
 from zeroshard.stepping.threads import BlockBatch
 
@@ -174,10 +174,7 @@ class ElementWise8bit(BlockwiseOptimizer):
         Raises:
             RuntimeError: a sparse gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         batch = BlockBatch()
         with past_guards():
             try:
