@@ -301,7 +301,11 @@ def _read(parts: EngineState, dir: object, tag: str, client_state: Any) -> _Read
             f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
             "if they are the same on all ranks, or write a file for each rank"
         )
-    optimizer = _read_checked_optimizer(parts.optimizer)
+    given = parts.optimizer
+    optimizer = OptimizerState([], {}, {}, {}, []) if given is None else read_optimizer(given)
+    check_plain(optimizer.groups, "parameter groups")
+    for states in (optimizer.scalars, optimizer.other):
+        check_plain(states, "optimizer state")
     schedule = None
     if parts.lr_scheduler is not None:
         schedule = parts.lr_scheduler.state_dict()
@@ -327,23 +331,17 @@ def _read_place(loader: EpochLoader | GivenLoader | None) -> dict[str, Any] | No
     return place
 
 
-def _read_checked_optimizer(optimizer: Optimizer | None) -> OptimizerState:
-    """The state of an optimizer that loads again without running code; without an optimizer, an empty one."""
-    if optimizer is None:
-        return OptimizerState([], {}, {}, {}, [])
-    state = read_optimizer(optimizer)
-    check_plain(state.groups, "parameter groups")
-    check_plain(state.scalars, "optimizer state")
-    check_plain(state.other, "optimizer state")
-    return state
-
-
 def _read_client_state(client_state: Any) -> Any:
     """The user's values as plain ones, of which none is a slice."""
     if client_state is not None and not isinstance(client_state, Mapping):
         raise ValueError(f"client_state: expected a dict, got {type(client_state).__name__}")
     kept = to_plain(dict(client_state or {}), "client_state")
-    _check_whole(kept)
+    for value in tree_leaves(kept):
+        if isinstance(value, ShardedParameter):
+            raise ValueError(
+                f"client_state holds {value.describe()}: a rank has only a slice of it. Leave it out of "
+                "client_state; the checkpoint saves all parameters anyway"
+            )
     check_plain(kept, "client_state")
     return kept
 
@@ -390,15 +388,6 @@ def _facts(parts: EngineState, reading: _Reading, left_out: list[str]) -> PartFa
         lr_scheduler=reading.lr_scheduler,
         optimizer=None if optimizer is None else type(optimizer).__name__,
     )
-
-
-def _check_whole(client_state: Any) -> None:
-    for value in tree_leaves(client_state):
-        if isinstance(value, ShardedParameter):
-            raise ValueError(
-                f"client_state holds {value.describe()}: a rank has only a slice of it. Leave it out of "
-                "client_state; the checkpoint saves all parameters anyway"
-            )
 
 
 def _describe(parts: EngineState, progress: Progress, whole: PartFacts) -> Manifest:

@@ -110,17 +110,14 @@ class MemoryReport(ProcessMemory, ModelStates):
     """The device of this rank, such as "cuda:0"."""
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            ("parameters", format_bytes(self.parameters)),
-            *([("scales of codes", format_bytes(self.scales))] if self.scales else []),
-            ("gradients", format_bytes(self.gradients)),
-            ("optimizer states", format_bytes(self.optimizer)),
-        ]
-        if self.averages:
-            rows.append(("averages", format_bytes(self.averages)))
-        if self.peak_unsharded:
-            rows.append(("gathered", format_bytes(self.unsharded)))
-        rows += [LINE, ("total", format_bytes(self.total)), LINE]
+        states = {
+            "parameters": self.parameters,
+            "scales of codes": self.scales or None,
+            "gradients": self.gradients,
+            "optimizer states": self.optimizer,
+            "averages": self.averages or None,
+            "gathered": self.unsharded if self.peak_unsharded else None,
+        }
         others = {
             "gathered at the peak": self.peak_unsharded or None,
             "versions of weights at the peak": self.peak_versions or None,
@@ -133,7 +130,11 @@ class MemoryReport(ProcessMemory, ModelStates):
             "process (RSS)": self.rss,
             "process at the peak (RSS)": self.peak_rss,
         }
-        rows += [(kind, format_bytes(count)) for kind, count in others.items() if count is not None]
+        first, last = (
+            [(kind, format_bytes(count)) for kind, count in counts.items() if count is not None]
+            for counts in (states, others)
+        )
+        rows = [*first, LINE, ("total", format_bytes(self.total)), LINE, *last]
         title = f"memory of rank {self.rank} of {self.num_ranks}, now, on {self.device}"
         return render(title, ("kind", "bytes"), rows)
 

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -219,19 +219,15 @@ class Muon(Optimizer):
             for key, value in (("use_muon", True), ("split", None)) if "momentum" in group else ():
                 group.setdefault(key, value)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Raises:
             RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known; states
                 of Muon in a group of AdamW, or the reverse.
         """
-        loss: float | None = called(closure)
+        loss = called(closure)
         self._check_states()
         matrices: list[_Matrix] = []
         for group in self.param_groups:
