@@ -9,7 +9,7 @@ GUARDS = (
         name="any_value_of_a_config_key",
         says="A config key takes a value of another type or beyond its range.",
         file="zeroshard/config/checked.py",
-        find="if stored is rules.REFUSED:",
+        find="if stored is REFUSED:",
         replace="if False:",
         tests=(
             "tests/test_config.py::"
