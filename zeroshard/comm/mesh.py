@@ -371,7 +371,8 @@ def _open_model_axes(axes: Axes, mesh: DeviceMesh, world: Axis) -> None:
     names = mesh.mesh_dim_names or ()
     if TP in names:
         axes.tp = _open_parts(TP, mesh, (TP,), world)
-        axes.activations = _open_activations(axes.tp, mesh, world)
+        exchanges = axes.tp.exchanges
+        axes.activations = axes.tp if exchanges else _open_parts("activations", mesh, (TP,), world)
         for axis in (axes.tp, axes.activations):
             axis.serve_activations(TENSOR)
         axes.everyone = world
@@ -435,17 +436,11 @@ def _shard_subgroup(purpose: str, axes: Axes, size: int) -> dist.ProcessGroup:
 
 def _open_parts(purpose: str, mesh: DeviceMesh, axes: Sequence[str], world: Axis) -> Axis:
     """Return the axis of the ranks that differ from this one on some axes of the mesh alone; collective."""
-    group = _open_group(purpose, mesh, axes, world)
+    parts, timeout_s = _parts_of(mesh, axes), world.timeout_s
+    group = _own_group(purpose, parts, timeout_s)
     is_served = dist.get_backend(group) == "gloo" or dist.get_world_size(group) == 1
-    control = None if is_served else _open_group(f"{purpose} control", mesh, axes, world, "gloo")
+    control = None if is_served else _own_group(f"{purpose} control", parts, timeout_s, "gloo")
     return world.over(group, control)
-
-
-def _open_group(
-    purpose: str, mesh: DeviceMesh, axes: Sequence[str], world: Axis, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Return the group of the ranks that differ from this one on some axes of the mesh alone; collective."""
-    return _own_group(purpose, _parts_of(mesh, axes), world.timeout_s, backend)
 
 
 def _parts_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
@@ -456,11 +451,6 @@ def _parts_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
     ranks = mesh.mesh.permute(*outer, *inner)
     parts: list[list[int]] = ranks.flatten(len(outer)).flatten(0, max(0, len(outer) - 1)).tolist()
     return parts
-
-
-def _open_activations(tp: Axis, mesh: DeviceMesh, world: Axis) -> Axis:
-    """Return the axis `activations`; collective."""
-    return tp if tp.exchanges else _open_parts("activations", mesh, (TP,), world)
 
 
 def _own_group(

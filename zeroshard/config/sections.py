@@ -395,6 +395,10 @@ _AVAILABLE: dict[str, tuple[object, ...]] = {
 }
 
 
+GivenConfig = Config | Mapping[str, Any] | str | os.PathLike[str] | None
+"""A Config, a dict, or the path of a .json or .toml file; None for the defaults."""
+
+
 def require_supported(config: Config) -> None:
     """Raise one ValueError that lists all settings of `config` that zeroshard doesn't have yet."""
     asked = {key: value for key, value in flat(config).items() if value not in _AVAILABLE.get(key, (value,))}

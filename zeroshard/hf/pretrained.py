@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.config.sections import Config, require_supported
+from zeroshard.config.sections import Config, GivenConfig, require_supported
 from zeroshard.hf.quantize import Prequantized, quantize
 from zeroshard.lazy.deferred import defer
 from zeroshard.lazy.recording import recording
@@ -27,10 +26,7 @@ _IMPOSSIBLE = frozenset(
 
 
 def from_pretrained(
-    auto_class: Any,
-    path: str | os.PathLike[str],
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    **kwargs: Any,
+    auto_class: Any, path: str | os.PathLike[str], config: GivenConfig = None, **kwargs: Any
 ) -> nn.Module:
     """Return a transformers model whose weights stay in their files until `initialize` reads them.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +14,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.config.sections import Config
+from zeroshard.config.sections import GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
 from zeroshard.integrations.data_parallel import parse_of_strategy
@@ -40,9 +39,7 @@ class ZeroShardFabricStrategy(DDPStrategy):
         ValueError: the config asks for something that the loop of Fabric has or cannot have.
     """
 
-    def __init__(
-        self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, config: GivenConfig = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         last = "use fabric.no_backward_sync() for all micro-batches but the last"
         self._config = parse_of_strategy(config, "Fabric", last)
