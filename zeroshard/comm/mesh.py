@@ -371,8 +371,7 @@ def _open_model_axes(axes: Axes, mesh: DeviceMesh, world: Axis) -> None:
     names = mesh.mesh_dim_names or ()
     if TP in names:
         axes.tp = _open_parts(TP, mesh, (TP,), world)
-        exchanges = axes.tp.exchanges
-        axes.activations = axes.tp if exchanges else _open_parts("activations", mesh, (TP,), world)
+        axes.activations = _open_activations(axes.tp, mesh, world)
         for axis in (axes.tp, axes.activations):
             axis.serve_activations(TENSOR)
         axes.everyone = world
@@ -451,6 +450,11 @@ def _parts_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
     ranks = mesh.mesh.permute(*outer, *inner)
     parts: list[list[int]] = ranks.flatten(len(outer)).flatten(0, max(0, len(outer) - 1)).tolist()
     return parts
+
+
+def _open_activations(tp: Axis, mesh: DeviceMesh, world: Axis) -> Axis:
+    """Return the axis `activations`; collective."""
+    return tp if tp.exchanges else _open_parts("activations", mesh, (TP,), world)
 
 
 def _own_group(
