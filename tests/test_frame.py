@@ -202,7 +202,7 @@ def test_layout_and_arrangement_are_pure(module: str, trees: Trees) -> None:
 
 
 LISTS_OF_PIPELINES = (
-    *("actions", "choice", "partition", "schedules", "sharding", "simulate"),
+    *("actions", "choice", "partition", "schedules", "simulate"),
     *("asynchronous/ages", "asynchronous/uses"),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from zeroshard.comm.agreed import on_all
+from zeroshard.comm.collectives import on_all
 from zeroshard.engine import Engine
 from zeroshard.parameters.state import refuse_averages
 from zeroshard.stepping.averages import Averages

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.data.losses import loss_of
-from zeroshard.data.microbatch import split_batch, to_device
+from zeroshard.data.microbatch import loss_of, split_batch, to_device
 from zeroshard.parallel.pipeline.training import PipelineTraining, next_batch
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 

@@ -22,14 +22,11 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint.tensors import is_codes, is_scales, read_model
 from zeroshard.comm import moves
-from zeroshard.comm.agreed import on_all
-from zeroshard.comm.collectives import Axis
+from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.full.parameters import spread
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.optim.eightbit.blocks import QuantizedState
-from zeroshard.optim.eightbit.codebook import codebook
-from zeroshard.optim.eightbit.states import ABSMAX
-from zeroshard.optim.statenames import rule_of, to_common
+from zeroshard.optim.adopted import rule_of, to_common
+from zeroshard.optim.eightbit.blocks import ABSMAX, QuantizedState, codebook
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_averages, refuse_in_step
 from zeroshard.sharding.buffer import FlatBuffer

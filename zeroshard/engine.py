@@ -20,7 +20,7 @@ from zeroshard.comm import streams
 from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
-from zeroshard.data.losses import LossFunction, check_loss
+from zeroshard.data.microbatch import LossFunction, check_loss
 from zeroshard.forwards import methods
 from zeroshard.hf import live
 from zeroshard.internals.dispatch import past_guards

@@ -19,26 +19,23 @@ from zeroshard.assemble import open_data_parallel, shard_over, specify_units
 from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.manifest import describe_model
 from zeroshard.checkpoint.save import Saver
-from zeroshard.comm.agreed import on_all
-from zeroshard.comm.collectives import Axis
+from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, watch
 from zeroshard.comm.mesh import Axes, open_world, start_process_group
 from zeroshard.comm.streams import has_streams
 from zeroshard.config.sections import Config, Loader, require_supported
-from zeroshard.data.batches import collator
-from zeroshard.data.blocks import Blocks
+from zeroshard.data.blocks import Blocks, collator
 from zeroshard.data.given import GivenLoader, is_loader, warn_of_same_samples
 from zeroshard.data.loader import EpochLoader
-from zeroshard.data.losses import LossFunction
+from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
 from zeroshard.forwards.composed import form_of, sharding_apart
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import record_resets, refuse_recording
-from zeroshard.memory.room import check_room, states_of
-from zeroshard.optim.adopt.bitsandbytes import read_overrides
-from zeroshard.optim.adopt.takeover import OptimizerFactory, check_optimizer, take_over
+from zeroshard.memory.tiered import check_room, states_of
+from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
 from zeroshard.parallel.pipeline.chunked import Absent, Outline, outline_of
 from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
 from zeroshard.parallel.pipeline.part import ModelPart, find_chosen, narrowed, take_part

@@ -228,7 +228,7 @@ EXCHANGES = (
             "The backward of a layer divided by columns does not add its tensor ranks' gradients of the "
             "input up."
         ),
-        file="zeroshard/parallel/tensor/moves.py",
+        file="zeroshard/parallel/tensor/sequence.py",
         find='COPY = ("keep", "sum")',
         replace='COPY = ("keep", "keep")',
         tests=("tests/parallel/test_moves.py::test_columns_then_rows_are_the_layers_of_one_process",),

@@ -9,7 +9,7 @@ GUARDS = (
         name="any_value_of_a_config_key",
         says="A config key takes a value of another type or beyond its range.",
         file="zeroshard/config/checked.py",
-        find="if stored is rules.REFUSED:",
+        find="if stored is REFUSED:",
         replace="if False:",
         tests=(
             "tests/test_config.py::"
@@ -57,7 +57,7 @@ GUARDS = (
     Break(
         name="an_optimizer_over_another_model",
         says="An optimizer over parameters that are not the model's is taken.",
-        file="zeroshard/optim/adopt/takeover.py",
+        file="zeroshard/optim/adopted.py",
         find="    if foreign:\n",
         replace="    if False:\n",
         tests=("tests/test_initialize.py::test_foreign_parameters_are_refused_with_their_shapes_and_groups",),
@@ -65,7 +65,7 @@ GUARDS = (
     Break(
         name="registrations_with_bitsandbytes_are_passed_over",
         says="What is registered for a parameter with bitsandbytes' manager is left out without an error.",
-        file="zeroshard/optim/adopt/bitsandbytes.py",
+        file="zeroshard/optim/adopted.py",
         find="if others or (config and is_ours) or config.keys() - set(_BITS):",
         replace="if False:",
         tests=(
@@ -76,7 +76,7 @@ GUARDS = (
     Break(
         name="an_optimizer_that_needs_whole_tensors",
         says="An optimizer that needs whole matrices gets slices of them.",
-        file="zeroshard/optim/adopt/takeover.py",
+        file="zeroshard/optim/adopted.py",
         find="if part in base.__name__.lower():",
         replace="if False:",
         tests=(
@@ -414,7 +414,7 @@ GUARDS = (
     Break(
         name="a_tensor_of_which_a_part_is_missing",
         says="A tensor of which a checkpoint holds a part is loaded, with whatever memory held elsewhere.",
-        file="zeroshard/checkpoint/reader.py",
+        file="zeroshard/checkpoint/tensors.py",
         find="if num_read != part.data.numel():",
         replace="if False:",
         tests=("tests/checkpoint/test_readers.py::test_a_tensor_of_which_a_part_is_missing_is_named",),

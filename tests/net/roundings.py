@@ -65,7 +65,7 @@ ROUNDINGS = (
     Break(
         name="codes_are_off_by_one_at_midpoints",
         says="A value between two codes of 8 bits takes the upper one where it lies on their midpoint.",
-        file="zeroshard/optim/eightbit/codebook.py",
+        file="zeroshard/optim/eightbit/blocks.py",
         find="room = torch.where(starts < _SIGN, mask - at_midpoint, at_midpoint)",
         replace="room = torch.where(starts < _SIGN, mask - at_midpoint + 1, at_midpoint)",
         tests=(

@@ -13,15 +13,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.averages import check_averages, read_averages
-from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, Progress
-from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
+from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, Progress, check_averages, read_averages
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.frozen import check_frozen
-from zeroshard.checkpoint.manifest import check_sums
-from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
-from zeroshard.checkpoint.quantized import Offsets, is_description, read_offsets, set_offset
-from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
+from zeroshard.checkpoint.manifest import MAX_STEPS, check_sums
+from zeroshard.checkpoint.optimizers import (
+    HOW,
+    check_group,
+    check_schedule,
+    match_groups,
+    naming_file,
+    place_scalar,
+    reorder_schedule,
+    restore_groups,
+)
 from zeroshard.checkpoint.states import (
     SavedStates,
     Targets,
@@ -31,15 +36,27 @@ from zeroshard.checkpoint.states import (
     match_states,
     read_converted,
 )
-from zeroshard.checkpoint.tensors import TensorSlice, cuts_of, held_slices, read_model
+from zeroshard.checkpoint.tensors import (
+    Offsets,
+    Stored,
+    TensorReader,
+    TensorSlice,
+    cuts_of,
+    held_slices,
+    is_description,
+    open_checkpoint,
+    read_model,
+    read_offsets,
+    set_offset,
+)
 from zeroshard.checkpoint.values import read_values
-from zeroshard.comm.agreed import on_all
+from zeroshard.comm.collectives import on_all
 from zeroshard.data.given import GivenLoader, check_state
 from zeroshard.data.loader import parse_state
 from zeroshard.internals.warn import warn_user
+from zeroshard.optim.adopted import from_common
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
-from zeroshard.optim.statenames import from_common
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch
@@ -68,7 +85,6 @@ class _LoadPlan:
     loss_scale: LossScale | None
     """The dynamic scale of float16 in the checkpoint."""
     rounding: Rounding | None
-    """The rounding of updates into bfloat16."""
 
 
 def load_checkpoint(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from zeroshard.forwards.casts import casting
+from zeroshard.forwards.wrapped import casting
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.parameters.saved import SavedSlices

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.files import as_folder
 from zeroshard.checkpoint.manifest import describe_model, saved_names
 from zeroshard.checkpoint.tensors import TensorSlice, read_model
-from zeroshard.comm.agreed import on_all, on_first
-from zeroshard.config.rules import parse_dtype
+from zeroshard.comm.collectives import on_all, on_first
+from zeroshard.config.checked import parse_dtype
 from zeroshard.forwards.composed import is_wrapper
 from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed, names_beside
 from zeroshard.full.parameters import Named, collect, spread, unsharded

@@ -17,9 +17,7 @@ from zeroshard.engine import Engine
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.parallel.pipeline.actions import Kind, parse_action
-from zeroshard.profiling.memory import MemoryWatch
-from zeroshard.profiling.report import Profile, describe
-from zeroshard.profiling.timeline import OTHER, Label, PhaseTimeline
+from zeroshard.profiling.report import OTHER, Label, MemoryWatch, PhaseTimeline, Profile, describe
 from zeroshard.sharded import Sharded
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit, UnitState

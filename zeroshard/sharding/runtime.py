@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeroshard.comm.streams import mark_here
-from zeroshard.comm.watch.ledger import REDUCE, STEP
+from zeroshard.comm.watch.status import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter

@@ -33,18 +33,15 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import open_pairs
 from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.config.pipeline import ASYNCHRONOUS
-from zeroshard.data.losses import LossFunction, check_loss, loss_of
-from zeroshard.data.microbatch import split_batch, to_device
+from zeroshard.data.microbatch import LossFunction, check_loss, loss_of, split_batch, to_device
 from zeroshard.internals import pytree
-from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
-from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
+from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, ends_of_steps, reduced_apart
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
-from zeroshard.parallel.pipeline.asynchronous.versions import WeightVersions
+from zeroshard.parallel.pipeline.asynchronous.versions import Change, Corrected, WeightVersions
 from zeroshard.parallel.pipeline.choice import count_synchronous
 from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
 from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.runner import Runner
-from zeroshard.parallel.pipeline.sharding import ends_of_steps, reduced_apart
 from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.parallel.random import own_numbers
