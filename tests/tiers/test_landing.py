@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zeroshard.comm.streams import Streams
-from zeroshard.sharding.landing import Landing
+from zeroshard.sharding.gradients import Landing
 from zeroshard.tiers.memory import held_bytes
 from zeroshard.tiers.places import TierMemory
 

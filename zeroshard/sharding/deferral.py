@@ -41,8 +41,6 @@ class Deferral:
         """True if backward adds gradients up locally and sends nothing, but for units in `ending`."""
         self.ending: Collection[Unit] = ()
         """The units that a backward reduces though it defers all others."""
-        self.leaves_over = False
-        """True if gradients that are left to autograd stay there until a backward to which none adds."""
         self.is_half = is_half
         """True if gradients pass through float16, where small ones vanish: the loss must be scaled."""
         self.lacks_scale = self.is_half
@@ -74,16 +72,6 @@ class Deferral:
     def has_more(self) -> bool:
         """True if a later backward is to add to the gradients of this one."""
         return self._asked.has_more
-
-    @property
-    def leaves_now(self) -> bool:
-        """True if gradients that are left to autograd stay there after this backward."""
-        return self.leaves_over and self.has_more
-
-    @property
-    def leaves_all(self) -> bool:
-        """True if autograd has all gradients, and they stay there after this backward: it needs no end."""
-        return self.leaves_now and all(gradients.left_to_autograd for gradients in self._all)
 
     def _follow(self) -> None:
         self.is_deferring = self._asked.defers or not self.accumulates

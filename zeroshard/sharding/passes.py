@@ -318,7 +318,7 @@ class Passes(ShardedModule):
         self._walk = self._begin_walk(makes_graph)
         self.order.leave(self._walk.left)
         self._task = backward_task()
-        self.reducer.begin(accumulates, leave=self.is_local)
+        self.reducer.begin(accumulates)
         agree_on_frozen(self.units[1:], self.context.axes.everyone)
         if self.is_local and not self.local.shows_all:
             for unit in self.units:
@@ -367,7 +367,6 @@ class Passes(ShardedModule):
 
     def _end_backward(self) -> None:
         self._walk.finish()
-        self.reducer.take()
         self.state.move(self._around_backward)
         if not self._walk.makes_graph:
             self._calls.end_backward()

@@ -105,12 +105,11 @@ class Reducer(Deferral):
                 "offload.step_in_backward=False"
             )
 
-    def begin(self, accumulates: bool, *, leave: bool = False) -> None:
+    def begin(self, accumulates: bool) -> None:
         """Begin a backward.
 
         Args:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
-            leave: True to leave it to autograd to add gradients up, as nothing else is to be done with them.
         """
         self._state.is_in_step |= self.step_unit is not None and accumulates and not self.has_more
         self.accumulates = accumulates
@@ -118,7 +117,7 @@ class Reducer(Deferral):
         if not accumulates:
             return
         for gradients in self._all:
-            gradients.begin(self.has_more, leave=leave and self.step_unit is None and not self.lacks_scale)
+            gradients.begin(self.has_more)
         if not self.is_deferring:
             self._open()
         elif self.ending or self._ahead:
@@ -150,7 +149,7 @@ class Reducer(Deferral):
         self._to_start, self._ready = deque(self._order.of_reductions()), set()
         self._state.finish_scaling()  # of a step that has failed: this backward adds to the gradients
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
-            noted = (one for one in self._all if one.takes_notes)
+            noted = (one for one in self._all if one.landing is not None)
             gradients = (gradient_of(p) for one in noted for p in one.buffer.sharded)
             self._state.has_shown_gradients = any(gradient is not None for gradient in gradients)
 
@@ -242,16 +241,6 @@ class Reducer(Deferral):
             self._state.has_sums = True
             self._pool.release()
 
-    def take(self) -> None:
-        """Take over the gradients that were left to autograd in the backward that ends.
-
-        Raises:
-            RuntimeError: one is sparse.
-        """
-        if not self.leaves_now:
-            for gradients in self._all:
-                gradients.take()
-
     def end(self) -> bool:
         """End a backward: start the reductions that are left and deliver, or keep the sums.
 
@@ -259,7 +248,7 @@ class Reducer(Deferral):
             True if the gradients of the step are complete: hooks may see them.
         """
         completes = self.accumulates and not self.has_more
-        if self.accumulates and not self.leaves_all:
+        if self.accumulates:
             if self.is_deferring:
                 self._start_rest_ahead()
                 self._state.has_sums = True
@@ -327,11 +316,13 @@ class Reducer(Deferral):
             self._drop()
         self._forget_backward()
 
+    def taint(self) -> None:
+        """Refuse a step with the gradients that there are, if any: an exception has ended their batch."""
+        parameters = (parameter for gradients in self._all for parameter in gradients.buffer.sharded)
+        self._is_tainted |= self._state.has_sums or any(gradient_of(p) is not None for p in parameters)
+
     def _drop(self) -> None:
-        delivered = any(
-            gradient_of(p) is not None for gradients in self._all for p in gradients.buffer.sharded
-        )
-        self._is_tainted |= delivered or self._state.has_sums
+        self.taint()
         self._state.has_sums = False
         for unit in self._units:
             unit.drop_gradients()
