@@ -292,7 +292,7 @@ def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios:
 _no_wait_in("settle", Source, "await_copies", Kind.RACE, "host_saved_stage1")
 _no_wait_in("finish_gathers", Source, "await_copies", Kind.RACE, "parameters_on_host_kept", "host_edited")
 _no_wait_in("release", Source, "await_copies", Kind.FREED, "host_dropped")
-_no_wait_in("forget", Gradients, "_wait_on_host", Kind.RACE, "host_gradients_forgotten")
+_no_wait_in("forget", Gradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
 _no_wait_in("drop", Gradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
 # Two more calls of await_copies, in Edits and in EarlySteps, are not needed as the engine is now, so nothing
 # shows their absence. Before an edit in a forward is kept, the host waits for a copy of the edited values on
