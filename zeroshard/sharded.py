@@ -167,7 +167,7 @@ class ShardedCalls(NotCopied):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward adds gradients up on this rank and sends nothing."""
-        return self._runtime.reducer.deferring(True)
+        return self._runtime.reducer.next_backward(True)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -103,8 +103,8 @@ EXCHANGES = (
         name="the_loss_scale_stays_in_gradients",
         says="Gradients of a scaled loss are not divided by the loss scale.",
         file="zeroshard/sharding/gradients.py",
-        find="if self.unscale != 1.0:  # only now",
-        replace="if False:",
+        find="result.mul_(self._unscale)",
+        replace="pass",
         tests=(
             "tests/distributed/test_float16.py::test_a_static_scale_equals_the_hand_written_loop_to_the_bit",
         ),

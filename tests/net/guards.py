@@ -215,7 +215,7 @@ GUARDS = (
     Break(
         name="no_sync_sends_gradients",
         says="A backward under no_sync reduces its gradients.",
-        file="zeroshard/sharding/deferral.py",
+        file="zeroshard/sharding/reducer.py",
         find="defers = before.defers or (more and not send and self._is_averaged)",
         replace="defers = before.defers",
         tests=("tests/distributed/test_wire.py::test_under_no_sync_gradients_are_sent_once",),
@@ -256,8 +256,8 @@ GUARDS = (
     Break(
         name="an_unscaled_loss_in_float16",
         says="In float16 a backward of a loss without its scale is taken, though small gradients vanish.",
-        file="zeroshard/sharding/passes.py",
-        find="if reducer.lacks_scale:",
+        file="zeroshard/sharding/reducer.py",
+        find="if self.is_half and self._asked.scale is None:",
         replace="if False:",
         tests=(
             "tests/distributed/test_float16.py::test_an_unscaled_backward_is_refused_wherever_float16_is",
@@ -284,8 +284,8 @@ GUARDS = (
     Break(
         name="a_scaled_loss_for_another_engine",
         says="A backward multiplied by the loss scale of one engine gives gradients to another engine.",
-        file="zeroshard/sharding/deferral.py",
-        find="if Deferral._scaling not in (None, self) and",
+        file="zeroshard/sharding/reducer.py",
+        find="if Reducer._scaling not in (None, self) and",
         replace="if False and",
         tests=(
             "tests/distributed/test_micro_batches.py::"

@@ -62,7 +62,7 @@ def run(engine, runtime, numbers):
         loss = loss_of(engine.module, number)
         runtime.show_all()
         delivering = runtime.delivering() if is_bare else nullcontext()
-        with runtime.reducer.deferring(number < NUM - 1), delivering:
+        with runtime.reducer.next_backward(number < NUM - 1), delivering:
             loss.backward()
         yield number
 
@@ -120,7 +120,7 @@ def test_gradients_in_another_dtype_arrive_in_bare_micro_batches():
                 assert runtime.is_bare
         else:
             for number in range(NUM):
-                with runtime.reducer.deferring(number < NUM - 1):
+                with runtime.reducer.next_backward(number < NUM - 1):
                     loss_of(engine.module, number).backward()
         return [p.grad for p in engine.parameters()]
 

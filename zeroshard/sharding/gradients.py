@@ -78,7 +78,8 @@ class Gradients:
     def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool) -> None:
         self.buffer, self._context, self._pool, self._tag = buffer, context, pool, buffer.tag + 1
         plan, num = buffer.plan, len(buffer.sharded)
-        self._reduce_dtype, self._scale = plan.reduce_dtype, 1.0 / context.axes.dp.size
+        self._reduce_dtype = plan.reduce_dtype
+        self._scale = 1.0 / context.axes.dp.size
         self._factor: Tensor | None = None
         """[1], on the device: the value of `_scale`."""
         self._slices = [buffer.layout.parameter(index).slice for index in range(num)]
@@ -89,11 +90,9 @@ class Gradients:
         """The host memory of gradients that leave the device; None if they do not."""
         self._needs_flat = bool(plan.reductions) or self.landing is not None
         self._is_narrow = plan.main_dtype != plan.wide_dtype
-        self.set_aside: Callable[[int, Tensor], bool] | None = None
-        """Takes the gradient of the parameter at an index for later, or returns False; see `pack`."""
         self.noted: Noted | None = None
         """A note on the `p.grad` that the last delivery has set, if the device took it."""
-        self.unscale = 1.0
+        self._unscale = 1.0
         """One over the loss scale."""
         self.is_kept = False
         """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits."""
@@ -139,12 +138,15 @@ class Gradients:
         flat = () if self._flat is None else (self._flat,)
         return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
 
-    def begin(self, more: bool) -> None:
+    def begin(self, more: bool, scale: float | None = None) -> None:
         """Begin a backward. New gradients are added to those that exist.
 
         Args:
             more: True if a later backward is to add to the gradients of this one.
+            scale: the loss scale; None: the last one.
         """
+        if scale is not None:
+            self._unscale = 1.0 / scale
         self.is_kept, self.is_early = more and self._is_narrow, False
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
@@ -181,8 +183,8 @@ class Gradients:
     def _hand_on(self, index: int, gradient: Tensor) -> None:
         """Reduce a gradient without exchanges: add it to the sum that is there, or keep it as it is."""
         plan = self.buffer.plan
-        if self.unscale != 1.0:
-            gradient = gradient.to(plan.wide_dtype).mul_(self.unscale)
+        if self._unscale != 1.0:
+            gradient = gradient.to(plan.wide_dtype).mul_(self._unscale)
         if (total := self._sum_of(index)) is None:
             self._reduced[index] = gradient.to(plan.wide_dtype if self.is_kept else plan.main_dtype)
         else:
@@ -333,8 +335,8 @@ class Gradients:
 
         The ranks have not agreed yet on which parameters were used.
         """
-        if self.unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
-            result.mul_(self.unscale)
+        if self._unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
+            result.mul_(self._unscale)
         places = range(len(self._own_slices))
         sums = {index: total for index in places if (total := self._sum_of(index)) is not None}
         new = [index for index in places if index not in sums]

@@ -17,9 +17,12 @@ without one, the step does. A gradient that comes to such a unit nevertheless is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import BufferPool
@@ -28,14 +31,39 @@ from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.sharding.agreed import Agreed, flags_of, read_flags
-from zeroshard.sharding.deferral import Deferral
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.post_accumulate import PostAccumulateHooks, has_hooks
 from zeroshard.sharding.unit import Unit
 
 
-class Reducer(Deferral):
+class Role(NamedTuple):
+    """The part that a backward has in a step, from its begin to its end."""
+
+    defers: bool = False
+    """True if it adds gradients up locally and sends nothing, but for the units in `ending`."""
+    has_more: bool = False
+    """True if a later backward adds to its gradients."""
+    ending: Collection[Unit] = ()
+    """The units to whose gradients no later backward adds: it reduces them, though it defers the others."""
+    scale: float | None = None
+    """The loss scale in its gradients; None if nobody has scaled the loss."""
+    accumulates: bool = True
+    """False if it gives no gradients to parameters: it sends nothing, and deferred sums stay deferred."""
+
+    def keeps(self, unit: Unit) -> bool:
+        """True if the gradients of a unit stay here for a later backward."""
+        return self.defers and unit not in self.ending
+
+
+Receive = Callable[[Unit, Gradients, int, Tensor], None]
+
+
+def _refuse(unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+    raise AssertionError("a gradient arrives in a backward")
+
+
+class Reducer:
     """Start reductions, keep a few under way, agree on which parameters were used, deliver.
 
     Args:
@@ -46,14 +74,22 @@ class Reducer(Deferral):
         state: the state of the module.
     """
 
+    _scaling: ClassVar[Reducer | None] = None
+    """The reducer whose loss scale, other than 1, is in the backward that this process runs."""
+
     def __init__(
         self, units: Sequence[Unit], axes: Axes, pool: BufferPool, order: UnitOrder, state: ModuleState
     ) -> None:
-        super().__init__(
-            [gradients for unit in units for gradients in unit.gradients],
-            is_averaged=axes.dp.size > 1,
-            is_half=any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers),
-        )
+        self._all = tuple(gradients for unit in units for gradients in unit.gradients)
+        self._is_averaged = axes.dp.size > 1
+        self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
+        """True if gradients pass through float16, where small ones vanish: the loss must be scaled."""
+        self._asked = self._role = Role()
+        """The roles of the next backward, as `next_backward` sets it around it, and of that under way."""
+        self.receive: Receive = _refuse
+        """Takes the gradient of the parameter at an index of a buffer of a unit; chosen by `begin`."""
+        self.set_aside: dict[Gradients, Callable[[int, Tensor], bool]] = {}
+        """Calls that take the gradient at an index of a buffer for later, or return False."""
         self._units, self._pool, self._axis = tuple(units), pool, axes.everyone
         self._order = order
         self._has_warned, self.num_forwards = False, 0
@@ -80,6 +116,30 @@ class Reducer(Deferral):
         """The units whose reductions ended during the agreement, which tells if more of them will come."""
         self._is_tainted = False
 
+    @contextmanager
+    def next_backward(
+        self, more: bool, *, send: bool = False, but: Collection[Unit] = (), scale: float | None = None
+    ) -> Iterator[None]:
+        """Give the backward inside its role: while `more` is true it adds up locally for a later one.
+
+        Args:
+            send: reduce the gradients nevertheless, into p.grad unless that is narrower than float32.
+            but: units to whose gradients no later backward of the step adds: these are reduced, and arrive in
+                p.grad with the others. All ranks name the same ones.
+            scale: the factor in the loss, which is taken out of gradients; None: nobody has scaled it. It may
+                change only when there are no gradients.
+        """
+        before, scaling = self._asked, Reducer._scaling
+        defers = before.defers or (more and not send and self._is_averaged)
+        ending = before.ending if before.defers else but  # to what is deferred around it, more is added
+        self._asked = Role(defers, before.has_more or more, ending if defers else (), scale)
+        if scale is not None:
+            Reducer._scaling = self if scale != 1.0 else None
+        try:
+            yield
+        finally:
+            self._asked, Reducer._scaling = before, scaling
+
     @property
     def local_bytes(self) -> int:
         """Bytes of gradients that wait here for a later reduction."""
@@ -95,9 +155,17 @@ class Reducer(Deferral):
 
         Raises:
             RuntimeError: a backward has stepped units since the last step: gradients that came now would be
-                stepped with once more. Or see `check_scale`.
+                stepped with once more. Or the backward is that of another engine, whose loss scale would be
+                in the gradients.
         """
-        self.check_scale()
+        parameters = (p for gradients in self._all for p in gradients.buffer.unsharded)
+        if Reducer._scaling not in (None, self) and any(p.requires_grad for p in parameters):
+            raise RuntimeError(
+                "the backward of one engine, whose loss is multiplied by a loss scale, comes to the "
+                "trained parameters of another engine, which does not know the scale: call backward(loss) of "
+                "each engine on a loss of its own; for one loss over two models, put both into one module, "
+                "with one engine"
+            )
         if self._state.is_in_step:
             raise RuntimeError(
                 "a second backward before step(): units were stepped in the first one. Expected one backward "
@@ -111,17 +179,48 @@ class Reducer(Deferral):
         Args:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
         """
-        self._state.is_in_step |= self.step_unit is not None and accumulates and not self.has_more
-        self.accumulates = accumulates
-        self._follow()
+        self._role = role = self._asked if accumulates else Role(defers=True, accumulates=False)
+        self.receive = self._pack
+        if self.is_half and self._asked.scale is None:
+            self.receive = self._refuse_unscaled
+        elif self.step_unit is not None:
+            self.receive = self._pack_unless_stepped
+        elif self.set_aside:
+            self.receive = self._pack_or_set_aside
         if not accumulates:
             return
+        self._state.is_in_step |= self.step_unit is not None and not role.has_more
         for gradients in self._all:
-            gradients.begin(self.has_more)
-        if not self.is_deferring:
+            gradients.begin(role.has_more, role.scale)
+        if not role.defers:
             self._open()
-        elif self.ending or self._ahead:
-            self._open_ahead(self.ending)
+        elif role.ending or self._ahead:
+            self._open_ahead(role.ending)
+
+    def _pack(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        if self.under_way and not gradients.has_more:
+            for older in self.under_way[:-1]:  # see [Note: Two packed units]
+                older.settle_reduce()
+        gradients.pack(index, gradient, self._role.defers)
+
+    def _pack_or_set_aside(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        takes = self.set_aside.get(gradients)
+        if takes is None or not takes(index, gradient):
+            self._pack(unit, gradients, index, gradient)
+
+    def _pack_unless_stepped(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        if gradients.is_early:
+            raise RuntimeError(
+                f"{unit.described} got a gradient after it was stepped in this backward: set "
+                "offload.step_in_backward=False, and load the last checkpoint"
+            )
+        self._pack(unit, gradients, index, gradient)
+
+    def _refuse_unscaled(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        raise RuntimeError(
+            f"'{gradients.buffer.originals[index].fqn}' got the gradient of a loss without loss scale, "
+            "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
+        )
 
     def _open(self) -> None:
         """Begin the reductions of a backward, of all units that are left in this step."""
@@ -155,7 +254,7 @@ class Reducer(Deferral):
 
     def start(self, unit: Unit) -> None:
         """Start the reduction of a unit when it is its turn, unless it is deferred; repeatable."""
-        if self.is_deferring and unit not in self.ending:
+        if self._role.keeps(unit):
             return
         self._ready.add(unit.name)
         while self._to_start and self._to_start[0].name in self._ready:
@@ -169,7 +268,7 @@ class Reducer(Deferral):
         """
         if unit.name in self._ready:
             return True
-        if (self.is_deferring and unit not in self.ending) or not unit.is_complete:
+        if self._role.keeps(unit) or not unit.is_complete:
             return False
         self.start(unit)
         return True
@@ -182,11 +281,6 @@ class Reducer(Deferral):
         if self._is_averaged:
             self._open_ahead(units)
             self._start_rest_ahead()
-
-    def make_room(self) -> None:
-        """Free the packed buffers of all reductions but the newest, before a buffer is packed."""
-        for unit in self.under_way[:-1]:
-            unit.settle_reduce()
 
     def _start(self, unit: Unit) -> None:
         self._progress(but=1)
@@ -217,7 +311,7 @@ class Reducer(Deferral):
             self.step_unit(unit)
 
     def _may_step(self, unit: Unit) -> bool:
-        if not unit.gradients or unit.computes_with_main or self.has_more or unit.has_more:
+        if not unit.gradients or unit.computes_with_main or self._role.has_more or unit.has_more:
             return False
         if self._state.has_hooks and any(map(has_hooks, unit.gradients)):
             return False  # they are to see, and may change, the gradients of a whole backward
@@ -247,17 +341,17 @@ class Reducer(Deferral):
         Returns:
             True if the gradients of the step are complete: hooks may see them.
         """
-        completes = self.accumulates and not self.has_more
-        if self.accumulates:
-            if self.is_deferring:
+        role = self._role
+        if role.accumulates:
+            if role.defers:
                 self._start_rest_ahead()
                 self._state.has_sums = True
                 for gradients in self._all:
                     gradients.keep_deferred()
             else:
                 self._deliver()
-        self._forget_backward()
-        return completes
+        self._role, self.receive = Role(), _refuse
+        return role.accumulates and not role.has_more
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -312,9 +406,9 @@ class Reducer(Deferral):
         self._start_rest()
         if self._is_open:
             self._agree(has_failed=True)
-        if self.accumulates:
+        if self._role.accumulates:
             self._drop()
-        self._forget_backward()
+        self._role, self.receive = Role(), _refuse
 
     def taint(self) -> None:
         """Refuse a step with the gradients that there are, if any: an exception has ended their batch."""
