@@ -339,13 +339,15 @@ class Gradients:
             result.mul_(self._unscale)
         places = range(len(self._own_slices))
         sums = {index: total for index in places if (total := self._sum_of(index)) is not None}
-        new = [index for index in places if index not in sums]
         dtype = result.dtype if self.is_kept else self.buffer.plan.main_dtype
+        # The last micro-batch replaces sums that were kept in more bits.
+        new = [index for index in places if index not in sums or sums[index].dtype is not dtype]
         if self.landing is not None:
             self._leave(result, dtype, sums, new, self.landing)
             return
         for index, total in sums.items():
-            total.add_(result[self._own_slices[index]])
+            part = result[self._own_slices[index]]
+            (total.add_(part) if total.dtype is dtype else part.add_(total))
         if new:
             result = result.to(dtype)
             self._reduced.update((index, result[self._own_slices[index]]) for index in new)
@@ -363,11 +365,10 @@ class Gradients:
         Args:
             dtype: the dtype on the host.
             sums: the tensors on the host that they are added to, by the index of the parameter.
-            new: the indices of the other parameters.
+            new: the indices of the parameters whose gradients get new memory: they have no sum, or one of
+                another dtype, which is replaced.
         """
         own = self._own_slices
-        # Sums that were kept in more bits than the dtype are replaced.
-        new = [*new, *(index for index, total in sums.items() if total.dtype is not dtype)]
         needs_norm = not (self.is_kept or self._context.setting.steps_in_backward)
         if needs_norm and self._squares is None and result.dtype is not torch.float64:  # its squares overflow
             # A second part of the gradients writes to the same memory, in the order of the stream.
