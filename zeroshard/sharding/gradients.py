@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +41,9 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.storage import count_views
+
+_Place = tuple[int, int]
+"""The address of a gradient, and the number of its changes that torch has counted."""
 
 _MOST_UNDER_WAY = 2
 """Reduced gradients of flat buffers that hold memory on the device while they are copied."""
@@ -82,16 +84,17 @@ class Gradients:
         self._scale = 1.0 / context.axes.dp.size
         self._factor: Tensor | None = None
         """[1], on the device: the value of `_scale`."""
-        self._slices = [buffer.layout.parameter(index).slice for index in range(num)]
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
         self._zeros = tuple(gap.slice for gap in buffer.layout.gaps)
         """The padding of `flat`: zeros from the pool, and nothing else is written there."""
         self.landing = Landing(context, plan.main_size) if leaves_device(buffer, context) else None
         """The host memory of gradients that leave the device; None if they do not."""
-        self._needs_flat = bool(plan.reductions) or self.landing is not None
+        packed = range(num) if plan.reductions or self.landing is not None else ()
+        self._slices = [buffer.layout.parameter(index).slice for index in packed]
+        """The places of gradients in the flat buffer; none if they need no such buffer."""
         self._is_narrow = plan.main_dtype != plan.wide_dtype
-        self.noted: Noted | None = None
-        """A note on the `p.grad` that the last delivery has set, if the device took it."""
+        self.noted: tuple[Tensor, list[_Place | None]] | None = None
+        """The sum of squares of the `p.grad` that were set last, if the device took it, and their places."""
         self._unscale = 1.0
         """One over the loss scale."""
         self.is_kept = False
@@ -101,13 +104,13 @@ class Gradients:
         self._forget_all()
 
     def _forget_all(self) -> None:
-        num = len(self.buffer.sharded)
         self.state = GradientState.EMPTY
-        self.used = [False] * num
+        self.used = [False] * len(self.buffer.sharded)
         """Parameters that got a gradient since the last delivery, on this rank."""
-        self.num_missing = num
-        """Parameters whose gradient has not arrived since the last reduction."""
-        self._arrived, self._filled = [False] * num, [False] * num
+        self._arrived: set[int] = set()
+        """Parameters whose gradient has arrived since the last reduction, or in this backward."""
+        self._filled: set[int] = set()
+        """Parameters whose places in the flat buffer have been written."""
         self._flat: Tensor | None = None
         self._is_deferred = False
         self._reduction: Iterator[bool] | None = None
@@ -116,6 +119,11 @@ class Gradients:
         """Reduced gradients that are in no `p.grad` yet, by the index of the parameter, [n]."""
         self._squares: Tensor | None = None
         """Of gradients on their way to the host: the sum of squares that this rank counts, 0-dim, float64."""
+
+    @property
+    def num_missing(self) -> int:
+        """The number of parameters whose gradient has not arrived since the last reduction."""
+        return len(self.used) - len(self._arrived)
 
     @property
     def has_deferred(self) -> bool:
@@ -162,12 +170,10 @@ class Gradients:
             RuntimeError: the gradient is sparse.
         """
         gradient = self._flatten(index, gradient)
-        if not self._arrived[index]:
-            self._arrived[index] = True
-            self.num_missing -= 1
+        self._arrived.add(index)
         self.used[index] = True
         self._move(GradientState.PACKING)
-        if self._needs_flat:
+        if self._slices:
             self._write(index, gradient, defer)
         else:
             self._hand_on(index, gradient)
@@ -197,13 +203,13 @@ class Gradients:
             self._flat = self._take(self.buffer.plan.wide_dtype if defer else self._reduce_dtype)
         target = self._flat[self._slices[index]]
         scale = 1.0 if self._is_deferred else self._scale
-        if self._filled[index]:
+        if index in self._filled:
             target.add_(gradient, alpha=scale)
         elif scale == 1.0:
             target.copy_(gradient)
         else:
             self._write_scaled(target, gradient)
-        self._filled[index] = True
+        self._filled.add(index)
 
     def _write_scaled(self, target: Tensor, gradient: Tensor) -> None:
         """Write `gradient` times 1/N into `target`: one kernel on an accelerator, with any dtypes."""
@@ -221,9 +227,8 @@ class Gradients:
         """Start the reduction; parameters without a gradient count zeros."""
         self.complete()
         self._move(GradientState.REDUCING)
-        self._arrived = [False] * len(self._arrived)
-        self.num_missing = len(self._arrived)
-        self._reduction = self._reduce(self._finish_packing()) if self._needs_flat else iter(())
+        self._arrived = set()
+        self._reduction = self._reduce(self._finish_packing()) if self._slices else iter(())
         self._advance()
 
     def _reduce(self, flat: Tensor) -> Iterator[bool]:
@@ -282,10 +287,10 @@ class Gradients:
     def _finish_packing(self) -> Tensor:
         """The flat gradients, scaled, in the reduce dtype, with zeros where none arrived."""
         flat, self._flat = self._take(self._reduce_dtype) if self._flat is None else self._flat, None
-        missing = [flat[part] for part, filled in zip(self._slices, self._filled, strict=True) if not filled]
+        missing = [flat[part] for index, part in enumerate(self._slices) if index not in self._filled]
         if missing:
             torch._foreach_zero_(missing)
-        self._filled = [False] * len(self._filled)
+        self._filled = set()
         if not self._is_deferred:
             return flat
         self._is_deferred = False
@@ -397,8 +402,7 @@ class Gradients:
 
     def keep_deferred(self) -> None:
         """End a backward whose sums stay here until a later one reduces them."""
-        self._arrived = [False] * len(self._arrived)
-        self.num_missing = len(self._arrived)
+        self._arrived = set()
 
     def deliver(self, used: Sequence[bool]) -> None:
         """Set `p.grad` of the sharded parameters, or add to it, unless sums are kept for a later backward.
@@ -448,13 +452,25 @@ class Gradients:
             reduced.clear()  # nobody else is to keep their memory
             set_gradients(new)
             if squares is not None and not adds:
-                self.noted = Noted.of(self.buffer, squares)
+                self.noted = squares, [_place_of(parameter) for parameter in sharded]
 
         return deliver
 
     def _wait_on_host(self) -> None:
         if self.landing is not None:
             self.landing.wait()
+
+    def noted_squares(self) -> Tensor | None:
+        """Return the sum of squares of the gradients, as this rank counts them, if the device took it.
+
+        Returns:
+            0-dim, float64. None, too, if somebody has changed, replaced or seen gradients since the backward.
+        """
+        sharded = self.buffer.sharded
+        if self.noted is None or any(parameter.state.has_shown_gradients for parameter in sharded[:1]):
+            return None
+        squares, places = self.noted
+        return squares if places == [_place_of(parameter) for parameter in sharded] else None
 
     def drop(self) -> None:
         """Forget all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
@@ -466,7 +482,8 @@ class Gradients:
 
     def forget(self, index: int) -> None:
         """Forget the sum of gradients of one parameter that is not in its p.grad yet."""
-        self.used[index] = self._filled[index] = False
+        self.used[index] = False
+        self._filled.discard(index)
         if index in self._reduced:
             self._wait_on_host()
             del self._reduced[index]
@@ -565,34 +582,6 @@ class Landing:
         landed[:] = [memory for memory in landed if all(memory is not other for other in free)]
         landed.append(self._context.memory.empty(self._size, values.dtype, Tier.HOST))
         return landed[-1][:]
-
-
-_Place = tuple[int, int]
-"""The address of a gradient, and the number of its changes that torch has counted."""
-
-
-class Noted(NamedTuple):
-    """A note on the gradients of one buffer: their sum of squares, taken before they left the device.
-
-    It holds only as long as gradients are those that the backward has set: nobody has changed them, replaced
-    them or seen them since.
-    """
-
-    squares: Tensor
-    """0-dim, float64, on the device: over the elements that the layout gives to this rank."""
-    places: list[_Place | None]
-    """By parameter; None for one without a gradient."""
-
-    @classmethod
-    def of(cls, buffer: FlatBuffer, squares: Tensor) -> Noted:
-        """A note on the present gradients of a buffer."""
-        return cls(squares, [_place_of(parameter) for parameter in buffer.sharded])
-
-    def holds_for(self, buffer: FlatBuffer) -> bool:
-        """True if the gradients of the buffer are still those that were noted."""
-        if any(parameter.state.has_shown_gradients for parameter in buffer.sharded[:1]):
-            return False
-        return self.places == [_place_of(parameter) for parameter in buffer.sharded]
 
 
 def _place_of(parameter: ShardedParameter) -> _Place | None:

@@ -111,9 +111,8 @@ class Reducer:
         """Steps a unit whose gradients are reduced, during a backward that is the last one of its step."""
         self._is_open = False
         """True from the beginning of a backward that reduces to the agreement at its end."""
-        self._is_agreeing = False
-        self._ended: list[Unit] = []
-        """The units whose reductions ended during the agreement, which tells if more of them will come."""
+        self._ended: list[Unit] | None = None
+        """The units whose reductions ended during the agreement, which says if more gradients come."""
         self._is_tainted = False
 
     @contextmanager
@@ -305,7 +304,7 @@ class Reducer:
 
     def _end_reduction(self, unit: Unit) -> None:
         """Step a unit at once, if that is wanted and this rank has had all of its gradients."""
-        if self._is_agreeing:
+        if self._ended is not None:
             self._ended.append(unit)
         elif self.step_unit is not None and self._may_step(unit):
             self.step_unit(unit)
@@ -431,14 +430,13 @@ class Reducer:
                 different collectives, which a communicator may have mixed up.
         """
         self._start_rest()
-        agreed = self._agree(has_failed=False)
+        agreed, ended = self._agree(has_failed=False)
         if agreed.has_failed:
             self._drop()
             raise RuntimeError(
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
                 "are incomplete and were dropped on all ranks"
             )
-        ended, self._ended = self._ended, []
         for unit in ended:
             if unit not in agreed.again:
                 self._end_reduction(unit)
@@ -468,16 +466,17 @@ class Reducer:
                 "evaluation, use torch.no_grad()"
             )
 
-    def _agree(self, has_failed: bool) -> Agreed:
-        """Tell all ranks the end of this backward here; meanwhile reductions come to their end."""
+    def _agree(self, has_failed: bool) -> tuple[Agreed, list[Unit]]:
+        """Agree on the end of a backward with all ranks; return the units whose reductions end meanwhile."""
         units = self._order.of_reductions()
         flags = flags_of(self._all, units, self._order.has_changed, has_failed, self.num_forwards)
         self.num_forwards = 0
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
-        self._ended, self._is_agreeing = [], True
+        ended: list[Unit] = []
+        self._ended = ended
         try:
             self._finish()
         finally:
-            self._is_agreeing = False
+            self._ended = None
         self._is_open = False
-        return read_flags(answer(), self._all, units)
+        return read_flags(answer(), self._all, units), ended
