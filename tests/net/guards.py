@@ -243,6 +243,17 @@ GUARDS = (
         ),
     ),
     Break(
+        name="a_step_with_part_of_a_batch",
+        says="A step is taken with the gradients of a batch of a pipeline that an exception has ended.",
+        file="zeroshard/sharding/runtime.py",
+        find="self.reducer.taint()",
+        replace="pass",
+        tests=(
+            "tests/sharding/test_gradients_of_one_rank.py::"
+            "test_a_batch_that_has_failed_takes_no_step_until_zero_grad",
+        ),
+    ),
+    Break(
         name="a_step_with_gradients_that_overflow",
         says="A step in float16, or with nonfinite='skip', is taken with gradients that are inf or nan.",
         file="zeroshard/stepping/guard.py",

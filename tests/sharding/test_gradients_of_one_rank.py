@@ -182,6 +182,28 @@ def test_a_sparse_gradient_is_refused_at_one_rank_as_at_two(ranks):
     assert ranks(2, make_sparse) == [True, True]
 
 
+def run_part_of_a_batch(engine):
+    with engine._runtime.batch():
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        raise LookupError
+
+
+def fail_in_a_batch():
+    engine = zeroshard.initialize(Net(), torch.optim.AdamW, {"stage": 3}).engine
+    with pytest.raises(LookupError):
+        run_part_of_a_batch(engine)
+    with pytest.raises(RuntimeError, match="only a part of a micro-batch; call zero_grad"):
+        engine.step()
+    engine.zero_grad()
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    return engine.step()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_batch_that_has_failed_takes_no_step_until_zero_grad(ranks, num_ranks):
+    assert ranks(num_ranks, fail_in_a_batch) == [True] * num_ranks
+
+
 class Mixed(nn.Module):
     """A frozen layer in float16 before a trained one in float32."""
 
