@@ -58,8 +58,8 @@ from zeroshard.plan.units import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter
+from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.hooks import hook
-from zeroshard.sharding.reduced import gradients_of
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.tiers.places import TierMemory, open_swap
@@ -147,7 +147,7 @@ def shard_over(
         for buffer in buffers:
             parameters = (original.parameter for original in buffer.originals)
             replacements.update(zip(parameters, buffer.sharded, strict=True))
-        gradients = [gradients_of(buffer, context, pool) for buffer in buffers if buffer.trainable]
+        gradients = [Gradients(buffer, context, pool) for buffer in buffers if buffer.trainable]
         units.append(Unit(plan, spec.modules, buffers, gradients, context.streams.gather))
     quantized.finish(buffer for unit in units for buffer in unit.buffers)
     if config.compile:

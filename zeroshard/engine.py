@@ -147,7 +147,7 @@ class Engine(NotCopied, nn.Module):
         if scale_wrt_gas and self._num_micro_batches > 1:
             factored = factored / self._num_micro_batches
         early = nullcontext() if self._early is None or more else self._early
-        with reducer.deferring(more, send=send), reducer.scaled(self.loss_scale), early:
+        with reducer.next_backward(more, send=send, scale=self.loss_scale), early:
             factored.backward()
         self._guard.loss = loss.detach()
         return self._guard.loss

@@ -164,7 +164,7 @@ def _made_anew(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 def no_sync(owner: Engine | Sharded) -> AbstractContextManager[None]:
     """Return a context in which backward adds gradients up on this rank and sends nothing."""
-    return owner._runtime.reducer.deferring(True)
+    return owner._runtime.reducer.next_backward(True)
 
 
 def clip_grad_norm_(

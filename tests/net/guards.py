@@ -215,7 +215,7 @@ GUARDS = (
     Break(
         name="no_sync_sends_gradients",
         says="A backward under no_sync reduces its gradients.",
-        file="zeroshard/sharding/deferral.py",
+        file="zeroshard/sharding/reducer.py",
         find="defers = before.defers or (more and not send and self._is_averaged)",
         replace="defers = before.defers",
         tests=("tests/distributed/test_wire.py::test_under_no_sync_gradients_are_sent_once",),
@@ -243,6 +243,17 @@ GUARDS = (
         ),
     ),
     Break(
+        name="a_step_with_part_of_a_batch",
+        says="A step is taken with the gradients of a batch of a pipeline that an exception has ended.",
+        file="zeroshard/sharding/runtime.py",
+        find="self.reducer.taint()",
+        replace="pass",
+        tests=(
+            "tests/sharding/test_gradients_of_one_rank.py::"
+            "test_a_batch_that_has_failed_takes_no_step_until_zero_grad",
+        ),
+    ),
+    Break(
         name="a_step_with_gradients_that_overflow",
         says="A step in float16, or with nonfinite='skip', is taken with gradients that are inf or nan.",
         file="zeroshard/stepping/guard.py",
@@ -256,8 +267,8 @@ GUARDS = (
     Break(
         name="an_unscaled_loss_in_float16",
         says="In float16 a backward of a loss without its scale is taken, though small gradients vanish.",
-        file="zeroshard/sharding/passes.py",
-        find="if reducer.lacks_scale:",
+        file="zeroshard/sharding/reducer.py",
+        find="if self.is_half and self._asked.scale is None:",
         replace="if False:",
         tests=(
             "tests/distributed/test_float16.py::test_an_unscaled_backward_is_refused_wherever_float16_is",
@@ -284,8 +295,8 @@ GUARDS = (
     Break(
         name="a_scaled_loss_for_another_engine",
         says="A backward multiplied by the loss scale of one engine gives gradients to another engine.",
-        file="zeroshard/sharding/deferral.py",
-        find="if Deferral._scaling not in (None, self) and",
+        file="zeroshard/sharding/reducer.py",
+        find="if Reducer._scaling not in (None, self) and",
         replace="if False and",
         tests=(
             "tests/distributed/test_micro_batches.py::"

@@ -11,7 +11,6 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import STAGES
-from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 
 NUM = 4
@@ -63,7 +62,7 @@ def run(engine, runtime, numbers):
         loss = loss_of(engine.module, number)
         runtime.show_all()
         delivering = runtime.delivering() if is_bare else nullcontext()
-        with runtime.reducer.deferring(number < NUM - 1), delivering:
+        with runtime.reducer.next_backward(number < NUM - 1), delivering:
             loss.backward()
         yield number
 
@@ -75,9 +74,7 @@ def test_the_gradients_of_a_batch_are_those_of_plain_pytorch(stage):
         loss_of(plain, number).backward()
     engine, runtime = start(stage)
     with runtime.batch():
-        for number in run(engine, runtime, range(NUM)):
-            delivered = [gradient_of(p) is not None for p in runtime.parameters]
-            assert delivered == [number == NUM - 1] * len(delivered)
+        list(run(engine, runtime, range(NUM)))
     for (name, ours), theirs in zip(engine.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad.flatten()), name
 
@@ -123,7 +120,7 @@ def test_gradients_in_another_dtype_arrive_in_bare_micro_batches():
                 assert runtime.is_bare
         else:
             for number in range(NUM):
-                with runtime.reducer.deferring(number < NUM - 1):
+                with runtime.reducer.next_backward(number < NUM - 1):
                     loss_of(engine.module, number).backward()
         return [p.grad for p in engine.parameters()]
 
@@ -158,7 +155,7 @@ def test_parameters_are_shown_from_the_first_forward_to_the_end_of_the_batch(sta
     assert not shown(engine)
 
 
-def test_a_batch_that_fails_leaves_no_gradient_and_shows_sharded_parameters():
+def test_a_batch_that_fails_takes_no_step_until_zero_grad_and_shows_sharded_parameters():
     engine, runtime = start(3)
 
     def failing():
@@ -170,7 +167,9 @@ def test_a_batch_that_fails_leaves_no_gradient_and_shows_sharded_parameters():
         failing()
     engine.module.layers[1].fails = False
     assert not shown(engine)
-    assert not runtime.has_gradients
+    with pytest.raises(RuntimeError, match="only a part of a micro-batch; call zero_grad"):
+        engine.step()
+    engine.zero_grad()
     plain = Net()
     loss_of(plain, 7).backward()
     engine.backward(loss_of(engine, 7))
@@ -178,7 +177,7 @@ def test_a_batch_that_fails_leaves_no_gradient_and_shows_sharded_parameters():
         assert torch.equal(ours.grad, theirs.grad.flatten())
 
 
-def test_a_backward_that_fails_in_a_batch_leaves_no_gradient():
+def test_a_backward_that_fails_in_a_batch_takes_no_step():
     def fail(gradient):
         raise LookupError("a backward that fails")
 
@@ -195,7 +194,8 @@ def test_a_backward_that_fails_in_a_batch_leaves_no_gradient():
 
     with pytest.raises(LookupError):
         failing()
-    assert not runtime.has_gradients
+    with pytest.raises(RuntimeError, match="only a part of a micro-batch; call zero_grad"):
+        engine.step()
     assert not shown(engine)
 
 

@@ -50,7 +50,6 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     for gradients in unit.gradients:
         for index, parameter in enumerate(gradients.buffer.unsharded):
             _hook_gradient(runtime, unit, gradients, index, parameter)
-        gradients.watch()
 
 
 def _casts_itself(runtime: Runtime, module: nn.Module) -> bool:
@@ -111,17 +110,14 @@ def _hook_gradient(
     of_runtime, of_unit, of_gradients = weakref.ref(runtime), weakref.ref(unit), weakref.ref(gradients)
 
     def arrived(parameter: Tensor) -> None:
-        gradients = of_gradients()
-        assert gradients is not None, "its unit holds it"
-        if gradients.left_to_autograd:
-            return
-        runtime, unit = of_runtime(), of_unit()
+        runtime, unit, gradients = of_runtime(), of_unit(), of_gradients()
         assert runtime is not None and unit is not None, "the module's hooks hold them"  # noqa: PT018
+        assert gradients is not None, "its unit holds it"
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None, "called when it has been accumulated"
         runtime.receive(unit, gradients, index, gradient)
 
-    gradients.arrived.append(arrived)
+    parameter.register_post_accumulate_grad_hook(arrived)
     redirect_hooks(parameter, gradients.buffer.sharded[index])
 
 

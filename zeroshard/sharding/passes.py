@@ -318,7 +318,7 @@ class Passes(ShardedModule):
         self._walk = self._begin_walk(makes_graph)
         self.order.leave(self._walk.left)
         self._task = backward_task()
-        self.reducer.begin(accumulates, leave=self.is_local)
+        self.reducer.begin(accumulates)
         agree_on_frozen(self.units[1:], self.context.axes.everyone)
         if self.is_local and not self.local.shows_all:
             for unit in self.units:
@@ -334,15 +334,9 @@ class Passes(ShardedModule):
         """Pack the gradient of the parameter at `index` of a buffer, and start the reductions that are due.
 
         Raises:
-            RuntimeError: the loss is not scaled, in float16; the gradient came after the unit was freed, or
-                from a reentrant checkpoint.
+            RuntimeError: the gradient came after the unit was freed, or from a reentrant checkpoint; or the
+                reducer refuses it.
         """
-        reducer = self.reducer
-        if reducer.lacks_scale:
-            raise RuntimeError(
-                f"'{gradients.buffer.originals[index].fqn}' got the gradient of a loss without loss scale, "
-                "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
-            )
         if self.state.phase is not _BACKWARD:  # no output of a unit could be hooked
             self._begin_backward(unit)
         if unit.state is UnitState.SHARDED and unit.backward_needs_parameters and not self.is_delivering:
@@ -353,21 +347,12 @@ class Passes(ShardedModule):
             )
         if backward_task() != self._task and not self.is_delivering:
             raise reentrant_error()
-        if gradients.is_early:
-            raise RuntimeError(
-                f"{unit.described} got a gradient after it was stepped in this backward: set "
-                "offload.step_in_backward=False, and load the last checkpoint"
-            )
-        if reducer.under_way and not gradients.has_more:
-            reducer.make_room()
-        if gradients.set_aside is None or not gradients.set_aside(index, gradient):
-            gradients.pack(index, gradient, reducer.is_deferring)
+        self.reducer.receive(unit, gradients, index, gradient)
         if not gradients.num_missing:
             self._walk.note_gradient(unit)
 
     def _end_backward(self) -> None:
         self._walk.finish()
-        self.reducer.take()
         self.state.move(self._around_backward)
         if not self._walk.makes_graph:
             self._calls.end_backward()

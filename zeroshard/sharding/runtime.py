@@ -43,12 +43,6 @@ class Runtime(Passes):
         forward was bare, see `show_all`. A backward like any other for the reducer: on all ranks alike, also
         where no gradient comes.
         """
-        if self.reducer.leaves_all:  # autograd goes on adding to what it has
-            for unit in self.units:
-                for gradients in unit.gradients:
-                    gradients.unwatch()
-            yield
-            return
         self._recover()
         self.reducer.check_begin()
         self._around_backward, self._backward = self.state.phase, object
@@ -56,13 +50,12 @@ class Runtime(Passes):
         self._walk = Backward((), self.reducer, self.leases.graph, num_prefetch=0, makes_graph=False)
         for unit in self.units:
             unit.visit = None
-        self.reducer.begin(accumulates=True, leave=self.is_local)
+        self.reducer.begin(accumulates=True)
         self.is_delivering = True
         try:
             yield
         finally:
             self.is_delivering = False  # after an exception, the next call cleans up: see `_recover`
-        self.reducer.take()
         self.state.move(self._around_backward)
         if self.reducer.end():
             self.reducer.call_hooks()
@@ -109,22 +102,16 @@ class Runtime(Passes):
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Run the micro-batches of a batch; no other forward runs between them.
-
-        Where nothing is exchanged, autograd goes on adding up gradients from one backward to the next.
-        """
-        self.reducer.leaves_over = self.is_local and self.context.axes.everyone.size == 1
+        """Run the micro-batches of a batch; no other forward runs between them."""
         self.state.is_in_batch = True
         try:
             yield
+        except BaseException:
+            self.reducer.taint()
+            raise
         finally:
-            self.reducer.leaves_over = self.is_bare = self.state.is_in_batch = False
+            self.is_bare = self.state.is_in_batch = False
             self.local.hide()
-            for unit in self.units:
-                for gradients in unit.gradients:
-                    gradients.watch()
-                if any(gradients.left_to_autograd for gradients in unit.gradients):  # the batch has failed
-                    unit.drop_gradients()
             self.end_parts()
         self.check_edits()
 
@@ -137,7 +124,7 @@ class Runtime(Passes):
         """
         if self.is_local and not self.local.shows_all:
             self.local.show(self.units)
-            self.is_bare = self.reducer.leaves_over
+            self.is_bare = self.context.axes.everyone.size == 1
 
     def await_shown(self) -> None:
         """Let compute wait for parameters that follow a step while they are shown: bare forwards do not."""
