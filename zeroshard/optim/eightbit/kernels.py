@@ -123,7 +123,7 @@ def largest_of_block(x: Any) -> Any:
 
 @intrinsic
 def quantize_block(typing: Any, codes: Any, x: Any, table: Any, inverse: Any, num_lower: Any) -> Any:
-    """codes[i] = the nearest one to x[i] * inverse, by the table of a codebook; codebook.py tells how."""
+    """codes[i] = the nearest one to x[i] * inverse, by the table of a codebook; blocks.py tells how."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         to = _Emitter(context, builder, signature)
