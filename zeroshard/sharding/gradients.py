@@ -538,8 +538,9 @@ class Landing:
             self._under_way.append((to_host.hold(values, most=_MOST_UNDER_WAY), on_host))
 
     def fetched(self, sums: Sequence[tuple[slice, Tensor]]) -> Tensor:
-        """Copy sums of one dtype to the device, called `beside`; return them in their places, [size]."""
-        device, dtype = self._context.device, sums[0][1].dtype
+        """Copy sums to the device, called `beside`; return them in place, [size], in the widest dtype."""
+        device = self._context.device
+        dtype = max((values.dtype for _, values in sums), key=lambda dtype: dtype.itemsize)
         whole = torch.zeros(self._size, dtype=dtype, device=device)
         for place, values in sums:
             whole[place].copy_(values, non_blocking=True)
