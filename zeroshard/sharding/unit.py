@@ -23,10 +23,9 @@ from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.buffers import UnitPlan
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.edits import Edits
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.lease import Lease
-from zeroshard.sharding.slots import Slots
+from zeroshard.sharding.slots import Edits, Slots
 
 
 class UnitState(Enum):
@@ -151,8 +150,6 @@ class Unit:
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
         self.call = ForwardCall(self, NEVER)
         """The forward under way, or the last one."""
-        self.num_open = 0
-        """The forwards under way that have no `call`; see `local.py`."""
         self.visit: Visit | None = None
         """The calls in forwards that a backward may come to, if there are any."""
         self.recomputed_in: list[Unit] = []
@@ -177,7 +174,7 @@ class Unit:
     @property
     def is_in_forward(self) -> bool:
         """True if a forward of it is under way."""
-        return self.num_open > 0 or (self.call.began != NEVER and self.call.ended == NEVER)
+        return self.call.began != NEVER and self.call.ended == NEVER
 
     @property
     def entered(self) -> int:
