@@ -43,8 +43,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         changes.hook(module.register_forward_pre_hook(before, prepend=True))
         changes.hook(module.register_forward_hook(after))
         changes.hook(module.register_forward_hook(at_last, always_call=True))
-    if not unit.is_resident and not unit.is_compiled:
-        _hook_layers(runtime, unit)
+    _hook_layers(runtime, unit)
     for gradients in unit.gradients:
         for index, parameter in enumerate(gradients.buffer.unsharded):
             _hook_gradient(runtime, unit, gradients, index, parameter)
@@ -81,7 +80,7 @@ def _hook_layers(runtime: Runtime, unit: Unit) -> None:
     def after(layer: nn.Module, args: Any, output: Any) -> None:
         runtime.passes.watch_layer(unit, output)
 
-    for layer in unit.slots.owners.difference(unit.modules):
+    for layer in unit.layers:
         runtime.changes.hook(layer.register_forward_hook(after))
 
 

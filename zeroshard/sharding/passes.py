@@ -332,7 +332,8 @@ class Passes:
         self._task = backward_task()
         self._reducer.begin(accumulates)
         agree_on_frozen(self._units[1:], self._context.axes.everyone)
-        for shown in self.unwatched:  # a part of it may be recomputed
+        for shown in self.unwatched:  # their parameters may follow a step; a part may be recomputed
+            shown.wait()
             shown.slots.install()
         self._backward = at_end_of_backward(self._end_backward)
 

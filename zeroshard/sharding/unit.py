@@ -143,8 +143,6 @@ class Unit:
         self.is_resident = plan.is_resident
         self.reads_files = any(b.gather_tier is Tier.DISK and not b.is_resident for b in plan.buffers)
         """True if gathers start from files."""
-        self.is_compiled = False
-        """True if nothing inside the module can be hooked."""
         self.backward_needs_parameters = plan.needs_parameters_in_backward
         self.position = -1
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
@@ -168,6 +166,8 @@ class Unit:
         """The buffers whose full parameters can be older than the main ones."""
         self.slots = Slots(buffers)
         """The places in modules that hold its parameters."""
+        self.layers = set() if self.is_resident else self.slots.owners.difference(modules)
+        """Modules inside, whose values may leave the unit beside its outputs; none in a compiled module."""
         self.edits = Edits(buffers)
         """Notices edits of its unsharded parameters."""
 
@@ -323,7 +323,7 @@ class Unit:
     def release(self) -> None:
         """Forget the module and all parameters, when the engine is closed."""
         self.leases.clear()
-        self.modules = (nn.Identity(),)  # at once: unit and call hold each other
+        self.modules, self.layers = (nn.Identity(),), set()  # at once: unit and call hold each other
         for gradients in self.gradients:
             gradients.drop()
         for buffer in self.buffers:

@@ -56,8 +56,8 @@ class CallLog:
         self._units, self._root = tuple(units), units[0]
         self._tick = 0
         """The clock: it goes on at each beginning and end of a call."""
-        self._has_had_backward = False
-        """True if a backward has gone through the forwards so far, and their graphs do not come again."""
+        self._num_past = 0
+        """The first of `_forwards`, through which a backward has gone: their graphs do not come again."""
         self._now: _Forward | None = None
         """The forward under way, if it may have a backward; the same on all ranks."""
         self._forwards: list[ref[_Forward]] = []
@@ -84,8 +84,8 @@ class CallLog:
             unit: the unit; its `call` is the new call until that ends.
             caller: a frame that runs as long as the call does.
         """
-        if self._has_had_backward:
-            self._has_had_backward, self._forwards = False, []
+        del self._forwards[: self._num_past]
+        self._num_past = 0
         if not self._num_open:  # the outermost: parts of it may be under no_grad on some ranks
             self._now = _Forward() if torch.is_grad_enabled() else None
             self._forwards = [forward for forward in self._forwards if forward() is not None]
@@ -150,7 +150,7 @@ class CallLog:
 
     def end_backward(self) -> None:
         """Note that the calls so far have had their backward: the next call forgets them."""
-        self._has_had_backward = True
+        self._num_past = len(self._forwards)
 
     def _end_first(self, call: ForwardCall) -> None:
         if self._now is not None and call.unit in self._now.visits:
