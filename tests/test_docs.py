@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.test_frame import LEVEL, part_of
 from zeroshard import Config, Offload
 
 ROOT = Path(__file__).parents[1]
@@ -159,8 +160,7 @@ def test_the_example_of_the_log_runs(ranks: Any, tmp_path: Path) -> None:
 
 
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-WALK = ARCHITECTURE.partition("\n## A newcomer's walk\n")[2].partition("\n## ")[0]
-STOPS = re.findall(r"`([\w/]+\.py):\s+([\w.]+)`", WALK)
+STOPS = re.findall(r"`([\w/]+\.py):\s+([\w.]+)`", ARCHITECTURE)
 
 
 def defined(path: str) -> set[str]:
@@ -177,30 +177,37 @@ def defined(path: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("path", "name"), sorted(set(STOPS)))
-def test_a_stop_of_the_walk_exists(path: str, name: str) -> None:
+def test_a_stop_of_the_architecture_exists(path: str, name: str) -> None:
     assert name in defined(path)
 
 
-def test_the_walk_follows_six_things_and_all_of_its_stops_are_found() -> None:
-    titles = re.findall(r"^### (.*)$", WALK, re.MULTILINE)
-    assert titles == [
-        "A parameter",
-        "A gradient",
-        "A batch",
-        "A step",
-        "A config key",
-        "A checkpoint box",
-    ]
-    assert len(STOPS) == len(re.findall(r"\.py:\s", WALK)) > 90
+def test_the_architecture_has_each_life_once_and_all_of_its_stops_are_found() -> None:
+    titles = re.findall(r"^## (The life of .*)$", ARCHITECTURE, re.MULTILINE)
+    assert titles == ["The life of a unit", "The life of a gradient", "The life of a step"]
+    assert len(STOPS) == len(re.findall(r"`[\w/]+\.py:\s", ARCHITECTURE)) > 50
 
 
-def test_the_layer_picture_has_every_module() -> None:
+def test_the_glossary_has_few_words() -> None:
+    glossary = ARCHITECTURE.partition("\n## Words\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.*?) \|", glossary, re.MULTILINE)[1:]
+    words = [word for row in rows for word in row.split(", ")]
+    assert len(words) == len(set(words)) <= 45
+
+
+CORE = ("plan", "parameters", "sharding", "stepping", "comm")
+"""The folders whose modules the layer picture names; of the others it has one line."""
+
+
+def test_the_layer_picture_has_every_part_and_every_module_of_the_core() -> None:
     picture = ARCHITECTURE.partition("\n## Layers\n")[2].partition("```")[2].partition("```")[0]
     drawn, folders = set(), [""]
     for indent, name in re.findall(r"^( +)([\w/]+(?:\.py|/)) ", picture, re.MULTILINE):
         depth = max(0, (len(indent) - 4) // 2)
         folders[depth:] = [folders[depth - 1] + name if depth else name]
         drawn.add(folders[depth])
+    core = tuple(f"zeroshard/{folder}/" for folder in CORE)
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "zeroshard").rglob("*.py")}
-    optional = {path for path in modules if path.endswith(("/__init__.py", "/__main__.py"))}
-    assert {name for name in drawn if name.endswith(".py")} - optional == modules - optional
+    named = {path for path in modules if path.startswith(core) and not path.endswith("/__init__.py")}
+    parts = {part_of(name) for name in drawn if name.startswith("zeroshard/")}
+    assert LEVEL.keys() <= parts
+    assert named <= drawn

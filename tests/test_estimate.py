@@ -14,9 +14,9 @@ from tests.distributed.models import GPT, Llama, Tiny
 from tests.distributed.training import ALL_STAGES, numbers, square_loss, start, token_loss
 from zeroshard.comm.counter import KINDS
 from zeroshard.config.sections import Config
+from zeroshard.memory.activations import typical_sizes
 from zeroshard.memory.planned import setting_of
 from zeroshard.memory.tiered import States, bytes_on_tiers
-from zeroshard.memory.typical import typical_sizes
 from zeroshard.optim import AdamW8bit
 from zeroshard.plan.buffers import UnitPlan, plan_buffer
 from zeroshard.plan.originals import Original

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zeroshard
-from zeroshard.cli.planning import training_seconds
+from zeroshard.cli.planning import DEVICES, SHARE, Room, find_fits, least, memory_of, training_seconds
 from zeroshard.config.sections import Config
 from zeroshard.memory.activations import Tokens
 from zeroshard.memory.estimate import Counted
-from zeroshard.memory.fit import DEVICES, SHARE, Room, find_fits, least, memory_of
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30

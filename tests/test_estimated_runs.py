@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import zeroshard
-from zeroshard.hf.skeleton import with_codes
+from zeroshard.hf.pretrained import with_codes
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.memory.activations import Tokens
 from zeroshard.memory.dryrun import LiveBytes

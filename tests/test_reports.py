@@ -15,7 +15,7 @@ from tests.distributed.models import Tiny
 from tests.distributed.training import padded_size, square_loss, start
 from zeroshard import CommReport, MemoryReport
 from zeroshard.comm.counter import Counter
-from zeroshard.memory.process import measure_process
+from zeroshard.memory.report import measure_process
 from zeroshard.tables import format_bytes
 
 

@@ -20,8 +20,6 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline, require_supported
-from zeroshard.forwards.activations import offload_activations
-from zeroshard.forwards.casts import cast_forwards
 from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import (
@@ -30,7 +28,13 @@ from zeroshard.forwards.quantized import (
     change_forwards,
     refuse_merges,
 )
-from zeroshard.forwards.wrapped import compile_forwards, leave_untraced, recompute_forwards
+from zeroshard.forwards.wrapped import (
+    cast_forwards,
+    compile_forwards,
+    leave_untraced,
+    offload_activations,
+    recompute_forwards,
+)
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import (
     check_values,
@@ -41,8 +45,7 @@ from zeroshard.lazy.recording import (
 )
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.division import Division, plan_division
-from zeroshard.parallel.tensor.inputs import compare_inputs
-from zeroshard.parallel.tensor.layers import install
+from zeroshard.parallel.tensor.layers import compare_inputs, install
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import mark_slices, refuse_copies
 from zeroshard.parameters.sharded import ShardedParameter
@@ -55,8 +58,8 @@ from zeroshard.plan.units import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter
+from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.hooks import hook
-from zeroshard.sharding.reduced import gradients_of
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.tiers.places import TierMemory, open_swap
@@ -144,7 +147,7 @@ def shard_over(
         for buffer in buffers:
             parameters = (original.parameter for original in buffer.originals)
             replacements.update(zip(parameters, buffer.sharded, strict=True))
-        gradients = [gradients_of(buffer, context, pool) for buffer in buffers if buffer.trainable]
+        gradients = [Gradients(buffer, context, pool) for buffer in buffers if buffer.trainable]
         units.append(Unit(plan, spec.modules, buffers, gradients, context.streams.gather))
     quantized.finish(buffer for unit in units for buffer in unit.buffers)
     if config.compile:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from zeroshard.comm.collectives import on_all
 from zeroshard.engine import Engine
+from zeroshard.parameters.state import refuse_averages
+from zeroshard.stepping.averages import Averages
 
 
 class EMA:
@@ -30,7 +33,29 @@ class EMA:
     def __init__(self, engine: Engine, decay: float, *, name: str = "ema") -> None:
         if not isinstance(engine, Engine):
             raise ValueError(f"EMA: expected the engine of zeroshard.initialize, got {type(engine).__name__}")
-        self._averages = engine.add_averages(name, decay)
+        runtime, kept = engine._runtime, engine._parts.averages
+
+        def make() -> tuple[str, float]:
+            if not str(name).isidentifier():
+                raise ValueError(f"EMA: expected a name like 'ema' or 'ema_2', got {name!r}")
+            if name in kept:
+                raise ValueError(
+                    f"EMA: the engine has an average '{name}' already: give this one another name"
+                )
+            runtime.settle()
+            runtime.require_slices("EMA()")
+            refuse_averages(runtime.state, "EMA()")
+            self._averages = Averages(runtime, decay)
+            return name, self._averages.decay
+
+        everyone = on_all(runtime.context.axes.world, "agreement on an EMA", make)
+        for rank, own in enumerate(everyone):
+            if own != everyone[0]:
+                raise ValueError(
+                    f"EMA: rank 0 has name and decay {everyone[0]}, rank {rank} has {own}: expected the same "
+                    "on every rank"
+                )
+        kept[name] = self._averages
 
     @property
     def decay(self) -> float:

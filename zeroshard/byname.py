@@ -3,6 +3,9 @@
 Ranks hold slices of each. A read gathers the slices of a shard group, some megabytes at a time. Where
 pipeline ranks hold parts of the model, the first one with the parameter sends the result to the others. For a
 write every rank gives the same full tensor and keeps its slice of it.
+
+All ranks call the methods of the engine with the same name, outside of forward and backward. Names are those
+of `named_parameters()`, and the other names of tied parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,19 +22,19 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint.tensors import is_codes, is_scales, read_model
 from zeroshard.comm import moves
-from zeroshard.comm.agreed import on_all
-from zeroshard.comm.collectives import Axis
+from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.full.parameters import spread
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.optim.eightbit.blocks import QuantizedState
-from zeroshard.optim.eightbit.codebook import codebook
-from zeroshard.optim.eightbit.states import ABSMAX
-from zeroshard.optim.statenames import rule_of, to_common
+from zeroshard.optim.adopted import rule_of, to_common
+from zeroshard.optim.eightbit.blocks import ABSMAX, QuantizedState, codebook
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_averages, refuse_in_step
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.wholes import own_value, whole_value
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 _GATHERED_BYTES = 64 << 20
 """Memory that a gather takes beside its result."""
@@ -117,169 +120,165 @@ class WholeTensor:
         return blake2b(f"{values.dtype}".encode() + raw.numpy().tobytes(), digest_size=16).digest()
 
 
-class ByName:
-    """The part of an engine that reads and writes full tensors by name.
+def full_parameter(engine: Engine, name: str) -> Tensor:
+    """Copy a parameter to every rank; collective.
 
-    All ranks call these methods with the same name, outside of forward and backward. Names are those of
-    `named_parameters()`, and the other names of tied parameters.
+    Returns:
+        Its full shape, from the main parameter, in float32 or wider, on the engine's device.
+
+    Raises:
+        ValueError: the model has no such parameter, or ranks give different names.
     """
+    agreed = _agree(engine._runtime, "full_parameter()", name)
+    return agreed.read(engine._runtime, lambda place: place.gather(place.sharded.detach()))
 
-    _runtime: Runtime
-    optimizer: Optimizer | None
 
-    def full_parameter(self, name: str) -> Tensor:
-        """Copy a parameter to every rank; collective.
+def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
+    """Give a parameter other values; collective.
 
-        Returns:
-            Its full shape, from the main parameter, in float32 or wider, on the engine's device.
+    Args:
+        name: the name of the parameter.
+        values: its full shape, the same on every rank.
 
-        Raises:
-            ValueError: the model has no such parameter, or ranks give different names.
-        """
-        agreed = _agree(self._runtime, "full_parameter()", name)
-        return agreed.read(self._runtime, lambda place: place.gather(place.sharded.detach()))
+    Raises:
+        ValueError: no such parameter; values of another shape, or other ones on other ranks.
+    """
+    call = "set_full_parameter()"
+    refuse_averages(engine._runtime.state, call)
+    agreed = _agree(engine._runtime, call, name, lambda place: place.digest(values))
+    _require_same(call, name, agreed.facts)
+    if (place := agreed.place) is None:
+        return
+    with torch.no_grad():
+        place.sharded.detach().copy_(place.cut(values))
+    for unit in engine._runtime.units:
+        if place.buffer in unit.buffers:
+            unit.refresh()
 
-    def set_full_parameter(self, name: str, values: Tensor) -> None:
-        """Give a parameter other values; collective.
 
-        Args:
-            name: the name of the parameter.
-            values: its full shape, the same on every rank.
+def full_gradient(engine: Engine, name: str) -> Tensor | None:
+    """Copy a parameter's gradient, averaged over the ranks and unscaled, to every rank; collective.
 
-        Raises:
-            ValueError: no such parameter; values of another shape, or other ones on other ranks.
-        """
-        call = "set_full_parameter()"
-        refuse_averages(self._runtime.state, call)
-        agreed = _agree(self._runtime, call, name, lambda place: place.digest(values))
-        _require_same(call, name, agreed.facts)
-        if (place := agreed.place) is None:
-            return
-        with torch.no_grad():
-            place.sharded.detach().copy_(place.cut(values))
-        for unit in self._runtime.units:
-            if place.buffer in unit.buffers:
-                unit.refresh()
+    Micro-batches of an unfinished step are reduced first, as `clip_grad_norm_` does.
 
-    def full_gradient(self, name: str) -> Tensor | None:
-        """Copy a parameter's gradient, averaged over the ranks and unscaled, to every rank; collective.
+    Returns:
+        The parameter's full shape, in float32 or wider. None if no rank has a gradient: for a frozen or
+        unused parameter, and after `step()` and `zero_grad()`.
 
-        Micro-batches of an unfinished step are reduced first, as `clip_grad_norm_` does.
-
-        Returns:
-            The parameter's full shape, in float32 or wider. None if no rank has a gradient: for a frozen or
-            unused parameter, and after `step()` and `zero_grad()`.
-
-        Raises:
-            ValueError: the model has no such parameter, or ranks give different names.
-            RuntimeError: only some ranks have a gradient.
-        """
-        call = "full_gradient()"
-        agreed = _agree(self._runtime, call, name, lambda place: place.gradient is not None, reduces=True)
-        if len(set(agreed.facts.values())) > 1:
-            having = [rank for rank, has in agreed.facts.items() if has]
-            raise RuntimeError(
-                f"{call}: only ranks {having} have a gradient of '{name}'; expected one on all "
-                "ranks or on none. Drop p.grad on all ranks alike"
-            )
-
-        def read(place: WholeTensor) -> Tensor | None:
-            gradient = place.gradient
-            return None if gradient is None else place.gather(gradient)
-
-        return agreed.read(self._runtime, read)
-
-    def set_full_gradient(self, name: str, values: Tensor) -> None:
-        """Give a parameter another gradient, for the next step; collective.
-
-        Args:
-            name: the name of the parameter.
-            values: its full shape, unscaled, the same on every rank.
-
-        Raises:
-            ValueError: no such parameter; a frozen one; values of another shape, or other ones elsewhere.
-            RuntimeError: a backward has stepped units, with `offload.step_in_backward`.
-        """
-        call = "set_full_gradient()"
-        refuse_in_step(self._runtime.context.state, call)
-
-        def tell(place: WholeTensor) -> bytes:
-            if not place.sharded.requires_grad:
-                raise ValueError(f"{call}: '{name}' is frozen: expected a parameter that is trained")
-            return place.digest(values)
-
-        agreed = _agree(self._runtime, call, name, tell, reduces=True)
-        _require_same(call, name, agreed.facts)
-        if (place := agreed.place) is not None:
-            place.set_gradient(place.cut(values).to(place.sharded.dtype, copy=True))
-
-    def full_optimizer_state(self, name: str) -> dict[str, Any]:
-        """Copy the optimizer's states of a parameter to every rank; collective.
-
-        Returns:
-            The states by the names that torch's optimizers use. Element-wise states come in the parameter's
-            full shape, in float32 or wider (8-bit ones too); others, such as `step`, as they are. {} before
-            the first step, and for a parameter that the optimizer does not hold.
-
-        Raises:
-            ValueError: the model has no such parameter, or ranks give different names.
-            RuntimeError: the engine has no optimizer.
-        """
-        agreed, states = self._states("full_optimizer_state()", name, {})
-        return agreed.read(
-            self._runtime, lambda place: {key: state.read(place) for key, state in states.items()}
+    Raises:
+        ValueError: the model has no such parameter, or ranks give different names.
+        RuntimeError: only some ranks have a gradient.
+    """
+    call = "full_gradient()"
+    agreed = _agree(engine._runtime, call, name, lambda place: place.gradient is not None, reduces=True)
+    if len(set(agreed.facts.values())) > 1:
+        having = [rank for rank, has in agreed.facts.items() if has]
+        raise RuntimeError(
+            f"{call}: only ranks {having} have a gradient of '{name}'; expected one on all "
+            "ranks or on none. Drop p.grad on all ranks alike"
         )
 
-    def set_full_optimizer_state(self, name: str, values: Mapping[str, Any]) -> None:
-        """Give states of a parameter other values; collective. States that are not given stay.
+    def read(place: WholeTensor) -> Tensor | None:
+        gradient = place.gradient
+        return None if gradient is None else place.gather(gradient)
 
-        Args:
-            name: the name of the parameter.
-            values: states as `full_optimizer_state` returns them, the same on every rank.
+    return agreed.read(engine._runtime, read)
 
-        Raises:
-            ValueError: no such parameter or state; values of another shape, or other ones on other ranks.
-            RuntimeError: the engine has no optimizer.
-        """
-        call = "set_full_optimizer_state()"
-        agreed, states = self._states(call, name, values)
-        _require_same(call, name, {rank: digests for rank, (_, digests) in agreed.facts.items()})
-        if (place := agreed.place) is None or self.optimizer is None:
-            return
-        own = self.optimizer.state.get(place.sharded, {})
-        with torch.no_grad():
-            for key, value in values.items():
-                states[key].write(place, own, value)
 
-    def _states(
-        self, call: str, name: str, given: Mapping[str, Any]
-    ) -> tuple[_NamedParameter, dict[str, _NamedState]]:
-        """Return the place and the states of a parameter; the facts are kinds and digests of given states."""
-        optimizer, states, pp = self.optimizer, {}, self._runtime.context.axes.pp
-        has_some = optimizer is not None
-        if pp.size > 1:  # a rank without trained parameters has none
-            [has_some] = pp.any([has_some], f"agreement on {call}")()
-        if not has_some:
-            raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
+def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
+    """Give a parameter another gradient, for the next step; collective.
 
-        def tell(place: WholeTensor) -> tuple[dict[str, bool], list[Any]]:
-            states.update({} if optimizer is None else _read_states(optimizer, place))
-            if unknown := [key for key in given if key not in states]:
-                there = ", ".join(states) or "none before the first step"
-                raise ValueError(f"{call}: expected states of '{name}' ({there}), got {unknown[0]!r}")
-            digests = [place.digest(given[k]) if states[k].is_wise else repr(given[k]) for k in sorted(given)]
-            return {key: state.is_wise for key, state in states.items()}, digests
+    Args:
+        name: the name of the parameter.
+        values: its full shape, unscaled, the same on every rank.
 
-        agreed = _agree(self._runtime, call, name, tell)
-        kinds = [kind for kind, _ in agreed.facts.values()]
-        if any(kind.keys() != kinds[0].keys() for kind in kinds):
-            raise RuntimeError(
-                f"{call}: the ranks have different optimizer states of '{name}': {list(map(list, kinds))}; "
-                "expected the same on all ranks"
-            )
-        for key, state in states.items():  # a slice of one element looks like one value, and the other way
-            states[key] = replace(state, is_wise=all(kind[key] for kind in kinds))
-        return agreed, states
+    Raises:
+        ValueError: no such parameter; a frozen one; values of another shape, or other ones elsewhere.
+        RuntimeError: a backward has stepped units, with `offload.step_in_backward`.
+    """
+    call = "set_full_gradient()"
+    refuse_in_step(engine._runtime.context.state, call)
+
+    def tell(place: WholeTensor) -> bytes:
+        if not place.sharded.requires_grad:
+            raise ValueError(f"{call}: '{name}' is frozen: expected a parameter that is trained")
+        return place.digest(values)
+
+    agreed = _agree(engine._runtime, call, name, tell, reduces=True)
+    _require_same(call, name, agreed.facts)
+    if (place := agreed.place) is not None:
+        place.set_gradient(place.cut(values).to(place.sharded.dtype, copy=True))
+
+
+def full_optimizer_state(engine: Engine, name: str) -> dict[str, Any]:
+    """Copy the optimizer's states of a parameter to every rank; collective.
+
+    Returns:
+        The states by the names that torch's optimizers use. Element-wise states come in the parameter's
+        full shape, in float32 or wider (8-bit ones too); others, such as `step`, as they are. {} before
+        the first step, and for a parameter that the optimizer does not hold.
+
+    Raises:
+        ValueError: the model has no such parameter, or ranks give different names.
+        RuntimeError: the engine has no optimizer.
+    """
+    agreed, states = _states(engine, "full_optimizer_state()", name, {})
+    return agreed.read(
+        engine._runtime, lambda place: {key: state.read(place) for key, state in states.items()}
+    )
+
+
+def set_full_optimizer_state(engine: Engine, name: str, values: Mapping[str, Any]) -> None:
+    """Give states of a parameter other values; collective. States that are not given stay.
+
+    Args:
+        name: the name of the parameter.
+        values: states as `full_optimizer_state` returns them, the same on every rank.
+
+    Raises:
+        ValueError: no such parameter or state; values of another shape, or other ones on other ranks.
+        RuntimeError: the engine has no optimizer.
+    """
+    call = "set_full_optimizer_state()"
+    agreed, states = _states(engine, call, name, values)
+    _require_same(call, name, {rank: digests for rank, (_, digests) in agreed.facts.items()})
+    if (place := agreed.place) is None or engine.optimizer is None:
+        return
+    own = engine.optimizer.state.get(place.sharded, {})
+    with torch.no_grad():
+        for key, value in values.items():
+            states[key].write(place, own, value)
+
+
+def _states(
+    engine: Engine, call: str, name: str, given: Mapping[str, Any]
+) -> tuple[_NamedParameter, dict[str, _NamedState]]:
+    """Return the place and the states of a parameter; the facts are kinds and digests of given states."""
+    optimizer, states, pp = engine.optimizer, {}, engine._runtime.context.axes.pp
+    has_some = optimizer is not None
+    if pp.size > 1:  # a rank without trained parameters has none
+        [has_some] = pp.any([has_some], f"agreement on {call}")()
+    if not has_some:
+        raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
+
+    def tell(place: WholeTensor) -> tuple[dict[str, bool], list[Any]]:
+        states.update({} if optimizer is None else _read_states(optimizer, place))
+        if unknown := [key for key in given if key not in states]:
+            there = ", ".join(states) or "none before the first step"
+            raise ValueError(f"{call}: expected states of '{name}' ({there}), got {unknown[0]!r}")
+        digests = [place.digest(given[k]) if states[k].is_wise else repr(given[k]) for k in sorted(given)]
+        return {key: state.is_wise for key, state in states.items()}, digests
+
+    agreed = _agree(engine._runtime, call, name, tell)
+    kinds = [kind for kind, _ in agreed.facts.values()]
+    if any(kind.keys() != kinds[0].keys() for kind in kinds):
+        raise RuntimeError(
+            f"{call}: the ranks have different optimizer states of '{name}': {list(map(list, kinds))}; "
+            "expected the same on all ranks"
+        )
+    for key, state in states.items():  # a slice of one element looks like one value, and the other way
+        states[key] = replace(state, is_wise=all(kind[key] for kind in kinds))
+    return agreed, states
 
 
 # ------------------------------------------------------------------------------------------- parameters

@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.batches import Batches
-from zeroshard.byname import ByName
+from zeroshard import batches, byname, sharded
+from zeroshard.checkpoint import capture, load
 from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.save import Saver
-from zeroshard.checkpointing import Checkpointing
 from zeroshard.comm import streams
+from zeroshard.comm.counter import CommReport
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
-from zeroshard.data.losses import LossFunction, check_loss
-from zeroshard.deepspeed.habits import DeepSpeedNames
-from zeroshard.forwards.methods import EnginesOwn, as_forward, held_unsharded, register_method_of_part
+from zeroshard.data.microbatch import LossFunction, check_loss
+from zeroshard.forwards import methods
+from zeroshard.hf import live
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.internals.nested import cast_inputs
 from zeroshard.internals.warn import warn_user
-from zeroshard.modulelike import ModuleLike
+from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.asynchronous import chosen_by
+from zeroshard.parallel.pipeline.choice import schedule_of
+from zeroshard.parallel.pipeline.cut import PipelineReport, report_cut
 from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.training import PipelineTraining
+from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import refuse_averages, refuse_to_drop
-from zeroshard.reports import Reports
-from zeroshard.sharded import ShardedCalls
 from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
+from zeroshard.sharding.unit import UnitInfo
 from zeroshard.stepping.attach import StepHooks, attach
 from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import Arguments, InterruptedStep, StepGuard
 
 
-class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNames, ModuleLike):
+class Engine(NotCopied, nn.Module):
     """A sharded model with its optimizer. `zeroshard.initialize` makes it.
 
-    Its parameters and buffers are those of the model, under their original names. Between steps the
-    parameters are this rank's 1-D slices.
+    Its parameters, buffers and modules are those of the model, under their original names. Between steps the
+    parameters are this rank's 1-D slices. Names that the engine lacks are looked up in the model.
     """
+
+    train_batch, train_batches, eval_batch = batches.train_batch, batches.train_batches, batches.eval_batch
+    save_checkpoint, load_checkpoint = capture.save_checkpoint, load.load_checkpoint
+    save_pretrained, named_full_parameters = live.save_pretrained, live.named_full_parameters
+    full_parameter, set_full_parameter = byname.full_parameter, byname.set_full_parameter
+    full_gradient, set_full_gradient = byname.full_gradient, byname.set_full_gradient
+    full_optimizer_state = byname.full_optimizer_state
+    set_full_optimizer_state = byname.set_full_optimizer_state
+    no_sync, unsharded, close = sharded.no_sync, sharded.unsharded, sharded.close
+    clip_grad_norm_, full_state_dict = sharded.clip_grad_norm_, sharded.full_state_dict
+    num_parameters = sharded.num_parameters
+    register_forward_method, generate = methods.register_forward_method, methods.generate
 
     module: nn.Module
     """The model that was given."""
@@ -56,7 +72,9 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         part: ModelPart | None = None,
     ) -> None:
         super().__init__()
-        self._stand_for(module)
+        self.module = module  # it is shared, not registered: so names have no prefix
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+        self.training = module.training
         self.config, self.optimizer, self.lr_scheduler = parts.config, parts.optimizer, parts.lr_scheduler
         self.loss_fn = loss_fn
         self._parts, self._runtime, self._axes, self._saver = parts, parts.runtime, axes, saver
@@ -66,7 +84,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         """Steps that were not taken because gradients were not finite."""
         self._guard = StepGuard(parts.runtime, parts.config, parts.optimizer)
         self._part = part
-        self._pipeline = None if part is None else self._pipelined(part, parts)
+        self._pipeline: PipelineTraining | None = None
         self._halfway = InterruptedStep()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
@@ -74,9 +92,11 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         """Micro-batches of unfinished steps that zero_grad() has dropped since the last step."""
         self._boundary: bool | None = None
         """True or False if the next `step()` is said to step, or not to; None: micro-batches are counted."""
-        self._is_frozen_part = part is not None and part.is_frozen
         if part is not None:
             self._num_micro_batches = parts.config.pipeline.num_microbatches
+            trained = [buffer for buffer in parts.runtime.buffers if buffer.trainable]
+            chosen = chosen_by(parts.config.pipeline, parts.optimizer, trained)
+            self._pipeline = PipelineTraining(part, parts.runtime, loss_fn, parts.optimizer, *chosen)
         self._is_ready = False
         """True if `step()` has made the gradients ready for the optimizer."""
         weakref.finalize(self, saver.leave_alone)
@@ -87,17 +107,7 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
             if parts.config.offload.step_in_backward:
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps, self._halfway)
         refuse_wrappers([self], object.__setattr__)
-        parts.runtime.changes.set(module, "zero_grad", EnginesOwn(self, module, "zero_grad"))
-
-    def _pipelined(self, part: ModelPart, parts: EngineState) -> PipelineTraining:
-        trained = [buffer for buffer in parts.runtime.buffers if buffer.trainable]
-        chosen = chosen_by(parts.config.pipeline, parts.optimizer, trained)
-        return PipelineTraining(part, parts.runtime, self.loss_fn, parts.optimizer, *chosen)
-
-    @property
-    def dp_rank(self) -> int:
-        """The number of this rank among the `dp_world_size` ranks with data of their own."""
-        return self._axes.dp.rank
+        parts.runtime.changes.set(module, "zero_grad", methods.EnginesOwn(self, module, "zero_grad"))
 
     # -- training -------------------------------------------------------------------------------------
 
@@ -131,13 +141,13 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         """
         self._refuse_parts("backward()")
         check_loss(loss)
-        reducer, more = self._runtime.reducer, not self._is_at_boundary
+        reducer, more = self._runtime.reducer, not self.is_gradient_accumulation_boundary()
         send = not self._runtime.context.setting.placements.accumulates_locally
         factored = loss * self.loss_scale if reducer.is_half else loss
         if scale_wrt_gas and self._num_micro_batches > 1:
             factored = factored / self._num_micro_batches
         early = nullcontext() if self._early is None or more else self._early
-        with reducer.deferring(more, send=send), reducer.scaled(self.loss_scale), early:
+        with reducer.next_backward(more, send=send, scale=self.loss_scale), early:
             factored.backward()
         self._guard.loss = loss.detach()
         return self._guard.loss
@@ -149,6 +159,10 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
                 f"{call} with mesh.pp={self._axes.pp.size}: each rank has a part of the model, and "
                 "engine.train_batch(inputs, targets) takes a whole step"
             )
+
+    def _require_optimizer(self, call: str) -> None:
+        if self.optimizer is None and not (self._part is not None and self._part.is_frozen):
+            raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
 
     def step(self) -> bool:
         """Count a micro-batch; at the accumulation boundary clip, step, and zero the gradients.
@@ -164,10 +178,9 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
                 `nonfinite="error"`; then parameters and gradients are as they were.
         """
         self._refuse_parts("step()")
-        if self.optimizer is None and not self._is_frozen_part:
-            raise RuntimeError("step() needs an optimizer: give one to zeroshard.initialize")
+        self._require_optimizer("step()")
         self._saver.check(self._axes.world)
-        if not self._is_at_boundary:
+        if not self.is_gradient_accumulation_boundary():
             self._micro_step += 1
             return False
         self._runtime.before_step()
@@ -284,13 +297,24 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
         """The factor of `backward` on the loss; 1.0 if nothing is computed in float16."""
         return self._guard.loss_scale.value
 
-    @property
-    def _is_at_boundary(self) -> bool:
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Tell, before `step()`, whether that call takes an optimizer step."""
         is_last = self._micro_step + 1 >= self._num_micro_batches
         return is_last if self._boundary is None else self._boundary
 
-    def _set_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the next `step()` takes an optimizer step; None: micro-batches are counted."""
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say, before `backward()`, whether the next `step()` takes an optimizer step.
+
+        `backward()` divides the loss by the number of micro-batches of the config nevertheless, unless it is
+        called with `scale_wrt_gas=False`.
+
+        Args:
+            is_boundary: True or False until the next call, the same on all ranks. None: micro-batches are
+                counted again.
+
+        Raises:
+            ValueError: `is_boundary` is something else.
+        """
         if is_boundary is not None and type(is_boundary) is not bool:
             raise ValueError(
                 f"set_gradient_accumulation_boundary: expected True, False or None, got {is_boundary!r}"
@@ -350,64 +374,174 @@ class Engine(ByName, Batches, Checkpointing, Reports, ShardedCalls, DeepSpeedNam
             self._has_warned = True
             warn_user(message)
 
-    # -- other methods --------------------------------------------------------------------------------
+    # -- a module whose contents are those of the model ----------------------------------------------------
 
-    def register_forward_method(self, name: str) -> None:
-        """Let a method of the model other than `forward` use its parameters: `engine.<name>(...)`.
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("module")
+            if module is None or name.startswith("__"):
+                raise
+        return getattr(module, name)
 
-        Inside the method parameters are gathered and freed, and gradients reduced, as in `forward`. The
-        engine has a `generate` already.
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the engine itself; nn.Module would register it in the model."""
+        object.__setattr__(self, name, value)
 
-        Args:
-            name: the name of a method of the model; with the name of a part for a method of the part:
-                "encoder.encode". All ranks call such a method as `engine.module.encoder.encode(...)`.
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode, for the model as for any module."""
+        self.module.train(mode)
+        self.training = mode
+        return self
 
-        Raises:
-            ValueError: the model has no such method, or the engine has something of that name.
-        """
-        if name == "generate":
-            return
-        if "." in name:
-            register_method_of_part(self._runtime, name)
-            return
-        if hasattr(Engine, name):
-            raise ValueError(
-                f"the engine has a method {name!r} of its own: give the model's method another name"
-            )
-        method = getattr(self.module, name, None)
-        if not callable(method):
-            raise ValueError(f"expected a method of {type(self.module).__name__}, got {name!r}")
-        wrapped = as_forward(self._runtime, method)
-        setattr(self, name, wrapped)
-        self._runtime.changes.set(self.module, name, wrapped)
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a submodule of the model; get_parameter() and get_buffer() look there too."""
+        return self.module.get_submodule(target)
 
-    @torch.no_grad()
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own `generate` on this rank's prompts; all ranks must call it.
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's slices under the original names; `full_state_dict()` has the whole model."""
+        return self.module.state_dict(*args, **kwargs)
 
-        All parameters stay gathered meanwhile, in the compute dtype, so ranks may stop at different lengths;
-        tensor-parallel ranks must have the same prompts and options.
-        If they do not fit, `synced_gpus=True` gathers unit by unit for every token, and transformers keeps
-        the ranks in step.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load full-shape tensors, the same on every rank; each keeps its slices.
 
         Raises:
-            AttributeError: the model has no method `generate`.
+            ValueError: `assign` is true, which would replace the sharded parameters.
         """
-        generate: Any = getattr(self.module, "generate", None)
-        if generate is None:
-            raise AttributeError(f"{type(self.module).__name__} has no method 'generate'")
-        if kwargs.get("synced_gpus"):
-            return as_forward(self._runtime, generate)(*args, **kwargs)
-        if (dtype := self._runtime.input_dtype(self.module)) is not None:
-            args, kwargs = cast_inputs(self.module, args, kwargs, dtype=dtype)
-        with held_unsharded(self._runtime):
-            return generate(*args, **kwargs)
+        if assign:
+            raise ValueError("load_state_dict(assign=True) would replace the sharded parameters")
+        with self.unsharded(write_back=True):
+            return self.module.load_state_dict(state_dict, strict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse `.to()`, `.half()`, `.cuda()`, which call this method.
+
+        Raises:
+            RuntimeError: always; flat buffers cannot be moved or cast under the optimizer.
+        """
+        raise RuntimeError(
+            "a sharded model cannot be moved or cast: set Config(precision=...) for dtypes; initialize "
+            "has moved the model to this rank's device"
+        )
+
+    # -- facts and reports ----------------------------------------------------------------------------
+
+    @property
+    def units(self) -> list[UnitInfo]:
+        """The units, each with name, padded size, its reason, and True if it needs no second gather."""
+        return self._runtime.unit_infos
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh; gone once the interpreter ends."""
+        assert self._axes.mesh is not None, "the interpreter has not ended"
+        return self._axes.mesh
+
+    def memory_report(self) -> MemoryReport:
+        """Measured bytes of this rank: model states by kind, and the process."""
+        versions = None if self._pipeline is None else self._pipeline.versions
+        peak = 0 if versions is None else versions.peak_bytes
+        averages = self._parts.averages.values()
+        return measure(self._runtime, self.optimizer, averages, peak_versions=peak)
+
+    def reset_memory_report(self) -> None:
+        """Start the search for the largest `unsharded` and versions anew, from those that are there now."""
+        meter = self._runtime.context.meter
+        meter.peak = meter.now
+        if self._pipeline is not None and self._pipeline.versions is not None:
+            self._pipeline.versions.reset_peak()
+
+    def comm_report(self) -> CommReport:
+        """Calls, bytes and waits by collective since the last `reset_comm_report()`."""
+        axis = self._axes.world
+        return axis.counter.report(rank=axis.rank, num_ranks=axis.size, is_host_waiting=axis.exchanges)
+
+    def pipeline_report(self) -> PipelineReport:
+        """Blocks, share of the time and parameters of each chunk of the pipeline.
+
+        Raises:
+            RuntimeError: the model is not cut into chunks.
+        """
+        if self._part is None:
+            raise RuntimeError("pipeline_report(): expected mesh.pp above 1, got 1")
+        config = self._part.config
+        return report_cut(self._part.cut, schedule_of(config, config.pipeline.num_microbatches))
+
+    def reset_comm_report(self) -> None:
+        """Start counting from zero."""
+        self._axes.world.counter.reset()
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self._runtime.context.device
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its node: LOCAL_RANK, which torchrun sets, else the device's index."""
+        return int(os.environ.get("LOCAL_RANK", self.device.index or 0))
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank among all ranks."""
+        return self._axes.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._axes.world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of ranks that have different data: all but tensor and pipeline ranks of a batch."""
+        return self._axes.dp.size
+
+    @property
+    def dp_rank(self) -> int:
+        """The number of this rank among the `dp_world_size` ranks with data of their own."""
+        return self._axes.dp.rank
+
+    @property
+    def global_steps(self) -> int:
+        """`global_step`."""
+        return self.global_step
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return `config.micro_batch_size`."""
+        return self.config.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the number of micro-batches in a step; `set_gradient_accumulation_steps` changes it."""
+        return self._num_micro_batches
+
+    def train_batch_size(self) -> int:
+        """Return the number of samples in an optimizer step over all ranks."""
+        steps = self.gradient_accumulation_steps()
+        return self.train_micro_batch_size_per_gpu() * steps * self.dp_world_size
+
+    def gradient_clipping(self) -> float:
+        """Return `config.clip_grad_norm`; 0.0 when gradients are not clipped."""
+        return self.config.clip_grad_norm or 0.0
+
+    def zero_optimization_stage(self) -> int:
+        """Return `config.stage`."""
+        return self.config.stage
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return `grad_norm` as a number, for which the host waits; None before the first clipping."""
+        return None if self.grad_norm is None else self.grad_norm.item()
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
 
     # -- the end --------------------------------------------------------------------------------------
 
-    def _let_go(self, restore: bool) -> None:
-        super()._let_go(restore)
-        self._early = None  # with its thread
-        saver, closed = self._saver, cast(Any, self._runtime)
+    def _let_go(self, restore: bool, closed: Any) -> None:
+        """Give the last save back, and put a stand-in for parts that are closed into their places."""
+        saver, self._early = self._saver, None  # with its thread
         self._parts = self._axes = self._saver = closed
         saver.finish() if restore else saver.leave_alone()

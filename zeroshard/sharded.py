@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zeroshard.assemble import shard_in_place
 from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import form_of
-from zeroshard.full.parameters import full_state_dict, unsharded
+from zeroshard.full import parameters as full
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.original import revive
@@ -29,6 +29,9 @@ from zeroshard.sharding.wholes import gather_wholes
 from zeroshard.stepping.attach import attach
 from zeroshard.stepping.clipping import check_clipping
 from zeroshard.stepping.guard import StepGuard
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 
 class Closed:
@@ -159,105 +162,97 @@ def _made_anew(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     return made
 
 
-class ShardedCalls(NotCopied):
-    """The calls around the parameters and gradients of a sharded module."""
-
-    _runtime: Runtime
-    _guard: StepGuard
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backward adds gradients up on this rank and sends nothing."""
-        return self._runtime.reducer.deferring(True)
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); collective.
-
-        Args:
-            max_norm: the norm that is left at most.
-            norm_type: the order of the norm, above 0; inf gives the largest magnitude.
-            error_if_nonfinite: True raises if the norm is inf or nan.
-
-        Returns:
-            The norm over the gradients of all parameters before that; 0-dim, float32.
-
-        Raises:
-            RuntimeError: the norm is not finite, with `error_if_nonfinite`; the message names parameters.
-                Gradients are as they were. Or a backward has stepped units, whose gradients are gone, with
-                `offload.step_in_backward`.
-        """
-        order = check_clipping(max_norm, norm_type)
-        refuse_in_step(self._runtime.context.state, "clip_grad_norm_()")
-        self._runtime.before_step()
-        return self._guard.clip(max_norm, order, error_if_nonfinite)
-
-    @contextmanager
-    def unsharded(self, *modules: Any, write_back: bool = False) -> Iterator[None]:
-        """Show full parameters, in the main dtype, on every rank: to read and to edit, not for a loss.
-
-        Args:
-            modules: modules that are parts of the model; none means all of it. Whole units are gathered.
-            write_back: keep edits; every rank must make the same ones.
-
-        Raises:
-            ValueError: a module is not part of the model.
-            RuntimeError: the ranks made different edits; or a batch of a pipeline is under way.
-        """
-        refuse_in_batch(self._runtime.state, "unsharded()")
-        if write_back:
-            refuse_averages(self._runtime.state, "unsharded(write_back=True)")
-        root = self._runtime.module
-        inside = set(root.modules())
-        parts = [root if module is self else module for module in modules or (root,)]
-        for part in parts:
-            if part not in inside:
-                raise ValueError(f"unsharded: expected modules of the model, got {type(part).__name__}")
-        with unsharded(self._runtime, parts, write_back):
-            yield
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return on rank 0 CPU tensors under the original names, parameters in float32; {} on other ranks."""
-        return full_state_dict(self._runtime)
-
-    def num_parameters(self, only_trainable: bool = False) -> int:
-        """Count the elements of the whole model, tied parameters once. `numel()` of a sharded one is less."""
-        return count_elements(self._runtime.module.parameters(), only_trainable=only_trainable)
-
-    @property
-    def units(self) -> list[UnitInfo]:
-        """The units, each with name, padded size, its reason, and True if it needs no second gather."""
-        return self._runtime.unit_infos
-
-    def close(self, restore: bool = True) -> None:
-        """Make the model an ordinary module again; collective. A second call does nothing.
-
-        The model has its original parameters again, with the trained values, whole on every rank, in the
-        main dtype; with weights of torchao, in the dtypes that they had. Hooks are gone and methods are its
-        own. It may be used as it is, or given to `initialize` or `shard` again. Gradients are dropped. The
-        optimizer cannot step any more: its states are of slices.
-
-        Args:
-            restore: False only gives back memory and waits for no other rank. The model cannot be used then.
-
-        Raises:
-            RuntimeError: a forward, backward or `unsharded()` is running, or a parameter was replaced; then
-                nothing is closed. Or the last save in the background has failed; then the engine is closed.
-        """
-        if isinstance(self._runtime, Closed):
-            return
-        runtime = self._runtime
-        restore_module(runtime) if restore else dismantle(runtime)
-        runtime.context.axes.world.unwatch()
-        self._let_go(restore)
-
-    def _let_go(self, restore: bool) -> None:
-        """Forget the parts that were closed with `restore`: any use of them is an error from now on."""
-        closed: Any = Closed()
-        self._runtime = self._guard = closed
+def no_sync(owner: Engine | Sharded) -> AbstractContextManager[None]:
+    """Return a context in which backward adds gradients up on this rank and sends nothing."""
+    return owner._runtime.reducer.next_backward(True)
 
 
-class Sharded(ShardedCalls):
+def clip_grad_norm_(
+    owner: Engine | Sharded, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale all gradients by min(1, max_norm / (norm + 1e-6)); collective.
+
+    Args:
+        max_norm: the norm that is left at most.
+        norm_type: the order of the norm, above 0; inf gives the largest magnitude.
+        error_if_nonfinite: True raises if the norm is inf or nan.
+
+    Returns:
+        The norm over the gradients of all parameters before that; 0-dim, float32.
+
+    Raises:
+        RuntimeError: the norm is not finite, with `error_if_nonfinite`; the message names parameters.
+            Gradients are as they were. Or a backward has stepped units, whose gradients are gone, with
+            `offload.step_in_backward`.
+    """
+    order = check_clipping(max_norm, norm_type)
+    refuse_in_step(owner._runtime.context.state, "clip_grad_norm_()")
+    owner._runtime.before_step()
+    return owner._guard.clip(max_norm, order, error_if_nonfinite)
+
+
+@contextmanager
+def unsharded(owner: Engine | Sharded, *modules: Any, write_back: bool = False) -> Iterator[None]:
+    """Show full parameters, in the main dtype, on every rank: to read and to edit, not for a loss.
+
+    Args:
+        modules: modules that are parts of the model; none means all of it. Whole units are gathered.
+        write_back: keep edits; every rank must make the same ones.
+
+    Raises:
+        ValueError: a module is not part of the model.
+        RuntimeError: the ranks made different edits; or a batch of a pipeline is under way.
+    """
+    refuse_in_batch(owner._runtime.state, "unsharded()")
+    if write_back:
+        refuse_averages(owner._runtime.state, "unsharded(write_back=True)")
+    root = owner._runtime.module
+    inside = set(root.modules())
+    parts = [root if module is owner else module for module in modules or (root,)]
+    for part in parts:
+        if part not in inside:
+            raise ValueError(f"unsharded: expected modules of the model, got {type(part).__name__}")
+    with full.unsharded(owner._runtime, parts, write_back):
+        yield
+
+
+def full_state_dict(owner: Engine | Sharded) -> dict[str, Tensor]:
+    """Return on rank 0 CPU tensors under the original names, parameters in float32; {} on other ranks."""
+    return full.full_state_dict(owner._runtime)
+
+
+def num_parameters(owner: Engine | Sharded, only_trainable: bool = False) -> int:
+    """Count the elements of the whole model, tied parameters once. `numel()` of a sharded one is less."""
+    return count_elements(owner._runtime.module.parameters(), only_trainable=only_trainable)
+
+
+def close(owner: Engine | Sharded, restore: bool = True) -> None:
+    """Make the model an ordinary module again; collective. A second call does nothing.
+
+    The model has its original parameters again, with the trained values, whole on every rank, in the
+    main dtype; with weights of torchao, in the dtypes that they had. Hooks are gone and methods are its
+    own. It may be used as it is, or given to `initialize` or `shard` again. Gradients are dropped. The
+    optimizer cannot step any more: its states are of slices.
+
+    Args:
+        restore: False only gives back memory and waits for no other rank. The model cannot be used then.
+
+    Raises:
+        RuntimeError: a forward, backward or `unsharded()` is running, or a parameter was replaced; then
+            nothing is closed. Or the last save in the background has failed; then the engine is closed.
+    """
+    if isinstance(owner._runtime, Closed):
+        return
+    runtime = owner._runtime
+    restore_module(runtime) if restore else dismantle(runtime)
+    runtime.context.axes.world.unwatch()
+    closed: Any = Closed()
+    owner._runtime = owner._guard = closed  # any use is an error from now on
+    if not isinstance(owner, Sharded):
+        owner._let_go(restore, closed)
+
+
+class Sharded(NotCopied):
     """A module that `zeroshard.shard` has sharded in place, with calls beside its forward and backward.
 
     The module is called as before, and `loss.backward()` makes the gradients. It has no checkpoints,
@@ -270,6 +265,15 @@ class Sharded(ShardedCalls):
     def __init__(self, runtime: Runtime, config: Config) -> None:
         self._runtime, self._guard = runtime, StepGuard(runtime, config)
         self.module = runtime.module
+
+    no_sync, unsharded = no_sync, unsharded
+    clip_grad_norm_, full_state_dict = clip_grad_norm_, full_state_dict
+    num_parameters, close = num_parameters, close
+
+    @property
+    def units(self) -> list[UnitInfo]:
+        """The units, each with name, padded size, its reason, and True if it needs no second gather."""
+        return self._runtime.unit_infos
 
     def attach(self, *optimizers: Optimizer) -> None:
         """Follow optimizers over the sharded parameters, whoever steps them.

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard import Engine
-from zeroshard.checkpoint.reader import Stored, TensorReader
-from zeroshard.checkpoint.tensors import TensorSlice
+from zeroshard.checkpoint.tensors import Stored, TensorReader, TensorSlice
 
 VOCABULARY, WIDTH, BATCH = 37, 20, 12
 """12 samples divide over 1, 2, 3 and 4 ranks."""

@@ -9,7 +9,7 @@ import zeroshard
 from tests.checkpoint.runs import BATCH, build, start, state, train
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.manifest import Manifest, parse, read_content
-from zeroshard.checkpoint.reader import open_checkpoint
+from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.cli.checkpoints import describe, to_json
 
 HYBRID = {"stage": 3, "shard_group_size": 2}

@@ -17,7 +17,7 @@ from tests.optim.eightbit.reference import SIGNED, UNSIGNED, Blocks
 from zeroshard import initialize, optim
 from zeroshard.checkpoint import states as loading
 from zeroshard.checkpoint.files import MANIFEST, find
-from zeroshard.checkpoint.reader import open_checkpoint
+from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.cli.checkpoints import to_json
 
 BEFORE, AFTER = range(3), range(3, 5)

@@ -10,8 +10,7 @@ from torch import nn
 import zeroshard
 from zeroshard.checkpoint import files, save
 from zeroshard.checkpoint.manifest import Manifest
-from zeroshard.checkpoint.reader import TensorReader, open_checkpoint
-from zeroshard.checkpoint.tensors import TensorSlice
+from zeroshard.checkpoint.tensors import TensorReader, TensorSlice, open_checkpoint
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.plan.layout import Layout

@@ -10,8 +10,7 @@ from torch import nn
 from tests.checkpoint.runs import differences, start, state, train
 from zeroshard.checkpoint.frozen import crc_of_zeros, join_pieces, measure
 from zeroshard.checkpoint.manifest import read_manifest
-from zeroshard.checkpoint.reader import open_checkpoint
-from zeroshard.checkpoint.tensors import TensorPart, TensorSlice
+from zeroshard.checkpoint.tensors import TensorPart, TensorSlice, open_checkpoint
 from zeroshard.cli.main import main
 from zeroshard.parameters.parts import part_of
 from zeroshard.plan.cuts import Cut, Section

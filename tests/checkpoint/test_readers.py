@@ -12,8 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.checkpoint.runs import read_whole, start, state, train
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.places import Box, runs
-from zeroshard.checkpoint.reader import TensorReader, open_checkpoint
-from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
+from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorReader, TensorSlice, open_checkpoint
 from zeroshard.plan.layout import Layout
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.checkpoint.runs import build, differences, start, state, train
-from zeroshard.checkpoint import reader, writer
+from zeroshard.checkpoint import tensors, writer
 from zeroshard.checkpoint.files import find
 
 BEFORE, AFTER = range(3), range(3, 8)
@@ -96,7 +96,7 @@ def save_in_small_boxes(folder, num_bytes):
 
 def resume_in_small_pieces(folder, num_bytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "MAX_BOX_BYTES", num_bytes)
+        patch.setattr(tensors, "MAX_BOX_BYTES", num_bytes)
         return resume(folder, [3, 1])
 
 
@@ -104,7 +104,7 @@ def resume_in_small_pieces(folder, num_bytes):
 def test_tensors_of_many_boxes_are_put_together_again(ranks, run, tmp_path):
     _, stop, end = run
     ranks(2, save_in_small_boxes, tmp_path, 300)
-    stored = reader.open_checkpoint(find(tmp_path))
+    stored = tensors.open_checkpoint(find(tmp_path))
     assert len(stored.tensors["mix"].boxes) > 1300 * 4 // 300
     for num_ranks in (2, 3):
         for loaded, after in ranks(num_ranks, resume_in_small_pieces, tmp_path, 100)[0]:

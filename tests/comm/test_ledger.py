@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.watch.ledger import (
+from zeroshard.comm.watch.status import (
     CONTROL,
     GATHER,
     KEPT,

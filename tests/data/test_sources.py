@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.data.sources import SECTION_BYTES, Chat, TextSection, find_files, read_documents
+from zeroshard.data.tokens import SECTION_BYTES, Chat, TextSection, find_files, read_documents
 
 ANSWERED = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 

@@ -9,7 +9,7 @@ import torch
 
 import zeroshard
 from zeroshard import Config, Offload, Precision
-from zeroshard.deepspeed.keys import IGNORED, KNOWN, MAPPED, NO_EQUIVALENT, SECTIONS
+from zeroshard.deepspeed.translate import IGNORED, KNOWN, MAPPED, NO_EQUIVALENT, SECTIONS
 
 QUIET = {"gradient_clipping": 0}  # given, so nothing has to be said about it
 

@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import StepLR
 import zeroshard
 from tests.optim.eightbit.reference import Reference
 from zeroshard.optim import AdamW8bit
+from zeroshard.optim.adopted import num_bits, to_common
 from zeroshard.optim.eightbit import step as steps
-from zeroshard.optim.statenames import num_bits, to_common
 
 bnb = pytest.importorskip("bitsandbytes").optim
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")

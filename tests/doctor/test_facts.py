@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from zeroshard.cli.doctor import describe
+from zeroshard.cli.doctor import describe, measure_disk
 from zeroshard.doctor.facts import (
     BEFORE,
     LEAST,
@@ -29,7 +29,6 @@ from zeroshard.doctor.facts import (
     read_machine,
     read_packages,
 )
-from zeroshard.doctor.speeds import measure_disk
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -207,13 +206,13 @@ def test_devices_and_limits_are_shown() -> None:
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.doctor.speeds.PART", 1 << 20)
+    monkeypatch.setattr("zeroshard.cli.doctor.PART", 1 << 20)
     speed = measure_disk(tmp_path)
     assert speed.folder == str(tmp_path)
     assert min(speed.write, speed.read) > 1e6
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     with pytest.raises(ValueError, match="expected an existing folder"):
         measure_disk(tmp_path / "missing")
-    monkeypatch.setattr("zeroshard.doctor.speeds.PART", 1 << 50)
+    monkeypatch.setattr("zeroshard.cli.doctor.PART", 1 << 50)
     with pytest.raises(ValueError, match=r"--disk: expected \d+ MiB free in .*, got \d+"):
         measure_disk(tmp_path)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from zeroshard.cli.doctor import ROUNDS, Bandwidth, measure_bandwidth
 from zeroshard.cli.main import main
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import open_world
-from zeroshard.doctor.speeds import ROUNDS, Bandwidth, measure_bandwidth
 
 ROOT = Path(__file__).parents[2]
 

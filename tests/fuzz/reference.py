@@ -25,8 +25,7 @@ from tests.fuzz.habits import halve
 from tests.fuzz.models import prediction_of
 from tests.fuzz.overrides import compute_dtypes, wrap
 from tests.fuzz.saved import Saved
-from zeroshard.optim.eightbit.blocks import QuantizedState
-from zeroshard.optim.eightbit.codebook import codebook
+from zeroshard.optim.eightbit.blocks import QuantizedState, codebook
 
 Gradients = dict[str, Tensor]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.gpu.training import BF16, build, gpus, start
+from tests.tiers.held import held_bytes
 from zeroshard.stepping.clipping import own_gradients
-from zeroshard.tiers.memory import held_bytes
 
 WIDTH, DEPTH = 1024, 8
 MB = 1 << 20

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from zeroshard.logs.steplog import StepMetrics
-from zeroshard.logs.targets import KINDS, RunFacts, Target, Terminal, flat, parse_target
+from zeroshard.logs.steplog import KINDS, RunFacts, StepMetrics, Target, Terminal, flat, parse_target
 
 RUN = RunFacts({"lr": 0.1, "zeroshard": {"stage": 3, "mesh": {"tp": 2}}}, first_step=0, num_steps=20)
 INSTALLED = {name for name, kind in KINDS.items() if kind.package is None or find_spec(kind.package)}
@@ -166,7 +165,7 @@ def test_mlflow_gets_parameters_metrics_and_an_end(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeroshard.logs.targets.find_spec", lambda name: None)
+    monkeypatch.setattr("zeroshard.logs.steplog.find_spec", lambda name: None)
     with pytest.raises(
         ImportError, match=r"log target 'wandb': expected the package wandb: pip install wandb"
     ):

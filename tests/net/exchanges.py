@@ -8,7 +8,7 @@ EXCHANGES = (
     Break(
         name="sums_in_place_of_means",
         says="A reduce-scatter adds the gradients of all ranks up and does not divide them by their number.",
-        file="zeroshard/sharding/reduced.py",
+        file="zeroshard/sharding/gradients.py",
         find="self._scale = 1.0 / context.axes.dp.size",
         replace="self._scale = 1.0",
         tests=(
@@ -22,7 +22,7 @@ EXCHANGES = (
             "Gradients under no_sync are divided by the number of ranks as they arrive, and in the "
             "reduction again."
         ),
-        file="zeroshard/sharding/reduced.py",
+        file="zeroshard/sharding/gradients.py",
         find="scale = 1.0 if self._is_deferred else self._scale",
         replace="scale = self._scale",
         tests=(
@@ -46,7 +46,7 @@ EXCHANGES = (
             "A parameter without a gradient on this rank counts what its place in the packed buffer held "
             "before."
         ),
-        file="zeroshard/sharding/reduced.py",
+        file="zeroshard/sharding/gradients.py",
         find="torch._foreach_zero_(missing)",
         replace="torch._foreach_add_(missing, 1.0)",
         tests=(
@@ -102,9 +102,9 @@ EXCHANGES = (
     Break(
         name="the_loss_scale_stays_in_gradients",
         says="Gradients of a scaled loss are not divided by the loss scale.",
-        file="zeroshard/sharding/reduced.py",
-        find="if self.unscale != 1.0:",
-        replace="if False:",
+        file="zeroshard/sharding/gradients.py",
+        find="result.mul_(self._unscale)",
+        replace="pass",
         tests=(
             "tests/distributed/test_float16.py::test_a_static_scale_equals_the_hand_written_loop_to_the_bit",
         ),
@@ -228,7 +228,7 @@ EXCHANGES = (
             "The backward of a layer divided by columns does not add its tensor ranks' gradients of the "
             "input up."
         ),
-        file="zeroshard/parallel/tensor/moves.py",
+        file="zeroshard/parallel/tensor/sequence.py",
         find='COPY = ("keep", "sum")',
         replace='COPY = ("keep", "keep")',
         tests=("tests/parallel/test_moves.py::test_columns_then_rows_are_the_layers_of_one_process",),
@@ -261,7 +261,7 @@ EXCHANGES = (
         name="the_loss_is_that_of_one_rank",
         says="train_batch returns the mean loss over this rank's micro-batches alone, not over all ranks.",
         file="zeroshard/batches.py",
-        find='return self._axes.dp.sum(loss, "mean of the loss") / self._axes.dp.size',
+        find='return engine._axes.dp.sum(loss, "mean of the loss") / engine._axes.dp.size',
         replace="return loss",
         tests=(
             "tests/distributed/test_hybrid.py::test_data_is_spread_and_losses_are_averaged_over_all_ranks",

@@ -9,7 +9,7 @@ GUARDS = (
         name="any_value_of_a_config_key",
         says="A config key takes a value of another type or beyond its range.",
         file="zeroshard/config/checked.py",
-        find="if stored is rules.REFUSED:",
+        find="if stored is REFUSED:",
         replace="if False:",
         tests=(
             "tests/test_config.py::"
@@ -57,7 +57,7 @@ GUARDS = (
     Break(
         name="an_optimizer_over_another_model",
         says="An optimizer over parameters that are not the model's is taken.",
-        file="zeroshard/optim/adopt/takeover.py",
+        file="zeroshard/optim/adopted.py",
         find="    if foreign:\n",
         replace="    if False:\n",
         tests=("tests/test_initialize.py::test_foreign_parameters_are_refused_with_their_shapes_and_groups",),
@@ -65,7 +65,7 @@ GUARDS = (
     Break(
         name="registrations_with_bitsandbytes_are_passed_over",
         says="What is registered for a parameter with bitsandbytes' manager is left out without an error.",
-        file="zeroshard/optim/adopt/bitsandbytes.py",
+        file="zeroshard/optim/adopted.py",
         find="if others or (config and is_ours) or config.keys() - set(_BITS):",
         replace="if False:",
         tests=(
@@ -76,7 +76,7 @@ GUARDS = (
     Break(
         name="an_optimizer_that_needs_whole_tensors",
         says="An optimizer that needs whole matrices gets slices of them.",
-        file="zeroshard/optim/adopt/takeover.py",
+        file="zeroshard/optim/adopted.py",
         find="if part in base.__name__.lower():",
         replace="if False:",
         tests=(
@@ -106,7 +106,7 @@ GUARDS = (
         name="ranks_with_different_collectives",
         says="Ranks that have issued different collectives get no error at the end of a backward.",
         file="zeroshard/comm/collectives.py",
-        find="if entries is not None and not ledgers.is_proven(maxima[len(flags) :]):",
+        find="if entries is not None and not is_proven(maxima[len(flags) :]):",
         replace="if False:",
         tests=("tests/comm/test_ledger.py::test_an_agreement_compares_what_all_ranks_have_issued",),
     ),
@@ -215,7 +215,7 @@ GUARDS = (
     Break(
         name="no_sync_sends_gradients",
         says="A backward under no_sync reduces its gradients.",
-        file="zeroshard/sharding/deferral.py",
+        file="zeroshard/sharding/reducer.py",
         find="defers = before.defers or (more and not send and self._is_averaged)",
         replace="defers = before.defers",
         tests=("tests/distributed/test_wire.py::test_under_no_sync_gradients_are_sent_once",),
@@ -243,6 +243,17 @@ GUARDS = (
         ),
     ),
     Break(
+        name="a_step_with_part_of_a_batch",
+        says="A step is taken with the gradients of a batch of a pipeline that an exception has ended.",
+        file="zeroshard/sharding/runtime.py",
+        find="self.reducer.taint()",
+        replace="pass",
+        tests=(
+            "tests/sharding/test_gradients_of_one_rank.py::"
+            "test_a_batch_that_has_failed_takes_no_step_until_zero_grad",
+        ),
+    ),
+    Break(
         name="a_step_with_gradients_that_overflow",
         says="A step in float16, or with nonfinite='skip', is taken with gradients that are inf or nan.",
         file="zeroshard/stepping/guard.py",
@@ -256,8 +267,8 @@ GUARDS = (
     Break(
         name="an_unscaled_loss_in_float16",
         says="In float16 a backward of a loss without its scale is taken, though small gradients vanish.",
-        file="zeroshard/sharding/passes.py",
-        find="if reducer.lacks_scale:",
+        file="zeroshard/sharding/reducer.py",
+        find="if self.is_half and self._asked.scale is None:",
         replace="if False:",
         tests=(
             "tests/distributed/test_float16.py::test_an_unscaled_backward_is_refused_wherever_float16_is",
@@ -284,8 +295,8 @@ GUARDS = (
     Break(
         name="a_scaled_loss_for_another_engine",
         says="A backward multiplied by the loss scale of one engine gives gradients to another engine.",
-        file="zeroshard/sharding/deferral.py",
-        find="if Deferral._scaling not in (None, self) and",
+        file="zeroshard/sharding/reducer.py",
+        find="if Reducer._scaling not in (None, self) and",
         replace="if False and",
         tests=(
             "tests/distributed/test_micro_batches.py::"
@@ -414,7 +425,7 @@ GUARDS = (
     Break(
         name="a_tensor_of_which_a_part_is_missing",
         says="A tensor of which a checkpoint holds a part is loaded, with whatever memory held elsewhere.",
-        file="zeroshard/checkpoint/reader.py",
+        file="zeroshard/checkpoint/tensors.py",
         find="if num_read != part.data.numel():",
         replace="if False:",
         tests=("tests/checkpoint/test_readers.py::test_a_tensor_of_which_a_part_is_missing_is_named",),

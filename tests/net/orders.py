@@ -70,8 +70,8 @@ ORDERS = (
         name="reductions_start_before_the_gradients_are_there",
         says="The reduction of a unit starts when one of its gradients has arrived.",
         file="zeroshard/sharding/reducer.py",
-        find="if (self.is_deferring and unit not in self.ending) or not unit.is_complete:",
-        replace="if self.is_deferring and unit not in self.ending:",
+        find="if self._role.keeps(unit) or not unit.is_complete:",
+        replace="if self._role.keeps(unit):",
         tests=("tests/distributed/test_wire.py::test_the_first_and_later_steps_send_what_the_table_says",),
     ),
     Break(

@@ -65,7 +65,7 @@ ROUNDINGS = (
     Break(
         name="codes_are_off_by_one_at_midpoints",
         says="A value between two codes of 8 bits takes the upper one where it lies on their midpoint.",
-        file="zeroshard/optim/eightbit/codebook.py",
+        file="zeroshard/optim/eightbit/blocks.py",
         find="room = torch.where(starts < _SIGN, mask - at_midpoint, at_midpoint)",
         replace="room = torch.where(starts < _SIGN, mask - at_midpoint + 1, at_midpoint)",
         tests=(
@@ -92,7 +92,7 @@ ROUNDINGS = (
     Break(
         name="micro_batches_are_added_in_bfloat16",
         says="Gradients that wait for a later reduction are added up in the reduce dtype.",
-        file="zeroshard/sharding/reduced.py",
+        file="zeroshard/sharding/gradients.py",
         find="self._take(self.buffer.plan.wide_dtype if defer else self._reduce_dtype)",
         replace="self._take(self._reduce_dtype)",
         tests=(
@@ -103,7 +103,7 @@ ROUNDINGS = (
     Break(
         name="sums_of_a_step_are_rounded_each_time",
         says="Reduced sums of several micro-batches go into a p.grad of bfloat16 after each of them.",
-        file="zeroshard/sharding/reduced.py",
+        file="zeroshard/sharding/gradients.py",
         find="self.is_kept, self.is_early = more and self._is_narrow, False",
         replace="self.is_kept, self.is_early = False, False",
         tests=(

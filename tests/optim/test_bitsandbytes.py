@@ -12,11 +12,8 @@ from torch import nn
 from tests.optim.eightbit.reference import Reference
 from tests.optim.eightbit.test_optimizers import gradients
 from zeroshard.optim import AdamW8bit
-from zeroshard.optim.adopt import bitsandbytes
-from zeroshard.optim.adopt.bitsandbytes import adopt, read_overrides
-from zeroshard.optim.adopt.takeover import check_optimizer
+from zeroshard.optim.adopted import adopt, check_optimizer, from_common, num_bits, read_overrides, to_common
 from zeroshard.optim.eightbit import step as steps
-from zeroshard.optim.statenames import from_common, num_bits, to_common
 
 bnb = pytest.importorskip("bitsandbytes").optim
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -85,7 +82,7 @@ def test_steps_by_operators_are_those_of_the_class_itself(name, size, device, mo
     """As on a GPU; on the CPU, this shows that every number arrives where it belongs."""
     if "AdEMAMix" in name and size == 5003 and device == "cuda":
         pytest.skip("bitsandbytes lets scales overlap there")
-    monkeypatch.setattr(bitsandbytes, "_is_ours", lambda optimizer, p: False)
+    monkeypatch.setattr("zeroshard.optim.adopted._steps_by_rule", lambda optimizer, p: False)
     torch.manual_seed(0)
     ours = nn.Parameter(torch.randn(size, device=device))
     theirs = nn.Parameter(ours.detach().clone())

@@ -16,7 +16,7 @@ from torch import nn
 import zeroshard
 from tests.distributed.training import STAGES
 from zeroshard.optim import LAMB, LARS
-from zeroshard.optim.adopt.takeover import check_optimizer
+from zeroshard.optim.adopted import check_optimizer
 from zeroshard.optim.schedule import GradualWarmup
 
 NUM_STEPS = 5

@@ -17,7 +17,7 @@ from torch import nn
 import zeroshard
 from tests.distributed.training import ALL_STAGES
 from zeroshard.optim import Deferred, Muon, muon_groups
-from zeroshard.optim.adopt.takeover import check_optimizer
+from zeroshard.optim.adopted import check_optimizer
 from zeroshard.optim.muon import orthogonalize, orthogonalize_cost
 from zeroshard.plan.layout import Span
 from zeroshard.plan.owners import Item, choose_owners, inward, outward

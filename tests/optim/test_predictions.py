@@ -5,7 +5,7 @@ import torch
 
 import zeroshard
 from zeroshard.optim.asynchronous import update_of
-from zeroshard.optim.eightbit import states
+from zeroshard.optim.eightbit import blocks
 
 NUM = 5000  # more than a block of codes
 
@@ -37,7 +37,7 @@ def moments_of(optimizer, weights, names):
     """The moments in float64, dequantized."""
     state = optimizer.state[weights]
     if hasattr(optimizer, "rule"):
-        return [one.load().double().view(NUM) for one in states.read(optimizer.rule, dict(state))]
+        return [one.load().double().view(NUM) for one in blocks.read(optimizer.rule, dict(state))]
     return [state[name].double() for name in names]
 
 

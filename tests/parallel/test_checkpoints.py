@@ -9,7 +9,7 @@ from torch import nn
 import zeroshard
 from tests.checkpoint.runs import read_whole
 from zeroshard.checkpoint.files import find
-from zeroshard.checkpoint.reader import open_checkpoint
+from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.optim import AdamW8bit
 from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.plan.cuts import heads

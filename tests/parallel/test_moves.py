@@ -11,7 +11,7 @@ from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.losses import divided_cross_entropy, embed
-from zeroshard.parallel.tensor.moves import Comm, move
+from zeroshard.parallel.tensor.sequence import Comm, move
 from zeroshard.plan.cuts import Cut
 
 RANKS = [1, 2, 3, 4]

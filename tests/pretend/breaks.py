@@ -24,9 +24,8 @@ from zeroshard.comm import collectives, mesh, streams
 from zeroshard.comm.collectives import Axis, Channel, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
-from zeroshard.sharding import landing, runtime, storage
-from zeroshard.sharding.landing import Landing
-from zeroshard.sharding.reduced import ReducedGradients
+from zeroshard.sharding import gradients, runtime, storage
+from zeroshard.sharding.gradients import Gradients, Landing
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.early import Worker
@@ -212,7 +211,7 @@ def _gradients_are_overwritten_before_their_step(bench: Bench, patch: pytest.Mon
         _let_steps_end(bench)
         return storage.count_views(memory)
 
-    patch.setattr(landing, "count_views", count)
+    patch.setattr(gradients, "count_views", count)
 
 
 def _let_steps_end(bench: Bench) -> None:
@@ -293,8 +292,8 @@ def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios:
 _no_wait_in("settle", Source, "await_copies", Kind.RACE, "host_saved_stage1")
 _no_wait_in("finish_gathers", Source, "await_copies", Kind.RACE, "parameters_on_host_kept", "host_edited")
 _no_wait_in("release", Source, "await_copies", Kind.FREED, "host_dropped")
-_no_wait_in("forget", ReducedGradients, "_wait_on_host", Kind.RACE, "host_gradients_forgotten")
-_no_wait_in("drop", ReducedGradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
+_no_wait_in("forget", Gradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
+_no_wait_in("drop", Gradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
 # Two more calls of await_copies, in Edits and in EarlySteps, are not needed as the engine is now, so nothing
 # shows their absence. Before an edit in a forward is kept, the host waits for a copy of the edited values on
 # compute. Before a unit is stepped in the backward, it waits for the gradient's copy, which began after all

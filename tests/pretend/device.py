@@ -24,8 +24,8 @@ from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.threads import install_threads
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
-from zeroshard.checkpoint.reader import TensorReader
 from zeroshard.checkpoint.save import SnapshotMemory
+from zeroshard.checkpoint.tensors import TensorReader
 from zeroshard.comm import activations, collectives, lifecycle, mesh, messages, moves, streams
 from zeroshard.stepping import rounding, wholes
 from zeroshard.tiers import files, memory, places

@@ -13,9 +13,7 @@ import zeroshard
 from tests.distributed.models import Tiny
 from tests.distributed.training import STAGES, square_loss, start
 from zeroshard.comm.watch.status import RankStatus
-from zeroshard.profiling.memory import MemorySample, Peak
-from zeroshard.profiling.report import describe_peak
-from zeroshard.profiling.timeline import Label
+from zeroshard.profiling.report import Label, MemorySample, Peak, describe_peak
 
 
 def tiny():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.profiling.timeline import OTHER, Label, PhaseTimeline, add_up
+from zeroshard.profiling.report import OTHER, Label, PhaseTimeline, add_up
 
 FORWARD, BACKWARD, GATHER, WAIT = (Label(kind, "a") for kind in ("forward", "backward", "gather", "wait"))
 

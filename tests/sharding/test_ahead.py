@@ -50,7 +50,7 @@ class Run:
         start = Unit.start_reduce
         Unit.start_reduce = lambda unit: (names.append(unit.name), start(unit))
         try:
-            with self.reducer.deferring(more, but=but):
+            with self.reducer.next_backward(more, but=but):
                 self.engine.module(x, PARTS[number]).square().mean().backward()
         finally:
             Unit.start_reduce = start

@@ -54,12 +54,12 @@ class Halves:
         waiting, rank = Waiting(), self.engine.dp_rank
         with self.products.leaving(waiting):
             loss = self.engine.module(values_of(number, rank)).square().mean()
-            with self.runtime.reducer.deferring(True):
+            with self.runtime.reducer.next_backward(True):
                 loss.backward()
         return waiting
 
     def second(self, waiting, has_more):
-        with self.runtime.reducer.deferring(has_more), self.runtime.passes.delivering():
+        with self.runtime.reducer.next_backward(has_more), self.runtime.passes.delivering():
             waiting.compute()
 
     def gathers(self):
@@ -101,7 +101,7 @@ def run_without_products(stage):
     halves = Halves(stage)
     for number in range(NUM):
         loss = halves.engine.module(values_of(number, halves.engine.dp_rank)).square().mean()
-        with halves.runtime.reducer.deferring(True):
+        with halves.runtime.reducer.next_backward(True):
             loss.backward()
     halves.second(Waiting(), has_more=False)
     assert not halves.runtime.reducer.local_bytes, "reduced before the step"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroshard.memory.typical import typical_sizes
+from zeroshard.memory.activations import typical_sizes
 from zeroshard.plan.layout import BLOCK
 from zeroshard.plan.pieces import LEAST_BYTES, are_cut, cut
 

@@ -18,7 +18,7 @@ from zeroshard.config.sections import Config, Precision
 from zeroshard.parallel.tensor.division import Division
 from zeroshard.plan.layout import Layout
 from zeroshard.plan.units import find_units
-from zeroshard.sharding.reduced import GradientState
+from zeroshard.sharding.gradients import GradientState
 from zeroshard.sharding.unit import UnitState
 from zeroshard.stepping.attach import attach
 

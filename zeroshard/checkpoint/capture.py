@@ -8,42 +8,142 @@ loads finds hyperparameters by the names of parameters.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.averages import averaged_buffers, with_averages
-from zeroshard.checkpoint.files import as_folder, check_free, check_tag
+from zeroshard.checkpoint.files import MANIFEST, as_folder, check_free, check_tag
 from zeroshard.checkpoint.frozen import SliceSum, frozen_names, join_pieces, measure_pieces
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, describe_model
 from zeroshard.checkpoint.optimizers import PER_GROUP, OptimizerState, keep_few, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import (
     ModelState,
+    States,
+    Stored,
+    TensorReader,
+    TensorSlice,
     cuts_of,
     dtype_name,
+    held_slices,
     own_blocks,
     read_model,
+    state_name,
     written_slices,
 )
 from zeroshard.checkpoint.values import check_plain, to_files, to_plain
-from zeroshard.comm.agreed import on_all
+from zeroshard.comm.collectives import on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.given import GivenLoader
 from zeroshard.data.loader import EpochLoader
 from zeroshard.internals.pytree import tree_leaves
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
 from zeroshard.stepping.guard import LossScale
 from zeroshard.stepping.rounding import Rounding
 from zeroshard.version import installed_version
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
+
+KIND = "ema"
+"""The first part of their names: ema/PARAMETER/NAME."""
+
+
+def _key(name: str) -> str:
+    return f"{KIND}/{name}"
+
+
+def with_averages(states: States, averages: Mapping[str, Averages]) -> States:
+    """Return the states of parameters, and beside them the averages."""
+    joined = {parameter: dict(tensors) for parameter, tensors in states.items()}
+    for name, own in averages.items():
+        for parameter, values in own.parameters.items():
+            joined.setdefault(parameter, {})[_key(name)] = values
+    return joined
+
+
+def averaged_buffers(buffers: Mapping[str, Tensor], averages: Mapping[str, Averages]) -> dict[str, Tensor]:
+    """Return the copies that averages have of some buffers, by their names in a checkpoint."""
+    return {
+        state_name(buffer, _key(name)): own.buffers[buffer]
+        for name, own in averages.items()
+        for buffer in buffers
+        if buffer in own.buffers
+    }
+
+
+def check_averages(stored: Stored, averages: Mapping[str, Averages]) -> None:
+    """Compare the averages of a checkpoint with the present ones, and warn of those that only one has.
+
+    Raises:
+        RuntimeError: one is not of the shape of its parameter.
+    """
+    saved = stored.manifest.averages
+    for name in saved:
+        for owner, record in stored.manifest.parameters.items():
+            found = stored.tensors.get(state_name(owner, _key(name)))
+            if found is not None and found.shape != record.shape:
+                raise RuntimeError(
+                    f"{stored.directory / MANIFEST}: average '{name}' of '{owner}' has shape {found.shape}; "
+                    f"expected {record.shape}"
+                )
+    if unknown := sorted(saved.keys() - averages.keys()):
+        warn_user(
+            f"'{stored.directory}' holds the average '{unknown[0]}', and the engine has none of this name: "
+            "it is not loaded. Make the zeroshard.EMA of the engine before load_checkpoint()"
+        )
+    if missing := sorted(averages.keys() - saved.keys()):
+        warn_user(
+            f"'{stored.directory}' holds no average '{missing[0]}': it begins anew with the loaded values"
+        )
+
+
+@torch.no_grad()
+def read_averages(
+    reader: TensorReader,
+    runtime: Runtime,
+    stored: Stored,
+    averages: Mapping[str, Averages],
+    names: Mapping[str, str],
+) -> None:
+    """Read averages, after the parameters. Those that the checkpoint does not hold begin anew with these.
+
+    Args:
+        reader: of the checkpoint.
+        runtime: of the model.
+        stored: the checkpoint.
+        averages: those of the engine, by name.
+        names: the stored name of each parameter.
+    """
+    for own in averages.values():
+        own.begin_anew()
+    known = {
+        parameter: {k: v for k, v in own.items() if state_name(names[parameter.fqn], k) in stored.tensors}
+        for parameter, own in with_averages({}, averages).items()
+    }
+    for part in held_slices(runtime, known, names):
+        if part.name not in stored.manifest.parameters:
+            reader.read(part)
+    for name, own in averages.items():
+        own.num_updates = stored.manifest.averages.get(name, 0)
+        for buffer, copy in own.buffers.items():
+            title = state_name(buffer, _key(name))
+            if title in stored.tensors:
+                values = torch.empty(copy.numel(), dtype=copy.dtype, device=copy.device)
+                reader.read(TensorSlice(title, tuple(copy.shape), 0, values))
+                copy.copy_(values.view(copy.shape))
+
 
 NUM_PARTS = "num_parts"
 """The key of a manifest's `written_by` for the number of pipeline ranks, if there were several."""
@@ -73,7 +173,16 @@ class Progress:
     skipped_steps: int
     loss_scale: LossScale
     rounding: Rounding | None
-    """The rounding of updates into bfloat16."""
+
+    @staticmethod
+    def of(engine: Engine) -> Progress:
+        """Return the progress of an engine."""
+        return Progress(
+            global_step=engine.global_step,
+            skipped_steps=engine.skipped_steps,
+            loss_scale=engine._guard.loss_scale,
+            rounding=engine._guard.rounding,
+        )
 
 
 class _Answer(NamedTuple):
@@ -103,6 +212,53 @@ class _Reading:
     lr_scheduler: Any
     client_state: Any
     place_in_data: dict[str, Any] | None
+
+
+def save_checkpoint(
+    engine: Engine,
+    dir: str | os.PathLike[str],
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    blocking: bool = True,
+    *,
+    optimizer: bool = True,
+) -> None:
+    """Save all that training goes on from, for any number of ranks, stage and precision; collective.
+
+    Args:
+        dir: a folder that all ranks share. The checkpoint appears in it at once, when it is complete.
+        tag: the name of the checkpoint; None: "step-<global_step>". An older one of that name is
+            replaced.
+        client_state: the user's values on rank 0: tensors, numbers, strings, lists and dicts of them.
+            Some other kinds come back as these: numbers of NumPy as Python's, arrays as tensors, paths as
+            strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
+        blocking: True returns when the checkpoint is there, False when its values are copied. A thread
+            then writes it beside further training. A failure is raised, on all ranks, by a later step,
+            save or load; with sharded parameters also by a forward. With values on the nvme
+            tier, which may not fit into memory, the call returns when the checkpoint is there.
+        optimizer: False leaves out the states of the optimizer and of the LR scheduler.
+
+    Raises:
+        ValueError: a bad tag or path; a value that can't be saved, by its key; other places on
+            other ranks.
+        RuntimeError: the checkpoint could not be written; the call is in the middle of a step or a
+            batch; a list of an asynchronous pipeline has failed; or the last save failed.
+    """
+    refuse_in_batch(engine._runtime.state, "save_checkpoint()")
+    engine._halfway.check("save_checkpoint()")
+    refuse_averages(engine._runtime.state, "save_checkpoint()")
+    if engine._micro_step:
+        raise RuntimeError(
+            f"save_checkpoint() after {engine._micro_step} micro-batches of an unfinished step: a "
+            "checkpoint does not save gradients. End the step with backward() and step(), or drop it "
+            "with zero_grad()"
+        )
+    engine._saver.finish()
+    tag = f"step-{engine.global_step}" if tag is None else tag
+    parts = engine._parts if optimizer else replace(engine._parts, optimizer=None, lr_scheduler=None)
+    snapshot = capture(parts, Progress.of(engine), dir, tag, client_state)
+    is_blocking = blocking or engine._runtime.context.setting.tiers.has_files
+    (engine._saver.save if is_blocking else engine._saver.start)(snapshot)
 
 
 def capture(parts: EngineState, progress: Progress, dir: object, tag: str, client_state: Any) -> Snapshot:
@@ -207,7 +363,11 @@ def _read(parts: EngineState, dir: object, tag: str, client_state: Any) -> _Read
             f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
             "if they are the same on all ranks, or write a file for each rank"
         )
-    optimizer = _read_checked_optimizer(parts.optimizer)
+    given = parts.optimizer
+    optimizer = OptimizerState([], {}, {}, {}, []) if given is None else read_optimizer(given)
+    check_plain(optimizer.groups, "parameter groups")
+    for states in (optimizer.scalars, optimizer.other):
+        check_plain(states, "optimizer state")
     schedule = None
     if parts.lr_scheduler is not None:
         schedule = parts.lr_scheduler.state_dict()
@@ -233,23 +393,17 @@ def _read_place(loader: EpochLoader | GivenLoader | None) -> dict[str, Any] | No
     return place
 
 
-def _read_checked_optimizer(optimizer: Optimizer | None) -> OptimizerState:
-    """The state of an optimizer that loads again without running code; without an optimizer, an empty one."""
-    if optimizer is None:
-        return OptimizerState([], {}, {}, {}, [])
-    state = read_optimizer(optimizer)
-    check_plain(state.groups, "parameter groups")
-    check_plain(state.scalars, "optimizer state")
-    check_plain(state.other, "optimizer state")
-    return state
-
-
 def _read_client_state(client_state: Any) -> Any:
     """The user's values as plain ones, of which none is a slice."""
     if client_state is not None and not isinstance(client_state, Mapping):
         raise ValueError(f"client_state: expected a dict, got {type(client_state).__name__}")
     kept = to_plain(dict(client_state or {}), "client_state")
-    _check_whole(kept)
+    for value in tree_leaves(kept):
+        if isinstance(value, ShardedParameter):
+            raise ValueError(
+                f"client_state holds {value.describe()}: a rank has only a slice of it. Leave it out of "
+                "client_state; the checkpoint saves all parameters anyway"
+            )
     check_plain(kept, "client_state")
     return kept
 
@@ -298,24 +452,11 @@ def _facts(parts: EngineState, reading: _Reading, left_out: list[str]) -> PartFa
     )
 
 
-def _check_whole(client_state: Any) -> None:
-    for value in tree_leaves(client_state):
-        if isinstance(value, ShardedParameter):
-            raise ValueError(
-                f"client_state holds {value.describe()}: a rank has only a slice of it. Leave it out of "
-                "client_state; the checkpoint saves all parameters anyway"
-            )
-
-
 def _describe(parts: EngineState, progress: Progress, whole: PartFacts) -> Manifest:
     runtime, scheduler = parts.runtime, parts.lr_scheduler
     axes, is_half, config = runtime.context.axes, runtime.reducer.is_half, parts.config
     is_plain = config.units is None or isinstance(config.units, tuple)  # a predicate can't be written down
-    written_by = {
-        "zeroshard": installed_version(),
-        "torch": torch.__version__,
-        "num_ranks": axes.world.size,
-    }
+    written_by = {"zeroshard": installed_version(), "torch": torch.__version__, "num_ranks": axes.world.size}
     return Manifest(
         written_by=written_by if axes.pp.size == 1 else {**written_by, NUM_PARTS: axes.pp.size},
         model=parts.described or describe_model(runtime.module),

@@ -71,13 +71,6 @@ def check_tag(tag: object) -> str:
     return tag
 
 
-def tag_of(directory: Path) -> str:
-    """Return the tag of a checkpoint's directory: its name without the number."""
-    name = directory.resolve().name
-    match = _GENERATION.fullmatch(name)
-    return name if match is None else match["tag"]
-
-
 def _is_tag(tag: str) -> bool:
     """True for what file systems take as a name, and people too."""
     is_safe = tag.isprintable() and _NOT_IN_TAGS.isdisjoint(tag)

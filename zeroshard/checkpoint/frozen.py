@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.places import Box
-from zeroshard.checkpoint.reader import Stored
-from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, parameter_slices
-from zeroshard.comm.agreed import on_all
+from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, Stored, TensorSlice, dtype_name, parameter_slices
+from zeroshard.comm.collectives import on_all
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.tiers.places import TierMemory
 

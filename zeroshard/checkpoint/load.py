@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.averages import check_averages, read_averages
-from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, Progress
-from zeroshard.checkpoint.checks import MAX_STEPS, check_group, check_schedule, naming_file
+from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, Progress, check_averages, read_averages
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.frozen import check_frozen
-from zeroshard.checkpoint.manifest import check_sums
-from zeroshard.checkpoint.optimizers import HOW, match_groups, place_scalar, reorder_schedule, restore_groups
-from zeroshard.checkpoint.quantized import Offsets, is_description, read_offsets, set_offset
-from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
+from zeroshard.checkpoint.manifest import MAX_STEPS, check_sums
+from zeroshard.checkpoint.optimizers import (
+    HOW,
+    check_group,
+    check_schedule,
+    match_groups,
+    naming_file,
+    place_scalar,
+    reorder_schedule,
+    restore_groups,
+)
 from zeroshard.checkpoint.states import (
     SavedStates,
     Targets,
@@ -30,28 +36,36 @@ from zeroshard.checkpoint.states import (
     match_states,
     read_converted,
 )
-from zeroshard.checkpoint.tensors import TensorSlice, cuts_of, held_slices, read_model
+from zeroshard.checkpoint.tensors import (
+    Offsets,
+    Stored,
+    TensorReader,
+    TensorSlice,
+    cuts_of,
+    held_slices,
+    is_description,
+    open_checkpoint,
+    read_model,
+    read_offsets,
+    set_offset,
+)
 from zeroshard.checkpoint.values import read_values
-from zeroshard.comm.agreed import on_all
+from zeroshard.comm.collectives import on_all
 from zeroshard.data.given import GivenLoader, check_state
 from zeroshard.data.loader import parse_state
 from zeroshard.internals.warn import warn_user
+from zeroshard.optim.adopted import from_common
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.layerwise import LayerWise
-from zeroshard.optim.statenames import from_common
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
+from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.guard import LossScale
 from zeroshard.stepping.rounding import Rounding
 
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Values for the engine itself."""
-
-    progress: Progress
-    client_state: dict[str, Any]
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,27 +85,68 @@ class _LoadPlan:
     loss_scale: LossScale | None
     """The dynamic scale of float16 in the checkpoint."""
     rounding: Rounding | None
-    """The rounding of updates into bfloat16."""
 
 
-def load(
+def load_checkpoint(
+    engine: Engine,
+    dir: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    restore_hyperparameters: bool = True,
+    convert_states: bool = False,
+    optimizer: bool = True,
+) -> dict[str, Any]:
+    """Go on from a checkpoint, whatever layout wrote it; collective. Gradients are dropped.
+
+    Args:
+        dir: the folder, or the directory of one checkpoint.
+        tag: the tag of the checkpoint; None: the latest.
+        restore_hyperparameters: False keeps the present learning rates, decays, ... and LR schedule.
+        convert_states: accept states of another optimizer of the same family, or number of bits.
+        optimizer: False loads the model alone: parameters, buffers and the extra states of modules.
+            Optimizer, LR scheduler, counts of steps, generators and the place in the data stay.
+
+    Returns:
+        The `client_state` that was saved; {} if none was given.
+
+    Raises:
+        ValueError: there is no checkpoint, or it belongs to another model or optimizer; nothing has
+            changed.
+        RuntimeError: a file is missing or damaged; nothing has changed unless the message says so. Or the
+            call is in the middle of a batch, or a list of an asynchronous pipeline has failed.
+    """
+    refuse_in_batch(engine._runtime.state, "load_checkpoint()")
+    refuse_averages(engine._runtime.state, "load_checkpoint()")
+    engine._saver.finish()
+    parts = engine._parts
+    if not optimizer:
+        parts = replace(parts, optimizer=None, lr_scheduler=None, loader=None)
+    with torch.inference_mode(False):  # tensors that are made here are trained
+        plan = _load(parts, dir, tag, restore_hyperparameters, convert_states, weights_only=not optimizer)
+    engine._halfway.end()
+    if engine._early is not None:
+        engine._early.end()
+    engine.zero_grad()
+    if optimizer:
+        progress = _restore_progress(plan, Progress.of(engine))
+        engine.global_step, engine.skipped_steps = progress.global_step, progress.skipped_steps
+        engine._guard.loss_scale = progress.loss_scale
+        if engine._guard.rounding is not None and progress.rounding is not None:
+            engine._guard.rounding.resume(progress.rounding)
+    client_state: dict[str, Any] = plan.values["client_state"]
+    return client_state
+
+
+def _load(
     parts: EngineState,
     dir: object,
     tag: str | None,
-    progress: Progress,
-    *,
     restore_hyperparameters: bool,
     convert_states: bool,
-    weights_only: bool = False,
-) -> Loaded:
-    """Read parameters, states and all else; collective. Arguments as `Engine.load_checkpoint` has them.
-
-    Raises:
-        ValueError: there is no checkpoint, or it is of another model or optimizer; nothing has changed.
-        RuntimeError: a file is missing or damaged; nothing has changed unless the message says so.
-    """
-    if weights_only:
-        parts = replace(parts, optimizer=None, lr_scheduler=None, loader=None)
+    *,
+    weights_only: bool,
+) -> _LoadPlan:
+    """Read parameters, states and all else; collective. Return what was found."""
     runtime = parts.runtime
     axis = runtime.context.axes.world
     runtime.settle()
@@ -131,8 +186,7 @@ def load(
         runtime.changed()
         for unit in runtime.units:
             unit.refresh()
-    progress = progress if weights_only else _restore_progress(plan, progress)
-    return Loaded(progress, plan.values["client_state"])
+    return plan
 
 
 def _restore(parts: EngineState, plan: _LoadPlan, weights_only: bool) -> None:

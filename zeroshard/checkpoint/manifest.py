@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint import places
-from zeroshard.checkpoint.checks import MAX_STEPS
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.plan.cuts import Cut, Section
 
 FORMAT = 2
+MAX_STEPS = 1 << 53
+"""Float64 can't count further."""
 _CHUNK = 1 << 20
 
 
@@ -51,13 +52,10 @@ class Manifest:
     model: dict[str, Any]
     """The class of the model, and its config if it is a model of transformers."""
     config: dict[str, Any]
-    """The config of zeroshard."""
     global_step: int
     skipped_steps: int
     loss_scale: dict[str, Any] | None
-    """The loss scale of float16."""
     rounding: dict[str, Any] | None = None
-    """The rounding of updates into bfloat16."""
     seed: int
     """The seed from which ranks without saved generators derive theirs."""
     data: dict[str, Any] | None

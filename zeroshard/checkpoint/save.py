@@ -29,8 +29,7 @@ from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import MANIFEST, CheckpointPlace, write_synced
 from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
-from zeroshard.comm.agreed import on_all, on_first
-from zeroshard.comm.collectives import Axis
+from zeroshard.comm.collectives import Axis, on_all, on_first
 from zeroshard.comm.lifecycle import BackgroundGroup, open_background_group
 from zeroshard.comm.streams import host_wait
 from zeroshard.tiers.places import TierMemory

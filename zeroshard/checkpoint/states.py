@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint.checks import MAX_STEPS, check_scalars
 from zeroshard.checkpoint.files import MANIFEST, VALUES
+from zeroshard.checkpoint.manifest import MAX_STEPS
+from zeroshard.checkpoint.optimizers import check_scalars
 from zeroshard.checkpoint.places import StoredTensor
-from zeroshard.checkpoint.reader import Stored, TensorReader
 from zeroshard.checkpoint.tensors import (
     Dtypes,
+    Stored,
+    TensorReader,
     TensorSlice,
     block_numbers,
     blocks_of,
@@ -32,13 +34,10 @@ from zeroshard.checkpoint.tensors import (
 )
 from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.optim.adopt.bitsandbytes import is_bitsandbytes
+from zeroshard.optim.adopted import is_bitsandbytes, num_bits, to_common
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.blocks import QuantizedState, num_blocks
-from zeroshard.optim.eightbit.codebook import Codebook, codebook
+from zeroshard.optim.eightbit.blocks import ABSMAX, Codebook, QuantizedState, codebook, num_blocks
 from zeroshard.optim.eightbit.rule import Rule, rule_named
-from zeroshard.optim.eightbit.states import ABSMAX
-from zeroshard.optim.statenames import num_bits, to_common
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import Span

@@ -1,18 +1,30 @@
-"""This rank's part of a checkpoint: slices of named tensors."""
+"""This rank's part of a checkpoint: slices of named tensors.
+
+The description of a weight with codes, which is a tensor of JSON in its state_dict.
+
+Weights of bitsandbytes with 4 bits have one, and those of other libraries that were taken apart. Scales are
+tensors of the state_dict, too, and are saved and loaded like buffers. The description is computed anew each
+time. It tells the kind of the codes, which must be that of the model, and with 4 bits the offset of the
+scales, which belongs to the values.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zeroshard.checkpoint.places import Box, boxes_of, split, whole
-from zeroshard.optim.eightbit.blocks import num_blocks
-from zeroshard.optim.eightbit.states import ABSMAX
+from zeroshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
+from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, runs, split, whole
+from zeroshard.forwards.composed import DESCRIPTION
+from zeroshard.optim.eightbit.blocks import ABSMAX, num_blocks
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import BLOCK, Span
@@ -336,3 +348,160 @@ def scales_slice(
 def dtype_name(dtype: torch.dtype) -> str:
     """The name that users write: float32."""
     return str(dtype).removeprefix("torch.")
+
+
+# ----------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A checkpoint on disk."""
+
+    directory: Path
+    manifest: Manifest
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The places of its tensors, by name."""
+        return self.manifest.tensors
+
+
+def open_checkpoint(directory: Path) -> Stored:
+    """Read the manifest of a checkpoint; no tensor is read.
+
+    Raises:
+        RuntimeError: a file is missing or shortened, or the manifest is damaged or says what cannot be.
+    """
+    manifest = read_manifest(directory)
+    check_sizes(directory, manifest)
+    return Stored(directory, manifest)
+
+
+class TensorReader:
+    """Reads ranges of the tensors of a checkpoint; a context manager, which keeps files open.
+
+    Args:
+        stored: the checkpoint.
+        rest: called with each piece of memory that was filled; see `TierMemory.rest`.
+    """
+
+    def __init__(self, stored: Stored, rest: Callable[[Tensor], None] = lambda _: None) -> None:
+        self._stored, self.rest = stored, rest
+        self._files: dict[str, BinaryIO] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def read(self, part: TensorSlice) -> None:
+        """Fill `part.data`, in its own dtype, on its own device.
+
+        Raises:
+            RuntimeError: the checkpoint does not hold all of it, or a file has become shorter.
+        """
+        stored, num_read = self._stored.tensors[part.name], 0
+        for box, values in part.boxes():
+            in_order = values if values.is_contiguous() else torch.empty_like(values).contiguous()
+            for source in stored.boxes:
+                for run in runs(source.box, box):
+                    target = in_order.view(-1)[run.target : run.target + run.numel]
+                    self._read_run(source, stored.dtype, run.source, target)
+                    num_read += run.numel
+            if in_order is not values:
+                values.copy_(in_order)
+                self.rest(part.data)
+        if num_read != part.data.numel():
+            raise RuntimeError(
+                f"{self._stored.directory}: expected {part.data.numel()} elements of '{part.name}' from "
+                f"{part.start} on, found {num_read}"
+            )
+
+    def _read_run(self, source: StoredBox, dtype: torch.dtype, start: int, target: Tensor) -> None:
+        file = self._open(source.file)
+        begin = source.start + start * dtype.itemsize
+        step = max(1, MAX_BOX_BYTES // dtype.itemsize)
+        for at in range(0, target.numel(), step):
+            piece = target[at : at + step]
+            direct = piece.dtype == dtype and piece.device.type == "cpu"
+            raw = piece if direct else torch.empty(piece.numel(), dtype=dtype, device="cpu")
+            file.seek(begin + at * dtype.itemsize)
+            if file.readinto(raw.view(torch.uint8).numpy().data) != raw.nbytes:  # type: ignore[attr-defined]
+                raise RuntimeError(f"{self._stored.directory / source.file}: ends too early")
+            if not direct:
+                piece.copy_(raw)
+            self.rest(piece)
+
+    def _open(self, name: str) -> BinaryIO:
+        if name not in self._files:
+            self._files[name] = self._stack.enter_context((self._stored.directory / name).open("rb"))
+        return self._files[name]
+
+
+# --------------------------------------------------------------------------------- descriptions of codes
+
+
+_MARK = ".quant_state.bitsandbytes__"
+_OFFSET = "nested_offset"
+
+Offsets = dict[str, float | None]
+"""By the name of a description; None where scales are not quantized themselves."""
+
+
+def is_description(name: str) -> bool:
+    """True for the name of a description in a state_dict."""
+    return _MARK in name or name.rpartition(".")[2] == DESCRIPTION
+
+
+def is_beside_codes(name: str) -> bool:
+    """True for a tensor of a state_dict that bitsandbytes keeps beside the codes of a weight."""
+    return is_description(name) or name.rpartition(".")[2] == "SCB"
+
+
+def read_offsets(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) -> Offsets:
+    """Read the descriptions of a checkpoint.
+
+    Args:
+        stored: the checkpoint.
+        runtime: of the model.
+        buffers: tensors of the model's state_dict that are no parameters; the checkpoint has the same names.
+
+    Raises:
+        ValueError: a weight is quantized in another way.
+    """
+    offsets: Offsets = {}
+    with TensorReader(stored, runtime.context.memory.rest) as reader:
+        for name, buffer in buffers.items():
+            if not is_description(name):
+                continue
+            shape = tuple(stored.tensors[name].shape)
+            values = torch.empty(shape, dtype=torch.uint8, device="cpu")
+            reader.read(TensorSlice(name, shape, 0, values))
+            saved, own = _unpack(values), _unpack(buffer)
+            offsets[name] = saved.pop(_OFFSET, None)
+            own.pop(_OFFSET, None)
+            if saved != own:
+                raise ValueError(
+                    f"'{stored.directory}': '{_weight_of(name)}' is quantized as {saved}; the model "
+                    f"has {own}: expected the same kind of codes"
+                )
+    return offsets
+
+
+def set_offset(model: nn.Module, name: str, offset: float | None) -> None:
+    """Give the weight that a description belongs to the offset of its scales."""
+    if offset is not None:
+        weight: Any = model.get_parameter(_weight_of(name))
+        weight.quant_state.offset.fill_(offset)
+
+
+def _weight_of(name: str) -> str:
+    """The name of the weight that a description belongs to."""
+    return name.partition(_MARK)[0].removesuffix(DESCRIPTION.removeprefix("weight"))
+
+
+def _unpack(values: Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(bytes(values.cpu().numpy()).decode())
+    return found

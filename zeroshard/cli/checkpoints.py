@@ -13,12 +13,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint.averages import KIND
+from zeroshard.checkpoint.capture import KIND
 from zeroshard.checkpoint.files import MANIFEST, find
 from zeroshard.checkpoint.manifest import Manifest, check_sums
 from zeroshard.checkpoint.places import StoredTensor
-from zeroshard.checkpoint.reader import Stored, open_checkpoint
-from zeroshard.checkpoint.tensors import dtype_name
+from zeroshard.checkpoint.tensors import Stored, dtype_name, open_checkpoint
 from zeroshard.hf.export import MAX_SHARD_BYTES, Format, export_checkpoint
 from zeroshard.tables import LINE, format_bytes, format_count, render
 

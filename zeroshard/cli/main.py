@@ -314,16 +314,13 @@ COMMANDS: Mapping[str, _Command] = {
         ),
     ),
     "mesh": _Command(
-        "ranks.show_groups",
+        "planning.show_groups",
         "show the groups of ranks that exchange along each axis of the mesh",
         "Print every tensor, data and pipeline group. Ranks are counted along the tensor\n"
         "axis first, then along the data-parallel axes, along the pipeline axis last. The\n"
         "data-parallel axes get the factor of --ranks that --tp and --pp leave.",
         _add_mesh,
-        (
-            "zeroshard mesh --ranks 32 --tp 4 --pp 4",
-            "zeroshard mesh --ranks 16 --shard-group-size 8",
-        ),
+        ("zeroshard mesh --ranks 32 --tp 4 --pp 4", "zeroshard mesh --ranks 16 --shard-group-size 8"),
     ),
     "plan": _Command(
         "pipelines.plan_pipeline",
@@ -346,10 +343,7 @@ COMMANDS: Mapping[str, _Command] = {
         "ranks are timed too: torchrun --nproc-per-node 2 -m zeroshard doctor. Nothing is sent\n"
         "anywhere else.",
         _add_doctor,
-        (
-            "zeroshard doctor",
-            "zeroshard doctor --disk . --json",
-        ),
+        ("zeroshard doctor", "zeroshard doctor --disk . --json"),
     ),
     "chat": _Command(
         "chat.chat",

@@ -1,11 +1,26 @@
-"""`zeroshard estimate`: tables for somebody who plans a training run."""
+"""`zeroshard estimate`: tables for somebody who plans a training run.
+
+The settings with which a training fits into the memory of its ranks, the fastest first.
+
+The order is by what a setting costs in each step, without a measurement:
+
+    1. tier           values on the host move over its bus in each step, those in files over a disk
+    2. recompute      a forward more: 8 operations in place of 6 for each parameter and token
+    3. bytes sent     stages 1 and 2 send what stage 0 sends, stage 3 up to half as much again; where one
+                      rank sends nothing, stage 3 still makes parameters in the compute dtype again
+    4. bits           states of 8 bits cost no time, but precision: they come after those of 32 bits
+    5. memory         of what is left, the setting that leaves the most
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +30,180 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.config.sections import Config
-from zeroshard.hf.skeleton import build_skeleton, typical_skeleton, with_adapters, with_codes
-from zeroshard.memory.activations import Tokens
+from zeroshard.config.sections import Config, Mesh, Offload
+from zeroshard.hf.pretrained import build_skeleton, typical_skeleton, with_adapters, with_codes
+from zeroshard.memory.activations import Tokens, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
-from zeroshard.memory.fit import SHARE, Fit, Room, Tried, find_fits, least, memory_of
-from zeroshard.memory.typical import typical_sizes
 from zeroshard.parameters.sharded import count_elements
+from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
+from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
 from zeroshard.tables import format_bytes, format_count, render
+
+SHARE = 0.9
+"""The part of a device that an estimate may take: tests hold activations to within 10 % of a measurement."""
+
+_TIERS = (
+    ("none", "none"),
+    ("cpu", "none"),
+    ("cpu", "cpu"),
+    ("nvme", "cpu"),
+    ("nvme", "nvme"),
+)
+"""Tiers of optimizer states and of parameters, by their cost."""
+
+
+_GB = 10**9
+
+DEVICES: Mapping[str, int] = {
+    "v100": 32 * _GB,
+    "t4": 16 * _GB,
+    "a10": 24 * _GB,
+    "a6000": 48 * _GB,
+    "a100-40": 40 * _GB,
+    "a100": 80 * _GB,
+    "l4": 24 * _GB,
+    "l40s": 48 * _GB,
+    "h100": 80 * _GB,
+    "h100-nvl": 94 * _GB,
+    "h200": 141 * _GB,
+    "b200": 180 * _GB,
+    "rtx3090": 24 * _GB,
+    "rtx4090": 24 * _GB,
+    "rtx5090": 32 * _GB,
+    "mi250x": 64 * _GB,  # of each of its two devices
+    "mi300x": 192 * _GB,
+    "mi325x": 256 * _GB,
+}
+"""Bytes of a device, as its vendor's data sheet has them. Its tools show more: the difference is a reserve
+for the driver and the libraries."""
+
+
+def memory_of(name: str) -> int:
+    """Return the bytes of a device. Raises ValueError for an unknown name."""
+    key = name.lower().replace(" ", "").replace("_", "-")
+    if key in DEVICES:
+        return DEVICES[key]
+    close = difflib.get_close_matches(key, DEVICES, n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    raise ValueError(f"expected a device among {', '.join(DEVICES)}, got {name!r}{hint}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """The memory of a node."""
+
+    device: int
+    """Bytes of the device of a rank."""
+    host: int = 0
+    """Bytes of host memory of a node for its ranks."""
+    nvme: int = 0
+    """Bytes of files of a node for its ranks."""
+    ranks_per_node: int = 8
+
+    def holds(self, estimate: Estimate) -> bool:
+        """True if a rank and its node have room for an estimate."""
+        num = self.ranks_per_node
+        far = num * estimate.host <= self.host and num * estimate.nvme <= self.nvme
+        return far and estimate.peak <= SHARE * self.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """The settings to try, on each tier that has room."""
+
+    stages: Sequence[int] = range(4)
+    recompute: Sequence[str] = ("none", "unit")
+    bits: Sequence[int] = (32, 8)
+    """Bits of each optimizer state."""
+
+
+_ALL = Tried()
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A setting with its estimate."""
+
+    config: Config
+    bits: int
+    """Bits of each optimizer state."""
+    estimate: Estimate
+    costs: tuple[str, ...]
+    """The reasons for its place: all that it costs beside stage 0 with states of 32 bits."""
+
+
+def find_fits(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> list[Fit]:
+    """Return the settings that fit, the fastest first.
+
+    Args:
+        counted: the model.
+        world_size: number of ranks.
+        base: the config of all settings, but for stage, recomputation and tiers.
+        room: the memory of a node.
+        tried: the stages, recomputation and bits of optimizer states to try.
+    """
+    found = (fit for fit in _settings(counted, world_size, base, room, tried) if room.holds(fit.estimate))
+    # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
+    distinct: dict[object, Fit] = {}
+    for fit in found:
+        distinct.setdefault((fit.estimate, fit.costs), fit)
+    return sorted(distinct.values(), key=_place)
+
+
+def least(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> Fit:
+    """Return the setting that takes the least memory of the device, whether it fits or not."""
+    return min(_settings(counted, world_size, base, room, tried), key=lambda fit: fit.estimate.peak)
+
+
+def _settings(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried) -> Iterator[Fit]:
+    for config in _tried_configs(base, room, tried):
+        for each in tried.bits:
+            estimate = counted.on(world_size, config, optimizer_bits=each)
+            yield Fit(config, each, estimate, tuple(_costs(config, each)))
+
+
+def _tried_configs(base: Config, room: Room, tried: Tried) -> Iterator[Config]:
+    for optimizer, parameters in _TIERS:
+        if ("cpu" in (optimizer, parameters) and not room.host) or (
+            "nvme" in (optimizer, parameters) and not (room.nvme and room.host)
+        ):
+            continue
+        path = (base.offload.nvme_path or ".") if "nvme" in (optimizer, parameters) else None
+        offload = Offload(optimizer=optimizer, parameters=parameters, nvme_path=path)
+        for recompute in tried.recompute:
+            for stage in tried.stages:
+                if parameters != "none" and stage != 3:
+                    continue
+                with suppress(ValueError):  # the config rules some stages out, as a shard group does stage 0
+                    yield replace(base, stage=stage, recompute=recompute, offload=offload)
+
+
+def _place(fit: Fit) -> tuple[int, bool, int, bool, int, int]:
+    estimate = fit.estimate
+    return (
+        _TIERS.index((fit.config.offload.optimizer, fit.config.offload.parameters)),
+        fit.config.recompute == "unit",
+        estimate.wire_bytes_per_step,
+        fit.config.stage == 3,
+        -fit.bits,
+        estimate.peak,
+    )
+
+
+_COSTS: tuple[tuple[Callable[[Config, int], bool], str], ...] = (
+    (lambda config, _: config.offload.optimizer == "cpu", "steps on the host"),
+    (lambda config, _: config.offload.optimizer == "nvme", "states from files"),
+    (lambda config, _: config.offload.parameters == "cpu", "parameters from the host"),
+    (lambda config, _: config.offload.parameters == "nvme", "parameters from files"),
+    (lambda config, _: config.recompute == "unit", "a forward more"),
+    (lambda config, _: config.stage == 3, "gathers of parameters"),
+    (lambda _, bits: bits == 8, "states rounded to 8 bits"),
+)
+
+
+def _costs(config: Config, bits: int) -> Iterator[str]:
+    return (text for holds, text in _COSTS if holds(config, bits))
+
 
 _STAGES = range(4)
 _RECOMPUTE, _BITS = ("none", "unit"), (32, 8)
@@ -230,12 +411,7 @@ def _duration(num_params: int, config: Config, options: Namespace) -> str:
 
 
 def training_seconds(
-    num_params: float,
-    num_tokens: float,
-    num_ranks: int,
-    flops_per_second: float,
-    *,
-    recomputes: bool = True,
+    num_params: float, num_tokens: float, num_ranks: int, flops_per_second: float, *, recomputes: bool = True
 ) -> float:
     """Return the seconds of a training, from its floating-point operations.
 
@@ -313,3 +489,72 @@ def _about_training(config: Config, options: Namespace) -> str:
     name = f"{name} and by name in {', '.join(sorted(others))}" if others else name
     about = f"computed in {name}, main parameters in {main_name}, {states}{divided}{tokens}"
     return fill(about, _LINE)
+
+
+# --------------------------------------------------------------------------------------- groups of ranks
+
+
+_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("tensor", (TP,)),
+    ("data", DATA),
+    ("shard", (DP_SHARD,)),
+    ("replica", (DP_REPLICATE,)),
+    ("pipeline", (PP,)),
+)
+"""The groups by name, with the axes that each kind spans."""
+
+_MAX_RANKS = 1 << 16  # time and memory grow with the ranks, and nobody reads the tables of more
+_MAX_SHOWN = 16  # ranks of a group that are written out; the title has the stride of longer ones
+
+
+def show_groups(options: Namespace) -> None:
+    """Run `zeroshard mesh`."""
+    if options.ranks > _MAX_RANKS:
+        raise ValueError(f"--ranks: expected at most {_MAX_RANKS:,}, got {options.ranks:,}")
+    config = Config(mesh=Mesh(pp=options.pp, tp=options.tp), shard_group_size=options.shard_group_size)
+    arrangement = Arrangement(options.ranks, config.mesh.pp, config.mesh.tp, config.shard_group_size)
+    print(*_paragraphs(arrangement), sep="\n\n")
+
+
+def _paragraphs(arrangement: Arrangement) -> Iterator[str]:
+    sizes = arrangement.sizes
+    product = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
+    yield (
+        f"{_number(arrangement.num_ranks, 'rank')}, counted along the last axis first: {product}\n"
+        f"parts of the model, pp x tp: {arrangement.num_parts:,}; "
+        f"data-parallel ranks of a part: {arrangement.num_data:,}"
+    )
+    # Without axes of 1 rank two kinds may span the same axes: without replicas, data and shard groups.
+    several = [axis for axis, size in zip(AXES, sizes, strict=True) if size > 1]
+    shown: list[list[str]] = []
+    for kind, axes in _KINDS:
+        spanned = [axis for axis in several if axis in axes]
+        if spanned and spanned not in shown:
+            shown.append(spanned)
+            yield _table_of_groups(kind, spanned, [axis for axis in several if axis not in axes], arrangement)
+    if len(several) < len(AXES):
+        single = ", ".join(axis for axis in AXES if axis not in several)
+        yield f"no groups along axes of 1 rank: {single}"
+
+
+def _table_of_groups(kind: str, axes: Sequence[str], others: Sequence[str], arrangement: Arrangement) -> str:
+    """Return the groups along `axes`, each with its place on the other axes."""
+    groups = arrangement.groups(*axes)
+    size, stride = len(groups[0]), groups[0][1] - groups[0][0]
+    ranks = f"{size} consecutive ranks" if stride == 1 else f"{size} ranks, stride {stride}"
+    title = f"{_number(len(groups), f'{kind} group')} of {ranks} ({' x '.join(axes)})"
+    rows = []
+    for number, group in enumerate(groups):
+        place = arrangement.coordinates(group[0])._asdict()
+        rows.append((str(number), *(str(place[axis]) for axis in others), _written(group)))
+    return render(title, ("group", *others, "ranks"), rows)
+
+
+def _written(group: Sequence[int]) -> str:
+    if len(group) <= _MAX_SHOWN:
+        return ", ".join(map(str, group))
+    return f"{', '.join(map(str, group[:3]))}, ..., {group[-1]}"
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + "s" * (count != 1)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,16 @@ from torch import Tensor
 from zeroshard.comm import streams
 from zeroshard.comm.counter import ALL_TO_ALL, Counter
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.watch import ledger as ledgers
-from zeroshard.comm.watch.ledger import REDUCE
-from zeroshard.comm.watch.status import RankStatus
+from zeroshard.comm.watch.status import (
+    CONTROL,
+    GATHER,
+    REDUCE,
+    Entries,
+    Ledger,
+    RankStatus,
+    find_difference,
+    is_proven,
+)
 from zeroshard.comm.watch.watchdog import Waits, Watchdog
 
 
@@ -128,8 +135,8 @@ Parts = Mapping[int, Tensor] | Sequence[Tensor]
 class Channel(Enum):
     """The communicator that carries a collective: one communicator runs its collectives one by one."""
 
-    GATHER = ledgers.GATHER
-    REDUCE = ledgers.REDUCE
+    GATHER = GATHER
+    REDUCE = REDUCE
 
 
 class GatherPart(NamedTuple):
@@ -197,7 +204,7 @@ class Axis:
         return self.waits.rank_status
 
     @property
-    def ledger(self) -> ledgers.Ledger:
+    def ledger(self) -> Ledger:
         """The collectives that this rank has issued over this axis and axes that were derived from it."""
         return self.waits.ledger
 
@@ -277,7 +284,7 @@ class Axis:
         # when it changes.
         with self.waits.naming(label), dist._coalescing_manager(group=group, async_ops=False):
             for part in parts:
-                self.note("all_gather", part.own.nbytes * (self.size - 1), label, ledgers.GATHER)
+                self.note("all_gather", part.own.nbytes * (self.size - 1), label, GATHER)
                 dist.all_gather_into_tensor(part.flat, part.own, group=group, async_op=False)
         return Issued(self.waits.issue(label))
 
@@ -300,7 +307,7 @@ class Axis:
         if self.size == 1 or not flat.numel():
             out.copy_(own)
             return self._copied()
-        label = self.note("reduce_scatter", own.nbytes * (self.size - 1), label, ledgers.REDUCE)
+        label = self.note("reduce_scatter", own.nbytes * (self.size - 1), label, REDUCE)
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
             group = self._groups[Channel.REDUCE]
@@ -363,18 +370,16 @@ class Axis:
         def answer() -> list[bool]:
             self.waits.wait_for_agreement(work, label)
             maxima = bitmap.tolist()
-            if entries is not None and not ledgers.is_proven(maxima[len(flags) :]):
+            if entries is not None and not is_proven(maxima[len(flags) :]):
                 raise self._differing(entries)
             return [bool(flag) for flag in maxima[: len(flags)]]
 
         return answer
 
-    def _differing(self, entries: ledgers.Entries) -> RuntimeError:
+    def _differing(self, entries: Entries) -> RuntimeError:
         """Return the error of ranks that have issued different collectives; collective."""
         everyone = self.all_gather_object(tuple(entries), "comparison of collectives")
-        difference = ledgers.find_difference(
-            {rank: ledgers.Entries(*entries) for rank, entries in enumerate(everyone)}
-        )
+        difference = find_difference({rank: Entries(*entries) for rank, entries in enumerate(everyone)})
         older = "the ranks have issued different collectives, the first one longer ago than what is kept"
         return RuntimeError(f"{self.waits.who}: {difference or older}")
 
@@ -435,7 +440,7 @@ class Axis:
         self.waits.wait_for_agreement(dist.all_gather(parts, value, group=self.control, async_op=True), label)
         return parts
 
-    def note(self, kind: str, num_bytes: int, label: str, line: str = ledgers.CONTROL) -> str:
+    def note(self, kind: str, num_bytes: int, label: str, line: str = CONTROL) -> str:
         """Count and note a collective that sends `num_bytes`; return its name in messages."""
         self.counter.add(kind, num_bytes)
         self.ledger.note(label, self._line or line)
@@ -533,3 +538,51 @@ def all_to_all(
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+
+
+# ---------------------------------------------------------------------------------- agreements on errors
+
+
+T = TypeVar("T")
+
+
+def on_all(axis: Axis, label: str, step: Callable[[], T]) -> list[T]:
+    """Do something on every rank; collective.
+
+    Args:
+        label: the name of the exchange in errors.
+        step: the function to call on each rank; it exchanges nothing itself.
+
+    Returns:
+        The result of each rank, in rank order.
+
+    Raises:
+        ValueError, RuntimeError: the error of the first rank that failed, on all ranks; an error of another
+            class becomes a RuntimeError.
+    """
+    error: Exception | None = None
+    answer: T | None = None
+    try:
+        answer = step()
+    except Exception as caught:  # of whatever kind: the other ranks wait
+        error = caught
+    failure = None if error is None else (isinstance(error, ValueError), _tell(error))
+    everyone = axis.all_gather_object((failure, answer), label)
+    for rank, (failed, _) in enumerate(everyone):
+        if failed is not None:
+            is_value_error, text = failed
+            place = f" (rank {rank})" if axis.size > 1 else ""
+            raise (ValueError if is_value_error else RuntimeError)(text + place) from error
+    return [given for _, given in everyone]
+
+
+def _tell(error: Exception) -> str:
+    speaks_for_itself = isinstance(error, ValueError | RuntimeError | OSError)
+    return str(error) if speaks_for_itself else f"{type(error).__name__}: {error}"
+
+
+def on_first(axis: Axis, label: str, step: Callable[[], T]) -> T:
+    """Do something on rank 0 alone and give every rank its answer; collective. As `on_all` otherwise."""
+    answers = on_all(axis, label, lambda: step() if axis.rank == 0 else None)
+    answer: T = answers[0]  # type: ignore[assignment]
+    return answer

@@ -68,17 +68,13 @@ class Counter:
     calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     waited_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     since: float = field(default_factory=time.monotonic)
-    """The time of the last reset."""
 
     def add(self, kind: str, num_bytes: int) -> None:
         self.bytes_sent[kind] += num_bytes
         self.calls[kind] += 1
 
     def reset(self) -> None:
-        self.bytes_sent = dict.fromkeys(KINDS, 0)
-        self.calls = dict.fromkeys(KINDS, 0)
-        self.waited_s = dict.fromkeys(KINDS, 0.0)
-        self.since = time.monotonic()
+        vars(self).update(vars(Counter()))
 
     def report(self, *, rank: int = 0, num_ranks: int = 1, is_host_waiting: bool = True) -> CommReport:
         """Return the sums so far.

@@ -38,7 +38,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.watch.ledger import GATHER, TENSOR
+from zeroshard.comm.watch.status import GATHER, TENSOR
 from zeroshard.config.sections import Config
 from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
@@ -435,17 +435,11 @@ def _shard_subgroup(purpose: str, axes: Axes, size: int) -> dist.ProcessGroup:
 
 def _open_parts(purpose: str, mesh: DeviceMesh, axes: Sequence[str], world: Axis) -> Axis:
     """Return the axis of the ranks that differ from this one on some axes of the mesh alone; collective."""
-    group = _open_group(purpose, mesh, axes, world)
+    parts, timeout_s = _parts_of(mesh, axes), world.timeout_s
+    group = _own_group(purpose, parts, timeout_s)
     is_served = dist.get_backend(group) == "gloo" or dist.get_world_size(group) == 1
-    control = None if is_served else _open_group(f"{purpose} control", mesh, axes, world, "gloo")
+    control = None if is_served else _own_group(f"{purpose} control", parts, timeout_s, "gloo")
     return world.over(group, control)
-
-
-def _open_group(
-    purpose: str, mesh: DeviceMesh, axes: Sequence[str], world: Axis, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Return the group of the ranks that differ from this one on some axes of the mesh alone; collective."""
-    return _own_group(purpose, _parts_of(mesh, axes), world.timeout_s, backend)
 
 
 def _parts_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from zeroshard.config import rules
+from zeroshard.config import checked
 from zeroshard.config.checked import Checked, Requirement
 
 
@@ -51,48 +51,48 @@ class Pipeline(Checked):
     """The schedule of a batch over the pipeline-parallel ranks."""
 
     _prefix = "pipeline."
-    schedule: Annotated[str, rules.SCHEDULE] = "1f1b"
+    schedule: Annotated[str, checked.SCHEDULE] = "1f1b"
     """Order of forwards and backwards: a name, in upper or lower case, or a list of your own.
 
     A list is a Schedule, its text, or the path of a .csv file that rank 0 reads. The names of asynchronous
     schedules are "pipedream", "2bw", "pipemare", "pb", "spectrain", "lwp" and "paci".
     """
-    num_microbatches: Annotated[int, rules.integer(1)] = 1
+    num_microbatches: Annotated[int, checked.integer(1)] = 1
     """Micro-batches in a rank's batch: of one step, or of several steps of an asynchronous schedule."""
-    num_chunks: Annotated[int | None, rules.integer(1)] = None
+    num_chunks: Annotated[int | None, checked.integer(1)] = None
     """Chunks of the model on each rank. None: the smallest number that the schedule allows."""
-    balance: Annotated[str, rules.choice("time", "memory", "bottleneck")] = "time"
+    balance: Annotated[str, checked.choice("time", "memory", "bottleneck")] = "time"
     """Chunks are cut to have about the same "time", measured, or parameters ("memory").
 
     "bottleneck": the largest time of a chunk is as small as possible.
     """
-    split: Annotated[Sequence[str] | None, rules.MODULE_NAMES] = None
+    split: Annotated[Sequence[str] | None, checked.MODULE_NAMES] = None
     """Names of the blocks that each begin a new chunk, in order, without the first block.
 
     None: the model is cut by `balance`.
     """
     trace: bool = False
     """True: a trace of its forward cuts a model of any structure, before the modules in `split`."""
-    microbatches_per_step: Annotated[int | None, rules.integer(1)] = None
+    microbatches_per_step: Annotated[int | None, checked.integer(1)] = None
     """Micro-batches of each step of an asynchronous schedule. None: the fewest that its weights allow."""
-    synchronous_steps: Annotated[int, rules.integer(0)] = 0
+    synchronous_steps: Annotated[int, checked.integer(0)] = 0
     """The first steps of training, which are synchronous although the schedule is not."""
-    weights: Annotated[str | None, rules.choice(*WEIGHTS)] = None
+    weights: Annotated[str | None, checked.choice(*WEIGHTS)] = None
     """The weights of forward and backward in an asynchronous schedule. None: those of its method.
 
     "latest", "stash", "vertical", "double", "estimate", "predict", "lwp", "lwp-weights" or "bounded".
     """
-    correction: Annotated[str | None, rules.choice("none", "rescale", "spike")] = None
+    correction: Annotated[str | None, checked.choice("none", "rescale", "spike")] = None
     """The correction of the optimizer's step for stale gradients. None: that of the method.
 
     "rescale" divides the learning rate by the delay in steps, "spike" spreads a late gradient as if it had
     come in time.
     """
-    decay: Annotated[float, rules.FRACTION] = _DECAY
+    decay: Annotated[float, checked.FRACTION] = _DECAY
     """The decay of the mean of weight changes of "estimate" over the steps that a micro-batch crosses."""
-    anneal_steps: Annotated[int | None, rules.integer(1)] = None
+    anneal_steps: Annotated[int | None, checked.integer(1)] = None
     """Steps over which "rescale" goes back to the whole learning rate. None: it never does."""
-    max_crossed_steps: Annotated[int, rules.integer(1)] = 1
+    max_crossed_steps: Annotated[int, checked.integer(1)] = 1
     """The most steps between forward and backward of a micro-batch that "bounded" allows."""
 
     def _requirements(self) -> list[Requirement]:

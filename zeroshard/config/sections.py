@@ -2,7 +2,7 @@
 
 The annotation of a field holds a rule, which knows the expected values and the stored one:
 
-    stage: Annotated[int, rules.integer(0, 3)] = 3
+    stage: Annotated[int, checked.integer(0, 3)] = 3
                           '----------------- accepts, normalizes, and names what it expects
 
 A type that includes None accepts None too; bool fields and nested sections need no rule.
@@ -19,9 +19,17 @@ from typing import Annotated, Any, Self
 import torch
 from torch import nn
 
-from zeroshard.config import rules
-from zeroshard.config.checked import Checked, Requirement, deepspeed_reader, flat, show, with_type
-from zeroshard.config.files import naming, read_options
+from zeroshard.config import checked
+from zeroshard.config.checked import (
+    Checked,
+    Requirement,
+    deepspeed_reader,
+    flat,
+    naming,
+    read_options,
+    show,
+    with_type,
+)
 from zeroshard.config.pipeline import KEPT_WEIGHTS, MOVED_WEIGHTS, NEWEST_WEIGHTS, Pipeline
 
 
@@ -30,13 +38,13 @@ class DynamicLossScale(Checked):
     """The adaptation of the float16 loss scale to overflows; defaults are those of torch.amp.GradScaler."""
 
     _prefix = "precision.loss_scale."
-    start: Annotated[float, rules.POSITIVE] = 65536.0
+    start: Annotated[float, checked.POSITIVE] = 65536.0
     """The scale of the first step."""
-    window: Annotated[int, rules.integer(1)] = 2000
+    window: Annotated[int, checked.integer(1)] = 2000
     """Steps without overflow after which the scale is doubled."""
-    minimum: Annotated[float, rules.POSITIVE] = 1.0
+    minimum: Annotated[float, checked.POSITIVE] = 1.0
     """An overflow halves the scale, but not below this."""
-    hysteresis: Annotated[int, rules.integer(1)] = 1
+    hysteresis: Annotated[int, checked.integer(1)] = 1
     """Overflows since the scale was last doubled, from which number on each one halves the scale."""
 
     def _requirements(self) -> list[Requirement]:
@@ -47,13 +55,13 @@ class DynamicLossScale(Checked):
 def _dynamic_loss_scale(value: Any) -> Any:
     if isinstance(value, Mapping):
         return DynamicLossScale.from_dict(value)
-    return value if isinstance(value, DynamicLossScale) else rules.REFUSED
+    return value if isinstance(value, DynamicLossScale) else checked.REFUSED
 
 
-_LOSS_SCALE = rules.either(
-    rules.choice("dynamic"),
-    rules.POSITIVE,
-    rules.ValueRule("a dict of start, window, minimum, hysteresis", _dynamic_loss_scale),
+_LOSS_SCALE = checked.either(
+    checked.choice("dynamic"),
+    checked.POSITIVE,
+    checked.ValueRule("a dict of start, window, minimum, hysteresis", _dynamic_loss_scale),
 )
 
 
@@ -66,24 +74,24 @@ class Precision(Checked):
 
     _prefix = "precision."
     _short = ", or a dtype such as 'bf16', which stands for param_dtype"
-    param_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
+    param_dtype: Annotated[torch.dtype | None, checked.DTYPE] = None
     """Dtype of parameters and float inputs in forward and backward. None: as the model has them."""
     overrides: Annotated[
-        Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...] | None, rules.DTYPES_BY_NAME
+        Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...] | None, checked.DTYPES_BY_NAME
     ] = None
     """Other dtypes in forward and backward, by names of parameters or modules; the first that fits holds.
 
     A module all of whose parameters have one gets its float inputs in it. None: param_dtype for all.
     """
-    reduce_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
+    reduce_dtype: Annotated[torch.dtype | None, checked.DTYPE] = None
     """Dtype in which gradients are summed over ranks. None: the compute dtype, but at least float32."""
-    main_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
+    main_dtype: Annotated[torch.dtype | None, checked.DTYPE] = None
     """Dtype of main parameters and their gradients.
 
     None: the model's, but at least float32. Optimizer states and updates have at least float32; updates of
     bfloat16 parameters are rounded stochastically.
     """
-    output_dtype: Annotated[torch.dtype | None, rules.DTYPE] = None
+    output_dtype: Annotated[torch.dtype | None, checked.DTYPE] = None
     """Dtype to which the model's float outputs are cast. None: they stay as they are."""
     loss_scale: Annotated[float | str | DynamicLossScale | None, _LOSS_SCALE] = None
     """Factor on the loss against underflow of float16 gradients.
@@ -93,8 +101,8 @@ class Precision(Checked):
 
     @classmethod
     def _from_short(cls, value: Any) -> Any:
-        dtype = rules.DTYPE.accept(value)
-        return rules.REFUSED if dtype is rules.REFUSED else cls(param_dtype=dtype)
+        dtype = checked.DTYPE.accept(value)
+        return checked.REFUSED if dtype is checked.REFUSED else cls(param_dtype=dtype)
 
     def _written(self, name: str) -> Any:
         if name == "overrides" and self.overrides is not None:
@@ -115,9 +123,9 @@ class Offload(Checked):
     """Values outside of the device: "none" (they stay on it), "cpu" (host memory) or "nvme" (files)."""
 
     _prefix = "offload."
-    optimizer: Annotated[str, rules.TIER] = "none"
+    optimizer: Annotated[str, checked.TIER] = "none"
     """Tier of main parameters and optimizer states; the optimizer step runs there."""
-    parameters: Annotated[str, rules.TIER] = "none"
+    parameters: Annotated[str, checked.TIER] = "none"
     """Tier of the sharded parameters between uses."""
     step_in_backward: bool = False
     """True steps each unit in the backward, as soon as its gradient is there.
@@ -125,16 +133,16 @@ class Offload(Checked):
     This means one backward for each micro-batch, and no gradients afterwards. With False all gradients are
     there until the step.
     """
-    activations: Annotated[str, rules.choice("none", "cpu")] = "none"
+    activations: Annotated[str, checked.choice("none", "cpu")] = "none"
     """Tier of the tensors that backward needs, between forward and backward of their unit.
 
     With recompute="unit" these are the inputs of the unit.
     """
-    device_fraction: Annotated[float, rules.FRACTION] = 0.0
+    device_fraction: Annotated[float, checked.FRACTION] = 0.0
     """Part of the offloaded optimizer states that stays on the device, 0 to 1."""
-    nvme_path: Annotated[str | None, rules.PATH] = None
+    nvme_path: Annotated[str | None, checked.PATH] = None
     """Directory for the files of the nvme tier."""
-    num_threads: Annotated[int | None, rules.integer(1)] = None
+    num_threads: Annotated[int | None, checked.integer(1)] = None
     """Threads of an optimizer step on the host.
 
     None: beside a GPU this rank's share of the cores, on CPU ranks as many as torch uses.
@@ -151,7 +159,7 @@ class Checkpoint(Checked):
     """The checkpoints of an engine."""
 
     _prefix = "checkpoint."
-    keep_last: Annotated[int | None, rules.integer(1)] = None
+    keep_last: Annotated[int | None, checked.integer(1)] = None
     """Number of checkpoints that are kept, the newest ones. None: all."""
     verify: bool = True
     """True compares checksums on load."""
@@ -164,9 +172,9 @@ class Loader(Checked):
     """The DataLoader that `initialize` builds from `training_data`."""
 
     _prefix = "loader."
-    num_workers: Annotated[int, rules.integer(0)] = 0
+    num_workers: Annotated[int, checked.integer(0)] = 0
     """Processes that load samples; 0: this process loads."""
-    pin_memory: Annotated[bool | None, rules.BOOLEAN] = None
+    pin_memory: Annotated[bool | None, checked.BOOLEAN] = None
     """True collates batches in pinned memory. None: True for an accelerator."""
     drop_last: bool = False
     """True leaves out the last batch of an epoch if it is smaller."""
@@ -177,9 +185,9 @@ class Mesh(Checked):
     """Ranks along the model-parallel axes; the data-parallel axes get the remaining factor."""
 
     _prefix = "mesh."
-    pp: Annotated[int, rules.integer(1)] = 1
+    pp: Annotated[int, checked.integer(1)] = 1
     """Ranks along the pipeline-parallel axis."""
-    tp: Annotated[int, rules.integer(1)] = 1
+    tp: Annotated[int, checked.integer(1)] = 1
     """Ranks along the tensor-parallel axis."""
     sequence: bool = False
     """True divides norms and dropout of a model of transformers along the sequence, over the tensor ranks."""
@@ -193,49 +201,49 @@ _WIDE_MAIN = ("precision.main_dtype", "another dtype than bfloat16")
 class Config(Checked):
     """All settings of `zeroshard.initialize`. Raises ValueError for an impossible value or combination."""
 
-    stage: Annotated[int, rules.integer(0, 3)] = 3
+    stage: Annotated[int, checked.integer(0, 3)] = 3
     """0: nothing is sharded; 1: optimizer states are; 2: gradients too; 3: parameters too."""
     precision: Precision = Precision()
     """Dtypes of computation, exchanges and main parameters."""
-    device: Annotated[str | None, rules.DEVICE] = None
+    device: Annotated[str | None, checked.DEVICE] = None
     """Device of this rank; of the same type on all ranks.
 
     None: the accelerator of its local rank, if there is one and the open process group serves it, else the
     CPU.
     """
-    gradient_accumulation_steps: Annotated[int, rules.integer(1)] = 1
+    gradient_accumulation_steps: Annotated[int, checked.integer(1)] = 1
     """Micro-batches whose gradients are added up before an optimizer step."""
-    clip_grad_norm: Annotated[float | None, rules.POSITIVE] = None
+    clip_grad_norm: Annotated[float | None, checked.POSITIVE] = None
     """Largest global L2 norm of the gradients, beyond which they are scaled down. None: no clipping."""
-    nonfinite: Annotated[str, rules.choice("report", "skip", "error")] = "report"
+    nonfinite: Annotated[str, checked.choice("report", "skip", "error")] = "report"
     """A step whose gradient norm is inf or nan is taken ("report"), left out ("skip") or an error ("error").
 
     "report" warns once if the host sees such a norm (with clipping) or loss (of engine.backward): on CPU
     ranks, or where a StepLog reads them. For float16, it leaves the step out as well, and "error" waits until
     the loss scale can't be lowered.
     """
-    micro_batch_size: Annotated[int, rules.integer(1)] = 1
+    micro_batch_size: Annotated[int, checked.integer(1)] = 1
     """Samples in a rank's micro-batch, for the DataLoader that `initialize` builds."""
-    units: Annotated[Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None, rules.UNITS] = None
+    units: Annotated[Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None, checked.UNITS] = None
     """Modules that are gathered as one unit: class names or a predicate.
 
     None: repeated blocks are found. A list of module names among the class names makes one unit of several
     modules.
     """
-    ignored: Annotated[Sequence[str] | None, rules.PATTERNS] = None
+    ignored: Annotated[Sequence[str] | None, checked.PATTERNS] = None
     """Names of parameters, * for any letters, that each rank keeps whole and steps by itself. None: none."""
-    frozen: Annotated[str | Sequence[str], rules.FROZEN] = "shard"
+    frozen: Annotated[str | Sequence[str], checked.FROZEN] = "shard"
     """Frozen parameters at stage 3: "shard", or "replicate", whole on each rank and never gathered.
 
     Names of parameters or modules, and patterns, make those alone whole.
     """
-    shard_group_size: Annotated[int | None, rules.integer(1)] = None
+    shard_group_size: Annotated[int | None, checked.integer(1)] = None
     """Ranks in a shard group, for hybrid sharding. None: all ranks are one group."""
-    reshard_after_forward: Annotated[bool | int, rules.either(rules.BOOLEAN, rules.integer(2))] = True
+    reshard_after_forward: Annotated[bool | int, checked.either(checked.BOOLEAN, checked.integer(2))] = True
     """True frees parameters between forward and backward. An integer: kept, sharded over that many ranks."""
-    num_prefetch: Annotated[int, rules.integer(0)] = 1
+    num_prefetch: Annotated[int, checked.integer(0)] = 1
     """Units gathered ahead of the one that computes."""
-    recompute: Annotated[str, rules.choice("none", "unit")] = "none"
+    recompute: Annotated[str, checked.choice("none", "unit")] = "none"
     """With "unit" backward recomputes the activations inside each unit; with "none" all are kept."""
     compile: bool = False
     """True compiles each unit with torch.compile."""
@@ -249,7 +257,7 @@ class Config(Checked):
     """Ranks along the model-parallel axes."""
     pipeline: Pipeline = Pipeline()  # noqa: RUF009 - it is frozen
     """Schedule of a batch over the pipeline-parallel ranks."""
-    watchdog_s: Annotated[float, rules.SECONDS] = 600.0
+    watchdog_s: Annotated[float, checked.SECONDS] = 600.0
     """Seconds that a rank may wait in a collective before the watchdog ends the run."""
 
     def _requirements(self) -> list[Requirement]:
@@ -385,6 +393,10 @@ Checked._whole = Config
 _AVAILABLE: dict[str, tuple[object, ...]] = {
     "precision.main_dtype": (None, torch.float32, torch.float64, torch.bfloat16),
 }
+
+
+GivenConfig = Config | Mapping[str, Any] | str | os.PathLike[str] | None
+"""A Config, a dict, or the path of a .json or .toml file; None for the defaults."""
 
 
 def require_supported(config: Config) -> None:

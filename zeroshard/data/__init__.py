@@ -1,7 +1,14 @@
 """Batches: blocks of text, the loader and micro-batches."""
 
-from zeroshard.data.batches import Collator, check_separation, collator, evaluation_batches
-from zeroshard.data.blocks import Blocks, TextDatasets, text_datasets
+from zeroshard.data.blocks import (
+    Blocks,
+    Collator,
+    TextDatasets,
+    check_separation,
+    collator,
+    evaluation_batches,
+    text_datasets,
+)
 
 __all__ = [
     "Blocks",

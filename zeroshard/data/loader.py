@@ -96,13 +96,7 @@ class EpochLoader(DataLoader[Any]):
     sampler: EpochSampler
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        *,
-        rank: int,
-        num_ranks: int,
-        device: torch.device = _CPU,
-        **options: Any,
+        self, dataset: Dataset[Any], *, rank: int, num_ranks: int, device: torch.device = _CPU, **options: Any
     ) -> None:
         sampler = EpochSampler(dataset, num_replicas=num_ranks, rank=rank)
         super().__init__(dataset, sampler=sampler, **{"pin_memory": device.type != "cpu"} | options)
@@ -149,8 +143,7 @@ class EpochLoader(DataLoader[Any]):
             batches = super().__iter__()
         self._data_position = data_position
         self._next_start = replace(data_position, epoch=data_position.epoch + 1, position=0)
-        batch_size = self.batch_size * self.sampler.num_replicas
-        return _EpochIterator(batches, self.sampler, data_position, batch_size, self.device)
+        return _EpochIterator(self, batches, data_position, self.batch_size * self.sampler.num_replicas)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the newest iteration, as numbers that JSON can hold.
@@ -200,30 +193,21 @@ class _EpochIterator(Iterator[Any]):
     """The batches from a position to the end of its epoch; the position moves as they are handed out."""
 
     def __init__(
-        self,
-        batches: Iterator[Any],
-        sampler: EpochSampler,
-        data_position: DataPosition,
-        batch_size: int,
-        device: torch.device,
+        self, loader: EpochLoader, batches: Iterator[Any], data_position: DataPosition, batch_size: int
     ) -> None:
-        self._batches, self._device = batches, device
-        self._sampler = sampler
-        self._data_position = data_position
-        self._start = replace(data_position)
-        self._batch_size = batch_size  # over all ranks
+        self._loader, self._batches, self._data_position = loader, batches, data_position
+        self._start, self._batch_size = replace(data_position), batch_size  # over all ranks
         self._num_batches = 0
-        self._num_samples = len(sampler.dataset)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
         # Without workers torch begins to iterate over the sampler as late as here, at the first batch.
-        self._sampler.begin_at(self._start)
+        self._loader.sampler.begin_at(self._start)
         # Counted even if loading fails: a loop that goes on gets the next batch.
         self._num_batches += 1
         batch = next(self._batches)
         consumed = self._start.position + self._num_batches * self._batch_size
-        self._data_position.position = min(consumed, self._num_samples)
-        return to_device(batch, self._device)
+        self._data_position.position = min(consumed, len(self._loader.dataset))  # type: ignore[arg-type]
+        return to_device(batch, self._loader.device)
 
 
 def parse_state(state: Mapping[str, int]) -> tuple[DataPosition, int]:

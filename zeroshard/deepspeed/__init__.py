@@ -1,1 +1,1 @@
-"""DeepSpeed: the translation of its configs, and its engine's names."""
+"""DeepSpeed: the translation of its configs."""

@@ -1,26 +1,327 @@
-"""A DeepSpeed config, as a dict or a file, becomes a Config and one warning, or one error."""
+"""A DeepSpeed config, as a dict or a file, becomes a Config and one warning, or one error.
+
+DeepSpeed's config keys as data: those of 0.19, and older ones that configs still have.
+
+    MAPPED         the key means the same as one of zeroshard's
+    IGNORED        not read, which the warning says: harmless, or given to `initialize`
+    NO_EQUIVALENT  refused, with the nearest feature, unless the key is switched off
+
+Keys are dotted.
+"""
 
 import difflib
+import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from zeroshard.config.files import naming, read_options, world_size
+from zeroshard.config.checked import naming, read_options, world_size
 from zeroshard.config.sections import Config
-from zeroshard.deepspeed.keys import (
-    IGNORED,
-    KNOWN,
-    MAPPED,
-    NO_EQUIVALENT,
-    SECTIONS,
-    SWITCHED,
-    Options,
-    auto,
-)
 from zeroshard.internals.warn import warn_user
+
+Options = dict[str, Any]
+"""Values by zeroshard's dotted keys."""
+
+
+class KeyRule(NamedTuple):
+    """The values that a mapped key takes, and the options that they become."""
+
+    expected: str  # completes the sentence "expected ..."
+    takes: Callable[[Any], bool]
+    options: Callable[[Any], Options]
+
+
+class Refusal(NamedTuple):
+    """A key without equivalent."""
+
+    nearest: str  # what to use instead
+    harmless: tuple[object, ...] = ()  # values that ask for nothing; (): empty and disabled ones
+
+
+# ---------------------------------------------------------------------------------------------- rules
+
+
+def _is_number(value: Any, low: float = 0, kind: Any = Real) -> bool:
+    """True for a finite number of a kind, at least `low`; True and False are no numbers."""
+    return isinstance(value, kind) and not isinstance(value, bool) and bool(low <= value < math.inf)
+
+
+def _flag(**options: Any) -> KeyRule:
+    options = {key.replace("__", "."): value for key, value in options.items()}
+    return KeyRule("true or false", lambda value: isinstance(value, bool), lambda on: options if on else {})
+
+
+def _integer(low: int, options: Callable[[int], Options]) -> KeyRule:
+    return KeyRule(f"an integer >= {low}", lambda value: _is_number(value, low, Integral), options)
+
+
+def _choice(key: str, choices: Mapping[str, str | None]) -> KeyRule:
+    def takes(value: Any) -> bool:
+        return isinstance(value, str) and value.lower() in choices
+
+    def options(value: str) -> Options:
+        chosen = choices[value.lower()]
+        return {} if chosen is None else {key: chosen}
+
+    return KeyRule(" or ".join(map(repr, choices)), takes, options)
+
+
+_STAGE = KeyRule(
+    "an integer from 0 to 3",
+    lambda value: _is_number(value, 0, Integral) and value <= 3,
+    lambda n: {"stage": n},
+)
+_STAGE_1 = KeyRule("a section", lambda value: isinstance(value, bool), lambda on: {"stage": int(on)})
+_PATH = KeyRule(
+    "a path", lambda value: bool(value) and isinstance(value, str), lambda p: {"offload.nvme_path": p}
+)
+_CLIPPING = KeyRule("a number >= 0", _is_number, lambda norm: {"clip_grad_norm": norm} if norm else {})
+_LOSS_SCALE = KeyRule("a number >= 0", _is_number, lambda scale: {"precision.loss_scale": scale or "dynamic"})
+_DYNAMIC = "precision.loss_scale."
+"""The prefix of the options for the adaptation of a dynamic scale to overflows."""
+_RATIO = KeyRule(
+    "a number from 0 to 1",
+    lambda value: _is_number(value) and value <= 1,
+    lambda ratio: {"offload.device_fraction": 1 - ratio},
+)
+_SECONDARY = _integer(0, lambda size: {"reshard_after_forward": size} if size > 1 else {})
+_MICS = _integer(-1, lambda size: {"shard_group_size": size} if size > 0 else {})
+_TP = _integer(0, lambda size: {"mesh.tp": size} if size > 1 else {})
+_TIERS = {"none": None, "cpu": "cpu", "nvme": "nvme"}
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
+}
+_RECOMPUTE = _flag(recompute="unit")
+
+# ---------------------------------------------------------------------------------------------- mapped
+
+MAPPED: dict[str, KeyRule] = {
+    "train_batch_size": _integer(1, lambda n: {"train_batch_size": n}),  # `translate` divides it
+    "train_micro_batch_size_per_gpu": _integer(1, lambda n: {"micro_batch_size": n}),
+    "gradient_accumulation_steps": _integer(1, lambda n: {"gradient_accumulation_steps": n}),
+    "gradient_clipping": _CLIPPING,
+    "communication_data_type": _choice("precision.reduce_dtype", _DTYPES),
+    "zero_optimization": _STAGE_1,  # true or false in old configs
+    "zero_optimization.stage": _STAGE,
+    "zero_optimization.offload_optimizer.device": _choice("offload.optimizer", _TIERS),
+    "zero_optimization.offload_optimizer.nvme_path": _PATH,
+    "zero_optimization.offload_optimizer.ratio": _RATIO,
+    "zero_optimization.offload_param.device": _choice("offload.parameters", _TIERS),
+    "zero_optimization.offload_param.nvme_path": _PATH,
+    "zero_optimization.cpu_offload": _flag(offload__optimizer="cpu"),
+    "zero_optimization.cpu_offload_param": _flag(offload__parameters="cpu"),
+    "zero_optimization.zero_hpz_partition_size": _SECONDARY,
+    "zero_optimization.mics_shard_size": _MICS,
+    "bf16.enabled": _flag(precision__param_dtype="bfloat16"),
+    "bf16.check_grad_overflow": KeyRule(
+        "true or false", lambda on: isinstance(on, bool), lambda on: {"nonfinite": "skip" if on else "report"}
+    ),
+    "bf16.bf16_master_weights_and_grads": _flag(precision__main_dtype="bfloat16"),
+    "bf16.bf16_optimizer_states": _flag(precision__main_dtype="bfloat16"),
+    "fp16.enabled": _flag(precision__param_dtype="float16"),
+    "fp16.loss_scale": _LOSS_SCALE,
+    "fp16.initial_scale_power": _integer(0, lambda power: {f"{_DYNAMIC}start": 2.0**power}),
+    "fp16.loss_scale_window": _integer(1, lambda steps: {f"{_DYNAMIC}window": steps}),
+    "fp16.min_loss_scale": KeyRule(
+        "a number >= 0", _is_number, lambda scale: {f"{_DYNAMIC}minimum": scale} if scale else {}
+    ),
+    "fp16.hysteresis": _integer(1, lambda overflows: {f"{_DYNAMIC}hysteresis": overflows}),
+    "fp16.fp16_master_weights_and_grads": _flag(precision__main_dtype="float16"),
+    "data_types.param_dtype": _choice("precision.param_dtype", _DTYPES),
+    "activation_checkpointing.partition_activations": _RECOMPUTE,
+    "activation_checkpointing.contiguous_memory_optimization": _RECOMPUTE,
+    "activation_checkpointing.number_checkpoints": _integer(1, lambda _: {"recompute": "unit"}),
+    "activation_checkpointing.cpu_checkpointing": _flag(recompute="unit", offload__activations="cpu"),
+    "compile.deepcompile": _flag(compile=True),
+    "compile.enabled": _flag(compile=True),
+    "tensor_parallel.autotp_size": _TP,
+}
+
+# --------------------------------------------------------------------------------------------- ignored
+
+
+def _under(section: str, keys: str) -> list[str]:
+    return [f"{section}.{key}" for key in keys.split()]
+
+
+_STAGE_3 = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "max_reuse_distance module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential"
+)
+_GATHER_ON_SAVE = "gather_16bit_weights_on_model_save"
+_COMMUNICATION = [
+    "disable_allgather",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    *_under(
+        "zero_optimization",
+        "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
+        "allgather_partitions allgather_bucket_size overlap_comm round_robin_gradients parameter_alignment "
+        "sub_group_size mics_hierarchical_params_gather memory_efficient_linear leaf_module "
+        "override_module_apply legacy_stage1 ignore_unused_parameters compute_grad_norm "
+        "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
+        f"{_STAGE_3} {' '.join('stage3_' + name for name in _STAGE_3.split())}",
+    ),
+]
+_OFFLOAD = [
+    "aio",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization.cpu_offload_use_pin_memory",
+    *_under("zero_optimization.offload_param", "buffer_count buffer_size max_in_cpu pin_memory"),
+    *_under(
+        "zero_optimization.offload_optimizer",
+        "buffer_count pin_memory pipeline_read pipeline_write fast_init super_offload cpuadam_cores_perc",
+    ),
+]
+_SAVING = [
+    "checkpoint",
+    "datastates_ckpt",
+    *_under("zero_optimization", "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"),
+    *_under("zero_optimization", f"{_GATHER_ON_SAVE} stage3_{_GATHER_ON_SAVE}"),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+]
+_REPORTING = [
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "log_level",
+    "flops_profiler",
+    "comms_logger",
+    "timers",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "monitor_config",
+    "vocabulary_size",
+    "autotuning",
+]
+_PRECISION = [
+    *_under("bf16", "immediate_grad_update check_overflow"),
+    *_under("fp16", "auto_cast consecutive_hysteresis"),
+    *_under("data_types", "grad_accum_dtype keep_in_fp32_modules"),
+]
+_OTHERS = [
+    *_under("activation_checkpointing", "synchronize_checkpoint_boundary profile"),
+    *_under("compile", "backend kwargs free_activation free_activation_threshold autoep_non_moe"),
+    *_under(
+        "tensor_parallel",
+        "tp_overlap_comm tp dtype preset_model vocab_parallel_lm_head vocab_parallel_ce_backend",
+    ),
+    "seq_parallel_communication_data_type",
+    "pipeline",
+    "zero_allow_untested_optimizer",
+    "disable_python_gc",
+    "graph_harvesting",
+]
+
+
+def _because(reason: str, keys: Iterable[str]) -> dict[str, str]:
+    return dict.fromkeys(keys, reason)
+
+
+IGNORED: dict[str, str] = {
+    **_because(
+        'initialize takes objects of torch: "Optimizer and scheduler sections" in docs/migrating.md has them',
+        ["optimizer", "scheduler"],
+    ),
+    **_because("communication goes by units, see Config(units=..., num_prefetch=...)", _COMMUNICATION),
+    **_because("offload sizes its own buffers", _OFFLOAD),
+    **_because("checkpoints have one layout; engine.full_state_dict() gathers", _SAVING),
+    **_because("reports are asked for, such as engine.memory_report()", _REPORTING),
+    **_because(
+        "gradients add up in the main dtype, buffers keep theirs; loss scaling follows zeroshard's own rules",
+        _PRECISION,
+    ),
+    **_because("nothing to set", _OTHERS),
+}
+
+# --------------------------------------------------------------------------------------- no equivalent
+
+_QUANTIZED = Refusal("nothing is quantized on the wire; communication_data_type narrows gradients")
+_CURRICULUM = Refusal("choose samples in your Dataset or DataLoader")
+_COMPRESSION = Refusal("zeroshard trains the model as it is")
+
+NO_EQUIVALENT: dict[str, Refusal] = {
+    "amp": Refusal("use bf16.enabled or fp16.enabled"),
+    "torch_autocast": Refusal("use bf16.enabled, or torch.autocast around the model's own forward"),
+    "data_types.buffer_dtype": Refusal("cast the model's buffers before initialize"),
+    "sparse_gradients": Refusal("gradients are dense: build embeddings with sparse=False"),
+    "gradient_allreduce_op": Refusal("gradients are averaged: multiply the loss by the ranks", ("mean",)),
+    "managed_gradient_accumulation": Refusal(
+        "set gradient_accumulation_steps to 1 and put engine.no_sync() around all but the last backward",
+        (True,),
+    ),
+    "dataloader_drop_last": Refusal("give your own DataLoader with drop_last=True"),
+    "sequence_parallel_size": Refusal("ranks are data-parallel, or tensor- and pipeline-parallel", (1,)),
+    "expert_parallel": Refusal("experts are sharded like any other parameters"),
+    "use_data_before_expert_parallelism": Refusal("experts are sharded like any other parameters"),
+    "tensor_parallel.partition_config": Refusal("give tp_plan= to initialize"),
+    "hybrid_engine": Refusal("leave the section out: engine.generate keeps parameters gathered"),
+    "data_efficiency": _CURRICULUM,
+    "curriculum_learning": _CURRICULUM,
+    "elasticity": Refusal("start torchrun with other ranks and keep the global batch yourself"),
+    "nebula": Refusal("checkpoints go to a directory"),
+    "sparse_attention": Refusal("use an attention implementation of the model's own"),
+    "progressive_layer_drop": Refusal("drop layers in the model's own forward"),
+    "compile.offload_activation": Refusal("use activation_checkpointing.cpu_checkpointing"),
+    "weight_quantization": _COMPRESSION,
+    "compression_training": _COMPRESSION,
+    "quantize_training": _COMPRESSION,
+    "eigenvalue": _COMPRESSION,
+    "zero_optimization.zero_quantized_weights": _QUANTIZED,
+    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTIZED,
+    "zero_optimization.zero_quantized_gradients": _QUANTIZED,
+    "zero_optimization.zeropp_loco_param": _QUANTIZED,
+    "zero_optimization.zenflow": Refusal(
+        "use offload_optimizer, with ratio for a part that stays on the device"
+    ),
+}
+
+# ------------------------------------------------------------------------------------------- all of them
+
+Entry = TypeVar("Entry")
+
+
+def _with_old_name(table: dict[str, Entry]) -> dict[str, Entry]:
+    """`bfloat16` was another name of the section `bf16`."""
+    return table | {
+        key.replace("bf16.", "bfloat16.", 1): entry for key, entry in table.items() if key.startswith("bf16.")
+    }
+
+
+MAPPED, IGNORED = _with_old_name(MAPPED), _with_old_name(IGNORED)
+
+KNOWN = frozenset(MAPPED) | frozenset(IGNORED) | frozenset(NO_EQUIVALENT)
+
+SECTIONS = frozenset(key.rpartition(".")[0] for key in KNOWN) - {""}
+
+SWITCHED = frozenset({"bf16", "bfloat16", "fp16"})
+"""Sections that have no effect unless `enabled` is true."""
+
+_TRAINER_ARGUMENTS: dict[str, str] = {
+    "train_batch_size": "leave it out",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+}
+"""The arguments from which the Trainer of transformers fills in "auto"."""
+
+
+def auto(key: str) -> str:
+    """Return why the value "auto" is refused."""
+    argument = _TRAINER_ARGUMENTS.get(key)
+    return "'auto' is filled in by the Trainer of transformers" + (f": {argument}" if argument else "")
+
 
 _Config = TypeVar("_Config", bound=Config)
 
@@ -68,7 +369,8 @@ def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
         raise ValueError(f"expected a mapping of DeepSpeed config keys, got {_with_type(config)}")
     leaves = dict(_leaves(config))
     problems = [problem for key, value in leaves.items() if (problem := _problem(key, value))]
-    options, conflicts = _options({key: value for key, value in leaves.items() if _is_mapped(key, value)})
+    mapped = {key: value for key, value in leaves.items() if key in MAPPED and MAPPED[key].takes(value)}
+    options, conflicts = _options(mapped)
     batch_problem, batch_note = _resolve_batch(options, num_ranks)
     problems += [*conflicts, *batch_problem]
     if problems:
@@ -116,10 +418,6 @@ def _unknown(key: str) -> str:
     close = sorted(known for known in KNOWN if known.rpartition(".")[2] == leaf)
     close += difflib.get_close_matches(key.lower(), sorted(KNOWN | SECTIONS), n=1)
     return f"unknown key '{key}'" + (f"; did you mean '{close[0]}'?" if close else "")
-
-
-def _is_mapped(key: str, value: Any) -> bool:
-    return key in MAPPED and MAPPED[key].takes(value)
 
 
 def _options(leaves: Mapping[str, Any]) -> tuple[Options, list[str]]:

@@ -36,7 +36,6 @@ class WeightForm:
     """The form of a weight that was taken apart."""
 
     kind: Any
-    """Its class."""
     context: Any
     """The values beside its tensors, as `__tensor_flatten__` gives them."""
     codes: str

@@ -7,17 +7,21 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 
-from zeroshard.forwards.casts import casting
+from zeroshard.forwards.wrapped import casting
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.parameters.saved import SavedSlices
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 
 def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +50,35 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
     return called
 
 
-def register_method_of_part(runtime: Runtime, name: str) -> None:
+def register_forward_method(engine: Engine, name: str) -> None:
+    """Let a method of the model other than `forward` use its parameters: `engine.<name>(...)`.
+
+    Inside the method parameters are gathered and freed, and gradients reduced, as in `forward`. The
+    engine has a `generate` already.
+
+    Args:
+        name: the name of a method of the model; with the name of a part for a method of the part:
+            "encoder.encode". All ranks call such a method as `engine.module.encoder.encode(...)`.
+
+    Raises:
+        ValueError: the model has no such method, or the engine has something of that name.
+    """
+    if name == "generate":
+        return
+    if "." in name:
+        _register_method_of_part(engine._runtime, name)
+        return
+    if hasattr(type(engine), name):
+        raise ValueError(f"the engine has a method {name!r} of its own: give the model's method another name")
+    method = getattr(engine.module, name, None)
+    if not callable(method):
+        raise ValueError(f"expected a method of {type(engine.module).__name__}, got {name!r}")
+    wrapped = as_forward(engine._runtime, method)
+    setattr(engine, name, wrapped)
+    engine._runtime.changes.set(engine.module, name, wrapped)
+
+
+def _register_method_of_part(runtime: Runtime, name: str) -> None:
     """Let a method of a part of the model gather the unit around the part, as that unit's forward does.
 
     Args:
@@ -184,3 +216,26 @@ def held_unsharded(runtime: Runtime) -> Iterator[None]:
     finally:
         runtime.passes.leases.held.end()
         runtime.passes.put_away()
+
+
+@torch.no_grad()
+def generate(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+    """Run the model's own `generate` on this rank's prompts; all ranks must call it.
+
+    All parameters stay gathered meanwhile, in the compute dtype, so ranks may stop at different lengths;
+    tensor-parallel ranks must have the same prompts and options.
+    If they do not fit, `synced_gpus=True` gathers unit by unit for every token, and transformers keeps
+    the ranks in step.
+
+    Raises:
+        AttributeError: the model has no method `generate`.
+    """
+    generate: Any = getattr(engine.module, "generate", None)
+    if generate is None:
+        raise AttributeError(f"{type(engine.module).__name__} has no method 'generate'")
+    if kwargs.get("synced_gpus"):
+        return as_forward(engine._runtime, generate)(*args, **kwargs)
+    if (dtype := engine._runtime.input_dtype(engine.module)) is not None:
+        args, kwargs = cast_inputs(engine.module, args, kwargs, dtype=dtype)
+    with held_unsharded(engine._runtime):
+        return generate(*args, **kwargs)

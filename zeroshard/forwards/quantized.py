@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.agreed import on_all
+from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
 from zeroshard.forwards.composed import DESCRIPTION, buffers_of, compose, form_of
 from zeroshard.lazy.deferred import Codes, deferred_of

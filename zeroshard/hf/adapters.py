@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.files import as_folder, make_folder
-from zeroshard.comm.agreed import on_all, on_first
+from zeroshard.comm.collectives import on_all, on_first
 from zeroshard.forwards.quantized import has_codes
 from zeroshard.full.parameters import Named, collect
 from zeroshard.hf.export import Format

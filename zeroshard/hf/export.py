@@ -29,13 +29,19 @@ from torch import Tensor
 from zeroshard.checkpoint.files import as_folder, make_folder, sync, write_synced
 from zeroshard.checkpoint.manifest import check_sums, describe_model, saved_names
 from zeroshard.checkpoint.places import StoredTensor
-from zeroshard.checkpoint.quantized import is_beside_codes
-from zeroshard.checkpoint.reader import Stored, TensorReader, open_checkpoint
-from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice, dtype_name, read_model
-from zeroshard.comm.agreed import on_all, on_first
-from zeroshard.comm.collectives import Axis
+from zeroshard.checkpoint.tensors import (
+    MAX_BOX_BYTES,
+    Stored,
+    TensorReader,
+    TensorSlice,
+    dtype_name,
+    is_beside_codes,
+    open_checkpoint,
+    read_model,
+)
+from zeroshard.comm.collectives import Axis, on_all, on_first
 from zeroshard.comm.mesh import Axes
-from zeroshard.config.rules import parse_dtype
+from zeroshard.config.checked import parse_dtype
 from zeroshard.forwards.composed import is_wrapper
 from zeroshard.full.parameters import Named, collect
 from zeroshard.parameters.sharded import ShardedParameter

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +14,18 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.files import as_folder
 from zeroshard.checkpoint.manifest import describe_model, saved_names
 from zeroshard.checkpoint.tensors import TensorSlice, read_model
-from zeroshard.comm.agreed import on_all, on_first
+from zeroshard.comm.collectives import on_all, on_first
+from zeroshard.config.checked import parse_dtype
 from zeroshard.forwards.composed import is_wrapper
 from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed, names_beside
 from zeroshard.full.parameters import Named, collect, spread, unsharded
-from zeroshard.hf.adapters import Merging, has_adapters
+from zeroshard.hf.adapters import Merging, export_adapters, has_adapters
 from zeroshard.hf.export import (
+    MAX_SHARD_BYTES,
     Export,
     Format,
     cast,
+    export_engine,
     info_of,
     join,
     own_parameters,
@@ -34,11 +38,84 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.sharding.wholes import gather_wholes
 
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
-def stream_parameters(
+
+def save_pretrained(
+    engine: Engine,
+    dir: str | os.PathLike[str],
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    merge_adapters: bool = False,
+    dequantize: bool = False,
+) -> None:
+    """Write the model as transformers does, for its `from_pretrained`; collective.
+
+    Rank 0 writes, and holds one unit at a time. For a model with adapters of peft it writes the adapters,
+    for `PeftModel.from_pretrained`, or with `merge_adapters` the model that has taken them in.
+
+    Args:
+        dir: a folder of rank 0, made if it is not there. Weights in it are replaced.
+        tokenizer: a tokenizer to save, too; or None.
+        dtype: the dtype of floating-point parameters; None: the main dtype.
+        max_shard_bytes: the most bytes of a file of weights.
+        merge_adapters: write the whole model, with the active adapters merged into its weights. The
+            adapters of the engine stay as they are.
+        dequantize: write the weights that codes stand for, as `merge_adapters` does too. A model with
+            codes is written whole in no other way.
+
+    Raises:
+        ValueError: an argument is not as expected; adapters that are computed from more than parameters,
+            or that no weight can take in; codes without adapters.
+        RuntimeError: rank 0 could not write; all ranks tell the reason.
+    """
+    how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
+    if dequantize and not merge_adapters and has_adapters(engine.module):
+        raise ValueError(
+            "save_pretrained(dequantize=True): the model has adapters, which are written alone: expected "
+            "merge_adapters=True with it"
+        )
+    if merge_adapters or dequantize:
+        export_merged(engine._runtime, dir, how, engine._parts.described)
+    elif has_adapters(engine.module):
+        export_adapters(engine._runtime, dir, how)
+    else:
+        export_engine(engine._runtime, dir, how, engine._parts.described)
+
+
+def named_full_parameters(
+    engine: Engine, dtype: torch.dtype | str | None = None, merge_adapters: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Stream the parameters, whole and on every rank: for an inference server, or the loop of an RL run.
+
+    All ranks iterate together, to the end, and take no step meanwhile. A unit is gathered when its first
+    parameter is asked for. The tensors of a unit share memory, which goes when the last of them is
+    dropped: keep none of them, or a copy, to hold one unit at a time.
+
+    Args:
+        dtype: the dtype of floating-point tensors; None: the main dtype, or that of a frozen parameter.
+            Quantized weights come as numbers, not as codes.
+        merge_adapters: merge the active adapters of peft into the weights around them, and give these the
+            names that they have without adapters. The adapters of the engine stay as they are.
+
+    Returns:
+        An iterator over names and tensors of the original shapes, on this rank's device, with tied
+        parameters once. They come in the order of the units, those of the first pipeline part first, and
+        parameters of `Config.ignored` last, with this rank's own values.
+
+    Raises:
+        ValueError: an unknown dtype; adapters that no weight can take in.
+        RuntimeError: in a forward, a backward or `unsharded()`.
+    """
+    chosen = None if dtype is None else parse_dtype(dtype)
+    return _stream_parameters(engine._runtime, chosen, merge_adapters=merge_adapters)
+
+
+def _stream_parameters(
     runtime: Runtime, dtype: torch.dtype | None, *, merge_adapters: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return an iterator over names and whole parameters; arguments as `named_full_parameters` has them."""
     runtime.settle()
     begun = runtime.state.num_changes
     _check_moment(runtime, begun)
@@ -262,7 +339,7 @@ def export_merged(
 ) -> None:
     """Write the model with its adapters merged and its codes as numbers; collective.
 
-    Rank 0 writes. All ranks hold one unit at a time, as in `stream_parameters`.
+    Rank 0 writes. All ranks hold one unit at a time, as in `named_full_parameters`.
 
     Args:
         runtime: of the model.
@@ -327,7 +404,7 @@ def _slices(
 ) -> Iterator[TensorSlice]:
     """Yield whole tensors on rank 0, parameters first; nothing on other ranks."""
     axes = runtime.context.axes
-    for name, values in stream_parameters(runtime, None, merge_adapters=True):
+    for name, values in _stream_parameters(runtime, None, merge_adapters=True):
         for saved in names[name] if axes.world.rank == 0 and values.numel() else ():
             yield whole_slice(Named(saved, values))
         del values  # before the next unit is gathered

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from typing import Any
-
-from zeroshard.config.sections import Config, Loader, refuse_pipeline
+from zeroshard.config.sections import Config, GivenConfig, Loader, refuse_pipeline
 
 
-def parse_data_parallel(
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, caller: str
-) -> Config:
+def parse_data_parallel(config: GivenConfig, caller: str) -> Config:
     """Return a config whose ranks are all data-parallel.
 
     Args:
@@ -31,9 +25,7 @@ def parse_data_parallel(
     return parsed
 
 
-def parse_of_strategy(
-    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, library: str, accumulation: str
-) -> Config:
+def parse_of_strategy(config: GivenConfig, library: str, accumulation: str) -> Config:
     """Return the config of a strategy, which leaves devices, DataLoaders and accumulation to a library.
 
     Args:

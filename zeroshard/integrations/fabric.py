@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +14,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.config.sections import Config
+from zeroshard.config.sections import GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
 from zeroshard.integrations.data_parallel import parse_of_strategy
@@ -40,11 +39,7 @@ class ZeroShardFabricStrategy(DDPStrategy):
         ValueError: the config asks for something that the loop of Fabric has or cannot have.
     """
 
-    def __init__(
-        self,
-        config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, config: GivenConfig = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         last = "use fabric.no_backward_sync() for all micro-batches but the last"
         self._config = parse_of_strategy(config, "Fabric", last)
@@ -136,11 +131,7 @@ class ZeroShardFabricStrategy(DDPStrategy):
     # -- checkpoints ------------------------------------------------------------------------------------
 
     def save_checkpoint(
-        self,
-        path: str | Path,
-        state: dict[str, Any],
-        storage_options: Any = None,
-        filter: Any = None,
+        self, path: str | Path, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Save the engine in `state`, and the rest of it, into a folder; called on all ranks.
 
@@ -160,11 +151,7 @@ class ZeroShardFabricStrategy(DDPStrategy):
         engine.save_checkpoint(self.broadcast(path), _TAG, rest, optimizer=has_optimizer)
 
     def load_checkpoint(
-        self,
-        path: str | Path,
-        state: Any = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load the engine in `state`, and put the rest into `state`; called on all ranks.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.config.sections import Config
+from zeroshard.config.sections import GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
 from zeroshard.integrations.data_parallel import parse_of_strategy
@@ -44,11 +43,7 @@ class ZeroShardStrategy(DDPStrategy):
     engine: Engine | None = None
     """The engine while the Trainer runs."""
 
-    def __init__(
-        self,
-        config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, config: GivenConfig = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         steps = "set accumulate_grad_batches of the Trainer"
         self._config = parse_of_strategy(config, "Lightning", steps)

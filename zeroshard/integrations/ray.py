@@ -45,9 +45,7 @@ def report(engine: Engine, metrics: dict[str, Any], client_state: Mapping[str, A
     folder = Path(storage.experiment_fs_path, f"checkpoint-step-{engine.global_step}")
     engine.save_checkpoint(folder, _TAG, client_state)
     ray.train.report(
-        metrics,
-        Checkpoint(str(folder), filesystem),
-        checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+        metrics, Checkpoint(str(folder), filesystem), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
     )
 
 

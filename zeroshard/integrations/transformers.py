@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import TrainerState
 
 from zeroshard.config.checked import show
-from zeroshard.config.sections import Config, Loader
+from zeroshard.config.sections import Config, GivenConfig, Loader
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
 from zeroshard.forwards.methods import held_unsharded
@@ -66,12 +65,7 @@ class ZeroShardMixin(_Trainer):
     _num_parameters = 0
     """Elements of the model without embeddings, before it is sharded."""
 
-    def __init__(
-        self,
-        *args: Any,
-        zeroshard_config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, zeroshard_config: GivenConfig = None, **kwargs: Any) -> None:
         self.zeroshard_config = parse_data_parallel(zeroshard_config, "the Trainer")
         super().__init__(*args, **kwargs)
 

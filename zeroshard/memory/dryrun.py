@@ -138,7 +138,6 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, left_out: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
-        """Bytes that are alive."""
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in left_out:
             self._note(tensor.untyped_storage(), 0)
@@ -270,7 +269,6 @@ class _OneOfMany(Activations):
     def __init__(self, size: int) -> None:
         self.rank, self.size, self.device, self.last = 0, size, torch.device("cpu"), None
         self.sent = 0
-        """Bytes that have been sent."""
 
     def sum(self, value: Tensor, label: str) -> Tensor:
         self.sent += 2 * value.nbytes * (self.size - 1) // self.size

@@ -12,18 +12,17 @@ from torch import nn
 
 from zeroshard.config.sections import Config, require_supported
 from zeroshard.forwards.composed import taken_apart
-from zeroshard.memory.activations import MicroBatch, Tokens, TransformerBlocks
+from zeroshard.memory.activations import MicroBatch, Sizes, Tokens, TransformerBlocks, typical_sizes
 from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens
 from zeroshard.memory.planned import PlannedPipeline, PlannedRanks, plan_model, plan_number, setting_of
 from zeroshard.memory.report import ModelStates
 from zeroshard.memory.tiered import States, bytes_on_tiers
-from zeroshard.memory.typical import Sizes, typical_sizes
+from zeroshard.parallel.pipeline.actions import ends_of_steps
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
 from zeroshard.parallel.pipeline.chunked import Outline
 from zeroshard.parallel.pipeline.runner import AHEAD
-from zeroshard.parallel.pipeline.sharding import ends_of_steps
 from zeroshard.parallel.pipeline.simulate import most_bytes
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan import traffic
@@ -99,7 +98,7 @@ def estimate(
 
     Args:
         model_or_num_params: a model, on the meta device if need be; or a number of float32 parameters, taken
-            as a decoder-only transformer of a typical depth and width, see `zeroshard.memory.typical`.
+            as a decoder-only transformer of a typical depth and width, see `zeroshard.memory.activations`.
         world_size: number of ranks.
         config: stage, precision, units, accumulation, prefetch, mesh, pipeline, tiers.
         optimizer_bits: 32 for states in the main dtype, as torch's AdamW has them; 8 for `AdamW8bit`. Counted

@@ -13,8 +13,8 @@ from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import taken_apart
 from zeroshard.forwards.quantized import num_scale_bytes
+from zeroshard.memory.activations import Sizes
 from zeroshard.memory.dryrun import without_memory
-from zeroshard.memory.typical import Sizes
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.choice import largest_schedule_of, read_schedule, with_schedule
 from zeroshard.parallel.pipeline.chunked import outline_of
@@ -39,7 +39,6 @@ class PlannedPipeline:
     schedule: Schedule
     """The lists that take the most memory."""
     num_microbatches: int
-    """The micro-batches of a batch."""
     runs: tuple[range, ...]
     """The blocks of each chunk."""
     cut: ModelCut | None = None

@@ -2,20 +2,68 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.forwards.quantized import scales_in
-from zeroshard.memory.process import ProcessMemory, measure_process
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
 from zeroshard.tables import LINE, format_bytes, render
 from zeroshard.tiers.places import TierMemory
+
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessMemory:
+    """Bytes of this process: of the allocator on an accelerator, of the operating system on the CPU."""
+
+    allocated: int | None = None
+    """Bytes in tensors, by the allocator of the device, also in tensors of others; None on the CPU."""
+    reserved: int | None = None
+    """Bytes that the allocator of the device has taken from the driver; None on the CPU."""
+    peak_allocated: int | None = None
+    """The largest `allocated` since the process began, or since torch's counters were reset."""
+    rss: int | None = None
+    """Resident memory of the process, with the code of Python and torch; None on an accelerator."""
+    peak_rss: int | None = None
+    """The largest `rss` since the process began."""
+
+
+def measure_process(device: torch.device) -> ProcessMemory:
+    """Read the counters for a device; the host does not wait for it."""
+    if device.type == "cpu":
+        import psutil  # when a report is asked for, not with the package
+
+        rss = psutil.Process().memory_info().rss
+        return ProcessMemory(
+            rss=rss, peak_rss=max(rss, _peak_rss())
+        )  # the system's peak may lag by some pages
+    return ProcessMemory(
+        allocated=torch.accelerator.memory_allocated(device),
+        reserved=torch.accelerator.memory_reserved(device),
+        peak_allocated=torch.accelerator.max_memory_allocated(device),
+    )
+
+
+def _peak_rss() -> int:
+    if _STATUS.exists():  # the ru_maxrss of Linux begins with that of the process that started this one
+        lines = _STATUS.read_text(encoding="utf-8").splitlines()
+        for line in lines:
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, others KiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +75,6 @@ class ModelStates:
     gradients: int
     """Gradients for the optimizer, and sums that are not reduced yet."""
     optimizer: int
-    """Optimizer states."""
     unsharded: int
     """Full parameters that are gathered for a forward or backward only."""
     peak_unsharded: int
@@ -63,17 +110,14 @@ class MemoryReport(ProcessMemory, ModelStates):
     """The device of this rank, such as "cuda:0"."""
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            ("parameters", format_bytes(self.parameters)),
-            *([("scales of codes", format_bytes(self.scales))] if self.scales else []),
-            ("gradients", format_bytes(self.gradients)),
-            ("optimizer states", format_bytes(self.optimizer)),
-        ]
-        if self.averages:
-            rows.append(("averages", format_bytes(self.averages)))
-        if self.peak_unsharded:
-            rows.append(("gathered", format_bytes(self.unsharded)))
-        rows += [LINE, ("total", format_bytes(self.total)), LINE]
+        states = {
+            "parameters": self.parameters,
+            "scales of codes": self.scales or None,
+            "gradients": self.gradients,
+            "optimizer states": self.optimizer,
+            "averages": self.averages or None,
+            "gathered": self.unsharded if self.peak_unsharded else None,
+        }
         others = {
             "gathered at the peak": self.peak_unsharded or None,
             "versions of weights at the peak": self.peak_versions or None,
@@ -86,7 +130,11 @@ class MemoryReport(ProcessMemory, ModelStates):
             "process (RSS)": self.rss,
             "process at the peak (RSS)": self.peak_rss,
         }
-        rows += [(kind, format_bytes(count)) for kind, count in others.items() if count is not None]
+        first, last = (
+            [(kind, format_bytes(count)) for kind, count in counts.items() if count is not None]
+            for counts in (states, others)
+        )
+        rows = [*first, LINE, ("total", format_bytes(self.total)), LINE, *last]
         title = f"memory of rank {self.rank} of {self.num_ranks}, now, on {self.device}"
         return render(title, ("kind", "bytes"), rows)
 

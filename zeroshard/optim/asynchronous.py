@@ -10,7 +10,7 @@ For SGD this is the prediction of SpecTrain (Chen et al. 2018, section 3.2) and 
 moments of the last step, as no new gradient is known: the same idea for another rule.
 
 Steps are corrected for stale gradients around the optimizer's own step.
-`parallel/pipeline/asynchronous/directions.py` has the formulas.
+`parallel/pipeline/asynchronous/versions.py` has the formulas.
 
     rescale    lr / tau^(1 - min(step / K, 1))          any optimizer (PipeMare, technique 1)
     spike      w -= lr (a v + b g)                      SGD with momentum (Kosson et al. 2021, section 3.2)
@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from zeroshard.config.pipeline import NOTED_CHANGES, Pipeline
-from zeroshard.optim.eightbit import rules, states
+from zeroshard.optim.eightbit import blocks, rules
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.rule import Rule
-from zeroshard.parallel.pipeline.asynchronous.directions import (
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction
+from zeroshard.parallel.pipeline.asynchronous.versions import (
     Change,
     Corrected,
     NotedChange,
@@ -39,7 +40,6 @@ from zeroshard.parallel.pipeline.asynchronous.directions import (
     compensate,
     lr_factor,
 )
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
@@ -64,19 +64,28 @@ def update_of(optimizer: Optimizer, asked: str) -> Update:
     """
     if type(optimizer) is SGD:
         require_groups(optimizer, asked, off=("nesterov", "maximize"), momentum=True)
-        return _of_sgd
-    if type(optimizer) in (Adam, AdamW):
+        move: Update = _sgd
+    elif type(optimizer) in (Adam, AdamW):
         require_groups(optimizer, asked, off=("maximize",))
-        return _of_adam
-    if isinstance(optimizer, BlockwiseOptimizer) and optimizer.rule in (rules.ADAM, rules.SGD):
+        move = _adam
+    elif isinstance(optimizer, BlockwiseOptimizer) and optimizer.rule in (rules.ADAM, rules.SGD):
         if optimizer.overrides:
             raise ValueError(f"{asked}: expected an optimizer without overrides of single parameters")
-        return functools.partial(_of_codes, optimizer.rule)
-    raise ValueError(
-        f"{asked} moves weights along the next update of the optimizer: expected SGD with momentum, Adam or "
-        f"AdamW, or their forms of 8 bits, got {type(optimizer).__name__}. 'estimate' and 'lwp-weights' work "
-        "with every optimizer"
-    )
+        move = functools.partial(_of_codes, optimizer.rule)
+    else:
+        raise ValueError(
+            f"{asked} moves weights along the next update of the optimizer: expected SGD with momentum, Adam "
+            f"or AdamW, or their forms of 8 bits, got {type(optimizer).__name__}. 'estimate' and "
+            "'lwp-weights' work with every optimizer"
+        )
+
+    def update(weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], *to: Any) -> None:
+        if state.get("momentum_buffer", state.get("exp_avg")) is None:
+            to[-1].copy_(weights)
+        else:
+            move(weights, group, state, *to)
+
+    return update
 
 
 def require_groups(
@@ -105,40 +114,20 @@ def require_groups(
             )
 
 
-def _of_sgd(
+def _sgd(
     weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], ahead: int, out: Tensor
 ) -> None:
-    velocity = state.get("momentum_buffer")
-    if velocity is None:
-        out.copy_(weights)
-    else:
-        _sgd(weights, group, velocity, ahead, out)
-
-
-def _sgd(weights: Tensor, group: Mapping[str, Any], velocity: Tensor, ahead: int, out: Tensor) -> None:
-    torch.add(weights, velocity.view_as(weights), alpha=-ahead * float(group["lr"]), out=out)
-
-
-def _of_adam(
-    weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], ahead: int, out: Tensor
-) -> None:
-    if "exp_avg" not in state:
-        out.copy_(weights)
-        return
-    second = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-    _adam(weights, group, (state["exp_avg"], second), float(state["step"]), ahead, out)
+    velocity = state["momentum_buffer"].view_as(weights)
+    torch.add(weights, velocity, alpha=-ahead * float(group["lr"]), out=out)
 
 
 def _adam(
-    weights: Tensor,
-    group: Mapping[str, Any],
-    moments: tuple[Tensor, Tensor],
-    step: float,
-    ahead: int,
-    out: Tensor,
+    weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], ahead: int, out: Tensor
 ) -> None:
-    first, second = (moment.view_as(weights) for moment in moments)
-    (beta1, beta2), rate = group["betas"], ahead * float(group["lr"])
+    first, second = (state[key].view_as(weights) for key in ("exp_avg", "exp_avg_sq"))
+    if group.get("amsgrad"):
+        second = state["max_exp_avg_sq"].view_as(weights)
+    (beta1, beta2), rate, step = group["betas"], ahead * float(group["lr"]), float(state["step"])
     root = torch.sqrt(second, out=out if out.dtype == second.dtype else None)
     root.div_((1 - beta2**step) ** 0.5).add_(group["eps"])
     torch.addcdiv(weights, first, root, value=-rate / (1 - beta1**step), out=out)
@@ -147,22 +136,12 @@ def _adam(
 
 
 def _of_codes(
-    rule: Rule,
-    weights: Tensor,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
-    ahead: int,
-    out: Tensor,
+    rule: Rule, weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], ahead: int, out: Tensor
 ) -> None:
-    if not state:
-        out.copy_(weights)
-        return
-    loaded = [one.load() for one in states.read(rule, dict(state))]
-    if rule is rules.SGD:
-        _sgd(weights, group, loaded[0], ahead, out)
-    else:
-        decoupled = {**group, "decoupled_weight_decay": True}
-        _adam(weights, decoupled, (loaded[0], loaded[1]), float(state["step"]), ahead, out)
+    loaded = [one.load() for one in blocks.read(rule, dict(state))]
+    state = {**state, **dict(zip(rule.states, loaded, strict=True))}
+    move = _sgd if rule is rules.SGD else _adam
+    move(weights, {**group, "decoupled_weight_decay": True}, state, ahead, out)
 
 
 def rescaled(optimizer: Optimizer, anneal_steps: int | None) -> Corrected:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zeroshard.comm import moves
-from zeroshard.optim.ranges import check_betas, check_number, dense
+from zeroshard.optim.ranges import called, check_betas, check_number, dense
 from zeroshard.stepping.norms import Norms, whole_norms
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -49,21 +49,14 @@ class LayerWise(Optimizer):
 
     norms_of: Norms = staticmethod(whole_norms)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Raises:
             RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         parts = []
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:
@@ -154,14 +147,9 @@ class LARS(LayerWise):
         *,
         trust_ratio: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "trust_ratio": trust_ratio,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        ratios = {"trust_coefficient": trust_coefficient, "trust_ratio": trust_ratio}
+        super().__init__(params, defaults | ratios)
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
@@ -226,14 +214,8 @@ class LAMB(LayerWise):
         *,
         trust_ratio: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "trust_ratio": trust_ratio,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "trust_ratio": trust_ratio})
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a hyperparameter that is out of its range."""

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from zeroshard.optim.ranges import check_betas, check_number, dense
+from zeroshard.optim.ranges import called, check_betas, check_number, dense
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.names import fitting
@@ -219,22 +219,15 @@ class Muon(Optimizer):
             for key, value in (("use_muon", True), ("split", None)) if "momentum" in group else ():
                 group.setdefault(key, value)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Raises:
             RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known; states
                 of Muon in a group of AdamW, or the reverse.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         self._check_states()
         matrices: list[_Matrix] = []
         for group in self.param_groups:

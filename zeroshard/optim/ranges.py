@@ -63,6 +63,14 @@ def check_betas(betas: object) -> None:
         check_number(f"betas[{number}]", beta, below=1.0)
 
 
+def called(closure: Callable[[], Any] | None) -> Any:
+    """Return the result of a closure, which is called with gradients on; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def dense(grad: Tensor) -> Tensor:
     """Return a gradient that is no sparse tensor.
 

@@ -24,7 +24,7 @@ PIECE_BYTES = 16 << 20
 """Bytes of main parameters of a piece; larger ones were not faster, see docs/decisions.md."""
 _SHARE = 1 / 2
 """The least share of all bytes in units up to the usual size: most bytes go through buffers, by direct
-I/O. In typical models of 1B to 70B, embedding and head have 3 to 26%; see `memory/typical.py`."""
+I/O. In typical models of 1B to 70B, embedding and head have 3 to 26%; see `memory/activations.py`."""
 _MARGIN = 1.25
 """A unit that is larger by less than this saves too little."""
 

@@ -13,14 +13,12 @@ from torch.profiler import ProfilerActivity, record_function
 
 from zeroshard.comm.streams import Clock
 from zeroshard.comm.watch.status import RankStatus, Wait
+from zeroshard.engine import Engine
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.parallel.pipeline.actions import Kind, parse_action
-from zeroshard.profiling.memory import MemoryWatch
-from zeroshard.profiling.report import Profile, describe
-from zeroshard.profiling.timeline import OTHER, Label, PhaseTimeline
-from zeroshard.reports import Reports
-from zeroshard.sharded import ShardedCalls
+from zeroshard.profiling.report import OTHER, Label, MemoryWatch, PhaseTimeline, Profile, describe
+from zeroshard.sharded import Sharded
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit, UnitState
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def profile(
-    engine: ShardedCalls,
+    engine: Engine | Sharded,
     *,
     memory: bool = True,
     operations: bool = False,
@@ -114,15 +112,15 @@ def profile(
 
 
 def _check(engine: object, peak_flops: float | None) -> None:
-    if not isinstance(engine, ShardedCalls):
+    if not isinstance(engine, Engine | Sharded):
         raise TypeError(f"expected an engine, or a model of zeroshard.shard, got {type(engine).__name__}")
     if peak_flops is not None and not peak_flops > 0:
         raise ValueError(f"peak_flops: expected a number above 0, got {peak_flops!r}")
 
 
-def _measure(engine: ShardedCalls) -> MemoryReport:
+def _measure(engine: Engine | Sharded) -> MemoryReport:
     """The memory at rest; that of a sharded model is without the states of its optimizers."""
-    return engine.memory_report() if isinstance(engine, Reports) else measure(engine._runtime, None)
+    return engine.memory_report() if isinstance(engine, Engine) else measure(engine._runtime, None)
 
 
 def _flop_counter(is_beside: Callable[[], bool]) -> FlopCounter:

@@ -1,17 +1,205 @@
-"""The results of a profile, as tables, a trace and a picture."""
+"""The results of a profile, as tables, a trace and a picture.
+
+A timeline: the time of a rank, divided into spans that leave no gap and do not overlap.
+
+At any time the rank is in one phase (the forward of a unit, the optimizer step, ...), and perhaps in some
+task inside it (a gather, a wait, ...), which may hold others. Time belongs to the innermost one. So the spans
+of a step add up to its time.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from zeroshard.profiling.memory import KINDS, MemorySample, Peak
-from zeroshard.profiling.timeline import OTHER, Label, PhaseTimeline, TimeSpan, add_up
+import torch
+
+from zeroshard.memory.report import MemoryReport
+from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.unit import UnitState
 from zeroshard.tables import LINE, format_bytes, render
+
+
+class Label(NamedTuple):
+    """The name of what a rank does."""
+
+    kind: str
+    """One of `zeroshard.profiling.report.COLUMNS`; "other" outside of all."""
+    name: str = ""
+    """The unit, or the collective that a wait is for."""
+
+
+OTHER = Label("other")
+"""Outside of forward, backward and step: the loss, batches, the code of the user."""
+
+
+class TimeSpan(NamedTuple):
+    """A part of the time that belongs to one label."""
+
+    phase: Label
+    label: Label
+    """The phase itself, or the innermost task in it."""
+    start: float
+    """Seconds from the beginning of the timeline."""
+    stop: float
+
+    @property
+    def seconds(self) -> float:
+        """The length of the span."""
+        return self.stop - self.start
+
+
+class PhaseTimeline:
+    """Notes the moments at which a rank begins and ends to do something.
+
+    Args:
+        now: returns a moment, of any type.
+    """
+
+    def __init__(self, now: Callable[[], Any]) -> None:
+        self._now, self._phase, self._tasks = now, OTHER, list[Label]()
+        self.moments: list[Any] = [now()]
+        """The borders of the spans."""
+        self._labels: list[tuple[Label, Label]] = []
+        self.ends: list[int] = []
+        """The indices of the moments at which steps ended."""
+
+    @property
+    def phase(self) -> Label:
+        """The phase under way."""
+        return self._phase
+
+    def enter(self, phase: Label) -> None:
+        """Begin a phase, which ends the one before; tasks go on."""
+        self._cut()
+        self._phase = phase
+
+    def end_step(self) -> None:
+        """Note that a step ends now; the phase under way goes on."""
+        self._cut()
+        self.ends.append(len(self.moments) - 1)
+
+    def begin(self, task: Label) -> None:
+        """Begin a task inside of what is under way."""
+        self._cut()
+        self._tasks.append(task)
+
+    def end(self) -> None:
+        """End the innermost task."""
+        self._cut()
+        self._tasks.pop()
+
+    def close(self) -> None:
+        """End the last span."""
+        self._cut()
+
+    def _cut(self) -> None:
+        self._labels.append((self._phase, self._tasks[-1] if self._tasks else self._phase))
+        self.moments.append(self._now())
+
+    def spans(self, seconds: Sequence[float], first: int = 0) -> list[TimeSpan]:
+        """Return the spans in order, those of no length left out.
+
+        Args:
+            seconds: the time of each of the `moments`.
+            first: the index of the moment to begin at.
+        """
+        pairs = zip(self._labels[first:], seconds[first:], seconds[first + 1 :], strict=False)
+        return [TimeSpan(*labels, start, stop) for labels, start, stop in pairs if stop > start]
+
+
+def add_up(spans: Iterable[TimeSpan], key: Callable[[TimeSpan], Any]) -> dict[Any, float]:
+    """Return the seconds of spans by a key, in the order in which keys come first."""
+    total: defaultdict[Any, float] = defaultdict(float)
+    for span in spans:
+        total[key(span)] += span.seconds
+    return dict(total)
+
+
+KINDS = ("states", "unsharded", "packed", "other")
+"""The kinds of memory, as `MemorySample` has them."""
+
+
+class MemorySample(NamedTuple):
+    """Bytes of a rank at the begin of a phase."""
+
+    seconds: float
+    """Since the begin of the profile, on the clock of the host."""
+    phase: Label
+    states: int
+    """Parameters, scales, optimizer states and averages at rest: at the begin, and from the first step on."""
+    unsharded: int
+    packed: int
+    """Buffers in which gradients are packed for a reduction."""
+    other: int
+    """The rest: activations, gradients, and all that the rest of the program holds."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return self.states + self.unsharded + self.packed + self.other
+
+    @property
+    def kinds(self) -> Mapping[str, int]:
+        """Bytes by kind."""
+        return {kind: getattr(self, kind) for kind in KINDS}
+
+
+class Peak(NamedTuple):
+    """The sample with the most bytes."""
+
+    sample: MemorySample
+    units: tuple[str, ...]
+
+
+class MemoryWatch:
+    """Takes samples.
+
+    On an accelerator they add up to what torch has allocated there; on the CPU to the resident memory of the
+    process. So there `other` also has Python, the libraries, and freed memory that the process keeps.
+
+    Args:
+        runtime: the runtime of the engine.
+        at_rest: the memory at the begin.
+    """
+
+    def __init__(self, runtime: Runtime, at_rest: MemoryReport) -> None:
+        self._runtime = runtime
+        self.note_states(at_rest)
+        self._count = _counter(runtime.context.device)
+        self.samples: list[MemorySample] = []
+        self.peak: Peak | None = None
+
+    def note_states(self, at_rest: MemoryReport) -> None:
+        """Take over the memory at rest, which the first step of an optimizer adds its states to."""
+        self._states = at_rest.total - at_rest.gradients - at_rest.unsharded
+
+    def take(self, seconds: float, phase: Label) -> None:
+        """Take a sample at the begin of a phase."""
+        unsharded, packed = self._runtime.context.meter.now, self._runtime.reducer.packed_bytes
+        other = self._count() - self._states - unsharded - packed
+        sample = MemorySample(seconds, phase, self._states, unsharded, packed, max(0, other))
+        self.samples.append(sample)
+        if self.peak is None or sample.total > self.peak.sample.total:
+            units = self._runtime.units
+            gathered = (u.described for u in units if u.state is not UnitState.SHARDED and not u.is_resident)
+            self.peak = Peak(sample, tuple(gathered))
+
+
+def _counter(device: torch.device) -> Callable[[], int]:
+    """Return a function that counts the bytes of this process on a device."""
+    if device.type != "cpu":
+        return lambda: torch.accelerator.memory_allocated(device)
+    import psutil  # when a profile is asked for, not with the package
+
+    process = psutil.Process()
+    return lambda: int(process.memory_info().rss)
+
 
 COLUMNS = ("forward", "backward", "gather", "copy", "reduce", "free", "wait", "step", "other")
 """The kinds of time: compute of forwards and of backwards, without the tasks inside; gathers of parameters,

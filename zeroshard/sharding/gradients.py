@@ -1,128 +1,161 @@
-"""Gradients of one flat buffer that need no exchange, and the interface of all gradients.
+"""The gradients of one flat buffer on their way from autograd to the optimizer.
 
-Those whose plan has exchanges, or that leave the device, are `ReducedGradients`; see `reduced.py`.
+    autograd's gradient  --pack-->  flat [total]  --reduce-scatter-->  reduced [shard]  --deliver-->  p.grad
+
+`flat` holds each gradient times 1/N in the reduce dtype and lives from the first gradient of a backward
+to the end of the reduction. Under deferral (no_sync; accumulation where gradients are replicated) it
+holds plain sums, at least in float32, and lives on to the next backward; then it is scaled and reduced once.
+Reduced gradients are added to the `p.grad` that is there. Where there is none, they wait for the delivery;
+they live on if p.grad is narrower than float32 and a later backward of the same step is known to come.
+A p.grad never has the loss scale in it; `flat` has.
+
+A plan without exchanges needs no flat buffer: its gradients count as reduced when they arrive.
+
+[Note: Gradients leave the device] Where the optimizer reads gradients in host memory, reduced gradients leave
+the device. The copies run on a stream of their own, along with the rest of the backward. The host waits for
+them before it hands them to the parameters. Sums of micro-batches lie on the host. They come to the device
+on the same stream, which adds to them and sends them back, so the host adds nothing. Values of a few buffers
+are on their way at a time: compute waits for older copies, so that their memory on the device is free again
+within the backward. The device also takes the sum of squares before they leave: the host would have to read
+all of them once more for their norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from zeroshard.internals.dispatch import past_guards
+from zeroshard.comm import streams
+from zeroshard.comm.collectives import Channel
+from zeroshard.comm.pool import BufferPool
+from zeroshard.comm.streams import Mark
+from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.plan.exchange import Collective, Exchange
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.noted import Noted
+from zeroshard.sharding.context import Context
+from zeroshard.sharding.storage import count_views
 
-_register: Any = Tensor.register_post_accumulate_grad_hook  # past what `redirect_hooks` puts in its place
+_Place = tuple[int, int]
+"""The address of a gradient, and the number of its changes that torch has counted."""
+
+_MOST_UNDER_WAY = 2
+"""Reduced gradients of flat buffers that hold memory on the device while they are copied."""
+
+
+class GradientState(Enum):
+    """The states of the gradients of a buffer within a backward."""
+
+    EMPTY = "empty"
+    PACKING = "packing"
+    REDUCING = "reducing"
+    REDUCED = "reduced"
+
+
+_MOVES = {
+    GradientState.EMPTY: {GradientState.PACKING, GradientState.REDUCING},
+    GradientState.PACKING: {GradientState.REDUCING, GradientState.EMPTY},
+    # A parameter that is used outside of its unit's forward, too, may get its gradient after the unit was
+    # left: this part is packed while the first one is still reduced, and is reduced by itself.
+    GradientState.REDUCING: {GradientState.REDUCED, GradientState.PACKING},
+    GradientState.REDUCED: {GradientState.EMPTY, GradientState.PACKING, GradientState.REDUCING},
+}
 
 
 class Gradients:
-    """Gradients without any exchange: those of autograd are handed on as they are.
+    """Pack, walk through the exchanges of the plan, deliver.
 
-    This is the interface of all gradients; those whose plan has exchanges are `ReducedGradients`.
+    Args:
+        buffer: the buffer of the parameters.
+        context: the objects that all buffers share.
+        pool: the buffers that gradients are packed into.
     """
 
-    def __init__(self, buffer: FlatBuffer) -> None:
-        self.buffer = buffer
-        self.num_missing = len(buffer.sharded)
-        """Parameters whose gradient has not arrived since the last reduction."""
-        self.used = [False] * len(buffer.sharded)
-        """Parameters that got a gradient since the last delivery, on this rank."""
-        self.unscale = 1.0
+    def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool) -> None:
+        self.buffer, self._context, self._pool, self._tag = buffer, context, pool, buffer.tag + 1
+        plan, num = buffer.plan, len(buffer.sharded)
+        self._reduce_dtype = plan.reduce_dtype
+        self._scale = 1.0 / context.axes.dp.size
+        self._factor: Tensor | None = None
+        """[1], on the device: the value of `_scale`."""
+        self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
+        self._zeros = tuple(gap.slice for gap in buffer.layout.gaps)
+        """The padding of `flat`: zeros from the pool, and nothing else is written there."""
+        self.landing = Landing(context, plan.main_size) if leaves_device(buffer, context) else None
+        """The host memory of gradients that leave the device; None if they do not."""
+        packed = range(num) if plan.reductions or self.landing is not None else ()
+        self._slices = [buffer.layout.parameter(index).slice for index in packed]
+        """The places of gradients in the flat buffer; none if they need no such buffer."""
+        self._is_narrow = plan.main_dtype != plan.wide_dtype
+        self.noted: tuple[Tensor, list[_Place | None]] | None = None
+        """The sum of squares of the `p.grad` that were set last, if the device took it, and their places."""
+        self._unscale = 1.0
         """One over the loss scale."""
+        self.is_kept = False
+        """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits."""
         self.is_early = False
         """True if the gradients of this backward have been delivered, and stepped with, before its end."""
-        self.arrived: list[Callable[[Tensor], None]] = []
-        """For each parameter, the hook that takes the gradient that autograd has accumulated."""
-        self._watches: list[RemovableHandle] = []
-        self._is_narrow = buffer.plan.main_dtype != buffer.plan.wide_dtype
-        self._is_plain = buffer.plan.main_dtype == buffer.plan.compute_dtype
-        self._held: dict[int, Tensor] = {}
-        self._new: list[tuple[ShardedParameter, Tensor]] = []
-        """Gradients that were taken from autograd as they are to be delivered."""
-        self._sums: list[Tensor | None] = []
-        self._versions: list[int] = []
-        """The versions of these sums when they were left to autograd."""
-        self.left_to_autograd = False
-        """True while autograd adds gradients up by itself; `take` ends that."""
+        self._forget_all()
 
-    set_aside: Callable[[int, Tensor], bool] | None = None
-    """Takes the gradient of the parameter at an index for later, or returns False; see `pack`."""
-    noted: Noted | None = None
-    """A note on the `p.grad` that the last delivery has set, if the device took it."""
-    takes_notes = False
-    """True if the device takes notes of gradients, which leave it."""
-    is_kept = False
-    """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits."""
-    has_more = False
-    """True if a gradient has arrived since the last reduction."""
-    is_reducing = False
-    """True while an exchange is under way or to come."""
+    def _forget_all(self) -> None:
+        self.state = GradientState.EMPTY
+        self.used = [False] * len(self.buffer.sharded)
+        """Parameters that got a gradient since the last delivery, on this rank."""
+        self._arrived: set[int] = set()
+        """Parameters whose gradient has arrived since the last reduction, or in this backward."""
+        self._filled: set[int] = set()
+        """Parameters whose places in the flat buffer have been written."""
+        self._flat: Tensor | None = None
+        self._is_deferred = False
+        self._reduction: Iterator[bool] | None = None
+        self._is_exchanging = False
+        self._reduced: dict[int, Tensor] = {}
+        """Reduced gradients that are in no `p.grad` yet, by the index of the parameter, [n]."""
+        self._squares: Tensor | None = None
+        """Of gradients on their way to the host: the sum of squares that this rank counts, 0-dim, float64."""
+
+    @property
+    def num_missing(self) -> int:
+        """The number of parameters whose gradient has not arrived since the last reduction."""
+        return len(self.used) - len(self._arrived)
 
     @property
     def has_deferred(self) -> bool:
         """True if there are sums for a later backward, in no p.grad yet."""
-        return bool(self._held)
+        return self._is_deferred or bool(self._reduced)
+
+    @property
+    def has_more(self) -> bool:
+        """True if a gradient has arrived since the last reduction."""
+        return self.state is GradientState.PACKING
+
+    @property
+    def is_reducing(self) -> bool:
+        """True while an exchange is under way or to come."""
+        return self._reduction is not None
 
     @property
     def local_bytes(self) -> int:
         """Bytes of gradients that are not in any p.grad."""
-        return sum(gradient.nbytes for gradient in self._held.values())
+        flat = () if self._flat is None else (self._flat,)
+        return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
 
-    def watch(self) -> None:
-        """Have autograd call the hooks of the parameters; repeatable."""
-        if not self._watches:
-            pairs = zip(self.buffer.unsharded, self.arrived, strict=True)
-            self._watches = [_register(parameter, hook) for parameter, hook in pairs]
-
-    def unwatch(self) -> None:
-        """Have autograd call no hooks, since gradients are left to it until `watch`; repeatable."""
-        for handle in self._watches:
-            handle.remove()
-        self._watches = []
-
-    def begin(self, more: bool, *, leave: bool = False) -> None:
-        """Begin a backward. New gradients are added to those that exist as they arrive.
+    def begin(self, more: bool, scale: float | None = None) -> None:
+        """Begin a backward. New gradients are added to those that exist.
 
         Args:
             more: True if a later backward is to add to the gradients of this one.
-            leave: True to leave it to autograd to add them up, where it computes the same sums.
+            scale: the loss scale; None: the last one.
         """
-        if self.left_to_autograd:  # it goes on adding to those of the last backward
-            return
+        if scale is not None:
+            self._unscale = 1.0 / scale
         self.is_kept, self.is_early = more and self._is_narrow, False
-        sharded = self.buffer.sharded
-        self._sums = [None] * len(sharded) if self.is_kept else list(map(gradient_of, sharded))
-        is_same = self._is_plain and not self.is_kept and not self._held and self.unscale == 1.0
-        self.left_to_autograd = leave and is_same and self.set_aside is None and not torch.is_grad_enabled()
-        if self.left_to_autograd:
-            self._versions = [0 if total is None else total._version for total in self._sums]
-            with past_guards():
-                for parameter, total in zip(self.buffer.unsharded, self._sums, strict=True):
-                    if total is not None:
-                        parameter.grad = total.view_as(parameter)
-
-    def take(self) -> None:
-        """Take over the gradients that were left to autograd, at the end of a backward."""
-        if not self.left_to_autograd:
-            return
-        self.left_to_autograd = False
-        with past_guards():
-            for index, (parameter, total) in enumerate(zip(self.buffer.unsharded, self._sums, strict=True)):
-                if (gradient := parameter.grad) is None:
-                    continue
-                parameter.grad = None
-                self.used[index] = total is None or total._version != self._versions[index]
-                if total is None:
-                    self._new.append((self.buffer.sharded[index], self._flatten(index, gradient)))
-                elif gradient.data_ptr() != total.data_ptr():  # somebody has put a new sum in its place
-                    self.used[index] = True
-                    total.copy_(self._flatten(index, gradient))
 
     def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
         """Take over this rank's gradient of one parameter.
@@ -136,28 +169,240 @@ class Gradients:
         Raises:
             RuntimeError: the gradient is sparse.
         """
+        gradient = self._flatten(index, gradient)
+        self._arrived.add(index)
         self.used[index] = True
-        total, held = self._sums[index], self._held.get(index)
-        before, factor = (held, 1.0) if total is None or held is not None else (total, self.unscale)
-        if before is None:
-            self._held[index] = gradient.to(self.buffer.plan.wide_dtype) if self.is_kept else gradient
+        self._move(GradientState.PACKING)
+        if self._slices:
+            self._write(index, gradient, defer)
         else:
-            before.add_(self._flatten(index, gradient).view_as(before), alpha=factor)
+            self._hand_on(index, gradient)
+
+    def _flatten(self, index: int, gradient: Tensor) -> Tensor:
+        if gradient.layout is not torch.strided:
+            name = self.buffer.originals[index].fqn
+            raise RuntimeError(f"the gradient of '{name}' is {gradient.layout}; expected a dense one")
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        return gradient.reshape(-1)
+
+    def _hand_on(self, index: int, gradient: Tensor) -> None:
+        """Reduce a gradient without exchanges: add it to the sum that is there, or keep it as it is."""
+        plan = self.buffer.plan
+        if self._unscale != 1.0:
+            gradient = gradient.to(plan.wide_dtype).mul_(self._unscale)
+        if (total := self._sum_of(index)) is None:
+            self._reduced[index] = gradient.to(plan.wide_dtype if self.is_kept else plan.main_dtype)
+        else:
+            total.add_(gradient)
+
+    def _write(self, index: int, gradient: Tensor, defer: bool) -> None:
+        """Add a gradient to its place in the flat buffer."""
+        if self._flat is None:
+            self._is_deferred = defer
+            self._flat = self._take(self.buffer.plan.wide_dtype if defer else self._reduce_dtype)
+        target = self._flat[self._slices[index]]
+        scale = 1.0 if self._is_deferred else self._scale
+        if index in self._filled:
+            target.add_(gradient, alpha=scale)
+        elif scale == 1.0:
+            target.copy_(gradient)
+        else:
+            self._write_scaled(target, gradient)
+        self._filled.add(index)
+
+    def _write_scaled(self, target: Tensor, gradient: Tensor) -> None:
+        """Write `gradient` times 1/N into `target`: one kernel on an accelerator, with any dtypes."""
+        if gradient.dtype == target.dtype:
+            torch.mul(gradient, self._scale, out=target)
+        elif target.is_cpu:  # a product of two dtypes would make a copy first, in new memory
+            target.copy_(gradient).mul_(self._scale)
+        else:
+            if self._factor is None:  # with one dimension, unlike a number, it takes part in type promotion
+                wide = torch.promote_types(gradient.dtype, target.dtype)
+                self._factor = torch.full((1,), self._scale, dtype=wide, device=target.device)
+            torch.mul(gradient, self._factor, out=target)
 
     def start_reduce(self) -> None:
         """Start the reduction; parameters without a gradient count zeros."""
+        self.complete()
+        self._move(GradientState.REDUCING)
+        self._arrived = set()
+        self._reduction = self._reduce(self._finish_packing()) if self._slices else iter(())
+        self._advance()
+
+    def _reduce(self, flat: Tensor) -> Iterator[bool]:
+        """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads.
+
+        Yields:
+            True while an exchange is under way, False before another one.
+        """
+        plan, axes = self.buffer.plan, self._context.axes
+        in_place = plan.main_size == plan.layout.total and flat.dtype == plan.wide_dtype
+        if in_place:
+            result = flat
+            self._pool.forget(flat)
+        else:
+            result = torch.empty(plan.main_size, dtype=plan.wide_dtype, device=flat.device)
+            if not plan.reductions:  # it only leaves the device
+                result.copy_(flat)
+                self._pool.give(flat, self._zeros)
+        scattered: list[Tensor] = []
+        """This rank's parts of `result`, each inside the one before it."""
+        for number, exchange in enumerate(plan.reductions):
+            axis = axes[exchange.axis]
+            if number:
+                yield False
+            if exchange.collective is Collective.REDUCE_SCATTER:
+                whole = scattered[-1] if scattered else result
+                is_result = plan.is_partial and not scattered
+                part = whole if is_result else whole.chunk(axis.size)[axis.rank]
+                yield from self._exchange(exchange, flat if not scattered else whole, part)
+                if not scattered and not in_place:
+                    self._pool.give(flat, self._zeros)
+                scattered.append(part)
+            else:
+                part = scattered.pop()
+                yield from self._exchange(exchange, scattered[-1] if scattered else result, part)
+        self._absorb(result)
+
+    def _exchange(self, exchange: Exchange, whole: Tensor, part: Tensor) -> Iterator[bool]:
+        """Scatter the sums of `whole` into `part`, or gather `whole` from the parts."""
+        axis, of = self._context.axes[exchange.axis], f"of the gradients of {self.buffer.describe()}"
+        with self._context.streams.reduce.after_compute():
+            if exchange.collective is Collective.REDUCE_SCATTER:
+                label = f"reduce-scatter {of}"
+                handle = axis.reduce_scatter(whole, part, self._pool, tag=self._tag, label=label)
+            else:
+                handle = axis.all_gather(
+                    whole, part, tag=self._tag, label=f"all-gather {of}", channel=Channel.REDUCE
+                )
+        yield True
+        handle.wait()
+
+    def _take(self, dtype: torch.dtype) -> Tensor:
+        """A flat buffer whose padding is zero."""
+        return self._pool.take(dtype, self.buffer.layout.total, self._zeros)
+
+    def _finish_packing(self) -> Tensor:
+        """The flat gradients, scaled, in the reduce dtype, with zeros where none arrived."""
+        flat, self._flat = self._take(self._reduce_dtype) if self._flat is None else self._flat, None
+        missing = [flat[part] for index, part in enumerate(self._slices) if index not in self._filled]
+        if missing:
+            torch._foreach_zero_(missing)
+        self._filled = set()
+        if not self._is_deferred:
+            return flat
+        self._is_deferred = False
+        flat.mul_(self._scale)
+        if flat.dtype == self._reduce_dtype:
+            return flat
+        reduced = self._take(self._reduce_dtype).copy_(flat)
+        self._pool.give(flat, self._zeros)
+        return reduced
 
     def settle(self) -> None:
         """Wait for the exchange under way, so that the packed buffer is free."""
+        if self._is_exchanging:
+            self._advance()
 
     def progress(self) -> None:
         """Wait for the exchange under way, and start the next one if the reduction needs several."""
+        self.settle()
+        self._advance()
 
     def complete(self) -> None:
         """Finish a reduction that was started; its gradients wait for delivery."""
+        while self.is_reducing:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Go on to the next `yield` of the reduction, or to its end."""
+        if self._reduction is not None:
+            state = next(self._reduction, None)
+            self._is_exchanging = state is True
+            if state is None:
+                self._reduction = None
+                if self.state is GradientState.REDUCING:
+                    self._move(GradientState.REDUCED)
+
+    def _sum_of(self, index: int) -> Tensor | None:
+        """The sum that a reduced gradient is added to: the one that waits here, or else `p.grad`, if any.
+
+        Nothing is added to a `p.grad` while sums are kept, since it has fewer bits.
+        """
+        if (total := self._reduced.get(index)) is None and not self.is_kept:
+            total = gradient_of(self.buffer.sharded[index])
+        return total
+
+    def _absorb(self, result: Tensor) -> None:
+        """Add reduced gradients to the sums that are there; the others wait until `deliver`.
+
+        The ranks have not agreed yet on which parameters were used.
+        """
+        if self._unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
+            result.mul_(self._unscale)
+        places = range(len(self._own_slices))
+        sums = {index: total for index in places if (total := self._sum_of(index)) is not None}
+        dtype = result.dtype if self.is_kept else self.buffer.plan.main_dtype
+        # The last micro-batch replaces sums that were kept in more bits.
+        new = [index for index in places if index not in sums or sums[index].dtype is not dtype]
+        if self.landing is not None:
+            self._leave(result, dtype, sums, new, self.landing)
+            return
+        for index, total in sums.items():
+            part = result[self._own_slices[index]]
+            (total.add_(part) if total.dtype is dtype else part.add_(total))
+        if new:
+            result = result.to(dtype)
+            self._reduced.update((index, result[self._own_slices[index]]) for index in new)
+
+    def _leave(
+        self,
+        result: Tensor,
+        dtype: torch.dtype,
+        sums: Mapping[int, Tensor],
+        new: Sequence[int],
+        landing: Landing,
+    ) -> None:
+        """Send reduced gradients to the host. Sums come from there, and return: the device adds.
+
+        Args:
+            dtype: the dtype on the host.
+            sums: the tensors on the host that they are added to, by the index of the parameter.
+            new: the indices of the parameters whose gradients get new memory: they have no sum, or one of
+                another dtype, which is replaced.
+        """
+        own = self._own_slices
+        needs_norm = not (self.is_kept or self._context.setting.steps_in_backward)
+        if needs_norm and self._squares is None and result.dtype is not torch.float64:  # its squares overflow
+            # A second part of the gradients writes to the same memory, in the order of the stream.
+            self._squares = torch.empty((), dtype=torch.float64, device=result.device)
+        with landing.beside(result, *sums.values()):
+            values = result.to(dtype)
+            if sums:
+                fetched = landing.fetched([(own[index], total) for index, total in sums.items()])
+                for index in sums:
+                    fetched[own[index]].add_(result[own[index]])
+                    if new:
+                        values[own[index]].copy_(fetched[own[index]])
+                values = values if new else fetched
+            if self._squares is not None:
+                self._squares.copy_(self._squares_of(values))
+            for index, total in sums.items():
+                if total.dtype is dtype:
+                    total.copy_(values[own[index]], non_blocking=True)
+            landed = landing.land(values) if new else values
+        self._reduced.update((index, landed[own[index]]) for index in new)
+
+    def _squares_of(self, total: Tensor) -> Tensor:
+        """The sum of squares of the elements that this rank counts, 0-dim, float64."""
+        own = [total[part][self.buffer.counted(index)] for index, part in enumerate(self._own_slices)]
+        return foreach_sum_of_squares(own).sum()
 
     def keep_deferred(self) -> None:
         """End a backward whose sums stay here until a later one reduces them."""
+        self._arrived = set()
 
     def deliver(self, used: Sequence[bool]) -> None:
         """Set `p.grad` of the sharded parameters, or add to it, unless sums are kept for a later backward.
@@ -165,27 +410,12 @@ class Gradients:
         Args:
             used: for each parameter, True if any rank has used it; the others keep their `p.grad`.
         """
-        if not (self.is_kept or self.left_to_autograd):
-            self._detach(used)()
-
-    def _detach(self, used: Sequence[bool]) -> Callable[[], None]:
-        """Take all gradients out, and return a call that sets `p.grad`; see `hand_over`."""
-        self.used = [False] * len(self.used)
-        held, new, self._held, self._new, self._sums = self._held, self._new, {}, [], []
-        sharded, dtype, unscale = self.buffer.sharded, self.buffer.plan.main_dtype, self.unscale
-
-        def deliver() -> None:
-            for index, gradient in held.items():
-                parameter, flat = sharded[index], self._flatten(index, gradient)
-                if unscale != 1.0:
-                    flat = flat.to(self.buffer.plan.wide_dtype).mul_(unscale)
-                if (total := gradient_of(parameter)) is not None:
-                    total.add_(flat)
-                else:
-                    new.append((parameter, flat if flat.dtype is dtype else flat.to(dtype)))
-            set_gradients(new)
-
-        return deliver
+        self.complete()
+        if not self.is_kept:
+            self._move(GradientState.EMPTY)
+            deliver = self._detach(used)
+            self._wait_on_host()
+            deliver()
 
     def hand_over(self) -> Callable[[], None]:
         """Take reduced gradients out before the end of the backward: this rank has all of the buffer.
@@ -198,20 +428,162 @@ class Gradients:
         self.used = used  # for the agreement of all ranks
         return deliver
 
+    def _detach(self, used: Sequence[bool]) -> Callable[[], None]:
+        """Take all gradients out, and return a call that sets `p.grad`; see `hand_over`."""
+        arrives = self.landing.arrival() if self.landing is not None else None
+        reduced, squares = self._reduced, self._squares
+        self._reduced, self._squares, self.noted = {}, None, None
+        self.used = [False] * len(self.used)
+        sharded, dtype = self.buffer.sharded, self.buffer.plan.main_dtype
+
+        def deliver() -> None:
+            if arrives is not None:
+                arrives()
+            new: list[tuple[ShardedParameter, Tensor]] = []
+            adds = False
+            for index, gradient in reduced.items():
+                if used[index]:
+                    gradient = gradient.to(dtype)  # a sum that was kept has more bits
+                    if (before := gradient_of(sharded[index])) is None:
+                        new.append((sharded[index], gradient))
+                    else:
+                        before.add_(gradient)
+                        adds = True
+            reduced.clear()  # nobody else is to keep their memory
+            set_gradients(new)
+            if squares is not None and not adds:
+                self.noted = squares, [_place_of(parameter) for parameter in sharded]
+
+        return deliver
+
+    def _wait_on_host(self) -> None:
+        if self.landing is not None:
+            self.landing.wait()
+
+    def noted_squares(self) -> Tensor | None:
+        """Return the sum of squares of the gradients, as this rank counts them, if the device took it.
+
+        Returns:
+            0-dim, float64. None, too, if somebody has changed, replaced or seen gradients since the backward.
+        """
+        sharded = self.buffer.sharded
+        if self.noted is None or any(parameter.state.has_shown_gradients for parameter in sharded[:1]):
+            return None
+        squares, places = self.noted
+        return squares if places == [_place_of(parameter) for parameter in sharded] else None
+
     def drop(self) -> None:
         """Forget all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
-        self.used = [False] * len(self.used)
-        self._held, self._new, self._sums, self.left_to_autograd = {}, [], [], False
+        self.complete()
+        self._wait_on_host()
+        if self._flat is not None:
+            self._pool.forget(self._flat)
+        self._forget_all()
 
     def forget(self, index: int) -> None:
         """Forget the sum of gradients of one parameter that is not in its p.grad yet."""
         self.used[index] = False
-        self._held.pop(index, None)
+        self._filled.discard(index)
+        if index in self._reduced:
+            self._wait_on_host()
+            del self._reduced[index]
+            self._squares = None
 
-    def _flatten(self, index: int, gradient: Tensor) -> Tensor:
-        if gradient.layout is not torch.strided:
-            name = self.buffer.originals[index].fqn
-            raise RuntimeError(f"the gradient of '{name}' is {gradient.layout}; expected a dense one")
-        if gradient.requires_grad:
-            gradient = gradient.detach()
-        return gradient if gradient.ndim == 1 else gradient.reshape(-1)
+    def _move(self, state: GradientState) -> None:
+        if state is self.state:
+            return
+        if state not in _MOVES[self.state]:
+            where, now = self.buffer.describe(), self.state.value
+            raise RuntimeError(f"the gradients of {where} cannot go from {now} to {state.value}")
+        self.state = state
+
+
+def leaves_device(buffer: FlatBuffer, context: Context) -> bool:
+    """True if the optimizer reads gradients in host memory, and the device is another one."""
+    return (
+        buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
+    )
+
+
+class Landing:
+    """Host memory for the reduced gradients of one buffer.
+
+    Memory is used again as soon as nobody else holds a view of it, by any buffer of the same size. So steps
+    during the backward need the memory of a few units.
+
+    Args:
+        context: the objects that all buffers share; its `landed` is the memory of all of them.
+        size: elements of the reduced gradients.
+    """
+
+    def __init__(self, context: Context, size: int) -> None:
+        self._context, self._size = context, size
+        self._under_way: list[tuple[Mark, tuple[Tensor, ...]]] = []
+        """The ends of copies that the host has not waited for, and the memory of the host that they use."""
+
+    @contextmanager
+    def beside(self, values: Tensor, *on_host: Tensor) -> Iterator[None]:
+        """Issue work on the stream of the copies to the host, after all compute so far.
+
+        Args:
+            values: the tensor of the device that this work reads; its memory is kept until the work is over.
+            on_host: memory of the host that this work reads or writes; kept likewise.
+        """
+        to_host = self._context.streams.to_host
+        try:
+            with to_host.after_compute():
+                yield
+        finally:
+            self._under_way = [one for one in self._under_way if not one[0].is_over()]
+            self._under_way.append((to_host.hold(values, most=_MOST_UNDER_WAY), on_host))
+
+    def fetched(self, sums: Sequence[tuple[slice, Tensor]]) -> Tensor:
+        """Copy sums of one dtype to the device, called `beside`; return them in their places, [size]."""
+        device, dtype = self._context.device, sums[0][1].dtype
+        whole = torch.zeros(self._size, dtype=dtype, device=device)
+        for place, values in sums:
+            whole[place].copy_(values, non_blocking=True)
+        return whole
+
+    def land(self, values: Tensor) -> Tensor:
+        """Copy `values`, [size], to the host, called `beside`.
+
+        Returns:
+            The host's tensor, to be read after `wait`.
+        """
+        target = self._find(values)
+        target.copy_(values, non_blocking=True)
+        return target
+
+    def arrival(self) -> Callable[[], None]:
+        """Return a call that lets the host wait until the values so far have landed, in any thread."""
+        marks = tuple(mark for mark, _ in self._under_way)
+
+        def wait() -> None:
+            for mark in marks:
+                mark.synchronize()
+
+        return wait
+
+    def wait(self) -> None:
+        """Let the host wait until all values have landed."""
+        self.arrival()()
+        for mark, _ in self._under_way:
+            self._context.streams.to_host.let_go(mark)
+        self._under_way.clear()
+
+    def _find(self, values: Tensor) -> Tensor:
+        """A view of free memory: whoever holds it, or a view of it, keeps the memory from other use."""
+        landed = self._context.landed
+        free = [m for m in landed if m.numel() == self._size and count_views(m) == 1]
+        for memory in free:
+            if memory.dtype == values.dtype:
+                return memory[:]
+        landed[:] = [memory for memory in landed if all(memory is not other for other in free)]
+        landed.append(self._context.memory.empty(self._size, values.dtype, Tier.HOST))
+        return landed[-1][:]
+
+
+def _place_of(parameter: ShardedParameter) -> _Place | None:
+    gradient = gradient_of(parameter)
+    return None if gradient is None else (gradient.data_ptr(), gradient._version)

@@ -91,10 +91,9 @@ def _hook_gradient(
     of_runtime, of_unit, of_gradients = weakref.ref(runtime), weakref.ref(unit), weakref.ref(gradients)
 
     def arrived(parameter: Tensor) -> None:
-        gradients = of_gradients()
-        assert gradients is not None, "its unit holds it"
-        runtime, unit = of_runtime(), of_unit()
+        runtime, unit, gradients = of_runtime(), of_unit(), of_gradients()
         assert runtime is not None and unit is not None, "the module's hooks hold them"  # noqa: PT018
+        assert gradients is not None, "its unit holds it"
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None, "called when it has been accumulated"
         runtime.passes.receive(unit, gradients, index, gradient)

@@ -346,15 +346,9 @@ class Passes:
         """Pack the gradient of the parameter at `index` of a buffer, and start the reductions that are due.
 
         Raises:
-            RuntimeError: the loss is not scaled, in float16; the gradient came after the unit was freed, or
-                from a reentrant checkpoint.
+            RuntimeError: the gradient came after the unit was freed, or from a reentrant checkpoint; or the
+                reducer refuses it.
         """
-        reducer = self._reducer
-        if reducer.lacks_scale:
-            raise RuntimeError(
-                f"'{gradients.buffer.originals[index].fqn}' got the gradient of a loss without loss scale, "
-                "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
-            )
         if self._state.phase is not _BACKWARD:  # no output of a unit could be hooked
             self._begin_backward(unit)
         if (task := self._task) is not None:
@@ -366,15 +360,7 @@ class Passes:
                 )
             if backward_task() != task:
                 raise reentrant_error()
-        if gradients.is_early:
-            raise RuntimeError(
-                f"{unit.described} got a gradient after it was stepped in this backward: set "
-                "offload.step_in_backward=False, and load the last checkpoint"
-            )
-        if reducer.under_way and not gradients.has_more:
-            reducer.make_room()
-        if gradients.set_aside is None or not gradients.set_aside(index, gradient):
-            gradients.pack(index, gradient, reducer.is_deferring)
+        self._reducer.receive(unit, gradients, index, gradient)
         if not gradients.num_missing:
             self._walk.note_gradient(unit)
 

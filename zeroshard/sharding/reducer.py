@@ -17,9 +17,12 @@ without one, the step does. A gradient that comes to such a unit nevertheless is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import BufferPool
@@ -28,14 +31,39 @@ from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.sharding.agreed import Agreed, flags_of, read_flags
-from zeroshard.sharding.deferral import Deferral
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.post_accumulate import PostAccumulateHooks, has_hooks
 from zeroshard.sharding.unit import Unit
 
 
-class Reducer(Deferral):
+class Role(NamedTuple):
+    """The part that a backward has in a step, from its begin to its end."""
+
+    defers: bool = False
+    """True if it adds gradients up locally and sends nothing, but for the units in `ending`."""
+    has_more: bool = False
+    """True if a later backward adds to its gradients."""
+    ending: Collection[Unit] = ()
+    """The units to whose gradients no later backward adds: it reduces them, though it defers the others."""
+    scale: float | None = None
+    """The loss scale in its gradients; None if nobody has scaled the loss."""
+    accumulates: bool = True
+    """False if it gives no gradients to parameters: it sends nothing, and deferred sums stay deferred."""
+
+    def keeps(self, unit: Unit) -> bool:
+        """True if the gradients of a unit stay here for a later backward."""
+        return self.defers and unit not in self.ending
+
+
+Receive = Callable[[Unit, Gradients, int, Tensor], None]
+
+
+def _refuse(unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+    raise AssertionError("a gradient arrives in a backward")
+
+
+class Reducer:
     """Start reductions, keep a few under way, agree on which parameters were used, deliver.
 
     Args:
@@ -46,14 +74,22 @@ class Reducer(Deferral):
         state: the state of the module.
     """
 
+    _scaling: ClassVar[Reducer | None] = None
+    """The reducer whose loss scale, other than 1, is in the backward that this process runs."""
+
     def __init__(
         self, units: Sequence[Unit], axes: Axes, pool: BufferPool, order: UnitOrder, state: ModuleState
     ) -> None:
-        super().__init__(
-            [gradients for unit in units for gradients in unit.gradients],
-            is_averaged=axes.dp.size > 1,
-            is_half=any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers),
-        )
+        self._all = tuple(gradients for unit in units for gradients in unit.gradients)
+        self._is_averaged = axes.dp.size > 1
+        self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
+        """True if gradients pass through float16, where small ones vanish: the loss must be scaled."""
+        self._asked = self._role = Role()
+        """The roles of the next backward, as `next_backward` sets it around it, and of that under way."""
+        self.receive: Receive = _refuse
+        """Takes the gradient of the parameter at an index of a buffer of a unit; chosen by `begin`."""
+        self.set_aside: dict[Gradients, Callable[[int, Tensor], bool]] = {}
+        """Calls that take the gradient at an index of a buffer for later, or return False."""
         self._units, self._pool, self._axis = tuple(units), pool, axes.everyone
         self._order = order
         self._has_warned, self.num_forwards = False, 0
@@ -75,10 +111,33 @@ class Reducer(Deferral):
         """Steps a unit whose gradients are reduced, during a backward that is the last one of its step."""
         self._is_open = False
         """True from the beginning of a backward that reduces to the agreement at its end."""
-        self._is_agreeing = False
-        self._ended: list[Unit] = []
-        """The units whose reductions ended during the agreement, which tells if more of them will come."""
+        self._ended: list[Unit] | None = None
+        """The units whose reductions ended during the agreement, which says if more gradients come."""
         self._is_tainted = False
+
+    @contextmanager
+    def next_backward(
+        self, more: bool, *, send: bool = False, but: Collection[Unit] = (), scale: float | None = None
+    ) -> Iterator[None]:
+        """Give the backward inside its role: while `more` is true it adds up locally for a later one.
+
+        Args:
+            send: reduce the gradients nevertheless, into p.grad unless that is narrower than float32.
+            but: units to whose gradients no later backward of the step adds: these are reduced, and arrive in
+                p.grad with the others. All ranks name the same ones.
+            scale: the factor in the loss, which is taken out of gradients; None: nobody has scaled it. It may
+                change only when there are no gradients.
+        """
+        before, scaling = self._asked, Reducer._scaling
+        defers = before.defers or (more and not send and self._is_averaged)
+        ending = before.ending if before.defers else but  # to what is deferred around it, more is added
+        self._asked = Role(defers, before.has_more or more, ending if defers else (), scale)
+        if scale is not None:
+            Reducer._scaling = self if scale != 1.0 else None
+        try:
+            yield
+        finally:
+            self._asked, Reducer._scaling = before, scaling
 
     @property
     def local_bytes(self) -> int:
@@ -95,9 +154,17 @@ class Reducer(Deferral):
 
         Raises:
             RuntimeError: a backward has stepped units since the last step: gradients that came now would be
-                stepped with once more. Or see `check_scale`.
+                stepped with once more. Or the backward is that of another engine, whose loss scale would be
+                in the gradients.
         """
-        self.check_scale()
+        parameters = (p for gradients in self._all for p in gradients.buffer.unsharded)
+        if Reducer._scaling not in (None, self) and any(p.requires_grad for p in parameters):
+            raise RuntimeError(
+                "the backward of one engine, whose loss is multiplied by a loss scale, comes to the "
+                "trained parameters of another engine, which does not know the scale: call backward(loss) of "
+                "each engine on a loss of its own; for one loss over two models, put both into one module, "
+                "with one engine"
+            )
         if self._state.is_in_step:
             raise RuntimeError(
                 "a second backward before step(): units were stepped in the first one. Expected one backward "
@@ -105,24 +172,54 @@ class Reducer(Deferral):
                 "offload.step_in_backward=False"
             )
 
-    def begin(self, accumulates: bool, *, leave: bool = False) -> None:
+    def begin(self, accumulates: bool) -> None:
         """Begin a backward.
 
         Args:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
-            leave: True to leave it to autograd to add gradients up, as nothing else is to be done with them.
         """
-        self._state.is_in_step |= self.step_unit is not None and accumulates and not self.has_more
-        self.accumulates = accumulates
-        self._follow()
+        self._role = role = self._asked if accumulates else Role(defers=True, accumulates=False)
+        self.receive = self._pack
+        if self.is_half and self._asked.scale is None:
+            self.receive = self._refuse_unscaled
+        elif self.step_unit is not None:
+            self.receive = self._pack_unless_stepped
+        elif self.set_aside:
+            self.receive = self._pack_or_set_aside
         if not accumulates:
             return
+        self._state.is_in_step |= self.step_unit is not None and not role.has_more
         for gradients in self._all:
-            gradients.begin(self.has_more, leave=leave and self.step_unit is None and not self.lacks_scale)
-        if not self.is_deferring:
+            gradients.begin(role.has_more, role.scale)
+        if not role.defers:
             self._open()
-        elif self.ending or self._ahead:
-            self._open_ahead(self.ending)
+        elif role.ending or self._ahead:
+            self._open_ahead(role.ending)
+
+    def _pack(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        if self.under_way and not gradients.has_more:
+            for older in self.under_way[:-1]:  # see [Note: Two packed units]
+                older.settle_reduce()
+        gradients.pack(index, gradient, self._role.defers)
+
+    def _pack_or_set_aside(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        takes = self.set_aside.get(gradients)
+        if takes is None or not takes(index, gradient):
+            self._pack(unit, gradients, index, gradient)
+
+    def _pack_unless_stepped(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        if gradients.is_early:
+            raise RuntimeError(
+                f"{unit.described} got a gradient after it was stepped in this backward: set "
+                "offload.step_in_backward=False, and load the last checkpoint"
+            )
+        self._pack(unit, gradients, index, gradient)
+
+    def _refuse_unscaled(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        raise RuntimeError(
+            f"'{gradients.buffer.originals[index].fqn}' got the gradient of a loss without loss scale, "
+            "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
+        )
 
     def _open(self) -> None:
         """Begin the reductions of a backward, of all units that are left in this step."""
@@ -150,13 +247,13 @@ class Reducer(Deferral):
         self._to_start, self._ready = deque(self._order.of_reductions()), set()
         self._state.finish_scaling()  # of a step that has failed: this backward adds to the gradients
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
-            noted = (one for one in self._all if one.takes_notes)
+            noted = (one for one in self._all if one.landing is not None)
             gradients = (gradient_of(p) for one in noted for p in one.buffer.sharded)
             self._state.has_shown_gradients = any(gradient is not None for gradient in gradients)
 
     def start(self, unit: Unit) -> None:
         """Start the reduction of a unit when it is its turn, unless it is deferred; repeatable."""
-        if self.is_deferring and unit not in self.ending:
+        if self._role.keeps(unit):
             return
         self._ready.add(unit.name)
         while self._to_start and self._to_start[0].name in self._ready:
@@ -170,7 +267,7 @@ class Reducer(Deferral):
         """
         if unit.name in self._ready:
             return True
-        if (self.is_deferring and unit not in self.ending) or not unit.is_complete:
+        if self._role.keeps(unit) or not unit.is_complete:
             return False
         self.start(unit)
         return True
@@ -183,11 +280,6 @@ class Reducer(Deferral):
         if self._is_averaged:
             self._open_ahead(units)
             self._start_rest_ahead()
-
-    def make_room(self) -> None:
-        """Free the packed buffers of all reductions but the newest, before a buffer is packed."""
-        for unit in self.under_way[:-1]:
-            unit.settle_reduce()
 
     def _start(self, unit: Unit) -> None:
         self._progress(but=1)
@@ -212,13 +304,13 @@ class Reducer(Deferral):
 
     def _end_reduction(self, unit: Unit) -> None:
         """Step a unit at once, if that is wanted and this rank has had all of its gradients."""
-        if self._is_agreeing:
+        if self._ended is not None:
             self._ended.append(unit)
         elif self.step_unit is not None and self._may_step(unit):
             self.step_unit(unit)
 
     def _may_step(self, unit: Unit) -> bool:
-        if not unit.gradients or unit.computes_with_main or self.has_more or unit.has_more:
+        if not unit.gradients or unit.computes_with_main or self._role.has_more or unit.has_more:
             return False
         if self._state.has_hooks and any(map(has_hooks, unit.gradients)):
             return False  # they are to see, and may change, the gradients of a whole backward
@@ -242,33 +334,23 @@ class Reducer(Deferral):
             self._state.has_sums = True
             self._pool.release()
 
-    def take(self) -> None:
-        """Take over the gradients that were left to autograd in the backward that ends.
-
-        Raises:
-            RuntimeError: one is sparse.
-        """
-        if not self.leaves_now:
-            for gradients in self._all:
-                gradients.take()
-
     def end(self) -> bool:
         """End a backward: start the reductions that are left and deliver, or keep the sums.
 
         Returns:
             True if the gradients of the step are complete: hooks may see them.
         """
-        completes = self.accumulates and not self.has_more
-        if self.accumulates and not self.leaves_all:
-            if self.is_deferring:
+        role = self._role
+        if role.accumulates:
+            if role.defers:
                 self._start_rest_ahead()
                 self._state.has_sums = True
                 for gradients in self._all:
                     gradients.keep_deferred()
             else:
                 self._deliver()
-        self._forget_backward()
-        return completes
+        self._role, self.receive = Role(), _refuse
+        return role.accumulates and not role.has_more
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -323,15 +405,17 @@ class Reducer(Deferral):
         self._start_rest()
         if self._is_open:
             self._agree(has_failed=True)
-        if self.accumulates:
+        if self._role.accumulates:
             self._drop()
-        self._forget_backward()
+        self._role, self.receive = Role(), _refuse
+
+    def taint(self) -> None:
+        """Refuse a step with the gradients that there are, if any: an exception has ended their batch."""
+        parameters = (parameter for gradients in self._all for parameter in gradients.buffer.sharded)
+        self._is_tainted |= self._state.has_sums or any(gradient_of(p) is not None for p in parameters)
 
     def _drop(self) -> None:
-        delivered = any(
-            gradient_of(p) is not None for gradients in self._all for p in gradients.buffer.sharded
-        )
-        self._is_tainted |= delivered or self._state.has_sums
+        self.taint()
         self._state.has_sums = False
         for unit in self._units:
             unit.drop_gradients()
@@ -346,14 +430,13 @@ class Reducer(Deferral):
                 different collectives, which a communicator may have mixed up.
         """
         self._start_rest()
-        agreed = self._agree(has_failed=False)
+        agreed, ended = self._agree(has_failed=False)
         if agreed.has_failed:
             self._drop()
             raise RuntimeError(
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
                 "are incomplete and were dropped on all ranks"
             )
-        ended, self._ended = self._ended, []
         for unit in ended:
             if unit not in agreed.again:
                 self._end_reduction(unit)
@@ -383,16 +466,17 @@ class Reducer(Deferral):
                 "evaluation, use torch.no_grad()"
             )
 
-    def _agree(self, has_failed: bool) -> Agreed:
-        """Tell all ranks the end of this backward here; meanwhile reductions come to their end."""
+    def _agree(self, has_failed: bool) -> tuple[Agreed, list[Unit]]:
+        """Agree on the end of a backward with all ranks; return the units whose reductions end meanwhile."""
         units = self._order.of_reductions()
         flags = flags_of(self._all, units, self._order.has_changed, has_failed, self.num_forwards)
         self.num_forwards = 0
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
-        self._ended, self._is_agreeing = [], True
+        ended: list[Unit] = []
+        self._ended = ended
         try:
             self._finish()
         finally:
-            self._is_agreeing = False
+            self._ended = None
         self._is_open = False
-        return read_flags(answer(), self._all, units)
+        return read_flags(answer(), self._all, units), ended

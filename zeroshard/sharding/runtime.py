@@ -14,7 +14,7 @@ from torch import nn
 
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import mark_here
-from zeroshard.comm.watch.ledger import REDUCE, STEP
+from zeroshard.comm.watch.status import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter
@@ -240,6 +240,9 @@ class Runtime:
         self.state.is_in_batch = True
         try:
             yield
+        except BaseException:
+            self.reducer.taint()
+            raise
         finally:
             self.state.is_in_batch = False
             self.end_parts()

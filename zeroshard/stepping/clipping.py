@@ -159,8 +159,8 @@ def own_gradients(runtime: Runtime, order: float = 2.0) -> OwnGradients:
     notes = {}
     if order == 2.0:
         for gradients in (gradients for unit in runtime.units for gradients in unit.gradients):
-            if (noted := gradients.noted) is not None and noted.holds_for(gradients.buffer):
-                notes[gradients.buffer] = noted.squares
+            if (squares := gradients.noted_squares()) is not None:
+                notes[gradients.buffer] = squares
     tensors = [
         gradient[buffer.counted(index)]
         for buffer in runtime.buffers

@@ -31,7 +31,7 @@ from torch import Tensor
 from zeroshard.comm import moves
 from zeroshard.comm.collectives import all_to_all
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.watch.ledger import REDUCE, WHOLES
+from zeroshard.comm.watch.status import REDUCE, WHOLES
 from zeroshard.parameters.parts import part_of, whole_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut

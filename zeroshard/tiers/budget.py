@@ -69,11 +69,7 @@ def check_budget(
 
 
 def describe_shortage(
-    needed: Mapping[str, int],
-    nvme: int,
-    num_ranks: int,
-    node: Node,
-    alternatives: Sequence[Alternative] = (),
+    needed: Mapping[str, int], nvme: int, num_ranks: int, node: Node, alternatives: Sequence[Alternative] = ()
 ) -> str:
     """Return the text of the error, or "" if everything fits; pure. See `check_budget`."""
     lines = []

@@ -48,7 +48,6 @@ class Chunk(NamedTuple):
     """A part of an extent: a range of a file and the same number of bytes in memory."""
 
     file: int
-    """The number of the file."""
     offset: int
     """Bytes from the beginning of the file."""
     start: int
@@ -107,7 +106,6 @@ class Extent:
     """Space in the files of a `Swap`, for values of a fixed size."""
 
     num_bytes: int
-    """Bytes of the values."""
     padded: int
     """Bytes on the disk, and the least of a tensor that is read into or written from."""
     chunks: tuple[Chunk, ...]

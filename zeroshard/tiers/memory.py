@@ -40,7 +40,6 @@ import ctypes
 import mmap
 import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,44 +52,17 @@ from zeroshard.comm.streams import Mark, Streams
 from zeroshard.tables import format_bytes
 
 
-class HeldBytes(NamedTuple):
-    """Bytes of the memory from `host_memory` that this process holds."""
-
-    host: int
-    """All of it."""
-    pinned: int
-    """The part that is pinned."""
-
-
-_lock = threading.RLock()  # a garbage collection inside of it may free memory, and count too
-_held = HeldBytes(0, 0)
-
-
-def held_bytes() -> HeldBytes:
-    """Return the bytes of the memory from `host_memory` that this process holds now."""
-    return _held
-
-
-def _count(host: int, *, pinned: bool) -> None:
-    global _held
-    with _lock:
-        _held = HeldBytes(_held.host + host, _held.pinned + host * pinned)
-
-
 class _Mapping(mmap.mmap):
-    """Anonymous memory; it is counted, and unregistered before it is unmapped."""
+    """Anonymous memory; it is unregistered before it is unmapped."""
 
-    num_bytes = 0
     is_registered = False
     address = 0
     process = 0
     """The id of the process that made it; a forked one has no part in its registration."""
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_ending() and self.process == os.getpid():
-            if self.is_registered:
-                unregister(self.address)
-            _count(-self.num_bytes, pinned=self.is_registered)
+        if self.is_registered and not is_ending() and self.process == os.getpid():
+            unregister(self.address)
 
 
 def host_memory(num_bytes: int, pinned: bool) -> Tensor:
@@ -115,9 +87,7 @@ def host_memory(num_bytes: int, pinned: bool) -> Tensor:
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     if pinned:
         register(memory.data_ptr(), num_bytes)
-    mapping.address, mapping.num_bytes = memory.data_ptr(), num_bytes
-    mapping.is_registered, mapping.process = pinned, os.getpid()
-    _count(num_bytes, pinned=pinned)
+    mapping.address, mapping.is_registered, mapping.process = memory.data_ptr(), pinned, os.getpid()
     return memory
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from zeroshard.optim.eightbit import step as steps
-from zeroshard.optim.eightbit.blocks import Exact, QuantizedState
-from zeroshard.optim.eightbit.codebook import codebook
+from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, codebook
 from zeroshard.optim.eightbit.rules import ADAGRAD, ADAM, ADEMAMIX, LION, RMSPROP, SGD
 from zeroshard.stepping import rounding
 from zeroshard.stepping.rounding import Bits, Rounding

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.optim.eightbit.reference import SIGNED, UNSIGNED
-from zeroshard.optim.eightbit.codebook import codebook
+from zeroshard.optim.eightbit.blocks import codebook
 
 CPU = torch.device("cpu")
 MAPS = {True: SIGNED, False: UNSIGNED}

@@ -16,7 +16,7 @@ from tests.optim.eightbit.reference import UNSIGNED as SQUARES
 from tests.optim.eightbit.reference import Reference, root
 from tests.optim.eightbit.test_optimizers import check_states, gradients
 from zeroshard.optim import AdamW8bit
-from zeroshard.optim.adopt.takeover import check_optimizer
+from zeroshard.optim.adopted import check_optimizer
 from zeroshard.optim.eightbit import rule as rules
 from zeroshard.optim.eightbit import step as steps
 from zeroshard.optim.eightbit.base import ElementWise8bit

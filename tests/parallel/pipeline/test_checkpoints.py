@@ -10,7 +10,7 @@ import transformers
 from tests.checkpoint.runs import read_whole
 from tests.parallel.pipeline.runs import parameters_of, start, train
 from zeroshard.checkpoint.files import find
-from zeroshard.checkpoint.reader import open_checkpoint
+from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.optim import AdamW8bit
 
 LAYOUTS = {

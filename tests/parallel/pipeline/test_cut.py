@@ -14,13 +14,12 @@ import zeroshard
 from tests.parallel.pipeline.runs import build, plain, sgd, start, tokens_of, train
 from zeroshard import Config
 from zeroshard.parallel.pipeline import cut as cutting
-from zeroshard.parallel.pipeline.actions import parse_schedule
+from zeroshard.parallel.pipeline.actions import parse_schedule, with_sharding
 from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
 from zeroshard.parallel.pipeline.chunked import outline_of
 from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.partition import BlockProfile
 from zeroshard.parallel.pipeline.profile import SampleSource
-from zeroshard.parallel.pipeline.sharding import with_sharding
 
 CPU = torch.device("cpu")
 WITH_DATA = SampleSource(TensorDataset(torch.zeros(4, 3), torch.zeros(4, 3)))

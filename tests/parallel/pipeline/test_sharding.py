@@ -6,8 +6,16 @@ import pytest
 from hypothesis import given
 
 from tests.parallel.pipeline.random_schedules import schedules
-from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, Schedule, parse_schedule
-from zeroshard.parallel.pipeline.sharding import reduced_apart, with_sharding, without_steps
+from zeroshard.parallel.pipeline.actions import (
+    END_BACKWARD,
+    Action,
+    Kind,
+    Schedule,
+    parse_schedule,
+    reduced_apart,
+    with_sharding,
+    without_steps,
+)
 from zeroshard.parallel.pipeline.simulate import simulate
 
 TWO = parse_schedule("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")

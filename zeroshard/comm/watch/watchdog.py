@@ -34,8 +34,16 @@ import torch.distributed as dist
 
 from zeroshard.comm import streams
 from zeroshard.comm.counter import CONTROL, Counter
-from zeroshard.comm.watch.ledger import Ledger, find_difference
-from zeroshard.comm.watch.status import RankStatus, Sighting, Status, Wait, find_lost, report
+from zeroshard.comm.watch.status import (
+    Ledger,
+    RankStatus,
+    Sighting,
+    Status,
+    Wait,
+    find_difference,
+    find_lost,
+    report,
+)
 from zeroshard.internals.warn import warn_user
 
 _MAX_PAUSE_S = 1.0

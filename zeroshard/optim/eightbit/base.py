@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.optim.eightbit import states
+from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.eightbit.step import take_rounded_step, take_step
-from zeroshard.optim.ranges import RANGES, check_ranges
+from zeroshard.optim.ranges import RANGES, called, check_ranges
 from zeroshard.stepping.rounding import Bits, BitsOf, no_bits
 from zeroshard.stepping.threads import BlockBatch
 
@@ -120,10 +120,10 @@ class BlockwiseOptimizer(Optimizer):
         """
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state.update(states.begin(self.rule, parameter, settings["min_8bit_size"]))
+            state.update(blocks.begin(self.rule, parameter, settings["min_8bit_size"]))
         step = int(state["step"]) + 1
         numbers = self.rule.numbers(settings, step)
-        values, held = states.flat(parameter, is_widened=bits is None), states.read(self.rule, state)
+        values, held = blocks.flat(parameter, is_widened=bits is None), blocks.read(self.rule, state)
         if bits is None:
             take_step(self.rule, values, gradient, held, numbers, batch)
         else:
@@ -174,10 +174,7 @@ class ElementWise8bit(BlockwiseOptimizer):
         Raises:
             RuntimeError: a sparse gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = called(closure)
         batch = BlockBatch()
         with past_guards():
             try:
@@ -198,5 +195,5 @@ class ElementWise8bit(BlockwiseOptimizer):
                 f"expected a dense, real gradient, got one of {gradient.dtype} and layout {gradient.layout}"
             )
         bits = self.bits_of(parameter)
-        flat = states.flat(gradient, is_widened=bits is None)
+        flat = blocks.flat(gradient, is_widened=bits is None)
         self._step_by_rule(parameter, flat, self.settings(parameter, group), bits, batch)

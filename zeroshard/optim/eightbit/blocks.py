@@ -1,14 +1,112 @@
-"""States of an optimizer, a byte an element with a scale for each block of 256, or in float32."""
+"""States of an optimizer, a byte an element with a scale for each block of 256, or in float32.
+
+The 256 values of dynamic tree quantization, and the nearest of them without a search.
+
+A value in [-1, 1] is looked up by the upper bits of its float: sign, exponent and top of the mantissa. In
+each such bin lies at most one midpoint between two neighbouring values. So a bin needs one number, to which
+the lower bits of the float are added: where they pass the midpoint, a carry makes the code one larger.
+
+    float            s eeeeeeee mmmmmm mmmmmmmmmmmmmmmmm
+                     '---- bin ------' '---- lower ----'
+    table[bin]       [  code  ] [ 2^17 - 1 - lower bits of the midpoint ]
+    code             (table[bin] + lower) >> 17
+
+The lower bits of negative values are taken inverted, since their codes fall as the magnitude grows.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, Self
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from zeroshard.optim.eightbit.codebook import Codebook
+from zeroshard.optim.eightbit.rule import Rule
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.layout import BLOCK, round_up
+
+_NUM_DECADES = 7
+_SIGN = 1 << 31
+_ONE = 0x3F800000
+"""The bits of 1.0, the largest magnitude."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Codebook:
+    """Sorted values, and the table that finds the nearest one; ties go to the lower code."""
+
+    values: Tensor
+    """[256], float32, ascending, within [-1, 1]."""
+    table: Tensor
+    """[2^(32 - num_lower)], int32: what the lower bits of a float are added to, by its upper bits."""
+    num_lower: int
+    """Bits of a float below those of its bin."""
+
+    @property
+    def zero(self) -> int:
+        """The code of 0."""
+        return int((self.values == 0).nonzero())
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """The codes of values, int32.
+
+        Args:
+            x: float32, within [-1, 1].
+        """
+        bits = x.view(torch.int32)
+        bins = bits.bitwise_right_shift(self.num_lower).bitwise_and_(self.table.numel() - 1)
+        lower = bits.bitwise_right_shift(31).bitwise_xor_(bits).bitwise_and_((1 << self.num_lower) - 1)
+        return lower.add_(self.table.index_select(0, bins)).bitwise_right_shift_(self.num_lower)
+
+
+@cache
+def codebook(is_signed: bool, device: torch.device) -> Codebook:
+    """The codebook for states of either sign, such as momentum, or for states that are never negative."""
+    if device.type != "cpu":
+        book = codebook(is_signed, torch.device("cpu"))
+        return replace(book, values=book.values.to(device), table=book.table.to(device))
+    values = dynamic_values(is_signed)
+    num_lower = 17 if is_signed else 16
+    return Codebook(values, _build_table(values, num_lower), num_lower)
+
+
+def dynamic_values(is_signed: bool) -> Tensor:
+    """[256], ascending: each of seven decades holds the middles of twice as many parts as the one below it.
+
+    Source: Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning", section 2.2; rounded as
+    bitsandbytes' `create_dynamic_map` rounds, so that codes mean the same there.
+    """
+    parts = [torch.tensor([0.0, 1.0])]
+    for decade in range(_NUM_DECADES):
+        edges = torch.linspace(0.1, 1, 2 ** (decade if is_signed else decade + 1) + 1, dtype=torch.float32)
+        magnitudes = 10.0 ** (decade - _NUM_DECADES + 1) * ((edges[:-1] + edges[1:]) / 2)
+        parts += [magnitudes, -magnitudes] if is_signed else [magnitudes]
+    return torch.cat(parts).sort().values
+
+
+def _build_table(values: Tensor, num_lower: int) -> Tensor:
+    """int32, one entry for each bin."""
+    assert values.unique().numel() == values.numel() == 256, "codes of one byte"
+    exact = (values[1:].double() + values[:-1].double()) / 2
+    midpoints = exact.float()
+    # Rounded down: a float is above the exact midpoint if and only if it is above this.
+    midpoints = torch.where(midpoints.double() > exact, midpoints.nextafter(torch.tensor(-2.0)), midpoints)
+    mask = (1 << num_lower) - 1
+    starts = torch.arange(1 << (32 - num_lower)) << num_lower
+    codes = [torch.searchsorted(midpoints, _floats(bits)) for bits in (starts, starts + mask)]
+    assert ((codes[0] - codes[1]).abs() <= 1).all(), "a bin holds at most one midpoint"
+    code = torch.minimum(*codes)
+    at_midpoint = midpoints[code.clamp(max=254)].view(torch.int32) & mask
+    room = torch.where(starts < _SIGN, mask - at_midpoint, at_midpoint)
+    return ((code << num_lower) + torch.where(codes[0] != codes[1], room, 0)).int()
+
+
+def _floats(bits: Tensor) -> Tensor:
+    """The floats with these bits, int64; NaN and numbers beyond [-1, 1] become the nearer end."""
+    magnitudes = (bits & (_SIGN - 1)).clamp(max=_ONE).int().view(torch.float32)
+    return torch.where(bits < _SIGN, magnitudes, -magnitudes)
 
 
 class StateValues(Protocol):
@@ -93,3 +191,56 @@ def num_blocks(num: int) -> int:
 def _by_blocks(values: Tensor) -> Tensor:
     """[whole blocks, 256], a view."""
     return values[: values.numel() // BLOCK * BLOCK].view(-1, BLOCK)
+
+
+# --------------------------------------------------------------------------------- states of a parameter
+
+
+MIN_8BIT_SIZE = 4096
+"""Elements of a whole parameter from which its states are quantized, as in bitsandbytes."""
+ABSMAX = "_absmax"
+"""The ending of the name of a state's scales."""
+
+
+def begin(rule: Rule, parameter: Tensor, min_8bit_size: int) -> dict[str, Any]:
+    """Return the first state of a parameter, by name: zeros, and a count of steps.
+
+    Args:
+        rule: the rule, with the names of its states.
+        parameter: a parameter, or a slice, of any shape. States have this shape in float32; quantized ones
+            are uint8 codes of this shape and scales, [ceil(n / 256)], float32, under `<name>_absmax`.
+        min_8bit_size: elements of a whole parameter from which states are quantized.
+    """
+    state: dict[str, Any] = {"step": 0}
+    is_quantized = whole_size(parameter) >= min_8bit_size
+    for name, is_signed in rule.states.items():
+        if is_quantized:
+            zeros = QuantizedState.zeros(parameter.numel(), codebook(is_signed, parameter.device))
+            state[name], state[name + ABSMAX] = zeros.codes.view(parameter.shape), zeros.absmax
+        else:
+            state[name] = torch.zeros(parameter.shape, device=parameter.device)
+    return state
+
+
+def read(rule: Rule, state: dict[str, Any]) -> list[StateValues]:
+    """The states of a parameter that has begun."""
+    states: list[StateValues] = []
+    for name, is_signed in rule.states.items():
+        values = state[name].view(-1)
+        absmax = state.get(name + ABSMAX)
+        if absmax is None:
+            states.append(Exact(values))
+        else:
+            states.append(QuantizedState(values, absmax, codebook(is_signed, values.device)))
+    return states
+
+
+def whole_size(parameter: Tensor) -> int:
+    """Return the number of elements of a parameter over all ranks."""
+    return parameter.full_shape.numel() if isinstance(parameter, ShardedParameter) else parameter.numel()
+
+
+def flat(tensor: Tensor | nn.Parameter, *, is_widened: bool = True) -> Tensor:
+    """[n], contiguous, no part of a graph, float32 if it is widened; the same memory where possible."""
+    values = tensor.detach().reshape(-1)
+    return values.float() if is_widened else values

@@ -112,25 +112,13 @@ def dequantize_block(typing: Any, out: Any, codes: Any, values: Any, scale: Any)
     return types.void(out, codes, values, scale), emit
 
 
-@intrinsic
-def largest_of_block(typing: Any, x: Any) -> Any:
-    """max |x[i]|; NaN where there is one."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to = _Emitter(context, builder, signature)
-        source, largest = to.start(args[0], _INT), _all(0)
-        for lane in range(0, BLOCK, _LANES):  # magnitudes of floats compare as integers, NaN above infinity
-            bits = builder.and_(to.load(source, lane, _INT), _all(0x7FFFFFFF))
-            largest = builder.select(builder.icmp_signed(">", bits, largest), bits, largest)
-        width = _LANES
-        while width > 1:
-            width //= 2
-            order = ir.Constant(_vector(_INT), [(lane + width) % _LANES for lane in range(_LANES)])
-            other = builder.shuffle_vector(largest, ir.Constant(_vector(_INT), ir.Undefined), order)
-            largest = builder.select(builder.icmp_signed(">", largest, other), largest, other)
-        return builder.bitcast(builder.extract_element(largest, ir.Constant(_INT, 0)), _FLOAT)
-
-    return types.float32(x), emit
+@compiled
+def largest_of_block(x: Any) -> Any:
+    """The bits of max |x[i]|; of NaN where there is one."""
+    bits, largest = x.view(np.int32), np.int32(0)
+    for i in range(BLOCK):  # magnitudes of floats compare as integers, NaN above infinity
+        largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+    return largest
 
 
 @intrinsic
@@ -212,12 +200,11 @@ def _step_block(
         dequantize_block(states[state], codes[state][start:end], values[state], absmax[state][at])
     update(changed, other, states, scalars)
     for state in range(len(codes)):
-        largest = largest_of_block(states[state])
-        inverse = np.float32(1) / largest
+        absmax[state][at : at + 1].view(np.int32)[0] = largest_of_block(states[state])
+        inverse = np.float32(1) / absmax[state][at]
         if np.isinf(inverse):
             inverse = np.float32(0)
         quantize_block(codes[state][start:end], states[state], tables[state], inverse, num_lower[state])
-        absmax[state][at] = largest
 
 
 @compiled

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from zeroshard.optim.eightbit import states
+from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer, ElementWise8bit, Params
+from zeroshard.optim.eightbit.blocks import MIN_8BIT_SIZE
 from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule, Scalars, Tensors, root, sign
-from zeroshard.optim.eightbit.states import MIN_8BIT_SIZE
 from zeroshard.optim.layerwise import LAMB, LARS, GroupStep, LayerWise
 from zeroshard.optim.ranges import betas_range
 
@@ -391,4 +391,4 @@ class LARS8bit(TrustRatio8bit, LARS):
         ratios = torch.stack(part.trust).tolist() if part.trust else [1.0] * len(parameters)
         for parameter, grad, ratio in zip(parameters, part.measured, ratios, strict=True):
             settings = {**self.settings(parameter, group), "lr": group["lr"] * ratio}
-            self._step_by_rule(parameter, states.flat(grad), settings)
+            self._step_by_rule(parameter, blocks.flat(grad), settings)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.sections import Config
-from zeroshard.parallel.pipeline.actions import Schedule, parse_schedule
+from zeroshard.parallel.pipeline.actions import Schedule, parse_schedule, without_steps
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, require_steps, steady
-from zeroshard.parallel.pipeline.sharding import without_steps
 from zeroshard.parallel.pipeline.simulate import simulate
 
 _build = functools.lru_cache(maxsize=32)(build_schedule)

@@ -60,7 +60,7 @@ def outline_of(model: nn.Module) -> Outline:
     blocks_name, blocks = _blocks_of(causal, base)
     children = [name for name, _ in base.named_children()]
     place = children.index(blocks_name)
-    prefix, outer = (_prefix_of(model, inside) for inside in (base, causal))
+    prefix, outer = (("" if inside is model else f"{_name_of(model, inside)}.") for inside in (base, causal))
     before = [name for name in children[:place] if _computes(base.get_submodule(name))]
     after = [name for name in children[place + 1 :] if _computes(base.get_submodule(name))]
     outside = [name for name, child in causal.named_children() if child is not base and _computes(child)]
@@ -145,11 +145,6 @@ def _blocks_of(model: nn.Module, base: nn.Module) -> tuple[str, Sequence[nn.Modu
 
 def _name_of(model: nn.Module, module: Any) -> str:
     return next((name for name, other in model.named_modules() if other is module), "")
-
-
-def _prefix_of(model: nn.Module, inside: nn.Module) -> str:
-    """The beginning of the names of modules that are inside of a module."""
-    return "" if inside is model else f"{_name_of(model, inside)}."
 
 
 def unknown_model(model: nn.Module, why: str) -> ValueError:

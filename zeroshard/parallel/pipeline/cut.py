@@ -53,7 +53,6 @@ class ModelCut(NamedTuple):
     runs: tuple[range, ...]
     """The blocks of each chunk."""
     blocks: tuple[BlockProfile, ...]
-    """The profile of each block."""
     is_measured: bool
     """True if times are seconds; False if they are numbers of parameters."""
 
@@ -205,9 +204,7 @@ class ChunkReport(NamedTuple):
     """A chunk of the model."""
 
     rank: int
-    """Its pipeline rank."""
     blocks: tuple[str, ...]
-    """The names of its blocks."""
     time_share: float
     """Its part of the time of all chunks, 0 to 1. Without a measurement parameters stand for time."""
     parameter_bytes: int

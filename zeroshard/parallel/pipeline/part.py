@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from zeroshard.config.sections import Config
-from zeroshard.parallel.pipeline.actions import Schedule
+from zeroshard.parallel.pipeline.actions import Schedule, with_sharding
 from zeroshard.parallel.pipeline.choice import schedule_of, with_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.cut import ModelCut
-from zeroshard.parallel.pipeline.sharding import with_sharding
 from zeroshard.parallel.pipeline.traced import TracedChunks, TracedModel
 from zeroshard.parameters.original import retire
 from zeroshard.plan.names import Ignored, find_ignored, find_overrides, find_replicated, fitting
@@ -32,7 +31,6 @@ class Holders:
     ranks: tuple[int, ...]
     """The pipeline ranks of these chunks, in order; there may be one alone."""
     chunks: tuple[int, ...]
-    """The chunks."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class ModelPart:
     pairs: tuple[tuple[int, int], ...]
     """The pipeline ranks that send messages, and those that get them."""
     cut: ModelCut
-    """The cut of the model into chunks."""
 
     def schedule(self, num_microbatches: int, *, has_backward: bool, steps_taken: int = 0) -> Schedule:
         """Return the schedule of a batch, or of its forwards alone.

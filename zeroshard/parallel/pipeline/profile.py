@@ -34,8 +34,7 @@ from torch.func import functional_call
 from torch.utils.data import default_collate
 
 from zeroshard.comm.streams import mark_here
-from zeroshard.data.losses import LossFunction
-from zeroshard.data.microbatch import to_device
+from zeroshard.data.microbatch import LossFunction, to_device
 from zeroshard.internals import pytree
 from zeroshard.lazy.deferred import has_memory, is_known, values_of
 from zeroshard.parallel.pipeline.chunked import Outline, names_below
@@ -89,11 +88,8 @@ def _read(data: Any, collate_fn: Callable[..., Any], size: int) -> SampleBatch:
         return SampleBatch((), batch, None)
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         inputs, targets = (*batch, None) if len(batch) == 1 else batch
-        return (
-            SampleBatch((), inputs, targets)
-            if isinstance(inputs, Mapping)
-            else SampleBatch((inputs,), {}, targets)
-        )
+        is_named = isinstance(inputs, Mapping)
+        return SampleBatch(() if is_named else (inputs,), inputs if is_named else {}, targets)
     return SampleBatch((batch,), {}, None)
 
 
@@ -285,9 +281,8 @@ class Profiler:
         def run() -> tuple[float, Any]:
             given, named = pytree.tree_map_only(Tensor, self._enter, (args, dict(kwargs)))
             start = self._now()
-            with saved_tensors_hooks(
-                _same, _same
-            ):  # no others, such as those of a checkpoint around the block
+            # No others, such as those of a checkpoint around the block.
+            with saved_tensors_hooks(lambda value: value, lambda value: value):
                 outputs = forward(*given, **named)
                 seconds = self._now() - start
             seconds += self._backward(_tensors(outputs))
@@ -374,10 +369,6 @@ class _With(nn.Module):
     def forward(self, run: Callable[[], Any]) -> Any:
         """Return the result of a function."""
         return run()
-
-
-def _same(value: Tensor) -> Tensor:
-    return value
 
 
 def _tensors(tree: Any) -> list[Tensor]:

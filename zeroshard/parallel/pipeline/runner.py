@@ -27,8 +27,14 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.messages import Form, Forms, Messages, Receipt
-from zeroshard.parallel.pipeline.actions import Action, ChunkTransfer, Kind, Schedule, plan_exchanges
-from zeroshard.parallel.pipeline.sharding import ends_of_chunks
+from zeroshard.parallel.pipeline.actions import (
+    Action,
+    ChunkTransfer,
+    Kind,
+    Schedule,
+    ends_of_chunks,
+    plan_exchanges,
+)
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.parallel.pipeline.weights import Waiting
 from zeroshard.parallel.random import random_states, set_random_states

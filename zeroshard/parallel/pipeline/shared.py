@@ -40,15 +40,15 @@ class _Aside:
     """
 
     def __init__(self, shared: Shared, gradients: Gradients, chunks: Sequence[int], everyone: Axis) -> None:
-        self._shared, self._gradients, self._everyone = shared, gradients, everyone
+        self._shared, self.gradients, self._everyone = shared, gradients, everyone
         self._first, *self._later = chunks
         self._sums: dict[int, dict[int, Tensor]] = {}
         """By chunk and index of the parameter."""
         self._summed: set[int] = set()
         """The chunks whose sums have several summands."""
-        gradients.set_aside = self._take
 
-    def _take(self, index: int, gradient: Tensor) -> bool:
+    def take(self, index: int, gradient: Tensor) -> bool:
+        """Add up a gradient of a later chunk; return False for one of the first chunk."""
         if self._shared.chunk == self._first:
             return False
         sums = self._sums.setdefault(self._shared.chunk, {})
@@ -56,7 +56,7 @@ class _Aside:
             sums[index].add_(gradient)
             self._summed.add(self._shared.chunk)
         else:
-            sums[index] = gradient.to(self._gradients.buffer.plan.wide_dtype)
+            sums[index] = gradient.to(self.gradients.buffer.plan.wide_dtype)
         return True
 
     def drop(self) -> None:
@@ -65,12 +65,11 @@ class _Aside:
 
     def deliver(self) -> None:
         """Add the sums to `p.grad`, chunk by chunk; collective."""
-        gradients, sums, num = self._gradients, self._sums, len(self._gradients.used)
+        gradients, sums, num = self.gradients, self._sums, len(self.gradients.used)
         summed = self._summed
         self.drop()
         own = [index in sums.get(chunk, {}) for chunk in self._later for index in range(num)]
         used = self._everyone.any(own, "agreement on parameters that several chunks use")()
-        gradients.set_aside = None
         for place, chunk in enumerate(self._later):
             if any(used_here := used[place * num : (place + 1) * num]):
                 with self._apart():
@@ -80,12 +79,11 @@ class _Aside:
                     gradients.start_reduce()
                     gradients.complete()
                     gradients.deliver(used_here)
-        gradients.set_aside = self._take
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Reduce into a `p.grad` of its own, with its rounding, and add that to the one there is."""
-        parameters = self._gradients.buffer.sharded
+        parameters = self.gradients.buffer.sharded
         before = [gradient_of(parameter) for parameter in parameters]
         for parameter in parameters:
             set_gradient(parameter, None)
@@ -115,6 +113,7 @@ class Shared:
             for gradients in unit.gradients
             if (first := gradients.buffer.originals[0]).holders and len(chunks[first.fqn]) > 1
         ]
+        runtime.reducer.set_aside.update((aside.gradients, aside.take) for aside in self._asides)
         own = [buffer for buffer in runtime.buffers if buffer.originals[0].holders]
         self._buffers = sorted(own, key=lambda buffer: buffer.originals[0].fqn)
 

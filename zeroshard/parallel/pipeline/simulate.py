@@ -40,17 +40,14 @@ class ActionCosts:
     """
 
     forward: PerChunk = 1.0
-    """Duration of a forward."""
     backward_input: PerChunk = 1.0
     """Duration of the gradient of the input, the first half of a backward."""
     backward_weight: PerChunk = 1.0
     """Duration of the gradient of the weights, the second half."""
     recompute: PerChunk = 1.0
-    """Duration of a recompute."""
     transfer: PerChunk = 0.0
     """Time between a send and the arrival, for a chunk's output and, the same way back, for its gradient."""
     step: float = 0.0
-    """Duration of a step of a rank."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -139,16 +136,16 @@ class ScheduleTimes:
         return 1 - sum(self.busy) / whole if whole else 0.0
 
 
-class _Receive(NamedTuple):
+class _ReceiveMessage(NamedTuple):
     transfer: ChunkTransfer
     before: Action
 
 
-class _Send(NamedTuple):
+class _SendMessage(NamedTuple):
     transfer: ChunkTransfer
 
 
-_Operation = Action | _Receive | _Send
+_Operation = Action | _ReceiveMessage | _SendMessage
 
 
 class _MessageQueue:
@@ -186,9 +183,9 @@ class _Simulation:
         self.programs: list[list[_Operation]] = [[] for _ in range(schedule.num_ranks)]
         for program, exchanges in zip(self.programs, plan_exchanges(schedule), strict=True):
             for action, receives, sends in exchanges:
-                program.extend(_Receive(one, action) for one in receives)
+                program.extend(_ReceiveMessage(one, action) for one in receives)
                 program.append(action)
-                program.extend(map(_Send, sends))
+                program.extend(map(_SendMessage, sends))
         self.positions = [0] * schedule.num_ranks
         self.clocks = [0.0] * schedule.num_ranks
         self.spans: list[list[ActionTime]] = [[] for _ in range(schedule.num_ranks)]
@@ -209,12 +206,12 @@ class _Simulation:
     def blocked(self, rank: int) -> tuple[int, str] | None:
         """Return the rank for which a rank cannot run its next operation, with the reason; None if it can."""
         operation = self.programs[rank][self.positions[rank]]
-        if isinstance(operation, _Receive):
+        if isinstance(operation, _ReceiveMessage):
             transfer = operation.transfer
             if transfer in self.offers:
                 return None
             return transfer.source, f"{operation.before} waits for {transfer.action}"
-        if isinstance(operation, _Send):
+        if isinstance(operation, _SendMessage):
             transfer = operation.transfer
             index, channel = self._offer(transfer)
             if channel.room_for(index) is not None:
@@ -235,12 +232,12 @@ class _Simulation:
         return self.offers[transfer], channel
 
     def _run(self, rank: int, operation: _Operation) -> None:
-        if isinstance(operation, _Receive):
+        if isinstance(operation, _ReceiveMessage):
             transfer = operation.transfer
             duration = self.costs.transfer_after(transfer.boundary)
             channel = self.channels[transfer.source, transfer.target]
             self.clocks[rank] = channel.receive(self.clocks[rank], duration)
-        elif isinstance(operation, _Send):
+        elif isinstance(operation, _SendMessage):
             index, channel = self._offer(operation.transfer)
             self.clocks[rank] = max(self.clocks[rank], channel.room_for(index) or 0.0)
         else:

@@ -20,7 +20,7 @@ ranks run the same list, so they reduce in the same order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -33,21 +33,19 @@ from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import open_pairs
 from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.config.pipeline import ASYNCHRONOUS
-from zeroshard.data.losses import LossFunction, check_loss, loss_of
-from zeroshard.data.microbatch import split_batch, to_device
+from zeroshard.data.microbatch import LossFunction, check_loss, loss_of, split_batch, to_device
 from zeroshard.internals import pytree
-from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind
-from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected
+from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, ends_of_steps, reduced_apart
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
-from zeroshard.parallel.pipeline.asynchronous.versions import WeightVersions
+from zeroshard.parallel.pipeline.asynchronous.versions import Change, Corrected, WeightVersions
 from zeroshard.parallel.pipeline.choice import count_synchronous
 from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
 from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.runner import Runner
-from zeroshard.parallel.pipeline.sharding import ends_of_steps, reduced_apart
 from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.parallel.random import own_numbers
+from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 
@@ -236,7 +234,9 @@ class PipelineTraining:
         self._runners: dict[tuple[int, bool, int], Runner] = {}
         """By number of micro-batches; with backwards or without; by synchronous steps of the list."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
-        self._own_units = {chunk: _alone(self._units, chunk) for chunk in self._units}
+        self._own_units = {
+            chunk: _alone(self._units, chunk, runtime.reducer.set_aside) for chunk in self._units
+        }
         """The units of a chunk that are reduced with it."""
         self._signature = part.chunked.signature
         self._bound: Set[str] = set()
@@ -467,9 +467,9 @@ class PipelineTraining:
         comes_through_units = self._action.kind is not Kind.WEIGHT_GRADIENT
         delivering = nullcontext() if comes_through_units else self._runtime.passes.delivering()
         scale = self._loss_scale if self.method is None else float(self._sizes[0])
-        scaled, part = reducer.scaled(scale), self._runtime.part(name, self._units[chunk])
+        part = self._runtime.part(name, self._units[chunk])
         ending = self._ending(chunk, has_more) if is_last else frozenset()
-        with part, reducer.deferring(has_more, but=ending), scaled, delivering:
+        with part, reducer.next_backward(has_more, but=ending, scale=scale), delivering:
             run()
         if ending:  # nothing may have come here, unlike on other ranks
             reducer.start_ahead(ending)
@@ -543,11 +543,13 @@ def _units_of(part: ModelPart, runtime: Runtime, chunk: int) -> dict[Unit, None]
     return dict.fromkeys(unit for unit in runtime.units[1:] if inside.issuperset(unit.modules))
 
 
-def _alone(units: Mapping[int, Collection[Unit]], chunk: int) -> frozenset[Unit]:
+def _alone(
+    units: Mapping[int, Collection[Unit]], chunk: int, set_aside: Container[Gradients]
+) -> frozenset[Unit]:
     """The units of a chunk to which no other chunk gives gradients."""
     uses = Counter(unit for own in units.values() for unit in own)
     return frozenset(
         unit
         for unit in units[chunk]
-        if uses[unit] == 1 and all(gradients.set_aside is None for gradients in unit.gradients)
+        if uses[unit] == 1 and not any(gradients in set_aside for gradients in unit.gradients)
     )

@@ -14,9 +14,8 @@ from typing import Any
 from torch import nn
 
 from zeroshard.parallel.pipeline.chunked import HOOKS, Absent
-from zeroshard.parallel.tensor.adapters import around, through_adapters
 from zeroshard.parallel.tensor.losses import with_loss
-from zeroshard.parallel.tensor.sequence import check_coverage, with_sequence
+from zeroshard.parallel.tensor.sequence import around, check_coverage, through_adapters, with_sequence
 from zeroshard.parallel.tensor.styles import (
     BY_ROWS,
     OF_SEQUENCE,

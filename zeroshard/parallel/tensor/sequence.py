@@ -13,12 +13,44 @@ first result is whole, as from a router that each rank computes.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
 section 4.2.2.
+
+Layers of a plan that peft has wrapped in LoRA: the layer inside and its two small matrices are divided.
+
+    y = W x + B (A x)
+
+    columns    W and B are cut by their outputs; A is whole, and so is A x
+    rows       W and A are cut by their inputs; the summands of A x are added up, and B is whole
+
+Where norms work on a part of the sequence, so do the matrices that are whole: A takes the part of x that the
+norm gave, and A x is gathered for B; or the sum of A x is split, and B gives a part of y. Each rank has
+summands of their gradients then.
+
+Only r numbers a token are exchanged more. Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large
+Language Models", section 4.1.
+
+The steps of activations between layers that are divided over the tensor ranks, with their backward.
+
+A tensor is, over these ranks, the same on each (whole), a part of a dimension on each (part), or a summand on
+each. A move leads from one to another. Its backward leads the gradient the opposite way:
+
+    move               forward            backward of the gradient
+    COPY               whole              a summand on each: sum
+    SUM                summands: sum      whole
+    GATHER             parts: gather      whole: split
+    SPLIT              whole: split       parts: gather
+    GATHER_SUMMANDS    parts: gather      a summand on each: sum and split
+    SUM_TO_PARTS       sum and split      parts: gather
+
+COPY and SUM stand around a pair of layers, the first one divided by its columns, the second one by its rows
+(Shoeybi et al. 2019, "Megatron-LM", section 3: f and g). The last two take their place where the regions
+between such pairs are divided along the sequence (Korthikanti et al. 2022, section 4.2.2).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
@@ -28,9 +60,74 @@ from torch.autograd.function import once_differentiable
 
 from zeroshard.comm.activations import Activations, Copied
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.parallel.tensor.moves import Comm, Sum, add_up, move
-from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, LayerPlan, Split
+from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, LayerPlan, Plan, Split, with_heads
 from zeroshard.sharding.changes import Changes
+
+
+class Comm(Enum):
+    """The moves: (way of a tensor in the forward, way of its gradient in the backward)."""
+
+    COPY = ("keep", "sum")
+    SUM = ("sum", "keep")
+    GATHER = ("gather", "split")
+    SPLIT = ("split", "gather")
+    GATHER_SUMMANDS = ("gather", "sum and split")
+    SUM_TO_PARTS = ("sum and split", "gather")
+
+
+_WAYS: dict[str, Callable[[Tensor, Activations, int, str], Tensor]] = {
+    "keep": lambda value, over, dim, label: value.view_as(value),
+    "sum": lambda value, over, dim, label: over.sum(value, label),
+    "gather": lambda value, over, dim, label: over.gather(value, dim, label),
+    "split": lambda value, over, dim, label: over.split(value, dim),
+    "sum and split": lambda value, over, dim, label: over.scatter(value, dim, label),
+}
+
+
+def move(value: Tensor, how: Comm, over: Activations, label: str, dim: int = -1) -> Tensor:
+    """Move a tensor over the tensor ranks.
+
+    Args:
+        value: the tensor; the same shape and dtype on all ranks.
+        how: the move.
+        over: the exchanges of the tensor ranks.
+        label: the name of the layer, for messages.
+        dim: the dimension of the parts.
+
+    Raises:
+        ValueError: the ranks do not divide the dimension.
+    """
+    if over.size == 1:
+        return value
+    moved: Tensor = _Moved.apply(value, how, over, label, dim)
+    return moved
+
+
+Sum = Callable[[Tensor, Activations, str], Tensor]
+"""(summand, exchanges, name of the layer) -> the sum over the tensor ranks, or a part of it."""
+
+
+def add_up(value: Tensor, over: Activations, label: str) -> Tensor:
+    """Return the sum over the tensor ranks."""
+    return move(value, Comm.SUM, over, label)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, how: Comm, over: Activations, label: str, dim: int) -> Tensor:
+        ctx.how, ctx.over, ctx.label, ctx.dim = how, over, label, dim
+        there, _ = how.value
+        moved = _WAYS[there](value, over, dim, f"{there} of activations of {label}")
+        # Autograd refuses to add to a view in place, as some models do. A kept or split value shares memory.
+        return moved if there in ("keep", "split") else moved.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _, back = ctx.how.value
+        label = f"{back} of gradients of activations of {ctx.label}"
+        return _WAYS[back](gradient, ctx.over, ctx.dim, label), None, None, None, None
+
 
 DIM = 1
 """The dimension of the sequence: [batch, sequence, hidden]."""
@@ -280,3 +377,99 @@ def with_sequence(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
         if is_outside and not any(fnmatchcase(other, pattern) for pattern in known):
             whole[other] = "replicate"
     return whole
+
+
+# ---------------------------------------------------------------------------------------------- adapters
+
+
+def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequence: bool) -> Plan:
+    """Return a plan for the layers inside of adapters, and for these.
+
+    Args:
+        model: the model, with or without adapters.
+        plan: styles by pattern, as if the layers had no adapters.
+        num_ranks: the ranks of a tensor group.
+        by_sequence: True if norms work on a part of the sequence.
+
+    Raises:
+        ValueError: a layer of the plan has an adapter of another kind, or shares its heads between ranks.
+    """
+    inside: dict[str, str | LayerPlan] = {}
+    whole = Split.SUMMED if by_sequence else Split.REPLICATE
+    for name, module in model.named_modules():
+        pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), None)
+        base = getattr(module, "base_layer", None)
+        if pattern is None or not isinstance(base, nn.Module):
+            continue
+        style = LayerPlan.of(plan[pattern], pattern)
+        if style.way is Split.REPLICATE:
+            continue
+        if hasattr(module, "parameter_name"):
+            raise ValueError(
+                f"tp_plan: '{name}' has an adapter of its parameter '{module.parameter_name}', as of "
+                "`target_parameters` of peft; expected adapters of layers (`target_modules`), without experts"
+            )
+        parent = model.get_submodule(name.rpartition(".")[0])
+        style = with_heads(style, name, base, parent, num_ranks)
+        _check_adapter(name, module, base, style)
+        inside |= {name: "replicate", f"{name}.base_layer": style}
+        cut, other = ("lora_A", "lora_B") if style.way in BY_ROWS else ("lora_B", "lora_A")
+        inside |= {f"{name}.{cut}.*": style, f"{name}.{other}.*": whole.value}
+        inside[f"{name}.*"] = "replicate"  # a pattern with * at its end fits the rest of the adapter
+    return inside | {pattern: style for pattern, style in plan.items() if pattern not in inside}
+
+
+def _check_adapter(name: str, module: nn.Module, base: nn.Module, style: LayerPlan) -> None:
+    kinds = {attribute for attribute in ("lora_A", "lora_B") if getattr(module, attribute, None)}
+    has_more = any(getattr(module, at, None) for at in ("lora_magnitude_vector", "lora_variant"))
+    if kinds != {"lora_A", "lora_B"} or has_more:
+        raise ValueError(
+            f"tp_plan: '{name}' is a {type(base).__name__} with an adapter, a {type(module).__name__} of "
+            f"{type(module).__module__}; expected LoRA without variants over a Linear, or 'replicate' "
+            "for the layer"
+        )
+    if style.way in (Split.SHARED_COLUMNS, Split.SUMMED):
+        raise ValueError(
+            f"tp_plan: '{name}' has an adapter and is '{style.way.value}'; expected no adapter there, or as "
+            "many heads as ranks"
+        )
+
+
+def around(model: nn.Module, name: str) -> tuple[nn.Module | None, nn.Module]:
+    """Return the LoRA module around a layer, None if there is none, and the module that holds both."""
+    holder = name.rpartition(".")[0]
+    module = model.get_submodule(holder)
+    if name != f"{holder}.base_layer":
+        return None, module
+    return module, model.get_submodule(holder.rpartition(".")[0])
+
+
+def adapt_regions(layers: Iterable[Divided], regions: Regions, over: Activations, changes: Changes) -> None:
+    """Have the adapters of layers that are divided by columns work on a part of the sequence.
+
+    Dropout inside of blocks draws numbers of this rank, so it takes the part. Outside of them it draws the
+    same numbers on all ranks, so it takes all of the input.
+    """
+    layers = list(layers)
+    inside = {module for block in blocks_of(layers) for module in block.modules()}
+
+    def part(label: str) -> Callable[..., Tensor]:
+        return lambda module, args: regions.part_of(args[0], over, label)
+
+    def part_after(label: str) -> Callable[..., Tensor]:
+        return lambda module, args, output: regions.split(output, over, label)
+
+    def whole(label: str) -> Callable[..., Tensor]:
+        return lambda module, args: regions.gather(args[0], over, label)
+
+    for layer in layers:
+        adapter, label = layer.adapter, layer.name
+        if adapter is None or layer.style.way in BY_ROWS:
+            continue
+        for dropout in adapter.get_submodule("lora_dropout").children():
+            if layer.module in inside:
+                changes.hook(dropout.register_forward_pre_hook(part(label)))
+            else:
+                changes.hook(dropout.register_forward_hook(part_after(label)))
+        for matrix in adapter.get_submodule("lora_B").children():
+            changes.hook(matrix.register_forward_pre_hook(whole(label)))

@@ -18,8 +18,14 @@ from zeroshard.config.sections import Config
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.directions import Change, Corrected, decay_of_changes
-from zeroshard.parallel.pipeline.asynchronous.versions import Delays, WeightVersions, read_delays
+from zeroshard.parallel.pipeline.asynchronous.versions import (
+    Change,
+    Corrected,
+    Delays,
+    WeightVersions,
+    decay_of_changes,
+    read_delays,
+)
 from zeroshard.parallel.pipeline.choice import full_schedule_of
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.runtime import Runtime

@@ -1,5 +1,6 @@
-"""bitsandbytes' optimizers over slices: the same objects, whose states are in blocks of the whole parameter.
+"""Optimizers of other packages, which an engine takes over, and the names of their states in checkpoints.
 
+Optimizers of bitsandbytes stay the same objects; their states are in blocks of the whole parameter.
 Which states take a byte an element is told by the size of the whole parameter. On the CPU their 8-bit update
 is ours, with exact nearest codes; else it is bitsandbytes' operator. A state of an optimizer:
 
@@ -15,23 +16,188 @@ The maps of the codes, which bitsandbytes keeps beside them, are the same for al
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.optim.eightbit import states
+from zeroshard.internals.warn import warn_user
+from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, StateValues, num_blocks
-from zeroshard.optim.eightbit.codebook import codebook
-from zeroshard.optim.eightbit.rule import Rule, rules_by_operator
-from zeroshard.optim.eightbit.states import ABSMAX
+from zeroshard.optim.eightbit.blocks import ABSMAX, Exact, QuantizedState, StateValues, codebook, num_blocks
+from zeroshard.optim.eightbit.rule import Rule, rule_named, rules_by_operator
 from zeroshard.optim.eightbit.step import take_step
+from zeroshard.optim.layerwise import LayerWise
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.layout import BLOCK
+from zeroshard.stepping.wholes import UsesWholes
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+_ELEMENT_WISE = frozenset(
+    ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+"""torch's optimizers whose update of an element needs that element's gradient and state alone."""
+
+_WHOLE_TENSOR = {
+    "adafactor": "row and column statistics of a matrix",
+    "came": "row and column statistics of a matrix",
+    "muon": "orthogonalized matrices: zeroshard.optim.Muon gets whole ones",
+    "lbfgs": "inner products over all parameters",
+    "sparseadam": "sparse gradients",
+    "shampoo": "matrix preconditioners",
+    "soap": "matrix preconditioners",
+    "galore": "projections of whole matrices",
+    "adahessian": "more than the gradient",
+    "lars": "norms of whole tensors: zeroshard.optim.LARS and LARS8bit get them",
+    "lamb": "norms of whole tensors: zeroshard.optim.LAMB and LAMB8bit get them",
+    "prodigy": "sums over all parameters",
+    "dadapt": "sums over all parameters",
+}
+"""The needs of an optimizer that has this in its name, in any case: FusedLAMB, MuonWithAuxAdam, ..."""
+
+
+def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
+    """Raise an error for an optimizer that cannot go on over slices of its parameters.
+
+    Args:
+        names: the model's parameters with their names.
+
+    Raises:
+        ValueError: naming the optimizer or the parameters.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"expected a torch.optim.Optimizer or a callable that makes one, got {optimizer!r}")
+    _check_kind(optimizer)
+    foreign = [
+        f"{list(parameter.shape)} in group {number}"
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter not in names
+    ]
+    if any(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"{_name(optimizer)} holds the slices of another engine; expected a new optimizer, built over "
+            "the parameters of the model given to initialize"
+        )
+    wrap = any(hasattr(p, "__tensor_flatten__") for group in optimizer.param_groups for p in group["params"])
+    hint = ", without frozen weights that wrap other tensors, as those of torchao do" if wrap else ""
+    if foreign:
+        raise ValueError(
+            f"{_name(optimizer)} holds {len(foreign)} parameter(s) that are not the model's: "
+            f"{', '.join(foreign[:3])}. Build it over the parameters of the model given to initialize{hint}"
+        )
+    begun = [names[p] for p, state in optimizer.state.items() if p in names and _has_begun(state)]
+    if begun:
+        raise ValueError(
+            f"{_name(optimizer)} has state already, for {', '.join(map(repr, begun[:3]))}: "
+            "initialize takes an optimizer that has not stepped yet"
+        )
+    lost = [names[p] for p, state in optimizer.state.items() if any(map(_is_lost, state.values()))]
+    if lost:
+        raise ValueError(
+            f"{_name(optimizer)} has made its state for '{lost[0]}' on the meta device, without values; "
+            "expected an optimizer that makes its state in its first step"
+        )
+
+
+def _check_kind(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    if isinstance(optimizer, UsesWholes):
+        return
+    if isinstance(optimizer, LayerWise | BlockwiseOptimizer):
+        if not _is_ours(kind) and not ("rule" in vars(kind) and _is_ours(kind.step)):
+            _warn_unknown(optimizer)
+        return
+    for base in kind.__mro__:
+        for part, needs in _WHOLE_TENSOR.items():
+            if part in base.__name__.lower():
+                raise ValueError(
+                    f"{_name(optimizer)} needs whole tensors ({needs}), and a rank holds slices of them; "
+                    "use an element-wise optimizer such as AdamW, SGD or RMSprop"
+                )
+        is_theirs = base.__module__.startswith("bitsandbytes.") and is_bitsandbytes(optimizer)
+        if is_theirs:
+            check_bitsandbytes(optimizer)
+        if is_theirs or (base.__module__.startswith("torch.optim.") and base.__name__ in _ELEMENT_WISE):
+            if kind is not base:
+                _warn_unknown(optimizer)
+            return
+    _warn_unknown(optimizer)
+
+
+def _is_ours(definition: Any) -> bool:
+    """True for a class or function of zeroshard."""
+    return bool(definition.__module__.startswith("zeroshard."))
+
+
+def _warn_unknown(optimizer: Optimizer) -> None:
+    warn_user(
+        f"{_name(optimizer)} is not known to zeroshard. It sees 1-D slices of the parameters: results are "
+        "right only if the update of an element depends on that element alone"
+    )
+
+
+def take_over(
+    optimizer: Optimizer, replacements: Mapping[Any, ShardedParameter], overrides: Overrides
+) -> None:
+    """Re-point parameter groups to the sharded parameters; every hyperparameter stays.
+
+    Args:
+        optimizer: over original parameters.
+        replacements: of the original parameters.
+        overrides: as they were read.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
+    fresh = dict(optimizer.state)
+    optimizer.state.clear()
+    for parameter, state in fresh.items():  # Adagrad makes its state when it is built
+        if (sharded := replacements.get(parameter)) is None:  # an ignored one
+            optimizer.state[parameter] = state
+            continue
+        optimizer.state[sharded] = {
+            key: value if key == "step" else _slice_state(value, sharded) for key, value in state.items()
+        }
+    own: Overrides = {replacements[p]: settings for p, settings in overrides.items() if p in replacements}
+    if (isinstance(optimizer, BlockwiseOptimizer) or is_bitsandbytes(optimizer)) and any(
+        sharded.dtype is torch.float64 for group in optimizer.param_groups for sharded in group["params"]
+    ):
+        warn_user(f"{_name(optimizer)} steps in float32: it rounds main parameters of float64 to float32")
+    if isinstance(optimizer, BlockwiseOptimizer):
+        optimizer.overrides.clear()
+        optimizer.overrides.update(own)
+    elif is_bitsandbytes(optimizer):
+        adopt(optimizer, own)
+
+
+def _slice_state(value: Any, sharded: ShardedParameter) -> Any:
+    """A state that has not begun is the same for all elements of a parameter."""
+    if not isinstance(value, Tensor) or value.shape != sharded.full_shape:
+        return value
+    dtype = torch.promote_types(sharded.dtype, torch.float32)
+    return value.reshape(-1)[: sharded.numel()].to(device=sharded.device, dtype=dtype, copy=True)
+
+
+def _is_lost(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def _has_begun(state: dict[str, Any]) -> bool:
+    step = state.get("step")
+    return bool(state) and (step is None or bool(torch.as_tensor(step) != 0))
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+# ---------------------------------------------------------------------------- optimizers of bitsandbytes
+
 
 _METHODS = ("get_config", "init_state", "update_step")
 """Methods of an optimizer that are called or replaced here."""
@@ -62,7 +228,7 @@ def is_bitsandbytes(optimizer: Optimizer) -> bool:
     )
 
 
-def check(optimizer: Any) -> None:
+def check_bitsandbytes(optimizer: Any) -> None:
     """Raise an error for an optimizer that cannot go on over slices.
 
     Raises:
@@ -170,14 +336,25 @@ def adopt(optimizer: Any, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
 
 
 def num_bits(optimizer: Any, parameter: Tensor) -> int:
-    """Return the number of bits of a parameter's states, 8 or 32, the same on all ranks."""
-    options = {**options_of(optimizer), **optimizer.mng.pid2config.get(id(parameter), {})}
-    is_large = states.whole_size(parameter) >= options["min_8bit_size"]
-    return 8 if options["optim_bits"] == 8 and is_large else 32
+    """8 if the states of a parameter are to be codes of a byte, else 32; the same on all ranks."""
+    if is_bitsandbytes(optimizer):
+        settings = {**options_of(optimizer), **optimizer.mng.pid2config.get(id(parameter), {})}
+    elif isinstance(optimizer, BlockwiseOptimizer):
+        group = next(g for g in optimizer.param_groups if any(held is parameter for held in g["params"]))
+        settings = {"optim_bits": 8, **optimizer.settings(parameter, group)}
+    else:
+        return 32
+    is_large = blocks.whole_size(parameter) >= settings["min_8bit_size"]
+    return 8 if settings["optim_bits"] == 8 and is_large else 32
 
 
-def unpack(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state under the names that torch's optimizers use, scales under `<name>_absmax`; views of it."""
+def to_common(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one parameter under the names that torch's optimizers use; views of it.
+
+    A quantized state has its uint8 codes under the name, and its scales under `<name>_absmax`.
+    """
+    if not is_bitsandbytes(optimizer):
+        return dict(state)
     common = {key: value for key, value in state.items() if not key.startswith(("state", "absmax", "qmap"))}
     for slot, names in _slots(optimizer):
         for key, ending in ((f"state{slot}", ""), (f"absmax{slot}", ABSMAX)):
@@ -187,10 +364,10 @@ def unpack(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     return common
 
 
-def pack(optimizer: Any, common: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `unpack`; what is to be paged, so that the driver may move it to the host, is copied."""
+def from_common(optimizer: Any, common: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `to_common`; what is to be paged, for the driver to move, is copied."""
     state = dict(common)
-    for slot, names in _slots(optimizer):
+    for slot, names in _slots(optimizer) if is_bitsandbytes(optimizer) else ():
         for key, ending in ((f"state{slot}", ""), (f"absmax{slot}", ABSMAX)):
             if names[0] + ending in state:
                 rows = [state.pop(name + ending) for name in names]
@@ -200,14 +377,18 @@ def pack(optimizer: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def rule_of(optimizer: Any) -> Rule:
-    """The rule whose steps an optimizer of bitsandbytes takes."""
-    return rules_by_operator()[optimizer.optimizer_name]
+def rule_of(optimizer: Any) -> Rule | None:
+    """The rule that tells which states are signed, also of derived classes; None where no rule has them."""
+    if isinstance(optimizer, BlockwiseOptimizer):
+        return optimizer.rule
+    if is_bitsandbytes(optimizer):
+        return rules_by_operator()[optimizer.optimizer_name]
+    return rule_named(type(optimizer).__name__)
 
 
 def _slots(optimizer: Any) -> Iterable[tuple[int, tuple[str, ...]]]:
     """The states that are kept under 1 and under 2; those of one place are rows of a tensor."""
-    return enumerate(rule_of(optimizer).slots, start=1)
+    return enumerate(rules_by_operator()[optimizer.optimizer_name].slots, start=1)
 
 
 def _init_state(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
@@ -235,14 +416,14 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
     state["step"] += 1
     if not p.numel():
         return
-    rule = rule_of(self)
+    rule = rules_by_operator()[self.optimizer_name]
     numbers = rule.numbers(self.get_config(gindex, pindex, group), state["step"])
     with past_guards():
         gradient = p.grad
         assert gradient is not None, "it is stepped because of it"
-        if "absmax1" in state and _is_ours(self, p):
-            values = states.flat(p)
-            take_step(rule, values, states.flat(gradient), states.read(rule, unpack(self, state)), numbers)
+        if "absmax1" in state and _steps_by_rule(self, p):
+            values = blocks.flat(p)
+            take_step(rule, values, blocks.flat(gradient), blocks.read(rule, to_common(self, state)), numbers)
             if values.data_ptr() != p.data_ptr():
                 p.copy_(values)
         else:
@@ -252,7 +433,7 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
             operators.call(rule, p.detach(), gradient, one, two[0] if two else None, numbers)
 
 
-def _is_ours(optimizer: Any, p: Tensor) -> bool:
+def _steps_by_rule(optimizer: Any, p: Tensor) -> bool:
     """True if an 8-bit step is not one of bitsandbytes' operators."""
     return p.is_cpu or _is_cut(optimizer, p.numel())
 

@@ -1,4 +1,4 @@
-"""Gradients that need no exchange: autograd adds them up by itself, with the bits of plain PyTorch.
+"""Gradients that need no exchange are handed on as they are, with the bits of plain PyTorch.
 
 The programs here leave the ordinary way between two micro-batches. The reference takes the same way with the
 same model without an engine. The sums are those of the same additions in the same order, so they are compared
@@ -147,24 +147,18 @@ def test_one_rank_has_the_gradients_of_plain_torch(ranks, program, stage):
     assert ranks(1, run, program, stage) == [True]
 
 
-def watch(dtype):
-    left = []
+def addresses():
+    made = []
     model = Net()
-    config = {"stage": 0, "precision": {"param_dtype": dtype}}
-    engine = zeroshard.initialize(model, None, config).engine
-    gradients = [one for unit in engine._runtime.units for one in unit.gradients]
-    model.second.weight.register_hook(lambda _: left.append([one.left_to_autograd for one in gradients]))
-    engine(torch.ones(2, 4)).float().sum().backward()
-    assert not any(one.left_to_autograd for one in gradients)
-    return left
+    engine = zeroshard.initialize(model, None, {"stage": 0}).engine
+    model.second.weight.register_hook(lambda gradient: made.append(gradient.data_ptr()))
+    engine(torch.ones(2, 4)).sum().backward()
+    return made, gradient_of(engine.get_parameter("second.weight")).data_ptr()
 
 
-def test_only_gradients_of_the_main_dtype_are_left_to_autograd(ranks):
-    [[of_float32]] = ranks(1, watch, None)
-    [[of_bfloat16]] = ranks(1, watch, "bf16")
-    assert all(of_float32)
-    assert not any(of_bfloat16)
-    assert not any(any(flags) for [flags] in ranks(2, watch, None))
+def test_a_gradient_without_exchange_is_not_copied(ranks):
+    [(made, found)] = ranks(1, addresses)
+    assert made == [found]
 
 
 class Rows(nn.Linear):
@@ -188,28 +182,26 @@ def test_a_sparse_gradient_is_refused_at_one_rank_as_at_two(ranks):
     assert ranks(2, make_sparse) == [True, True]
 
 
-def put_new_sums():
-    engine = zeroshard.initialize(Net(), None, {"stage": 0}).engine
-    engine(torch.ones(2, 4)).sum().backward()
-    [gradients] = [one for unit in engine._runtime.units for one in unit.gradients]
-    used = [p for p in gradients.buffer.sharded if gradient_of(p) is not None]
-    totals = [gradient_of(parameter) for parameter in used]
-    want = [total + 1 for total in totals]
-    with torch.no_grad():  # as in a backward
-        gradients.begin(more=False, leave=True)
-        for parameter in gradients.buffer.unsharded:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad + 1
-        gradients.take()
-    assert len(used) == 4
-    for parameter, total, values in zip(used, totals, want, strict=True):
-        assert gradient_of(parameter) is total
-        assert torch.equal(total, values)
-    return True
+def run_part_of_a_batch(engine):
+    with engine._runtime.batch():
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        raise LookupError
 
 
-def test_a_sum_that_somebody_replaces_in_a_backward_is_kept(ranks):
-    assert ranks(1, put_new_sums) == [True]
+def fail_in_a_batch():
+    engine = zeroshard.initialize(Net(), torch.optim.AdamW, {"stage": 3}).engine
+    with pytest.raises(LookupError):
+        run_part_of_a_batch(engine)
+    with pytest.raises(RuntimeError, match="only a part of a micro-batch; call zero_grad"):
+        engine.step()
+    engine.zero_grad()
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    return engine.step()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_batch_that_has_failed_takes_no_step_until_zero_grad(ranks, num_ranks):
+    assert ranks(num_ranks, fail_in_a_batch) == [True] * num_ranks
 
 
 class Mixed(nn.Module):

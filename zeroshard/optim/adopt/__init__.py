@@ -1,1 +1,0 @@
-"""Optimizers of other packages, which an engine takes over."""
