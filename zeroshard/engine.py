@@ -120,7 +120,7 @@ class Engine(NotCopied, nn.Module):
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            self._runtime.abandon_forward()
+            self._runtime.passes.abandon_forward()
             raise
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:

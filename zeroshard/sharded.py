@@ -61,7 +61,7 @@ def restore_module(runtime: Runtime) -> None:
     refuse_averages(runtime.state, "close()")
     _check_replaced(runtime)
     runtime.drop_deferred()
-    runtime.put_away()
+    runtime.passes.put_away()
     in_own = any(form_of(layer) is not None for layer in runtime.module.modules())
     for unit in runtime.units:
         for buffer in unit.buffers:

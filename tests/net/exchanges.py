@@ -187,7 +187,7 @@ EXCHANGES = (
     Break(
         name="first_values_are_not_broadcast",
         says="Each rank starts with its own values of the parameters, not with rank 0's values.",
-        file="zeroshard/sharding/filling.py",
+        file="zeroshard/sharding/buffer.py",
         find='context.axes.dp.broadcast(values, f"first broadcast of {what}")',
         replace="pass",
         tests=("tests/test_initialize.py::test_every_rank_gets_the_parameters_and_buffers_of_rank_0",),

@@ -306,7 +306,7 @@ GUARDS = (
     Break(
         name="an_edit_in_a_forward_is_lost",
         says="A parameter that a forward edits has its old value after the next gather, without an error.",
-        file="zeroshard/sharding/edits.py",
+        file="zeroshard/sharding/slots.py",
         find="        if moved or versions != self._versions:\n",
         replace="        if False:\n",
         tests=(
@@ -318,7 +318,7 @@ GUARDS = (
         name="a_gradient_of_a_backward_inside_another",
         says="The gradients of a reentrant checkpoint are taken, of which a reduction may see a part.",
         file="zeroshard/sharding/passes.py",
-        find="if backward_task() != self._task and not self.is_delivering:",
+        find="if backward_task() != task:",
         replace="if False:",
         tests=(
             "tests/distributed/test_reuse.py::"
@@ -329,7 +329,7 @@ GUARDS = (
         name="a_unit_whose_outputs_hide_their_tensors",
         says="A unit is freed whose backward cannot be noticed, as no tensor of its output is found.",
         file="zeroshard/sharding/passes.py",
-        find="if is_opaque and not tensors and unit is not self.root and not unit.is_resident:",
+        find="if is_opaque and not tensors and unit is not self._root and not unit.is_resident:",
         replace="if False:",
         tests=(
             "tests/distributed/test_outputs.py::"

@@ -28,7 +28,7 @@ ORDERS = (
         says=(
             "A unit that a backward has left is freed though the second forward of its checkpoint is to come."
         ),
-        file="zeroshard/sharding/backward.py",
+        file="zeroshard/sharding/walk.py",
         find="self._kept.append(unit)\n        else:",
         replace="self._free(unit)\n        else:",
         tests=(
@@ -50,7 +50,7 @@ ORDERS = (
     Break(
         name="a_backward_takes_turns_from_the_beginning",
         says="A backward enters units in the order of the forward.",
-        file="zeroshard/sharding/backward.py",
+        file="zeroshard/sharding/walk.py",
         find="turns.sort(key=lambda item: item[0], reverse=True)",
         replace="turns.sort(key=lambda item: item[0])",
         tests=("tests/sharding/test_backward.py::test_the_turns_of_the_example_in_the_docstring",),
@@ -58,7 +58,7 @@ ORDERS = (
     Break(
         name="a_turn_waits_for_its_own_gradient",
         says="A turn that nothing led to on this rank is left out, so ranks issue other collectives.",
-        file="zeroshard/sharding/backward.py",
+        file="zeroshard/sharding/walk.py",
         find="while self._next < len(self._turns) and self._turns[self._next].tick >= tick:",
         replace="while self._next < len(self._turns) and self._turns[self._next].tick >= tick > 0:",
         tests=(

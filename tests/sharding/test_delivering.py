@@ -59,7 +59,7 @@ class Halves:
         return waiting
 
     def second(self, waiting, has_more):
-        with self.runtime.reducer.next_backward(has_more), self.runtime.delivering():
+        with self.runtime.reducer.next_backward(has_more), self.runtime.passes.delivering():
             waiting.compute()
 
     def gathers(self):

@@ -31,21 +31,21 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
         runtime = reference()
-        if runtime is None or runtime.is_closed or runtime.is_in_method or runtime.is_in_forward:
+        if runtime is None or runtime.is_closed or runtime.passes.is_in_method or runtime.is_in_forward:
             return method(*args, **kwargs)
         root = runtime.root
         if (dtype := runtime.input_dtype(runtime.module)) is not None:
             args, kwargs = cast_inputs(root.modules[0], args, kwargs, dtype=dtype)
-        runtime.before_forward(root, sys._getframe())
+        runtime.passes.before_forward(root, sys._getframe())
         try:
-            runtime.is_in_method = True
+            runtime.passes.is_in_method = True
             try:
                 output = method(*args, **kwargs)
             finally:
-                runtime.is_in_method = False
-            return runtime.after_forward(root, output)
+                runtime.passes.is_in_method = False
+            return runtime.passes.after_forward(root, output)
         finally:
-            runtime.leave_forward(root)
+            runtime.passes.leave_forward(root)
 
     return called
 
@@ -127,10 +127,10 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
         if (dtype := runtime.input_dtype(unit.modules[0])) is not None:
             args, kwargs = cast_inputs(unit.modules[0], args, kwargs, dtype=dtype, in_lists=False)
         try:
-            runtime.before_forward(unit, sys._getframe())
-            return runtime.after_forward(unit, method(*args, **kwargs))
+            runtime.passes.before_forward(unit, sys._getframe())
+            return runtime.passes.after_forward(unit, method(*args, **kwargs))
         finally:
-            runtime.leave_forward(unit)
+            runtime.passes.leave_forward(unit)
 
     return called
 
@@ -210,12 +210,12 @@ def held_unsharded(runtime: Runtime) -> Iterator[None]:
     for unit in runtime.units:
         unit.wait()
         unit.slots.install()
-    runtime.leases.held.take(*runtime.units)
+    runtime.passes.leases.held.take(*runtime.units)
     try:
         yield
     finally:
-        runtime.leases.held.end()
-        runtime.put_away()
+        runtime.passes.leases.held.end()
+        runtime.passes.put_away()
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
     for module in branches(units[0].modules[0], _modules_of(units)):
         if with_hooks.keys().isdisjoint(set(module.modules()) - {module}):
             changes.set(module, "forward", torch.compile(module.forward))
-            with_hooks[module].is_compiled = True
+            with_hooks[module].layers.clear()
 
 
 @functools.cache

@@ -108,12 +108,6 @@ class BufferPlan:
         return self.main_dtype if self.is_packed else torch.promote_types(self.main_dtype, torch.float32)
 
     @property
-    def is_local(self) -> bool:
-        """True if there is nothing to gather, free, reduce or copy to another tier."""
-        is_near = self.main_tier is Tier.DEVICE
-        return self.is_resident and is_near and not self.gathers and not self.reductions
-
-    @property
     def shows_versions(self) -> bool:
         """True if other values than the main parameters can be shown in the place of them, without a copy."""
         return self.is_resident and self.main_tier is Tier.DEVICE and not self.gathers
@@ -154,6 +148,14 @@ class UnitPlan:
     def is_resident(self) -> bool:
         """True if no parameter of it is ever freed."""
         return all(buffer.is_resident for buffer in self.buffers)
+
+    @property
+    def needs_turns(self) -> bool:
+        """True if something of it is freed, exchanged, or copied from or to another tier."""
+        return not self.is_resident or any(
+            buffer.gathers or buffer.reductions or buffer.main_tier is not Tier.DEVICE
+            for buffer in self.buffers
+        )
 
     @property
     def numel(self) -> int:

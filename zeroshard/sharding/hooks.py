@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from zeroshard.internals.nested import cast_inputs, cast_outputs
+from zeroshard.internals.nested import cast_inputs
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.gradients import Gradients
@@ -32,8 +32,7 @@ def hook(runtime: Runtime) -> None:
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     """Hook the modules of a unit, the layers inside them and the trained parameters."""
-    is_lean = runtime.is_local and unit is not runtime.root
-    before, after, at_last = (_local_hooks if is_lean else _forward_hooks)(runtime, unit)
+    before, after, at_last = _forward_hooks(runtime, unit)
     changes = runtime.changes
     for module in unit.modules:
         own, dtype = None, runtime.input_dtype(module)
@@ -42,11 +41,9 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         if own is not None:
             changes.hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
         changes.hook(module.register_forward_pre_hook(before, prepend=True))
-        if after is not None:
-            changes.hook(module.register_forward_hook(after))
+        changes.hook(module.register_forward_hook(after))
         changes.hook(module.register_forward_hook(at_last, always_call=True))
-    if not unit.is_resident and not unit.is_compiled:
-        _hook_layers(runtime, unit)
+    _hook_layers(runtime, unit)
     for gradients in unit.gradients:
         for index, parameter in enumerate(gradients.buffer.unsharded):
             _hook_gradient(runtime, unit, gradients, index, parameter)
@@ -62,44 +59,28 @@ class _Hooks(NamedTuple):
     """The hooks around the forward of a unit."""
 
     before: Callable[[nn.Module, Any], None]
-    after: Callable[[nn.Module, Any, Any], Any] | None
+    after: Callable[[nn.Module, Any, Any], Any]
     at_last: Callable[[nn.Module, Any, Any], None]
 
 
 def _forward_hooks(runtime: Runtime, unit: Unit) -> _Hooks:
     def before(module: nn.Module, args: Any) -> None:
-        if not runtime.is_bare:
-            runtime.before_forward(unit, sys._getframe(1))
+        runtime.passes.before_forward(unit, sys._getframe(1))
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        if runtime.is_bare:  # of the hooks with an output, those of the root alone may come here
-            return cast_outputs(output, runtime.output_dtype)
-        return runtime.after_forward(unit, output)
+        return runtime.passes.after_forward(unit, output)
 
     def at_last(module: nn.Module, args: Any, output: Any) -> None:
-        if not runtime.is_bare:
-            runtime.leave_forward(unit)
+        runtime.passes.leave_forward(unit)
 
     return _Hooks(before, after, at_last)
 
 
-def _local_hooks(runtime: Runtime, unit: Unit) -> _Hooks:
-    begin, end = runtime.local.begin, runtime.local.end
-
-    def before(module: nn.Module, args: Any) -> None:
-        begin(unit)
-
-    def at_last(module: nn.Module, args: Any, output: Any) -> None:
-        end(unit)
-
-    return _Hooks(before, None, at_last)
-
-
 def _hook_layers(runtime: Runtime, unit: Unit) -> None:
     def after(layer: nn.Module, args: Any, output: Any) -> None:
-        runtime.watch_layer(unit, output)
+        runtime.passes.watch_layer(unit, output)
 
-    for layer in unit.slots.owners.difference(unit.modules):
+    for layer in unit.layers:
         runtime.changes.hook(layer.register_forward_hook(after))
 
 
@@ -115,7 +96,7 @@ def _hook_gradient(
         assert gradients is not None, "its unit holds it"
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None, "called when it has been accumulated"
-        runtime.receive(unit, gradients, index, gradient)
+        runtime.passes.receive(unit, gradients, index, gradient)
 
     parameter.register_post_accumulate_grad_hook(arrived)
     redirect_hooks(parameter, gradients.buffer.sharded[index])

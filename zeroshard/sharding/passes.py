@@ -7,20 +7,20 @@
     a gradient        pack it; when the unit has all of its gradients and it is its turn, start the reduction
     end of backward   take the turns that are left, agree on which parameters were used, deliver, free
 
-`hooks.py` calls these verbs. `calls.py` notes the calls of a forward, `backward.py` makes the turns of a
-backward of them, `lease.py` lists the reasons to keep a unit gathered.
+`hooks.py` calls these verbs. `walk.py` notes the calls of a forward, and makes the turns of a backward of
+them. `lease.py` lists the reasons to keep a unit gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.pool import BufferPool
 from zeroshard.internals.autograd import (
     at_end_of_backward,
     backward_task,
@@ -30,67 +30,71 @@ from zeroshard.internals.autograd import (
 )
 from zeroshard.internals.nested import cast_outputs, find_tensors, view_tensors
 from zeroshard.parameters.state import Phase, refuse_averages
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.agreed import agree_on_frozen
-from zeroshard.sharding.backward import Backward
-from zeroshard.sharding.calls import CallLog
-from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.lease import Leases
-from zeroshard.sharding.local import LocalForwards
-from zeroshard.sharding.module import ShardedModule
+from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
 from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
+from zeroshard.sharding.walk import CallLog, Walk
 
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD = Phase.REST, Phase.FORWARD, Phase.BACKWARD
 
 
-class Passes(ShardedModule):
+class Passes:
     """The forwards and backwards of a sharded module.
 
     Args:
         units: the root unit first.
         context: the objects that their buffers share.
-        pool: scratch buffers of the backward.
+        order: the order of the units.
+        reducer: reduces their gradients.
         num_prefetch: the number of units that are gathered ahead.
         output_dtype: the dtype to which floating-point outputs of the root are cast.
-        changes: the changes of the modules.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         context: Context,
-        pool: BufferPool,
+        order: UnitOrder,
+        reducer: Reducer,
         *,
         num_prefetch: int,
         output_dtype: torch.dtype | None,
-        changes: Changes,
     ) -> None:
-        super().__init__(units, context, changes)
-        placements = context.setting.placements
-        self.reducer = Reducer(units, context.axes, pool, self.order, context.state)
-        self.is_local = all(plan.is_local for unit in units for plan in unit.plan.buffers)
-        """True if there is nothing to gather, free or reduce: then only the root's outputs are watched."""
+        self._root, self._units = units[0], tuple(units)
+        self._context, self._order, self._reducer = context, order, reducer
+        self._state, self._here = context.state, context.axes.dp.rank_status
+        self.unwatched = frozenset(unit for unit in units[1:] if not unit.plan.needs_turns)
+        """Units whose outputs nobody hooks: a backward shows their parameters from its begin."""
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
-        self._reads_files = any(unit.reads_files for unit in units)
-        self.output_dtype, self._keeps_units = output_dtype, not placements.kept
-        self._keeps_units &= not context.setting.has_versions
-        self._calls = CallLog(units)
+        self._readers = [unit for unit in units if unit.reads_files]
+        """Units whose gathers start from files."""
+        buffers = [buffer for unit in units for buffer in unit.buffers]
+        self.offloaded = [buffer for buffer in buffers if buffer.plan.main_tier is not Tier.DEVICE]
+        self._output_dtype = output_dtype
+        self.calls = CallLog(units)
         self._called: list[Unit] = []
         """The units of the forward under way, in the order of their calls."""
         self.leases = Leases[Unit]()
-        self.local = LocalForwards(self.root, self.state, self.here, self.leases.held)
+        keeps_units = not (context.setting.placements.kept or context.setting.has_versions)
+        self._after_call = self.leases.staying if keeps_units else self.leases.trailing
+        """The lease that a unit gets after its forward."""
+        self.last: frozenset[Unit] = frozenset()
+        """The units that the last forward with a backward ended with."""
         self.is_in_method = False
         """True if the forward under way is another method of the root, which may call the root itself."""
         self._walk = self._begin_walk()
         """The backward under way, or the last one."""
         self._around_backward = _REST
         """The phase to which the end of a backward returns: between the steps of two optimizers, that."""
-        self._task = NEVER
-        """The task of autograd in which it has begun, see `backward_task`."""
+        self._task: int | None = NEVER
+        """The task of autograd in which it has begun, see `backward_task`; None: gradients come from any."""
         self._backward: Callable[[], object] = object
         """Returns None when the backward that was begun has ended in an exception."""
 
@@ -103,9 +107,9 @@ class Passes(ShardedModule):
             unit: the unit whose forward begins.
             caller: a frame that runs as long as that forward.
         """
-        if self.is_in_method and unit is self.root:
-            return
-        if unit is self.root or self.state.phase is not _FORWARD:
+        if self._state.phase is not _FORWARD or unit is self._root:
+            if self.is_in_method and unit is self._root:
+                return
             refuse_tracers()
         refuse_transforms()
         if is_second := is_in_backward():
@@ -114,23 +118,23 @@ class Passes(ShardedModule):
             self._begin_call(unit, caller)
         unit.unshard()
         if self._num_prefetch and not is_second:
-            for upcoming in self.order.following(unit, self._num_prefetch):
+            for upcoming in self._order.following(unit, self._num_prefetch):
                 upcoming.unshard()
                 if not upcoming.leases:
                     self.leases.ahead.take(upcoming)
-            if self._reads_files:
-                for upcoming in self.order.following(unit, self._num_prefetch + 1):
+            if self._readers:
+                for upcoming in self._order.following(unit, self._num_prefetch + 1):
                     upcoming.read_ahead()
         unit.wait()
         unit.slots.install()
         if not is_second:
-            self.here.enter("the forward of ", unit.described)
+            self._here.enter("the forward of ", unit.described)
 
     def _begin_call(self, unit: Unit, caller: FrameType) -> None:
-        self.state.refuse_between_steps()
-        if unit is self.root:
+        self._state.refuse_between_steps()
+        if unit is self._root:
             self._begin_forward()
-        elif self.state.phase is _FORWARD:
+        elif self._state.phase is _FORWARD:
             self._called.append(unit)
         if not unit.is_resident:
             self.leases.in_use.take(unit)
@@ -139,13 +143,13 @@ class Passes(ShardedModule):
         if self.leases.trailing.units:
             ended = tuple(self.leases.trailing.units)
             self.leases.trailing.end()
-            self._free(ended, for_backward=torch.is_grad_enabled())
-        self._calls.begin(unit, caller)
+            self.free(ended, for_backward=torch.is_grad_enabled())
+        self.calls.begin(unit, caller)
 
     def _begin_second_call(self, unit: Unit) -> None:
         """Gather a unit whose forward runs again inside a backward, in the order of all ranks."""
-        unit.call = self._walk.repeat(unit, self._calls.tick())
-        if self.state.phase is _BACKWARD:
+        unit.call = self._walk.repeat(unit, self.calls.tick())
+        if self._state.phase is _BACKWARD:
             self._walk.enter_again(unit)
 
     def after_forward(self, unit: Unit, output: Any) -> Any:
@@ -154,70 +158,79 @@ class Passes(ShardedModule):
         Raises:
             RuntimeError: the forward has edited a parameter.
         """
-        if self.is_in_method and unit is self.root:
+        if unit in self.unwatched:
+            unit.edits.check()
+            return output
+        if self.is_in_method and unit is self._root:
             return output
         unit.edits.check()
-        if unit is self.root:
-            output = cast_outputs(output, self.output_dtype)
+        if unit is self._root:
+            output = cast_outputs(output, self._output_dtype)
         if not unit.is_resident and not self.leases.held.units:
             output = unit.copy_own(output)
-        if unit is self.root or not self.is_local:
-            output = self._watch(unit, output)
+        output = self._watch(unit, output)
         if not is_in_backward():
-            if unit is self.root:
+            if unit is self._root:
                 self._end_forward(torch.is_grad_enabled())
             elif not unit.is_resident and unit.call.outer is None:
-                (self.leases.staying if self._keeps_units else self.leases.trailing).take(unit)
+                self._after_call.take(unit)
         return output
 
     def leave_forward(self, unit: Unit) -> None:
         """End a forward, perhaps after an exception; then the root's forward has failed, too."""
-        if self.is_in_method and unit is self.root:
+        if unit is self._root and self.is_in_method:
             return
         is_second = is_in_backward()
-        self._calls.end(unit, is_second)
+        self.calls.end(unit, is_second)
         if not is_second:
             if not unit.is_in_forward:  # else the unit has called itself
                 if not unit.is_resident:
                     self.leases.in_use.end((unit,))
                 if not self.leases.held.units:
                     unit.slots.uninstall()
-            if unit is self.root:
+            if unit is self._root:
                 self.abandon_forward()
-            if self.state.phase is _FORWARD:
-                self.here.enter("the forward of ", self.root.described)
+            if self._state.phase is _FORWARD:
+                self._here.enter("the forward of ", self._root.described)
             else:
-                self.here.leave()
+                self._here.leave()
 
     def _begin_forward(self) -> None:
         self.abandon_forward()
-        self._recover()
-        self.state.move(_FORWARD)
-        self.reducer.num_forwards += torch.is_grad_enabled()
+        self.recover()
+        self._state.move(_FORWARD)
+        self._reducer.num_forwards += torch.is_grad_enabled()
         self._called = []
         self.refresh()
 
+    def refresh(self) -> None:
+        """Gather replicated parameters again and free the others, after main parameters have changed."""
+        for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about that of a forward
+            unit.refresh()
+        self._state.reads_main = any(unit.state is UnitState.GATHERING for unit in self._units)
+        self._state.reads_main |= any(buffer.source.is_copied for buffer in self.offloaded)
+
     def _end_forward(self, may_have_backward: bool) -> None:
         """Keep the units that backward begins with or would gather again, and free the others."""
-        if self.state.phase is _FORWARD:  # unless the root has called itself
-            self.state.move(_REST)
-        self.order.follow(self._called, has_backward=may_have_backward)
+        if self._state.phase is _FORWARD:  # unless the root has called itself
+            self._state.move(_REST)
+        self._order.follow(self._called, has_backward=may_have_backward)
         self.leases.graph.end()
         if may_have_backward:
-            self._last = frozenset(self.leases.trailing.units)
-            self.leases.graph.take(self.root, *self.leases.staying.units, *self.leases.trailing.units)
+            self.last = frozenset(self.leases.trailing.units)
+            self.leases.graph.take(self._root, *self.leases.staying.units, *self.leases.trailing.units)
         self.leases.end_forward()
-        self._free(self.units, for_backward=may_have_backward)
+        self.free(self._units, for_backward=may_have_backward)
 
     def abandon_forward(self) -> None:
         """Clean up after a forward that has ended in an exception, if there is one. Gradients stay."""
-        if self.state.phase is _FORWARD and not is_in_backward():
-            self.state.move(_REST)
-            self._calls.drop_failed()
+        if self._state.phase is _FORWARD and not is_in_backward():
+            self._state.move(_REST)
+            self.calls.drop_failed()
             self._called = []
             self.put_away()
 
-    def _free(self, units: Sequence[Unit], *, for_backward: bool) -> None:
+    def free(self, units: Sequence[Unit], *, for_backward: bool) -> None:
         for unit in units:
             if not unit.leases:
                 unit.reshard(for_backward)
@@ -233,7 +246,7 @@ class Passes(ShardedModule):
         if not torch.is_grad_enabled():
             return output
         tensors, is_opaque = find_tensors(output)
-        if is_opaque and not tensors and unit is not self.root and not unit.is_resident:
+        if is_opaque and not tensors and unit is not self._root and not unit.is_resident:
             raise RuntimeError(
                 f"{unit.described} returns a {type(output).__name__}, in which no tensor can be found, so "
                 "its backward would not be noticed: return a tensor, or tensors in tuples, lists, dicts or "
@@ -273,60 +286,59 @@ class Passes(ShardedModule):
             self._before_backward(call)
 
     def _before_backward(self, call: ForwardCall) -> None:
-        if self.state.phase is _BACKWARD and self._backward() is None:
+        if self._state.phase is _BACKWARD and self._backward() is None:
             self._abandon_backward()
-        if self.state.phase is not _BACKWARD:
+        if self._state.phase is not _BACKWARD:
             self._begin_backward(call.unit)
         unit = call.unit
         if unit.open_calls:
             unit.open_calls.discard(call)
         call.entered_in = self._backward
-        if not self.is_local:  # else parameters stay shown to the end
-            self._walk.enter(call)
+        self._walk.enter(call)
         if unit.backward_needs_parameters:
             unit.unshard()
             unit.wait()
             unit.slots.install()  # a part of it may be recomputed
-        self.here.enter("the backward of ", unit.described)
+        self._here.enter("the backward of ", unit.described)
 
-    def _begin_walk(self, makes_graph: bool = False) -> Backward:
-        units = () if self.is_local else self.units
-        return Backward(
-            units, self.reducer, self.leases.graph, num_prefetch=self._num_prefetch, makes_graph=makes_graph
+    def _begin_walk(self, makes_graph: bool = False) -> Walk:
+        num_prefetch = self._num_prefetch
+        return Walk(
+            self._units, self._reducer, self.leases.graph, num_prefetch=num_prefetch, makes_graph=makes_graph
         )
 
     def _begin_backward(self, unit: Unit) -> None:
-        if self.is_closed:
+        if self._state.phase is Phase.CLOSED:
             raise RuntimeError(
                 "backward through a forward of an engine that has been closed: call backward before close()"
             )
-        if self.state.phase is _FORWARD:
+        if self._state.phase is _FORWARD:
             raise RuntimeError(
                 f"autograd ran through {unit.described} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
         if accumulates := will_accumulate(self._trained()):
-            refuse_averages(self.state, "a backward")
-            self.reducer.check_begin()
-        self._around_backward = self.state.phase
-        self.state.move(_BACKWARD)
+            refuse_averages(self._state, "a backward")
+            self._reducer.check_begin()
+        self._around_backward = self._state.phase
+        self._state.move(_BACKWARD)
         self.leases.graph.take(*self.leases.trailing.units)
         self.leases.trailing.end()
         if makes_graph := torch.is_grad_enabled():
-            self.leases.second_graph.take(*self.units)
-        self._calls.collect()
+            self.leases.second_graph.take(*self._units)
+        self.calls.collect()
         self._walk = self._begin_walk(makes_graph)
-        self.order.leave(self._walk.left)
+        self._order.leave(self._walk.left)
         self._task = backward_task()
-        self.reducer.begin(accumulates)
-        agree_on_frozen(self.units[1:], self.context.axes.everyone)
-        if self.is_local and not self.local.shows_all:
-            for unit in self.units:
-                unit.slots.install()
+        self._reducer.begin(accumulates)
+        agree_on_frozen(self._units[1:], self._context.axes.everyone)
+        for shown in self.unwatched:  # their parameters may follow a step; a part may be recomputed
+            shown.wait()
+            shown.slots.install()
         self._backward = at_end_of_backward(self._end_backward)
 
     def _trained(self) -> Iterator[nn.Parameter]:
-        for unit in self.units:
+        for unit in self._units:
             for gradients in unit.gradients:
                 yield from (p for p in gradients.buffer.unsharded if p.requires_grad)
 
@@ -337,46 +349,79 @@ class Passes(ShardedModule):
             RuntimeError: the gradient came after the unit was freed, or from a reentrant checkpoint; or the
                 reducer refuses it.
         """
-        if self.state.phase is not _BACKWARD:  # no output of a unit could be hooked
+        if self._state.phase is not _BACKWARD:  # no output of a unit could be hooked
             self._begin_backward(unit)
-        if unit.state is UnitState.SHARDED and unit.backward_needs_parameters and not self.is_delivering:
-            raise RuntimeError(
-                f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
-                f"backward of {unit.described}, after its parameters were freed: return every tensor that "
-                "the loss depends on from the unit's forward"
-            )
-        if backward_task() != self._task and not self.is_delivering:
-            raise reentrant_error()
-        self.reducer.receive(unit, gradients, index, gradient)
+        if (task := self._task) is not None:
+            if unit.state is UnitState.SHARDED and unit.backward_needs_parameters:
+                raise RuntimeError(
+                    f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
+                    f"backward of {unit.described}, after its parameters were freed: return every tensor "
+                    "that the loss depends on from the unit's forward"
+                )
+            if backward_task() != task:
+                raise reentrant_error()
+        self._reducer.receive(unit, gradients, index, gradient)
         if not gradients.num_missing:
             self._walk.note_gradient(unit)
 
     def _end_backward(self) -> None:
         self._walk.finish()
-        self.state.move(self._around_backward)
+        self._state.move(self._around_backward)
         if not self._walk.makes_graph:
-            self._calls.end_backward()
-        completes = self.reducer.end()
+            self.calls.end_backward()
+        completes = self._reducer.end()
         self.put_away()
         torch.clear_autocast_cache()  # gradients of old casts would arrive at the end of the next backward
-        self.here.leave()
-        self.check_edits()  # of hooks in the backward, too
+        self._here.leave()
+        for unit in self._units:
+            unit.edits.check()  # of hooks in the backward, too
         if completes:
-            self.reducer.call_hooks()
+            self._reducer.call_hooks()
 
-    def _recover(self) -> None:
+    @contextmanager
+    def delivering(self) -> Iterator[None]:
+        """Take gradients from a backward that comes through no unit: nothing is gathered for it.
+
+        The operands of such gradients were kept, as the second half of a divided backward has them. For the
+        reducer it is a backward like any other: on all ranks alike, also where no gradient comes.
+        """
+        self.recover()
+        self._reducer.check_begin()
+        self._around_backward, self._backward = self._state.phase, object
+        self._state.move(_BACKWARD)
+        for unit in self._units:
+            unit.visit = None
+        self._walk = self._begin_walk()
+        self._reducer.begin(accumulates=True)
+        self._task = None
+        try:
+            yield
+        finally:
+            self._task = NEVER  # after an exception, the next call cleans up: see `recover`
+        self._state.move(self._around_backward)
+        if self._reducer.end():
+            self._reducer.call_hooks()
+
+    def recover(self) -> None:
         """Clean up after a backward that ended in an exception."""
-        if self.state.phase is _BACKWARD and not is_in_backward():
+        if self._state.phase is _BACKWARD and not is_in_backward():
             self._abandon_backward()
 
     def _abandon_backward(self) -> None:
         self._walk.finish()  # as the other ranks do
-        self.state.move(self._around_backward)
-        self._calls.end_backward()
+        self._state.move(self._around_backward)
+        self.calls.end_backward()
         self.leases.second_graph.end()
-        self.reducer.abandon()
+        self._reducer.abandon()
         self.put_away()
-        self.here.leave()
+        self._here.leave()
+
+    def drop_graphs(self) -> None:
+        """Let go of earlier forwards and backwards: after a step no backward goes through them."""
+        if self.leases.second_graph.units:
+            self.leases.second_graph.end()
+            self.calls.end_backward()
+            self.put_away()
 
     def put_away(self) -> None:
         """Show sharded parameters and free the others, unless they are held or a graph needs them."""
@@ -385,9 +430,7 @@ class Passes(ShardedModule):
         self.leases.end_forward()
         for lease in (self.leases.graph, self._walk.lease):
             lease.end()
-        if self.local.shows_all:
-            return
-        for unit in self.units:
+        for unit in self._units:
             unit.slots.uninstall()
             if not unit.leases:
                 unit.reshard()

@@ -1,64 +1,198 @@
-"""The runtime of a sharded module: its forwards and backwards, and the calls around an optimizer step."""
+"""The runtime of a sharded module: questions about its units, and the calls around an optimizer step.
+
+`passes.py` has its forwards and backwards.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
+from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import mark_here
 from zeroshard.comm.watch.status import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
+from zeroshard.parameters.unsharded import UnshardedParameter
+from zeroshard.plan.names import Cast
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding.backward import Backward
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
+from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.passes import Passes
-from zeroshard.sharding.unit import Unit, UnitState
+from zeroshard.sharding.reducer import Reducer
+from zeroshard.sharding.slots import ShownParameter
+from zeroshard.sharding.unit import Unit, UnitInfo, UnitState
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
 
+_OURS = (ShardedParameter, UnshardedParameter, ShownParameter)
 
-class Runtime(Passes):
-    """Runs the units of one sharded module; arguments as `Passes` has them."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._answer_parameters(self.finish_gathers, self._forget_gradient)
+class Runtime:
+    """Runs the units of one sharded module.
+
+    Args:
+        units: the root unit first.
+        context: the objects that their buffers share.
+        pool: scratch buffers of the backward.
+        num_prefetch: the number of units that are gathered ahead.
+        output_dtype: the dtype to which floating-point outputs of the root are cast.
+        changes: the changes of the modules.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        context: Context,
+        pool: BufferPool,
+        *,
+        num_prefetch: int,
+        output_dtype: torch.dtype | None,
+        changes: Changes,
+    ) -> None:
+        self.root, self.units, self.context, self.changes = units[0], tuple(units), context, changes
+        self.state, self.here = context.state, context.axes.dp.rank_status
+        self.ignored: Mapping[nn.Parameter, str] = {}
+        """Parameters that are not sharded; optimizers may step them beside the others."""
+        self.casts: Mapping[nn.Module, Cast] = {}
+        """Modules that compute in a dtype of their own."""
+        frees = context.setting.placements.frees_parameters
+        self.order = UnitOrder(units, is_common=frees and context.axes.dp_replicate.size == 1)
+        self.reducer = Reducer(units, context.axes, pool, self.order, context.state)
+        self.passes = Passes(
+            units, context, self.order, self.reducer, num_prefetch=num_prefetch, output_dtype=output_dtype
+        )
+        # Parameters call these functions, without a strong reference to the runtime.
+        finish, forget = weakref.WeakMethod(self.finish_gathers), weakref.WeakMethod(self._forget_gradient)
+        self.state.before_edit = lambda: (call := finish()) is not None and call()
+        self.state.forget_gradient = lambda parameter: (call := forget()) is not None and call(parameter)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
-        weakref.finalize(self, _drain, self.context, bool(self._offloaded)).atexit = False
+        weakref.finalize(self, _drain, self.context, bool(self.passes.offloaded)).atexit = False
 
-    @contextmanager
-    def delivering(self) -> Iterator[None]:
-        """Take gradients from a backward that comes through no unit: nothing is gathered for it.
+    # -- questions ------------------------------------------------------------------------------------
 
-        The operands of such gradients were kept, as the second half of a divided backward has them; or its
-        forward was bare, see `show_all`. A backward like any other for the reducer: on all ranks alike, also
-        where no gradient comes.
+    @property
+    def module(self) -> nn.Module:
+        """The sharded module."""
+        return self.root.modules[0]
+
+    def input_dtype(self, module: nn.Module) -> torch.dtype | None:
+        """The dtype to which float inputs of a module are cast; None: they stay as they are."""
+        cast = self.casts.get(module)
+        return self.context.setting.dtypes.param_dtype if cast is None else cast.dtype
+
+    @property
+    def buffers(self) -> Iterator[FlatBuffer]:
+        """The flat buffers of all units, in the order of the units."""
+        return (buffer for unit in self.units for buffer in unit.buffers)
+
+    @property
+    def parameters(self) -> Iterator[ShardedParameter]:
+        """The sharded parameters of all units, in the order of the buffers."""
+        return (parameter for buffer in self.buffers for parameter in buffer.sharded)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """True if the root's forward, or a method that counts as one, is running."""
+        return self.state.phase is Phase.FORWARD
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the module is not sharded by this runtime any more."""
+        return self.state.phase is Phase.CLOSED
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if there are gradients, delivered or deferred."""
+        if any(gradients.has_deferred for unit in self.units for gradients in unit.gradients):
+            return True
+        return any(gradient_of(parameter) is not None for parameter in self.parameters)
+
+    @property
+    def unit_infos(self) -> list[UnitInfo]:
+        """The units that own parameters, for people."""
+        placements = self.context.setting.placements
+        return [
+            UnitInfo(
+                plan.name,
+                plan.numel,
+                plan.is_kept(placements, is_root=unit is self.root, ends_forward=unit in self.passes.last),
+                plan.reason,
+            )
+            for unit in self.units
+            if (plan := unit.plan).buffers
+        ]
+
+    def require_slices(self, what: str) -> None:
+        """Refuse a call that works on sharded parameters while others stand in for them.
+
+        Raises:
+            RuntimeError: the call is inside unsharded().
         """
-        self._recover()
-        self.reducer.check_begin()
-        self._around_backward, self._backward = self.state.phase, object
-        self.state.move(Phase.BACKWARD)
-        self._walk = Backward((), self.reducer, self.leases.graph, num_prefetch=0, makes_graph=False)
+        if any(unit.slots.is_shown for unit in self.units):
+            raise RuntimeError(
+                f"{what} inside engine.unsharded() would take the full parameters for the model's own: call "
+                "it after the block; inside, the model's own methods see full parameters"
+            )
+
+    def check_slots(self) -> None:
+        """Refuse parameters that others have put into the modules, or edited there, before they are read.
+
+        Raises:
+            RuntimeError: the name of the first one, on the rank that has it.
+        """
         for unit in self.units:
-            unit.visit = None
-        self.reducer.begin(accumulates=True)
-        self.is_delivering = True
-        try:
-            yield
-        finally:
-            self.is_delivering = False  # after an exception, the next call cleans up: see `_recover`
-        self.state.move(self._around_backward)
-        if self.reducer.end():
-            self.reducer.call_hooks()
+            unit.slots.check()
+        self.check_additions()
+        self.check_edits()
+
+    def check_additions(self) -> None:
+        """Refuse parameters that came into the model after sharding, before a step or a save misses them.
+
+        Raises:
+            RuntimeError: the name of the first one, on the rank that has it.
+        """
+        for path, module in self.module.named_modules():
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, _OURS) or parameter is None or parameter in self.ignored:
+                    continue
+                raise RuntimeError(
+                    f"'{path + '.' if path else ''}{name}' was added to a sharded model: it would not be "
+                    "sharded, not be saved, and train differently on each rank. Add it before initialize; or "
+                    "call engine.close() on all ranks, add it, and initialize again"
+                )
+
+    def check_edits(self) -> None:
+        """Refuse edits of unsharded parameters, which would be lost; see `Edits.check`."""
+        for unit in self.units:
+            unit.edits.check()
+
+    # -- around a step --------------------------------------------------------------------------------
+
+    def changed(self, buffers: Iterable[FlatBuffer] | None = None) -> None:
+        """The main parameters of buffers, None: of all, were written; `refresh` gathers them again."""
+        self.state.num_changes += 1
+        for buffer in self.buffers if buffers is None else buffers:
+            buffer.source.changed()
+
+    def finish_gathers(self) -> None:
+        """Wait for the gathers that read main parameters, before these change; on the host, it waits."""
+        if self.state.reads_main:
+            self.state.reads_main = False
+            for unit in self.units:
+                if unit.state is UnitState.GATHERING:
+                    unit.wait()
+            for buffer in self.passes.offloaded:
+                buffer.source.await_copies()
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -66,9 +200,9 @@ class Runtime(Passes):
         Raises:
             RuntimeError: an exception left gradients that hold part of a micro-batch.
         """
-        self._recover()
+        self.passes.recover()
         self.finish_gathers()
-        self._drop_graphs()
+        self.passes.drop_graphs()
         self.reducer.before_step()
 
     def after_step(self, is_last: bool = True) -> None:
@@ -84,7 +218,7 @@ class Runtime(Passes):
         if self.state.phase is (Phase.STEP if is_last else Phase.REST):
             self.state.move(Phase.REST if is_last else Phase.STEP)
         if is_last:
-            self.refresh()
+            self.passes.refresh()
 
     @contextmanager
     def part(self, name: Hashable, units: Collection[Unit]) -> Iterator[None]:
@@ -94,11 +228,11 @@ class Runtime(Passes):
             name: the name of the forward; a backward with the same name comes to its calls alone.
             units: the units of the forward; others are not gathered ahead.
         """
-        self._calls.name, self.order.scope = name, units
+        self.passes.calls.name, self.order.scope = name, units
         try:
             yield
         finally:
-            self._calls.name = self.order.scope = None
+            self.passes.calls.name = self.order.scope = None
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -110,54 +244,36 @@ class Runtime(Passes):
             self.reducer.taint()
             raise
         finally:
-            self.is_bare = self.state.is_in_batch = False
-            self.local.hide()
+            self.state.is_in_batch = False
             self.end_parts()
         self.check_edits()
 
-    def show_all(self) -> None:
-        """Show the parameters of all units to the end of the batch, where they all lie on this rank.
-
-        The first micro-batch runs without it: a parameter that is used outside the forward of its unit fails.
-        Where nothing is exchanged either, forwards are bare from here on: nobody notes them, and their
-        backwards run inside `delivering`.
-        """
-        if self.is_local and not self.local.shows_all:
-            self.local.show(self.units)
-            self.is_bare = self.context.axes.everyone.size == 1
-
-    def await_shown(self) -> None:
-        """Let compute wait for parameters that follow a step while they are shown: bare forwards do not."""
-        if self.local.shows_all:
-            for unit in self.units:
-                unit.wait()
-
     def forget_part(self, name: Hashable) -> None:
         """Forget a forward with a name: no backward comes to it any more."""
-        self._calls.forget(name)
+        self.passes.calls.forget(name)
 
     def unshard(self, units: Iterable[Unit]) -> None:
         """Start to gather units, and keep them until `reshard`."""
         for unit in units:
             if not unit.is_resident:
                 unit.unshard()
-                self.leases.scheduled.take(unit)
+                self.passes.leases.scheduled.take(unit)
 
     def reshard(self, units: Iterable[Unit] | None = None) -> None:
         """Keep units no longer; None: all that `unshard` has kept. Those that nobody needs are freed."""
-        ended = tuple(self.leases.scheduled.units if units is None else units)
-        self.leases.scheduled.end(ended)
-        self._free(ended, for_backward=True)
+        ended = tuple(self.passes.leases.scheduled.units if units is None else units)
+        self.passes.leases.scheduled.end(ended)
+        self.passes.free(ended, for_backward=True)
 
     def end_parts(self) -> None:
         """Forget the forwards with names, and keep no units for them: a batch is over, or has failed."""
-        self._calls.forget_named()
+        self.passes.calls.forget_named()
         self.reshard()
 
     def drop_deferred(self) -> None:
         """Forget gradients that were not reduced yet, as zero_grad() does."""
-        self._recover()
-        self._drop_graphs()
+        self.passes.recover()
+        self.passes.drop_graphs()
         self.reducer.drop_deferred()
 
     def clear_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -185,26 +301,19 @@ class Runtime(Passes):
             raise RuntimeError(
                 "full parameters are available between steps, not inside a forward or backward"
             )
-        self._recover()
-        self._drop_graphs()
+        self.passes.recover()
+        self.passes.drop_graphs()
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 unit.wait()
-        for buffer in self._offloaded:
+        for buffer in self.passes.offloaded:
             buffer.source.await_copies()
 
     def _forget_gradient(self, parameter: ShardedParameter) -> None:
         """Forget the sum of gradients of one parameter that was not reduced yet."""
         if not is_in_backward():
-            self._recover()
+            self.passes.recover()
             self.reducer.forget(parameter)
-
-    def _drop_graphs(self) -> None:
-        """Let go of earlier forwards and backwards: after a step no backward goes through them."""
-        if self.leases.second_graph.units:
-            self.leases.second_graph.end()
-            self._calls.end_backward()
-            self.put_away()
 
 
 def _drain(context: Context, is_offloaded: bool) -> None:

@@ -23,10 +23,9 @@ from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.buffers import UnitPlan
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.edits import Edits
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.lease import Lease
-from zeroshard.sharding.slots import Slots
+from zeroshard.sharding.slots import Edits, Slots
 
 
 class UnitState(Enum):
@@ -144,15 +143,11 @@ class Unit:
         self.is_resident = plan.is_resident
         self.reads_files = any(b.gather_tier is Tier.DISK and not b.is_resident for b in plan.buffers)
         """True if gathers start from files."""
-        self.is_compiled = False
-        """True if nothing inside the module can be hooked."""
         self.backward_needs_parameters = plan.needs_parameters_in_backward
         self.position = -1
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
         self.call = ForwardCall(self, NEVER)
         """The forward under way, or the last one."""
-        self.num_open = 0
-        """The forwards under way that have no `call`; see `local.py`."""
         self.visit: Visit | None = None
         """The calls in forwards that a backward may come to, if there are any."""
         self.recomputed_in: list[Unit] = []
@@ -171,13 +166,15 @@ class Unit:
         """The buffers whose full parameters can be older than the main ones."""
         self.slots = Slots(buffers)
         """The places in modules that hold its parameters."""
+        self.layers = set() if self.is_resident else self.slots.owners.difference(modules)
+        """Modules inside, whose values may leave the unit beside its outputs; none in a compiled module."""
         self.edits = Edits(buffers)
         """Notices edits of its unsharded parameters."""
 
     @property
     def is_in_forward(self) -> bool:
         """True if a forward of it is under way."""
-        return self.num_open > 0 or (self.call.began != NEVER and self.call.ended == NEVER)
+        return self.call.began != NEVER and self.call.ended == NEVER
 
     @property
     def entered(self) -> int:
@@ -326,7 +323,7 @@ class Unit:
     def release(self) -> None:
         """Forget the module and all parameters, when the engine is closed."""
         self.leases.clear()
-        self.modules = (nn.Identity(),)  # at once: unit and call hold each other
+        self.modules, self.layers = (nn.Identity(),), set()  # at once: unit and call hold each other
         for gradients in self.gradients:
             gradients.drop()
         for buffer in self.buffers:

@@ -160,7 +160,7 @@ class Averages:
         finally:
             try:
                 if not runtime.is_closed:  # wait for all that reads main parameters
-                    runtime.abandon_forward()
+                    runtime.passes.abandon_forward()
                     runtime.settle()
             finally:
                 if not runtime.is_closed:
@@ -182,7 +182,7 @@ class Averages:
             if name in buffers and buffers[name].shape == value.shape:
                 value.copy_(buffers[name])
         runtime.changed(one.buffer for one in self._averaged)
-        runtime.refresh()
+        runtime.passes.refresh()
 
     def _model_buffers(self) -> Iterator[tuple[str, Tensor]]:
         return self._runtime.module.named_buffers()

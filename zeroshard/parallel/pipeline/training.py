@@ -243,10 +243,6 @@ class PipelineTraining:
         """The names of arguments that the forward of the model was found to have."""
         self._piece_of: Callable[[int], BatchPiece] | None = None
         """Returns a micro-batch of the list; its batch is loaded when a forward needs the first one."""
-        self._bare: set[tuple[int, int]] = set()
-        """The chunks and micro-batches whose forwards were bare; see `Runtime.show_all`."""
-        self._called: set[int] = set()
-        """The chunks that have had a forward in this batch."""
         self._factor = 1.0
         self._losses: list[tuple[int, Tensor]] = []
         """The micro-batches so far with their losses."""
@@ -402,7 +398,7 @@ class PipelineTraining:
             with own_numbers(device, self._messages.rank), self._runtime.batch():
                 runner.run(agree)
         finally:
-            self._piece_of, self._runtime.here.action, self._called, self._bare = None, "", set(), set()
+            self._piece_of, self._runtime.here.action = None, ""
         totals = torch.zeros(num_batches, dtype=torch.float32, device=device)
         for microbatch, loss in self._losses:
             totals[microbatch // num] += loss
@@ -426,14 +422,8 @@ class PipelineTraining:
         """Compute a chunk; see `Chunks`."""
         assert self._action is not None, "it was entered"
         again = self._buffers_kept() if self._action.kind is Kind.RECOMPUTE else nullcontext()
-        if self._runtime.is_bare:
-            self._bare.add((chunk, microbatch))
         with self._runtime.part((chunk, microbatch), self._units[chunk]), again:
-            outputs = self._compute(chunk, microbatch, inputs)
-        self._called.add(chunk)
-        if len(self._called) == len(self._units):
-            self._runtime.show_all()
-        return outputs
+            return self._compute(chunk, microbatch, inputs)
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
@@ -474,8 +464,8 @@ class PipelineTraining:
         self._shared.chunk = chunk
         assert self._action is not None, "it was entered"
         name = chunk, self._action.microbatch
-        comes_through_none = self._action.kind is Kind.WEIGHT_GRADIENT or name in self._bare
-        delivering = self._runtime.delivering() if comes_through_none else nullcontext()
+        comes_through_units = self._action.kind is not Kind.WEIGHT_GRADIENT
+        delivering = nullcontext() if comes_through_units else self._runtime.passes.delivering()
         scale = self._loss_scale if self.method is None else float(self._sizes[0])
         part = self._runtime.part(name, self._units[chunk])
         ending = self._ending(chunk, has_more) if is_last else frozenset()
@@ -523,11 +513,8 @@ class PipelineTraining:
         if (name := self._names.get(action)) is None:
             name = self._names[action] = f"{action} of pipeline rank {self._messages.rank}"
         self._runtime.here.action = name
-        if self._runtime.is_bare:  # no unit tells when it began
-            self._runtime.here.leave()
         if self.method is not None and self._take_step is not None:
             self.method.enter(action)
-            self._runtime.await_shown()
 
     def _named(self, piece: Any) -> Mapping[str, Any]:
         """The arguments of the model, by name.

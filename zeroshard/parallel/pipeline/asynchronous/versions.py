@@ -441,7 +441,7 @@ class WeightVersions:
         finally:
             for place in self._places:
                 place.end()
-            self._runtime.refresh()
+            self._runtime.passes.refresh()
 
     def enter(self, use: Use) -> None:
         """Let the units of this rank have the weights of an action that begins.
@@ -452,7 +452,7 @@ class WeightVersions:
         self._runtime.check_edits()
         for place in self._places:
             place.enter(use, self._newest)
-        self._runtime.refresh()
+        self._runtime.passes.refresh()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from zeroshard.parameters.sharded import ShardedParameter
@@ -93,3 +94,13 @@ def test_each_unit_is_shown_in_its_own_forward_alone(engine):
         )
     engine(X)
     assert seen == [(True, False), (True, False), (False, True), (False, True)]
+
+
+def test_a_reentrant_checkpoint_is_refused_on_one_rank_as_on_several():
+    class Checkpointed(Net):
+        def forward(self, x):
+            return checkpoint(self.second, self.first(x), use_reentrant=True)
+
+    engine = zeroshard.initialize(Checkpointed(), torch.optim.AdamW, {"stage": 3, "units": ["Block"]}).engine
+    with pytest.raises(RuntimeError, match="pass use_reentrant=False"):
+        engine.backward(engine(X).sum())
