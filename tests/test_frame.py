@@ -27,20 +27,20 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 31516,
-    "statements of the package": 25810,
-    "tokens of the package": 292650,
-    "lines of code of the core": 10638,
-    "statements of the core": 9175,
-    "tokens of the core": 95226,
+    "lines of code of the package": 30768,
+    "statements of the package": 25066,
+    "tokens of the package": 287392,
+    "lines of code of the core": 10405,
+    "statements of the core": 8928,
+    "tokens of the core": 93463,
     "lines of code of examples, benchmarks and tools": 7669,
     "lines of the longest file": 600,
-    "booleans of the core": 110,
-    "class names that are defined twice": 1,
-    "modules that one other module imports": 50,
-    "files of a step, two ranks": 48,
-    "files of a step, one rank, offload": 49,
-    "words in docs/": 54788,
+    "booleans of the core": 91,
+    "class names that are defined twice": 0,
+    "modules that one other module imports": 30,
+    "files of a step, two ranks": 40,
+    "files of a step, one rank, offload": 40,
+    "words in docs/": 54675,
 }
 
 CORE = (
