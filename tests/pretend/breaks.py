@@ -373,7 +373,7 @@ def _hold_back(bench: Bench, patch: pytest.MonkeyPatch, behind: str, every: int 
 
     The comparison of ledgers, which would end the scenario with an error, is switched off.
     """
-    patch.setattr(collectives.ledgers, "is_proven", lambda maxima: True)
+    patch.setattr(collectives, "is_proven", lambda maxima: True)
     if bench.rank != 1:
         return
     held: list[_Late] = []
