@@ -363,7 +363,7 @@ def test_the_demo_teaches_a_pretrained_model_facts_that_it_tells_in_a_chat(
     unpack(tmp_path / "smollm2")
     (tmp_path / "examples").symlink_to(EXAMPLES)
     plan = ["make", "--no-print-directory", "-n", "finetune-llm", f"LLM={tmp_path / 'smollm2'}"]
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "ARGS"))}
     made = subprocess.run(plan, cwd=ROOT, capture_output=True, text=True, check=True, env=alone).stdout
     arguments = shlex.split(made.replace("\\\n", " ").split("examples/finetune.py")[1])
     ended = ranks(2, finetune, str(tmp_path), *arguments, process_group=False, timeout=1500)[0]
