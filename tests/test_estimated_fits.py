@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import subprocess
@@ -130,22 +129,7 @@ def processor_time(*command):
     return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
-LLAMA_2_7B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "tie_word_embeddings": False,
-}
-
-
 @pytest.mark.long
-def test_the_command_takes_little_more_processor_time_than_to_import_torch(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
+def test_the_command_takes_little_more_processor_time_than_to_import_torch():
     torch_alone = processor_time("-c", "import torch")  # about 1.9 s; the command then takes 2.0 s
-    for model in ("1T", tmp_path):
-        assert processor_time("-m", "zeroshard", "estimate", model, "--ranks", "4096") < 1.8 * torch_alone
+    assert processor_time("-m", "zeroshard", "estimate", "1T", "--ranks", "4096") < 1.8 * torch_alone

@@ -27,12 +27,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 30768,
-    "statements of the package": 25066,
-    "tokens of the package": 287392,
-    "lines of code of the core": 10405,
-    "statements of the core": 8928,
-    "tokens of the core": 93463,
+    "lines of code of the package": 30784,
+    "statements of the package": 25079,
+    "tokens of the package": 287499,
+    "lines of code of the core": 10419,
+    "statements of the core": 8939,
+    "tokens of the core": 93558,
     "lines of code of examples, benchmarks and tools": 7669,
     "lines of the longest file": 600,
     "booleans of the core": 91,

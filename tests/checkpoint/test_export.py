@@ -254,6 +254,21 @@ def test_of_a_model_with_adapters_the_whole_is_written_as_peft_merges_it(ranks, 
     assert_equal(load("Llama", tmp_path / "merged").state_dict(), expected)
 
 
+def export_without_the_layers_of_an_adapter(folder: str) -> str:
+    engine, _ = start(with_adapters(), stage=3)
+    engine.module.delete_adapter("second")
+    with pytest.raises(RuntimeError) as caught:
+        engine.save_pretrained(Path(folder, "left"))
+    return str(caught.value)
+
+
+def test_a_model_whose_sharded_layers_were_taken_out_is_not_exported(ranks, tmp_path):
+    pytest.importorskip("peft")
+    for message in ranks(2, export_without_the_layers_of_an_adapter, str(tmp_path)):
+        assert "is sharded, and its layer was taken out of the model" in message
+    assert not (tmp_path / "left").exists()
+
+
 def export_what_peft_does_not_merge(folder: str) -> tuple[str, list[str]]:
     from peft import LoraConfig, get_peft_model
 

@@ -151,8 +151,8 @@ GUARDS = (
         name="a_gradient_without_its_sums_is_read",
         says="p.grad is read, and zeroed by hand, while sums of later micro-batches wait and come back.",
         file="zeroshard/parameters/sharded.py",
-        find="elif self.state.has_sums and self._gradient is not None:",
-        replace="elif False:",
+        find="        if self.state.has_sums:\n            raise RuntimeError(\n",
+        replace="        if False:\n            raise RuntimeError(\n",
         tests=("tests/distributed/test_zero_grad.py::test_a_gradient_that_lacks_sums_is_not_read",),
     ),
     Break(
@@ -329,7 +329,7 @@ GUARDS = (
         name="a_unit_whose_outputs_hide_their_tensors",
         says="A unit is freed whose backward cannot be noticed, as no tensor of its output is found.",
         file="zeroshard/sharding/passes.py",
-        find="if is_opaque and not tensors and unit is not self._root and not unit.is_resident:",
+        find="if is_unnoticed and unit is not self._root and not unit.is_resident:",
         replace="if False:",
         tests=(
             "tests/distributed/test_outputs.py::"

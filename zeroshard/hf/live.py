@@ -71,6 +71,7 @@ def save_pretrained(
             or that no weight can take in; codes without adapters.
         RuntimeError: rank 0 could not write; all ranks tell the reason.
     """
+    engine._runtime.check_removals()
     how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
     if dequantize and not merge_adapters and has_adapters(engine.module):
         raise ValueError(
@@ -119,6 +120,7 @@ def _stream_parameters(
     runtime.settle()
     begun = runtime.state.num_changes
     _check_moment(runtime, begun)
+    runtime.check_removals()
     return _stream(runtime, dtype, merging_of(runtime) if merge_adapters else None, begun)
 
 

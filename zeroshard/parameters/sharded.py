@@ -141,12 +141,8 @@ class ShardedParameter(NotCopied, nn.Parameter):
         """[n]: this rank's slice of the averaged gradient."""
         if (reader := READERS.get(id(sys._getframe(1).f_code))) is not None:
             self._check_reader(reader)
-        elif self.state.has_sums and self._gradient is not None:
-            raise RuntimeError(
-                f"p.grad of {self.describe()} lacks gradients of micro-batches that wait for a reduction: "
-                "read it after a backward outside of no_sync(). To drop all of them, call zero_grad() of the "
-                "engine, the optimizer or the model"
-            )
+        elif self._gradient is not None:
+            self._refuse_sums()
         self.state.show_gradients()
         return self._gradient
 
@@ -167,6 +163,15 @@ class ShardedParameter(NotCopied, nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    def _refuse_sums(self) -> None:
+        """Refuse a read of a gradient while sums of later micro-batches wait, which it lacks."""
+        if self.state.has_sums:
+            raise RuntimeError(
+                f"p.grad of {self.describe()} lacks gradients of micro-batches that wait for a reduction: "
+                "read it after a backward outside of no_sync(). To drop all of them, call zero_grad() of the "
+                "engine, the optimizer or the model"
+            )
+
     def _check_reader(self, reader: GradientReader) -> None:
         """Answer a function of torch that takes the slice of the gradient for all of it."""
         if reader.drops:
@@ -174,6 +179,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
                 self.state.forget_gradient(self)
             return
         refuse_in_step(self.state, f"{reader.name}()")
+        self._refuse_sums()
         if reader.remedy and self.is_partial:
             raise RuntimeError(
                 f"{reader.name} of torch would see only this rank's slice of the gradient of '{self.fqn}'; "

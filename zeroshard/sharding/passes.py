@@ -246,7 +246,9 @@ class Passes:
         if not torch.is_grad_enabled():
             return output
         tensors, is_opaque = find_tensors(output)
-        if is_opaque and not tensors and unit is not self._root and not unit.is_resident:
+        # Hooks of inner layers notice a backward that comes through a hidden tensor, but for own parameters.
+        is_unnoticed = is_opaque and (not tensors or not unit.slots.owners.isdisjoint(unit.modules))
+        if is_unnoticed and unit is not self._root and not unit.is_resident:
             raise RuntimeError(
                 f"{unit.described} returns a {type(output).__name__}, in which no tensor can be found, so "
                 "its backward would not be noticed: return a tensor, or tensors in tuples, lists, dicts or "

@@ -171,6 +171,21 @@ class Runtime:
                     "call engine.close() on all ranks, add it, and initialize again"
                 )
 
+    def check_removals(self) -> None:
+        """Refuse files of a model that lacks layers which were sharded: these would stand in the files.
+
+        Raises:
+            RuntimeError: the name of the first parameter whose layers have all left the model.
+        """
+        inside = set(self.module.modules())
+        for buffer in self.buffers:
+            for original in buffer.originals:
+                if not any(owner in inside for owner, _ in original.owners):
+                    raise RuntimeError(
+                        f"'{original.fqn}' is sharded, and its layer was taken out of the model: call "
+                        "engine.close() on all ranks, take it out, and initialize again"
+                    )
+
     def check_edits(self) -> None:
         """Refuse edits of unsharded parameters, which would be lost; see `Edits.check`."""
         for unit in self.units:
