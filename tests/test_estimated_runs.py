@@ -159,7 +159,7 @@ def engine_storages(engine: Any) -> set[int]:
         for buffer in unit.buffers:
             found += [buffer.main, buffer.full, buffer.source.copy, *(p.grad for p in buffer.unsharded)]
         for gradients in unit.gradients:
-            found += [getattr(gradients, name, None) for name in ("_flat", "_reduced")]
+            found += [gradients._flat, *gradients._reduced.values()]
     found += [parameter.grad for parameter in runtime.parameters]
     return {id(tensor.untyped_storage()) for tensor in found if isinstance(tensor, Tensor)}
 
