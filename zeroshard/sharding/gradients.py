@@ -151,7 +151,7 @@ class Gradients:
 
         Args:
             more: True if a later backward is to add to the gradients of this one.
-            scale: the loss scale; None: the last one.
+            scale: the loss scale; None: nobody gives one, and that of the last backward holds.
         """
         if scale is not None:
             self._unscale = 1.0 / scale
