@@ -21,7 +21,8 @@ import zeroshard
 from tests.distributed.models import GPT, Tiny
 from tests.distributed.training import build, square_loss, start, step, token_loss
 from tests.test_chat import save_tiny_llama
-from zeroshard.cli.main import COMMANDS, main, parse_model, parse_size
+from zeroshard.cli.main import main
+from zeroshard.cli.options import COMMANDS, parse_model, parse_size
 from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
 
@@ -364,11 +365,12 @@ def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks):
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))  # of `zeroshard chat finetuned`
     monkeypatch.chdir(tmp_path)
-    for name, command in COMMANDS.items():
+    for name in COMMANDS:
         with pytest.raises(SystemExit):
             main([name, "--help"])
-        assert capsys.readouterr().out.endswith("examples:\n  " + "\n  ".join(command.examples) + "\n")
-        for example in command.examples:
+        _, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
+        assert examples
+        for example in examples.splitlines():
             program, *arguments = shlex.split(example)
             assert program == "zeroshard"
             assert arguments[0] == name

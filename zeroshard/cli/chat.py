@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zeroshard.cli.options import ChatOptions
+
 HELP = "Ctrl-D ends, /new begins a new conversation."
 Messages = list[dict[str, str]]
 
 
-def chat(options: Namespace) -> None:
+def chat(options: ChatOptions) -> None:
     """Run `zeroshard chat`: answer one question, or each line of the standard input."""
-    folder = Path(options.directory)
+    folder = options.directory
     if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise ValueError(f"'{folder}': expected a folder of save_pretrained, found no config.json in it")
     answerer = Answerer(folder, options.max_tokens, options.temperature)

@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import sys
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -18,11 +17,12 @@ from zeroshard.checkpoint.files import MANIFEST, find
 from zeroshard.checkpoint.manifest import Manifest, check_sums
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.tensors import Stored, dtype_name, open_checkpoint
+from zeroshard.cli.options import ExportOptions, InspectOptions
 from zeroshard.hf.export import MAX_SHARD_BYTES, Format, export_checkpoint
 from zeroshard.tables import LINE, format_bytes, format_count, render
 
 
-def export(options: Namespace) -> None:
+def export(options: ExportOptions) -> None:
     """Run `zeroshard export`."""
     directory = find(options.checkpoint)
     tokenizer = None if options.tokenizer is None else _load_tokenizer(options.tokenizer)
@@ -31,7 +31,7 @@ def export(options: Namespace) -> None:
     export_checkpoint(directory, options.directory, how, verify=not options.no_verify)
 
 
-def inspect(options: Namespace) -> None:
+def inspect(options: InspectOptions) -> None:
     """Run `zeroshard inspect`."""
     directory = find(options.checkpoint)
     stored = open_checkpoint(directory)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, NamedTuple
 
+from zeroshard.cli.options import PlanOptions
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
 from zeroshard.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous
@@ -50,7 +50,7 @@ class Chart(NamedTuple):
     """The weights of its actions, by their name in the config; a list of the user's keeps versions."""
 
 
-def plan_pipeline(options: Namespace) -> None:
+def plan(options: PlanOptions) -> None:
     """Run `zeroshard plan`."""
     if options.list and len(options.schedule) > 1:
         raise ValueError(f"--list: expected one --schedule, got {len(options.schedule)}")
@@ -73,7 +73,7 @@ def plan_pipeline(options: Namespace) -> None:
         print(f"\npicture: {options.plot}")
 
 
-def _schedule(name: str, options: Namespace) -> Schedule:
+def _schedule(name: str, options: PlanOptions) -> Schedule:
     if name in SCHEDULES:
         return _built(name, options)
     if name in ASYNCHRONOUS:
@@ -92,7 +92,7 @@ def _schedule(name: str, options: Namespace) -> Schedule:
     return schedule
 
 
-def _steady(name: str, options: Namespace) -> Schedule:
+def _steady(name: str, options: PlanOptions) -> Schedule:
     _require_numbers(name, options, 1)
     if options.recompute is not None:
         raise ValueError(f"--recompute: expected synchronous schedules, got {name}")
@@ -102,7 +102,7 @@ def _steady(name: str, options: Namespace) -> Schedule:
     return steady(options.stages, options.microbatches, per_step)
 
 
-def _require_numbers(name: str, options: Namespace, chunks: int) -> None:
+def _require_numbers(name: str, options: PlanOptions, chunks: int) -> None:
     if options.stages is None or options.microbatches is None:
         raise ValueError(f"--schedule {name} needs --stages and --microbatches")
     for option, number in (("--stages", options.stages), ("--microbatches", options.microbatches)):
@@ -115,7 +115,7 @@ def _require_numbers(name: str, options: Namespace, chunks: int) -> None:
         )
 
 
-def _built(name: str, options: Namespace) -> Schedule:
+def _built(name: str, options: PlanOptions) -> Schedule:
     builder = SCHEDULES[name]
     # Beside schedules of several chunks a rank, those with a fixed number of chunks keep theirs.
     is_fixed = builder.max_chunks is not None and len(options.schedule) > 1
@@ -131,7 +131,7 @@ def _built(name: str, options: Namespace) -> Schedule:
     )
 
 
-def _costs(options: Namespace, chunks_per_rank: float) -> ActionCosts:
+def _costs(options: PlanOptions, chunks_per_rank: float) -> ActionCosts:
     """Return the costs of a chunk, of which a rank has several; the options are those of a rank."""
     half = options.backward / 2
     recompute = options.forward if options.recompute is None else options.recompute
@@ -150,7 +150,7 @@ def _title(name: str, schedule: Schedule) -> str:
     return title if chunks == 1 else f"{title}, {chunks} chunks"
 
 
-def _about(options: Namespace) -> str:
+def _about(options: PlanOptions) -> str:
     costs = f"forward {options.forward:g}, backward {options.backward:g}"
     if options.recompute is not None:
         costs += f", recompute {options.recompute:g}"

@@ -17,12 +17,12 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.sections import Config, Mesh, Offload
 from zeroshard.hf.pretrained import build_skeleton, typical_skeleton, with_adapters, with_codes
 from zeroshard.memory.activations import Tokens, typical_sizes
@@ -205,10 +206,6 @@ def _costs(config: Config, bits: int) -> Iterator[str]:
     return (text for holds, text in _COSTS if holds(config, bits))
 
 
-_STAGES = range(4)
-_RECOMPUTE, _BITS = ("none", "unit"), (32, 8)
-_RANKS_OF_NODE = 8
-_NO_BREAK = "\u00a0"
 _LINE = 79  # characters of a line of text
 _MOST_FITS = 8
 _NOTE = (
@@ -222,7 +219,7 @@ _ORDER = (
 )
 
 
-def plan(options: Namespace) -> None:
+def estimate(options: EstimateOptions) -> None:
     """Run `zeroshard estimate`."""
     names = ("stage", "precision", "tp", "pp", "microbatches", "recompute")
     if options.config is not None and any(getattr(options, name) is not None for name in names):
@@ -234,11 +231,13 @@ def plan(options: Namespace) -> None:
     _refuse_missing(options)
     model = _model(options)
     tokens = Tokens(options.tokens, options.length, options.attention == "eager")
-    counted, configs = Counted(model, tokens), _configs(options)
-    lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
+    counted, configs, bits = Counted(model, tokens), _configs(options), options.optimizer_bits or 32
+    lines = [fill(_about(model), _LINE), _about_training(configs[0], options), ""]
     if options.gpu is None and options.memory is None:
         found = {
-            (num_ranks, config.stage): counted.on(num_ranks, config, optimizer_bits=_bits(options))
+            (num_ranks, config.stage): counted.on(
+                num_ranks, config, optimizer_bits=options.optimizer_bits or 32
+            )
             for num_ranks in options.ranks
             for config in configs
         }
@@ -251,13 +250,15 @@ def plan(options: Namespace) -> None:
     print(*lines, sep="\n")
 
 
-def _refuse_unused(options: Namespace) -> None:
+def _refuse_unused(options: EstimateOptions) -> None:
     """Refuse options that another one must come with, which would change nothing without it."""
     fits, nodes = options.gpu is not None or options.memory is not None, options.ranks_per_node
+    if options.gpu is not None and options.memory is not None:
+        raise ValueError("--memory: not allowed with --gpu")
     for name, is_used, needed in (
         ("host", fits, "--gpu or --memory"),
-        ("nvme", fits and options.host is not None, "--host, and --gpu or --memory"),
-        ("ranks_per_node", fits and options.host is not None, "--host, and --gpu or --memory"),
+        ("nvme", fits and options.host, "--host, and --gpu or --memory"),
+        ("ranks_per_node", fits and options.host, "--host, and --gpu or --memory"),
         ("length", options.tokens, "--tokens"),
         ("attention", options.tokens, "--tokens"),
     ):
@@ -267,23 +268,17 @@ def _refuse_unused(options: Namespace) -> None:
         raise ValueError(f"--ranks-per-node: expected an integer >= 1, got {nodes}")
 
 
-def _refuse_missing(options: Namespace) -> None:
+def _refuse_missing(options: EstimateOptions) -> None:
     """Refuse options whose packages are not installed, before a model is built for seconds."""
-    lora = "--lora needs transformers and peft: pip install zeroshard[hf,lora]"
-    codes = "--weight-bits needs transformers and bitsandbytes: pip install zeroshard[hf,eightbit]"
-    for given, package, remedy in (
-        (options.lora, "peft", lora),
-        (options.weight_bits, "bitsandbytes", codes),
+    for option, given, package, extra in (
+        ("--lora", options.lora, "peft", "lora"),
+        ("--weight-bits", options.weight_bits, "bitsandbytes", "eightbit"),
     ):
         if given is not None and not (find_spec("transformers") and find_spec(package)):
-            raise ImportError(remedy)
+            raise ImportError(f"{option} needs transformers and {package}: pip install zeroshard[hf,{extra}]")
 
 
-def _bits(options: Namespace) -> int:
-    return 32 if options.optimizer_bits is None else int(options.optimizer_bits)
-
-
-def _model(options: Namespace) -> nn.Module | int:
+def _model(options: EstimateOptions) -> nn.Module | int:
     given, is_adapted = options.model, options.lora is not None or options.weight_bits is not None
     if isinstance(given, int):
         if not is_adapted:
@@ -315,11 +310,9 @@ def build_model(path: str) -> nn.Module:
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
-        make = import_module(module_name)
-        for part in name.split("."):
-            make = getattr(make, part)
+        make = attrgetter(name)(import_module(module_name))
         with torch.device("meta"):
-            model = make if isinstance(make, nn.Module) else make()  # type: ignore[operator]
+            model = make if isinstance(make, nn.Module) else make()
     except Exception as error:  # of any kind, as the code is the user's
         raise ValueError(f"'{path}': {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
@@ -327,41 +320,39 @@ def build_model(path: str) -> nn.Module:
     return model
 
 
-def _configs(options: Namespace) -> list[Config]:
+def _configs(options: EstimateOptions) -> list[Config]:
     if options.config is not None:
         return [Config.from_file(options.config)]
-    stages = _STAGES if options.stage is None else [options.stage]
-    given: dict[str, Any] = {} if options.precision is None else {"precision": options.precision}
-    mesh = {"tp": options.tp, "pp": options.pp}
-    given["mesh"] = {name: number for name, number in mesh.items() if number is not None}
-    if options.microbatches is not None:
-        given["pipeline"] = {"num_microbatches": options.microbatches}
-    if options.recompute is not None:
-        given["recompute"] = options.recompute
+    stages = _ALL.stages if options.stage is None else [options.stage]
+    given = _given(
+        precision=options.precision,
+        mesh=_given(tp=options.tp, pp=options.pp),
+        pipeline=_given(num_microbatches=options.microbatches),
+        recompute=options.recompute,
+    )
     return [Config.parse({"stage": stage, **given}) for stage in stages]
 
 
-def _fits(counted: Counted, num_ranks: int, configs: Sequence[Config], options: Namespace) -> str:
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _fits(counted: Counted, num_ranks: int, configs: Sequence[Config], options: EstimateOptions) -> str:
     """Return the settings that fit, as a table."""
-    device = options.memory if options.gpu is None else memory_of(options.gpu)
-    room = Room(
-        device=device,
-        host=options.host or 0,
-        nvme=options.nvme or 0,
-        ranks_per_node=min(num_ranks, options.ranks_per_node or _RANKS_OF_NODE),
-    )
-    tried = Tried(
-        stages=_STAGES if options.stage is None else [options.stage],
-        recompute=_RECOMPUTE if options.recompute is None else [options.recompute],
-        bits=_BITS if options.optimizer_bits is None else [options.optimizer_bits],
-    )
+    device = (options.memory or 0) if options.gpu is None else memory_of(options.gpu)
+    per_node = min(num_ranks, options.ranks_per_node or 8)
+    room = Room(device=device, host=options.host, nvme=options.nvme, ranks_per_node=per_node)
+    chosen = _given(stages=options.stage, recompute=options.recompute, bits=options.optimizer_bits)
+    tried = Tried(**{name: [value] for name, value in chosen.items()})
     fits = find_fits(counted, num_ranks, configs[-1], room, tried)
-    title = f"{_of(num_ranks)}: settings that take at most {SHARE:.0%} of {format_bytes(device)}, best first"
+    title = (
+        f"{_number(num_ranks)}: settings that take at most {SHARE:.0%} of {format_bytes(device)}, best first"
+    )
     if not fits:
         nearest = least(counted, num_ranks, configs[-1], room, tried)
         need = f"{format_bytes(nearest.estimate.peak)} with {_setting(nearest)}"
         limit = f"{SHARE:.0%} of {format_bytes(device)}"
-        return f"{_of(num_ranks)}: no setting fits into {limit}; the least is {need}"
+        return f"{_number(num_ranks)}: no setting fits into {limit}; the least is {need}"
     rows = [_row(fit) for fit in fits[:_MOST_FITS]]
     columns = ("setting", "peak", "host", "NVMe", "sent in a step", "costs")
     used = [0, 1, *(at for at in (2, 3) if any(row[at] for row in rows)), 4, 5]
@@ -395,7 +386,7 @@ def _num_params(model: nn.Module | int) -> int:
     return count_elements(model.parameters())
 
 
-def _duration(num_params: int, config: Config, options: Namespace) -> str:
+def _duration(num_params: int, config: Config, options: EstimateOptions) -> str:
     """Return the time of a training for each number of ranks."""
     if options.train_tokens is None or options.tflops is None:
         raise ValueError("--train-tokens and --tflops: expected both, or none")
@@ -404,7 +395,7 @@ def _duration(num_params: int, config: Config, options: Namespace) -> str:
     for num_ranks in options.ranks:
         flops = options.tflops * 1e12
         seconds = training_seconds(num_params, options.train_tokens, num_ranks, flops, recomputes=recomputes)
-        lines.append(f"{seconds / 86400:,.1f} days on {_of(num_ranks)}")
+        lines.append(f"{seconds / 86400:,.1f} days on {_number(num_ranks)}")
     how = f"{8 if recomputes else 6} operations for each parameter and token"
     text = f"{format_count(options.train_tokens)} tokens, {how}, {options.tflops:g} TFLOP/s of each rank:"
     return f"{fill(text, _LINE)} {', '.join(lines)}"
@@ -442,15 +433,11 @@ def _table(found: dict[tuple[int, int], Estimate]) -> str:
     """Return all rows for stages or numbers of ranks side by side; the peaks alone if both are several."""
     ranks, stages = sorted({num for num, _ in found}), sorted({stage for _, stage in found})
     if len(ranks) == 1:
-        return side_by_side(_of(ranks[0]), {f"stage {s}": found[ranks[0], s] for s in stages})
+        return side_by_side(_number(ranks[0]), {f"stage {s}": found[ranks[0], s] for s in stages})
     if len(stages) == 1:
-        return side_by_side(f"stage {stages[0]}", {_of(num): found[num, stages[0]] for num in ranks})
-    rows = [(_of(num), *(format_bytes(found[num, s].peak) for s in stages)) for num in ranks]
+        return side_by_side(f"stage {stages[0]}", {_number(num): found[num, stages[0]] for num in ranks})
+    rows = [(_number(num), *(format_bytes(found[num, s].peak) for s in stages)) for num in ranks]
     return render("total at the peak, for each rank", ("", *(f"stage {s}" for s in stages)), rows)
-
-
-def _of(num_ranks: int) -> str:
-    return f"{num_ranks:,} rank{'' if num_ranks == 1 else 's'}"
 
 
 def _about(model: nn.Module | int) -> str:
@@ -464,18 +451,13 @@ def _about(model: nn.Module | int) -> str:
     tables = "embedding, which is the head too," if sizes.is_tied else "embedding and head"
     return (
         f"{model:,} parameters, taken as a typical language model: {sizes.depth} blocks of "
-        f"{_count(sizes.blocks[0])}, {tables} of {_count(sizes.embedding)} "
+        f"{format_count(sizes.blocks[0])}, {tables} of {format_count(sizes.embedding)} "
         f"(width {sizes.width:,}, vocabulary {sizes.embedding // sizes.width:,}). "
         "A config.json in place of the number is exact."
     )
 
 
-def _count(num: int) -> str:
-    """Return a number whose unit stays on the same line."""
-    return format_count(num).replace(" ", _NO_BREAK)
-
-
-def _about_training(config: Config, options: Namespace) -> str:
+def _about_training(config: Config, options: EstimateOptions) -> str:
     dtype = config.precision.param_dtype
     name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
     main = config.precision.main_dtype
@@ -484,7 +466,7 @@ def _about_training(config: Config, options: Namespace) -> str:
     if config.mesh.pp > 1:
         divided += f", blocks divided over {config.mesh.pp} pipeline ranks"
     tokens = f", {options.tokens:,} tokens in a micro-batch" if options.tokens else ""
-    states = f"Adam's states in {_bits(options)} bits"
+    states = f"Adam's states in {options.optimizer_bits or 32} bits"
     others = {str(dtype).removeprefix("torch.") for dtype in dict(config.precision.overrides or ()).values()}
     name = f"{name} and by name in {', '.join(sorted(others))}" if others else name
     about = f"computed in {name}, main parameters in {main_name}, {states}{divided}{tokens}"
@@ -507,7 +489,7 @@ _MAX_RANKS = 1 << 16  # time and memory grow with the ranks, and nobody reads th
 _MAX_SHOWN = 16  # ranks of a group that are written out; the title has the stride of longer ones
 
 
-def show_groups(options: Namespace) -> None:
+def mesh(options: MeshOptions) -> None:
     """Run `zeroshard mesh`."""
     if options.ranks > _MAX_RANKS:
         raise ValueError(f"--ranks: expected at most {_MAX_RANKS:,}, got {options.ranks:,}")
@@ -520,7 +502,7 @@ def _paragraphs(arrangement: Arrangement) -> Iterator[str]:
     sizes = arrangement.sizes
     product = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
     yield (
-        f"{_number(arrangement.num_ranks, 'rank')}, counted along the last axis first: {product}\n"
+        f"{_number(arrangement.num_ranks)}, counted along the last axis first: {product}\n"
         f"parts of the model, pp x tp: {arrangement.num_parts:,}; "
         f"data-parallel ranks of a part: {arrangement.num_data:,}"
     )
@@ -556,5 +538,5 @@ def _written(group: Sequence[int]) -> str:
     return f"{', '.join(map(str, group[:3]))}, ..., {group[-1]}"
 
 
-def _number(count: int, noun: str) -> str:
+def _number(count: int, noun: str = "rank") -> str:
     return f"{count:,} {noun}" + "s" * (count != 1)

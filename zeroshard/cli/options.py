@@ -1,0 +1,342 @@
+"""The commands and their options, with nothing but the standard library, so that help comes at once.
+
+A command is a class: its fields are the arguments, and its docstring is the help. A field without a default
+must be given by its place; the others are options. Annotations have the type, and for `add_argument` of
+argparse what is not that of the type alone.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?i?B)?", re.IGNORECASE)
+_IMPORT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_COUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\+?\d{1,2})?)\s*(?P<unit>[KMBT])?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as 1000, 500MB or 2GiB. Raises ArgumentTypeError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ArgumentTypeError(f"expected a size such as 5GB, got {text!r}")
+    unit = (match["unit"] or "B").upper()
+    return int(float(match["number"]) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
+
+
+def parse_model(text: str) -> int | Path | str:
+    """Return the number that 7B, 125M, 7e9 or 135_000_000 means, an import path, or the path of a file.
+
+    Raises:
+        ArgumentTypeError: there is no such path, or the number is no whole number above 0.
+    """
+    if _COUNT.fullmatch(text.strip()):
+        return parse_count(text)
+    if Path(text).exists():
+        return Path(text)
+    if _IMPORT.fullmatch(text):
+        return text
+    raise ArgumentTypeError(
+        "expected a number of parameters such as 7B, a config.json of transformers or its folder, or an "
+        f"import path such as my_package.models:build, got {text!r}"
+    )
+
+
+def parse_count(text: str) -> int:
+    """Return the number that 7B, 125M, 7e9 or 135_000_000 means.
+
+    Raises:
+        ArgumentTypeError: it is no whole number above 0.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    if match is None:
+        raise ArgumentTypeError(f"expected a number such as 300B or 3e11, got {text!r}")
+    factor = 1000 ** " KMBT".index((match["unit"] or " ").upper())
+    number = Decimal(match["number"].replace(",", "")) * factor
+    if number < 1 or number != int(number):
+        raise ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(number)
+
+
+def parse_duration(text: str) -> float:
+    """Return a duration such as 1 or 0.25. Raises ArgumentTypeError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise ArgumentTypeError(f"expected a duration such as 1 or 0.25, got {text!r}")
+    return number
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Return the numbers of ranks of a list such as 8 or 1,2,4,8. Raises ArgumentTypeError."""
+    parts = text.replace(" ", "").split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ArgumentTypeError(f"expected numbers of ranks such as 8 or 1,2,4,8, got {text!r}")
+    return sorted({int(part) for part in parts})
+
+
+def _how(**given: Any) -> tuple[tuple[str, Any], ...]:
+    """Return what `add_argument` gets beside the type; a union of types needs a hash of it."""
+    return tuple(given.items())
+
+
+_RANKS = ("--ranks", "--world-size")
+Number: TypeAlias = Annotated[int, _how(metavar="N")]
+Size: TypeAlias = Annotated[int, _how(metavar="SIZE", type=parse_size)]
+Duration: TypeAlias = Annotated[float, _how(metavar="TIME", type=parse_duration)]
+Directory: TypeAlias = Annotated[Path, _how(metavar="DIR")]
+
+
+class ExportOptions(NamedTuple):
+    """Write the model of a checkpoint as transformers does.
+
+    Write safetensors, config and tokenizer, for from_pretrained() of transformers.
+
+    Args:
+        checkpoint: a folder of checkpoints (the latest is taken), FOLDER/TAG, or the directory of one
+        directory: output folder, made if it is not there
+        tokenizer: folder of a tokenizer to save there too
+        dtype: dtype of the parameters, such as bf16 (default: as they were trained)
+        max_shard_size: largest size of a file, such as 500MB or 2GiB (default: 5GB)
+        no_verify: do not compare checksums
+
+    Examples:
+        zeroshard export checkpoints out
+        zeroshard export checkpoints/step-300 out --tokenizer base-model --dtype bf16
+    """
+
+    checkpoint: Annotated[Path, _how(metavar="CHECKPOINT")]
+    directory: Directory
+    tokenizer: Annotated[Path, _how(metavar="FOLDER")] | None = None
+    dtype: str | None = None
+    max_shard_size: Size | None = None
+    no_verify: bool = False
+
+
+class InspectOptions(NamedTuple):
+    """Show the origin and content of a checkpoint, and check that it is intact.
+
+    Print a summary, every tensor, and a verdict. The exit code is 1 if the
+    checkpoint is damaged, and the error names the file.
+
+    Args:
+        checkpoint: a folder of checkpoints (the latest is taken), FOLDER/TAG, or the directory of one
+        json: print JSON for programs
+        no_verify: do not compare checksums
+
+    Examples:
+        zeroshard inspect checkpoints
+        zeroshard inspect checkpoints/step-300 --no-verify
+        zeroshard inspect checkpoints --json
+    """
+
+    checkpoint: Annotated[Path, _how(metavar="CHECKPOINT")]
+    json: bool = False
+    no_verify: bool = False
+
+
+class EstimateOptions(NamedTuple):
+    """Compute the memory that training a model takes on each rank.
+
+    Print the bytes that each rank holds and sends, for an optimizer of Adam's kind.
+    With --gpu or --memory, list the settings that fit.
+
+    Args:
+        model: number of parameters, such as 7B, 125M or 7e9, for a typical language model of that size; or a
+            config.json of transformers, or the folder of one; or the import path of a function that builds
+            the model, package.module:function
+        ranks: numbers of ranks, such as 1,2,4,8 (default: 8)
+        precision: of forward and backward (default: fp32)
+        optimizer_bits: bits of each of Adam's two states (default: 32)
+        stage: ZeRO stage (default: all, side by side)
+        config: config of zeroshard, .json or .toml, in place of --stage, --precision, --tp, --pp,
+            --microbatches and --recompute
+        tp: tensor ranks that divide each layer (default: none, 1)
+        pp: ranks of the pipeline (default: none, 1)
+        microbatches: micro-batches of a pipeline's batch
+        recompute: recompute the activations of units
+        tokens: tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)
+        length: tokens of a sample (default: all)
+        attention: eager keeps the scores, for a number of parameters (default: fused)
+        lora: train adapters of this rank; needs peft
+        weight_bits: bits of the frozen weights; needs bitsandbytes
+        gpu: list the settings that fit it, such as h100 or a100-40
+        memory: the same for a size such as 80GiB
+        host: host memory of a node, for offload
+        nvme: disk space of a node, for offload
+        ranks_per_node: ranks that share them (default: 8)
+        train_tokens: tokens of the whole training, for its time
+        tflops: 10**12 operations per second that a rank reaches
+
+    Examples:
+        zeroshard estimate 7B --precision bf16
+        zeroshard estimate 7B --precision bf16 --ranks 1,2,4,8
+        zeroshard estimate 7B --stage 3 --ranks 8,16,32 --optimizer-bits 8
+        zeroshard estimate 7B --precision bf16 --tp 4 --tokens 8192
+        zeroshard estimate base-model --precision bf16
+        zeroshard estimate base-model/config.json --config zeroshard.toml
+        zeroshard estimate my_package.models:build --stage 3
+        zeroshard estimate 13B --gpu h100 --host 1TiB --ranks 8 --precision bf16 --tokens 8192
+        zeroshard estimate 7B --lora 16 --weight-bits 4 --precision bf16 --tokens 2048
+        zeroshard estimate 175B --ranks 1024 --stage 3 --tflops 140 --train-tokens 300B
+    """
+
+    model: Annotated[int | Path | str, _how(metavar="MODEL", type=parse_model)]
+    ranks: Annotated[list[int], _how(flags=_RANKS, metavar="N[,N...]", type=parse_ranks)] = [8]  # noqa: RUF012 - a default, which nobody changes
+    precision: Literal["bf16", "fp16", "fp32"] | None = None
+    optimizer_bits: Literal[8, 32] | None = None
+    stage: Literal[0, 1, 2, 3] | None = None
+    config: Annotated[Path, _how(metavar="FILE")] | None = None
+    tp: Number | None = None
+    pp: Number | None = None
+    microbatches: Number | None = None
+    recompute: Literal["none", "unit"] | None = None
+    tokens: Number = 0
+    length: Number = 0
+    attention: Literal["fused", "eager"] | None = None
+    lora: Number | None = None
+    weight_bits: Literal[4, 8] | None = None
+    gpu: Annotated[str, _how(metavar="NAME")] | None = None
+    memory: Size | None = None
+    host: Size = 0
+    nvme: Size = 0
+    ranks_per_node: Number | None = None
+    train_tokens: Annotated[int, _how(metavar="N", type=parse_count)] | None = None
+    tflops: Annotated[float, _how(metavar="X")] | None = None
+
+
+class MeshOptions(NamedTuple):
+    """Show the groups of ranks that exchange along each axis of the mesh.
+
+    Print every tensor, data and pipeline group. Ranks are counted along the tensor
+    axis first, then along the data-parallel axes, along the pipeline axis last. The
+    data-parallel axes get the factor of --ranks that --tp and --pp leave.
+
+    Args:
+        ranks: all ranks
+        tp: ranks of a tensor group (default: 1)
+        pp: ranks of a pipeline group (default: 1)
+        shard_group_size: data-parallel ranks of a shard group, for hybrid sharding (default: all of them)
+
+    Examples:
+        zeroshard mesh --ranks 32 --tp 4 --pp 4
+        zeroshard mesh --ranks 16 --shard-group-size 8
+    """
+
+    ranks: Annotated[int, _how(flags=_RANKS, metavar="N", required=True)]
+    tp: Number = 1
+    pp: Number = 1
+    shard_group_size: Number | None = None
+
+
+class PlanOptions(NamedTuple):
+    """Compare schedules of a pipeline by time, bubbles and activations.
+
+    Simulate the schedules and print the time of a batch, the share of it in which ranks
+    wait, the activations and the versions of weights that each rank holds. Times are in any unit.
+
+    Args:
+        schedule: gpipe, 1f1b, interleaved, zb-h1, zbv or varuna; asynchronous: pipedream, 2bw, pipemare, pb,
+            spectrain, lwp or paci; or a file with a list for each rank; several times to compare them
+        stages: ranks of the pipeline
+        microbatches: micro-batches of a batch
+        per_step: micro-batches of each step of asynchronous schedules (default: the fewest that each allows)
+        chunks: runs of layers on each rank (default: 2 for interleaved and zbv, else 1)
+        forward: duration of a forward of a micro-batch through a rank's layers (default: 1)
+        backward: duration of a backward, half of it for the weights (default: 2)
+        transfer: duration of a transfer between two ranks (default: 0)
+        recompute: recompute activations before each backward, with this duration (default: no recompute, but
+            varuna always does, with the duration of a forward)
+        plot: show a chart of the actions over time; with a file, as a picture
+        list: print the actions alone, as such a file has them
+
+    Examples:
+        zeroshard plan --schedule 1f1b --stages 4 --microbatches 8 --plot
+        zeroshard plan --schedule 1f1b --schedule interleaved --schedule zb-h1 --pp 4 --microbatches 8
+        zeroshard plan --schedule gpipe --schedule varuna --stages 4 --microbatches 5 --recompute 1
+        zeroshard plan --schedule 1f1b --schedule pipedream --schedule 2bw --stages 4 --microbatches 16
+        zeroshard plan --schedule 1f1b --stages 4 --microbatches 8 --list
+    """
+
+    schedule: Annotated[
+        Sequence[str],
+        _how(flags=("--schedule",), action="append", metavar="NAME", required=True, type=str),
+    ]
+    stages: Annotated[int, _how(flags=("--stages", "--pp"), metavar="P")] | None = None
+    microbatches: Annotated[int, _how(metavar="M")] | None = None
+    per_step: Annotated[int, _how(metavar="K")] | None = None
+    chunks: Annotated[int, _how(metavar="V")] | None = None
+    forward: Duration = 1.0
+    backward: Duration = 2.0
+    transfer: Duration = 0.0
+    recompute: Duration | None = None
+    plot: Annotated[str, _how(metavar="FILE", nargs="?", const="-")] | None = None
+    list: bool = False
+
+
+class DoctorOptions(NamedTuple):
+    """Show versions, devices, limits, and the features that work here.
+
+    Print facts for a plan or a report of a bug. Under torchrun the collectives between the
+    ranks are timed too: torchrun --nproc-per-node 2 -m zeroshard doctor. Nothing is sent
+    anywhere else.
+
+    Args:
+        disk: folder of a disk whose speed is measured, with 256 MiB
+        device: cpu, cuda or cuda:1, as in a config (default: the one of the rank)
+        json: print JSON for programs
+
+    Examples:
+        zeroshard doctor
+        zeroshard doctor --disk . --json
+    """
+
+    disk: Annotated[Path, _how(metavar="PATH")] | None = None
+    device: str | None = None
+    json: bool = False
+
+
+class ChatOptions(NamedTuple):
+    """Talk to a saved model in the terminal.
+
+    The model is loaded by transformers alone. Ctrl-D ends, /new begins a new conversation.
+
+    Args:
+        directory: folder of a model and its tokenizer, as transformers saves
+        prompt: one question; without it a conversation
+        system: what the model is told first
+        max_tokens: of an answer (default: 300)
+        temperature: of sampling; 0 takes the most probable (default: 0.7)
+
+    Examples:
+        zeroshard chat finetuned
+        zeroshard chat finetuned 'Where is the key of the archive?' --temperature 0
+    """
+
+    directory: Directory
+    prompt: Annotated[str, _how(flags=("prompt",), metavar="TEXT", nargs="?")] | None = None
+    system: Annotated[str, _how(metavar="TEXT")] | None = None
+    max_tokens: Number = 300
+    temperature: float = 0.7
+
+
+COMMANDS: Mapping[str, tuple[str, type]] = {
+    "export": ("checkpoints", ExportOptions),
+    "inspect": ("checkpoints", InspectOptions),
+    "estimate": ("planning", EstimateOptions),
+    "mesh": ("planning", MeshOptions),
+    "plan": ("pipelines", PlanOptions),
+    "doctor": ("doctor", DoctorOptions),
+    "chat": ("chat", ChatOptions),
+}
+"""The module of each command in this folder, with a function of its name, and its options.
+
+The module is imported when the command runs: torch alone takes a second or two to import, and the parts of it
+that write checkpoints as long again.
+"""
