@@ -60,7 +60,7 @@ LAYERS = (
     {"checkpoint", "hf", "memory", "sharded"},
     {"batches", "byname"},
     {"engine"},
-    {"averaging", "doctor", "entry", "logs", "profiling"},
+    {"averaging", "entry", "logs", "profiling"},
     {"cli", "integrations"},
     {"__init__", "__main__"},
 )

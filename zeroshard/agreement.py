@@ -66,10 +66,8 @@ def check_agreement(
     digests = axis.all_gather_object(own, _LABEL)
     for section, versions in zip(sections, zip(*digests, strict=True), strict=True):
         if len(set(versions)) > 1:
-            lines = _first_difference(axis, section)
-            raise RuntimeError(
-                f"the ranks were given different models, configs, optimizers or data: {_describe(lines)}"
-            )
+            found = describe_versions(_first_difference(axis, section))
+            raise RuntimeError(f"the ranks were given different models, configs, optimizers or data: {found}")
 
 
 def _digest(facts: Sequence[str]) -> bytes:
@@ -103,8 +101,8 @@ def _num_equal(axis: Axis, facts: Sequence[str]) -> int:
     return equal
 
 
-def _describe(versions: Sequence[str]) -> str:
-    """Describe the versions of a line, each with its ranks."""
+def describe_versions(versions: Sequence[str]) -> str:
+    """Describe the versions of all ranks, in rank order, each with its ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, version in enumerate(versions):
         ranks.setdefault(version, []).append(rank)

@@ -20,10 +20,9 @@ from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.manifest import describe_model
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.collectives import Axis, on_all
-from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import use_device
-from zeroshard.comm.lifecycle import close_at_exit, watch
-from zeroshard.comm.mesh import Axes, open_world, start_process_group
+from zeroshard.comm.lifecycle import close_at_exit, start_world
+from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import has_streams
 from zeroshard.config.sections import Config, Loader, require_supported
 from zeroshard.data.blocks import Blocks, collator
@@ -122,7 +121,7 @@ def initialize(
             collate_fn = collator(model)
         taken, whole, device = None, config, use_device(config.device)
         # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
-        world = _open_world(config, device) if config.mesh.pp * config.mesh.tp > 1 else None
+        world = start_world(device, config.watchdog_s) if config.mesh.pp * config.mesh.tp > 1 else None
         if world is not None and config.mesh.pp > 1:
             taken = _stage_of_model(
                 model, optimizer, config, world, SampleSource(dataset, collate_fn, loss_fn)
@@ -140,7 +139,7 @@ def initialize(
             optimizer, {parameter: name for name, parameter in model.named_parameters()}
         )
         lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
-        world = world or _open_world(config, device)
+        world = world or start_world(device, config.watchdog_s)
         if taken is None:
             check_agreement(world, model, config, specs, optimizer, overrides, dataset)
         axes = open_data_parallel(config, world)
@@ -288,15 +287,6 @@ def _check_loader(loader: Any, collate_fn: Any, config: Config) -> None:
             f"{name} with collate_fn, micro_batch_size or a section loader, which only the DataLoader of a "
             "Dataset follows: expected them in the arguments of your DataLoader"
         )
-
-
-def _open_world(config: Config, device: torch.device) -> Axis:
-    """Open the axis of all ranks, watched; start the process group if nobody has."""
-    started = start_process_group(device, config.watchdog_s)
-    world = open_world(device, Counter(), config.watchdog_s)
-    close_at_exit(world, owns_process_group=started)
-    watch(world)
-    return world
 
 
 def _build_loader(

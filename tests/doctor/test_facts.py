@@ -6,48 +6,45 @@ import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from zeroshard.cli.doctor import describe, measure_disk
-from zeroshard.doctor.facts import (
-    BEFORE,
-    LEAST,
-    Device,
-    Facts,
-    Installation,
-    Machine,
-    Package,
-    cpu_limit,
+from zeroshard.cli.doctor import (
+    FEATURES,
+    RANGES,
+    check_machine,
+    describe,
     differences,
     judge,
-    memory_limit,
-    numbers,
+    limit_of_groups,
+    measure_disk,
     read_devices,
+    read_facts,
     read_machine,
-    read_packages,
+    read_package,
 )
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
-MACHINE = Machine(
-    host="node-1",
-    system="Linux 6 x86_64",
-    cores=8,
-    cpu_limit=None,
-    memory=64 * GIB,
-    memory_free=60 * GIB,
-    memory_limit=None,
-    swap=0,
-    shared_memory=None,
-    accelerator=None,
-    why_none="torch 2.14.1+cpu is built for CPUs alone",
-    devices=(),
-)
-INSTALLED = {name: Package("9", "") for name in LEAST}
-GPU = Device("H100", 70 * GIB, 80 * GIB, "9.0")
+MACHINE = {
+    "host": "node-1",
+    "system": "Linux 6 x86_64",
+    "cores": 8,
+    "cpu_limit": None,
+    "memory": 64 * GIB,
+    "memory_free": 60 * GIB,
+    "memory_limit": None,
+    "swap": 0,
+    "shared_memory": None,
+    "accelerator": None,
+    "why_none": "torch 2.14.1+cpu is built for CPUs alone",
+    "devices": [],
+}
+GPU = {"name": "H100", "free": 70 * GIB, "total": 80 * GIB, "compute_capability": "9.0"}
+CUDA = {"accelerator": "cuda", "why_none": ""}
 
 
 def test_the_least_versions_are_those_of_the_project() -> None:
@@ -61,18 +58,10 @@ def test_the_least_versions_are_those_of_the_project() -> None:
         match = re.fullmatch(r"([\w-]+)>=([\d.]+)(?:,<([\d.]+))?", line)
         if match is not None:
             asked[match[1]] = match[2]
-            assert BEFORE.get(match[1]) == match[3]
+            assert match[3] == RANGES.get(match[1], ("", None))[1]
     for name in ("pytest", "mkdocs-material", "torchdata"):  # no code of zeroshard imports them
         del asked[name]
-    assert asked == {name: least for name, least in LEAST.items() if least}
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("2.14.1+cu130", (2, 14, 1)), ("2.15.0rc1", (2, 15, 0)), ("5", (5,)), ("2.16.dev2", (2, 16))],
-)
-def test_versions_are_compared_by_their_numbers(text: str, expected: tuple[int, ...]) -> None:
-    assert numbers(text) == expected
+    assert asked == {name: least for name, (least, _) in RANGES.items()}
 
 
 def test_a_package_is_told_with_its_version_or_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,15 +77,18 @@ def test_a_package_is_told_with_its_version_or_with_the_reason(monkeypatch: pyte
     def broken(name: str) -> None:
         raise OSError(f"lib{name}.so: cannot open shared object file\nmore")
 
-    monkeypatch.setattr("zeroshard.doctor.facts.version", version)
-    monkeypatch.setattr("zeroshard.doctor.facts.import_module", broken)
-    found = read_packages()
-    assert found.keys() == LEAST.keys()
-    assert found["peft"] == ("0.21", "")
-    assert found["transformers"].problem == "expected transformers 5 or newer, got 4.57.1"
-    assert found["torch"].problem == "expected torch before 2.16, got 2.16.0"
-    assert found["numba"].problem == "numba 0.60 does not load: libnumba.so: cannot open shared object file"
-    assert found["trl"] == (None, "trl is not installed: pip install trl")
+    monkeypatch.setattr("zeroshard.cli.doctor.version", version)
+    monkeypatch.setattr("zeroshard.cli.doctor.import_module", broken)
+    for name, expected in {
+        "peft": ("0.21", ""),
+        "transformers": ("4.57.1", "expected transformers 5 or newer, got 4.57.1"),
+        "torch": ("2.16.0", "expected torch before 2.16, got 2.16.0"),
+        "numba": ("0.60", "numba 0.60 does not load: libnumba.so: cannot open shared object file"),
+        "trl": (None, "trl is not installed: pip install trl"),
+    }.items():
+        assert tuple(read_package(name).values()) == expected
+    versions["torch"] = "2.14.1+cu130"
+    assert read_package("torch") == {"version": "2.14.1+cu130", "problem": ""}
 
 
 def test_the_least_limit_of_all_groups_holds(tmp_path: Path) -> None:
@@ -104,13 +96,13 @@ def test_the_least_limit_of_all_groups_holds(tmp_path: Path) -> None:
     inner.mkdir(parents=True)
     (inner / "memory.max").write_text("max\n")
     (inner / "cpu.max").write_text("max 100000\n")
-    assert memory_limit("0::/job/rank\n", tmp_path) is None
-    assert cpu_limit("0::/job/rank\n", tmp_path) is None
+    assert limit_of_groups("0::/job/rank\n", tmp_path, "memory") is None
+    assert limit_of_groups("0::/job/rank\n", tmp_path, "cpu") is None
     (tmp_path / "job" / "memory.max").write_text(f"{8 * GIB}\n")
     (tmp_path / "job" / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text(f"{16 * GIB}\n")
-    assert memory_limit("0::/job/rank\n", tmp_path) == 8 * GIB
-    assert cpu_limit("0::/job/rank\n", tmp_path) == 1.5
+    assert limit_of_groups("0::/job/rank\n", tmp_path, "memory") == 8 * GIB
+    assert limit_of_groups("0::/job/rank\n", tmp_path, "cpu") == 1.5
 
 
 def test_limits_of_version_1_are_read_too(tmp_path: Path) -> None:
@@ -120,22 +112,36 @@ def test_limits_of_version_1_are_read_too(tmp_path: Path) -> None:
     (tmp_path / "memory" / "job" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     (tmp_path / "cpu" / "job" / "cpu.cfs_quota_us").write_text("-1\n")
     (tmp_path / "cpu" / "job" / "cpu.cfs_period_us").write_text("100000\n")
-    assert memory_limit(groups, tmp_path) is None
-    assert cpu_limit(groups, tmp_path) is None
+    assert limit_of_groups(groups, tmp_path, "memory") is None
+    assert limit_of_groups(groups, tmp_path, "cpu") is None
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{GIB}\n")
     (tmp_path / "cpu" / "job" / "cpu.cfs_quota_us").write_text("400000\n")
-    assert memory_limit(groups, tmp_path) == GIB
-    assert cpu_limit(groups, tmp_path) == 4
+    assert limit_of_groups(groups, tmp_path, "memory") == GIB
+    assert limit_of_groups(groups, tmp_path, "cpu") == 4
 
 
-def problems(**changes: object) -> dict[str, str]:
-    found = Installation(INSTALLED, MACHINE, ("gloo",), ("g++",), None)._replace(**changes)
-    return {feature.name: feature.problem for feature in judge(found)}
+def problems(machine: dict[str, Any], **packages: str) -> dict[str, str | bool]:
+    needed = {name: "" for names in FEATURES.values() for name in names}
+    return judge(needed | check_machine(machine) | packages)
 
 
-def test_without_an_accelerator_its_features_give_the_reason() -> None:
-    found = problems()
-    without = {name for name, problem in found.items() if problem}
+def has_backends(monkeypatch: pytest.MonkeyPatch, *backends: str) -> None:
+    monkeypatch.setattr("zeroshard.cli.doctor.available_backends", lambda: backends)
+
+
+@pytest.fixture
+def good_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a compiler, and with devices that compute bfloat16."""
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    module = SimpleNamespace(is_bf16_supported=lambda including_emulation: True)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+
+
+@pytest.mark.usefixtures("good_machine")
+def test_without_an_accelerator_its_features_give_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_backends(monkeypatch, "gloo")
+    found = problems(MACHINE)
+    without = {name for name, problem in found.items() if problem is not True}
     gpu = {
         "ranks on GPUs",
         "several ranks with a GPU each",
@@ -143,41 +149,53 @@ def test_without_an_accelerator_its_features_give_the_reason() -> None:
         "8-bit states on GPUs, fast",
     }
     assert without == gpu
-    assert {found[name] for name in without} == {MACHINE.why_none}
+    assert {found[name] for name in without} == {MACHINE["why_none"]}
 
 
-def test_features_follow_from_devices_backends_and_packages() -> None:
-    machine = MACHINE._replace(accelerator="cuda", why_none="", devices=(GPU,))
-    found = problems(machine=machine, backends=("gloo", "nccl"), has_bf16=True)
-    assert {name: problem for name, problem in found.items() if problem} == {
+@pytest.mark.usefixtures("good_machine")
+def test_features_follow_from_devices_backends_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_backends(monkeypatch, "gloo", "nccl")
+    one, two = (MACHINE | CUDA | {"devices": [GPU] * number} for number in (1, 2))
+    assert {name: problem for name, problem in problems(one).items() if problem is not True} == {
         "several ranks with a GPU each": "this process sees one GPU"
     }
-    two = machine._replace(devices=(GPU, GPU))
-    assert not any(problems(machine=two, backends=("gloo", "nccl"), has_bf16=True).values())
-    assert problems(machine=two)["ranks on GPUs"] == "this torch has no NCCL"
-    assert "emulation" in problems(machine=two, backends=("nccl",), has_bf16=False)["bfloat16 on the GPU"]
-    lacks = {**INSTALLED, "peft": Package(None, "peft is not installed"), "trl": Package("0.9", "too old")}
-    found = problems(packages=lacks, compilers=())
-    assert (found["LoRA"], found["trainers of TRL"]) == ("peft is not installed", "too old")
-    assert found["compile=true on CPUs"].startswith("no C++ compiler")
+    assert set(problems(two).values()) == {True}
+    module = SimpleNamespace(is_bf16_supported=lambda including_emulation: including_emulation)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    assert "emulation" in str(problems(two)["bfloat16 on the GPU"])
+    has_backends(monkeypatch, "gloo")
+    assert problems(two)["ranks on GPUs"] == "this torch has no NCCL"
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    found = problems(MACHINE, peft="peft is not installed", trl="too old", accelerate="older")
+    assert (found["LoRA"], found["trainers of TRL"]) == ("peft is not installed", "too old; older")
+    assert str(found["compile=true on CPUs"]).startswith("no C++ compiler")
+
+
+def facts_with(torch_version: str, numba: str | None) -> dict[str, Any]:
+    packages = {"numba": {"version": numba, "problem": "" if numba else "numba is not installed"}}
+    return {"versions": {"torch": torch_version}, "packages": packages, "machine": MACHINE, "features": {}}
 
 
 def test_versions_that_differ_between_ranks_are_named_with_the_ranks() -> None:
-    facts = Facts({"torch": "2.14.1"}, {"numba": Package("1", "")}, MACHINE, ())
-    other = Facts({"torch": "2.13.0"}, {"numba": Package(None, "not installed")}, MACHINE, ())
+    facts, other = facts_with("2.14.1", "1"), facts_with("2.13.0", None)
     assert differences([facts, facts]) == []
     assert differences([facts, other, facts]) == [
-        "torch: 2.14.1 on rank(s) 0, 2; 2.13.0 on rank(s) 1",
-        "numba: 1 on rank(s) 0, 2; not installed on rank(s) 1",
+        "torch: rank(s) 0, 2 have 2.14.1; rank(s) 1 have 2.13.0",
+        "numba: rank(s) 0, 2 have 1; rank(s) 1 have not installed",
     ]
 
 
 def test_the_machine_is_this_one() -> None:
     machine = read_machine()
-    assert machine.memory == psutil.virtual_memory().total
-    assert 0 < machine.memory_free <= machine.memory
-    assert len(machine.devices) == torch.accelerator.device_count()
-    assert bool(machine.why_none) != bool(machine.devices)
+    assert machine["memory"] == psutil.virtual_memory().total
+    assert 0 < machine["memory_free"] <= machine["memory"]
+    assert len(machine["devices"]) == torch.accelerator.device_count()
+    assert bool(machine["why_none"]) != bool(machine["devices"])
+
+
+def test_each_package_that_a_feature_needs_is_read() -> None:
+    assert {"torch", "numpy", "mlflow", "numba"} <= read_facts()["packages"].keys()
+    assert not {"GPU", "compiler"} & read_facts()["packages"].keys()
 
 
 def test_one_rank_of_a_node_asks_devices_for_their_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,29 +205,30 @@ def test_one_rank_of_a_node_asks_devices_for_their_free_memory(monkeypatch: pyte
     )
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert read_devices("cuda") == (GPU, GPU)
+    assert read_devices("cuda") == [GPU, GPU]
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert read_devices("cuda") == (GPU._replace(free=None),) * 2
-    assert read_devices(None) == ()
+    assert read_devices("cuda") == [GPU | {"free": None}] * 2
+    assert read_devices(None) == []
 
 
 def test_devices_and_limits_are_shown() -> None:
-    machine = MACHINE._replace(
-        accelerator="cuda", why_none="", devices=(GPU,), memory_limit=GIB, cpu_limit=2.5
+    machine = MACHINE | CUDA | {"devices": [GPU, GPU], "memory_limit": GIB, "cpu_limit": 2.5}
+    text = describe(
+        facts_with("2.14.1", None) | {"machine": machine, "features": {"LoRA": True, "TRL": "no"}}
     )
-    text = describe(Facts({"torch": "2.14.1"}, {"numba": Package(None, "no")}, machine, ()))
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "cuda:0 H100, 80.00 GiB, 70.00 GiB free, compute capability 9.0" in lines
-    assert "cores 8, limited to the time of 2.5" in lines
-    assert "limit of control groups 1.00 GiB" in lines
-    assert "not installed numba" in lines
+    device = "name H100, free 70.00 GiB, total 80.00 GiB, compute capability 9.0"
+    assert lines.index(device) == lines.index(f"devices {device}") + 1
+    assert {"cores 8", "cpu limit 2.5", "memory limit 1.00 GiB", "swap 0 B"} <= set(lines)
+    assert {"numba numba is not installed", "LoRA yes", "TRL no: no"} <= set(lines)
+    assert "why none" not in text
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeroshard.cli.doctor.PART", 1 << 20)
     speed = measure_disk(tmp_path)
-    assert speed.folder == str(tmp_path)
-    assert min(speed.write, speed.read) > 1e6
+    assert speed["folder"] == str(tmp_path)
+    assert min(speed["write"], speed["read"]) > 1e6
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     with pytest.raises(ValueError, match="expected an existing folder"):
         measure_disk(tmp_path / "missing")

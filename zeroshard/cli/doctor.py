@@ -3,211 +3,370 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import platform
 import shutil
+import socket
 import time
 import warnings
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
+from zeroshard.agreement import describe_versions
+from zeroshard.cli.options import DoctorOptions
 from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
-from zeroshard.comm.device import use_device
-from zeroshard.comm.lifecycle import close_at_exit, watch
-from zeroshard.comm.mesh import open_world, start_process_group
+from zeroshard.comm.device import available_backends, use_device
+from zeroshard.comm.lifecycle import start_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import mark_here
-from zeroshard.doctor.facts import Facts, Feature, Machine, differences, read_facts
 from zeroshard.tables import format_bytes, render
+from zeroshard.tiers.budget import folders_of_groups, host_bytes_free
 from zeroshard.tiers.files import Swap
 from zeroshard.tiers.memory import host_memory
 from zeroshard.tiers.swapfile import check_folder, file_system
+from zeroshard.version import installed_version
 
 _TIMEOUT_S = 120.0
 """Seconds that a rank waits for the others; ranks that import slowly come seconds apart."""
 
+Facts = dict[str, Any]
+"""Facts as plain values, sizes in bytes: those of a rank, of its disk, or of a collective."""
 
-def examine(options: Namespace) -> None:
+
+def doctor(options: DoctorOptions) -> None:
     """Run `zeroshard doctor`. Rank 0 prints, its own facts before it waits for the other ranks."""
     if options.disk is not None:
         check_folder(options.disk)
     facts, is_first = read_facts(), os.environ.get("RANK", "0") == "0"
-    speaks = is_first and not options.json
-    if speaks:
-        print(describe(facts), flush=True)
-    world = _open(options.device)
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+
+    def say(text: str) -> None:
+        if is_first and not options.json:
+            print(text, flush=True)
+
+    say(describe(facts))
+    world = None if is_alone else start_world(use_device(options.device), _TIMEOUT_S)
     everyone = [facts] if world is None else world.all_gather_object(facts, "facts of the ranks")
-    differing = differences(everyone)
-    if speaks and differing:
-        print("\nversions that differ", *(f"  {line}" for line in differing), sep="\n", flush=True)
-    disks: list[DiskSpeed] = []
+    differing, disks, found = differences(everyone), list[Facts](), list[Facts]()
+    if differing:
+        say("\n  ".join(("\nversions that differ", *differing)))
     if options.disk is not None:
         own = measure_disk(options.disk, 0 if world is None else world.rank)
         disks = [own] if world is None else world.all_gather_object(own, "speeds of the disks")
-        if speaks:
-            print(f"\n{describe_disks(disks)}", flush=True)
-    found = [] if world is None else measure_bandwidth(world)
-    if speaks and world is not None:
-        print(f"\n{describe_bandwidth(found, world.size, str(world.device))}")
+        say(_table(f"disk of {options.disk}, 256 MiB a rank{', all at once' * (len(disks) > 1)}", disks))
+    if world is not None:
+        found = measure_bandwidth(world)
+        where = f"{world.size} ranks on {world.device}"
+        say(_table(f"collectives of {where}; each rank sends at this rate", found))
     if is_first and options.json:
-        size = 1 if world is None else world.size
-        result = {
-            "ranks": [facts.to_json() for facts in everyone],
-            "differences": differing,
-            "disks": [disk._asdict() for disk in disks],
-            "bandwidth": [speed._asdict() | {"bytes_per_s": speed.rate(size)} for speed in found],
-        }
+        result = {"ranks": everyone, "differences": differing, "disks": disks, "bandwidth": found}
         print(json.dumps(result, indent=2))
 
 
-def _open(device: str | None) -> Axis | None:
-    """Return the axis of all ranks; None for a process alone."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
-    chosen = use_device(device)
-    started = start_process_group(chosen, _TIMEOUT_S)
-    world = open_world(chosen, Counter(), _TIMEOUT_S)
-    close_at_exit(world, owns_process_group=started)
-    watch(world)
-    return world
+def read_facts() -> Facts:
+    """Read the facts of this process."""
+    machine = read_machine()
+    problems = check_machine(machine)
+    names = dict.fromkeys(["torch", "numpy", *(name for needed in FEATURES.values() for name in needed)])
+    packages = {name: read_package(name) for name in names if name not in problems}
+    problems |= {name: package["problem"] for name, package in packages.items()}
+    features = judge(problems)
+    return {"versions": read_versions(), "packages": packages, "machine": machine, "features": features}
 
 
 def describe(facts: Facts) -> str:
     """Return the facts of a rank as text."""
-    installed = {name: package for name, package in facts.packages.items() if package.version}
-    missing = [name for name, package in facts.packages.items() if not package.version]
-    shown = dict(facts.builds)
-    for name, package in installed.items():
-        shown[name] = package.problem or shown.get(name) or str(package.version)
-    if missing:
-        shown["not installed"] = ", ".join(missing)
-    works = [("yes" if not feature.problem else "no", feature) for feature in facts.features]
-    lines = [f"  {word:<4} {feature.name}{_reason(feature)}" for word, feature in works]
+    versions = dict(facts["versions"])
+    for name, package in facts["packages"].items():
+        versions[name] = package["problem"] or versions.get(name) or package["version"]
+    features = {name: "yes" if works is True else f"no: {works}" for name, works in facts["features"].items()}
+    blocks = {"versions": versions, "machine": _texts(facts["machine"]), "features": features}
     return "\n\n".join(
-        (
-            _block("versions", shown.items()),
-            _block("machine", _machine(facts.machine)),
-            "\n".join(("features", *lines)),
-        )
+        "\n".join((title, *(f"  {name:<33} {text}" for name, text in rows.items())))
+        for title, rows in blocks.items()
     )
 
 
-def _reason(feature: Feature) -> str:
-    return f": {feature.problem}" if feature.problem else ""
+def _texts(facts: Facts) -> dict[str, str]:
+    """Return facts as text, by names for people; without those that are not there."""
+    return {name.replace("_", " "): _text(name, fact) for name, fact in facts.items() if fact != ""}
 
 
-def _machine(machine: Machine) -> Iterator[tuple[str, str]]:
-    yield "host", f"{machine.host}, {machine.system}"
-    limit = "" if machine.cpu_limit is None else f", limited to the time of {machine.cpu_limit:g}"
-    yield "cores", f"{machine.cores}{limit}"
-    yield (
-        "memory",
-        f"{format_bytes(machine.memory)}, {format_bytes(machine.memory_free)} free for this process",
-    )
-    limited = "none" if machine.memory_limit is None else format_bytes(machine.memory_limit)
-    yield "limit of control groups", limited
-    yield "swap", format_bytes(machine.swap)
-    if machine.shared_memory is not None:
-        yield "/dev/shm", format_bytes(machine.shared_memory)
-    if not machine.devices:
-        yield "accelerators", f"none: {machine.why_none}"
-    for number, device in enumerate(machine.devices):
-        capability = f", compute capability {device.capability}" if device.capability else ""
-        free = "" if device.free is None else f", {format_bytes(device.free)} free"
-        memory = format_bytes(device.total) + free
-        yield f"{machine.accelerator}:{number}", f"{device.name}, {memory}{capability}"
+def _text(name: str, fact: Any) -> str:
+    if isinstance(fact, list):
+        return "\n".ljust(37).join(", ".join(map(" ".join, _texts(of).items())) for of in fact) or "none"
+    if isinstance(fact, float) and name != "cpu_limit":
+        return f"{1000 * fact:.3f} ms" if name == "seconds" else f"{fact / 1e9:.2f} GB/s"
+    if isinstance(fact, int) and name not in ("cores", "rank"):
+        return format_bytes(fact)
+    return "none" if fact is None else str(fact)
 
 
-def _block(title: str, rows: Any) -> str:
-    return "\n".join((title, *(f"  {name:<24} {value}" for name, value in rows)))
+def _table(title: str, facts: Sequence[Facts]) -> str:
+    """Return a table of speeds, and the notes about disks."""
+    left_out = ("folder", "note")
+    rows = [_texts({name: fact for name, fact in of.items() if name not in left_out}) for of in facts]
+    table = render(title, list(rows[0]), [list(row.values()) for row in rows])
+    return "\n".join(("", table, *{of["note"]: None for of in facts if of.get("note")}))
 
 
-def describe_disks(disks: Sequence[DiskSpeed]) -> str:
-    """Return a table of the ranks' disks; ranks have measured at the same time."""
-    rows = [
-        (str(rank), disk.system, format_bytes(disk.free), _rate(disk.write), _rate(disk.read))
-        for rank, disk in enumerate(disks)
+def differences(everyone: Sequence[Facts]) -> list[str]:
+    """Return a sentence for each version that is not the same on all ranks."""
+    versions = [
+        {**facts["versions"], **{name: package["version"] for name, package in facts["packages"].items()}}
+        for facts in everyone
     ]
-    title = f"disk of {disks[0].folder}, 256 MiB a rank" + (", all at once" if len(disks) > 1 else "")
-    table = render(title, ("rank", "file system", "free", "write", "read"), rows)
-    notes = dict.fromkeys(disk.note for disk in disks if disk.note)
-    return "\n".join((table, *notes))
+    names = dict.fromkeys(name for own in versions for name in own)
+    each = {name: [str(own.get(name) or "not installed") for own in versions] for name in names}
+    return [f"{name}: {describe_versions(own)}" for name, own in each.items() if len(set(own)) > 1]
 
 
-def describe_bandwidth(found: Sequence[Bandwidth], num_ranks: int, device: str) -> str:
-    """Return a table of the times of collectives."""
-    rows = [
-        (
-            speed.collective,
-            format_bytes(speed.num_bytes) if speed.num_bytes else "",
-            f"{speed.seconds * 1000:.3f} ms",
-            _rate(speed.rate(num_ranks)) if speed.num_bytes else "",
-        )
-        for speed in found
-    ]
-    title = f"collectives of {num_ranks} ranks on {device}; each rank sends at this rate"
-    return render(title, ("collective", "buffer", "time", "rate"), rows)
+# ----------------------------------------------------------------------------------------------- versions
+
+RANGES: Mapping[str, tuple[str, str | None]] = {
+    "torch": ("2.11", "2.16"),
+    "bitsandbytes": ("0.49", None),
+    "transformers": ("5", None),
+    "accelerate": ("1.12", None),
+    "lightning": ("2.5", None),
+    "trl": ("1", None),
+}
+"""The least version of a package, as `pyproject.toml` has it, and the first one that is too new."""
+
+_BINARY = ("bitsandbytes", "numba")
+"""Packages with machine code of their own, which may be installed and yet not load. One rank of a node
+imports them, as that takes seconds."""
 
 
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.2f} GB/s"
+def read_package(name: str) -> dict[str, Any]:
+    """Return the version of a package, None without one, and its problem or ""."""
+    least, end = RANGES.get(name, ("0", None))
+    found, problem = None, ""
+    try:
+        found = TorchVersion(version(name))
+        if found < least:
+            problem = f"expected {name} {least} or newer, got {found}"
+        elif end is not None and found >= end:
+            problem = f"expected {name} before {end}, got {found}"
+        elif name in _BINARY and os.environ.get("LOCAL_RANK", "0") == "0":
+            logging.getLogger(name).setLevel(logging.ERROR)  # bitsandbytes logs parts that it goes without
+            import_module(name)
+    except PackageNotFoundError:
+        problem = f"{name} is not installed: pip install {name}"
+    except Exception as error:  # whatever its libraries make it raise
+        problem = f"{name} {found} does not load: {_first_line(error)}"
+    return {"version": found and str(found), "problem": problem}
+
+
+def read_versions() -> dict[str, str]:
+    """Return the versions of Python, zeroshard, and the libraries that torch was built with."""
+    found = {
+        "Python": platform.python_version(),
+        "zeroshard": installed_version(),
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda or "none: this torch is built without it",
+    }
+    if torch.version.hip:
+        found["ROCm of torch"] = torch.version.hip
+    if "nccl" in available_backends():
+        found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error, or its type where it has no text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+# -------------------------------------------------------------------------------------------- the machine
+
+
+def read_machine() -> dict[str, Any]:
+    """Read the facts of this machine as this process sees it."""
+    import psutil
+
+    accelerator, why_none = _find_accelerator()
+    groups, root = "", Path("/sys/fs/cgroup")
+    with suppress(OSError):
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    has_shm = Path("/dev/shm").is_dir()  # workers of a DataLoader send batches through it
+    return {
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cpu_limit": limit_of_groups(groups, root, "cpu"),
+        "memory": psutil.virtual_memory().total,
+        "memory_free": host_bytes_free(),
+        "memory_limit": limit_of_groups(groups, root, "memory"),
+        "swap": psutil.swap_memory().total,
+        "shared_memory": shutil.disk_usage("/dev/shm").total if has_shm else None,
+        "accelerator": accelerator,
+        "why_none": why_none,
+        "devices": read_devices(accelerator),
+    }
+
+
+def _find_accelerator() -> tuple[str | None, str]:
+    """Return the type of the accelerators that torch sees, and the reason if it sees none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None:
+        return found.type, ""
+    if not (torch.version.cuda or torch.version.hip):
+        return None, f"torch {torch.__version__} is built for CPUs alone"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return None, _first_line(error).partition(". ")[0]
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None, "torch sees no device" + ("" if shown is None else f"; CUDA_VISIBLE_DEVICES is {shown!r}")
+
+
+def read_devices(accelerator: str | None) -> list[dict[str, Any]]:
+    """Return the devices of a type that this process sees; none for None."""
+    if accelerator is None:
+        return []
+    # To ask for free memory makes a context on the device, of hundreds of MB: one rank of a node does.
+    module, asks = torch.get_device_module(accelerator), os.environ.get("LOCAL_RANK", "0") == "0"
+    found = []
+    for index in range(torch.accelerator.device_count()):
+        properties = module.get_device_properties(index)
+        free = module.mem_get_info(index)[0] if asks else None
+        numbers = (getattr(properties, name, None) for name in ("major", "minor"))
+        capability = ".".join(str(number) for number in numbers if number is not None)
+        sizes = {"free": free, "total": properties.total_memory}
+        found.append({"name": properties.name, **sizes, "compute_capability": capability})
+    return found
+
+
+_LIMITS = {
+    "memory": (("memory.max",), ("memory.limit_in_bytes",)),
+    "cpu": (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+}
+"""The files of a limit in a control group of version 2 and of version 1."""
+_UNLIMITED = 1 << 60
+"""Version 1 of control groups writes a number near 2**63 where there is no limit on the memory."""
+
+
+def limit_of_groups(groups: str, root: Path, controller: str) -> float | None:
+    """Return the least limit of a control group on this process: bytes, or cores; None without one.
+
+    Args:
+        groups: the content of /proc/self/cgroup.
+        root: the folder of all groups.
+        controller: "memory" or "cpu".
+    """
+    limits = []
+    for folder, is_first_version in folders_of_groups(groups, root, controller):
+        with suppress(OSError):
+            files = _LIMITS[controller][is_first_version]
+            words = " ".join((folder / file).read_text(encoding="utf-8") for file in files).split()
+            if all(map(str.isdecimal, words)):  # "max" and -1 are no limits
+                limit, period = map(int, (*words, "1")[:2])
+                limits.append(limit if period == 1 else limit / period)
+    return min((limit for limit in limits if limit < _UNLIMITED), default=None)
+
+
+# ------------------------------------------------------------------------------------------- the features
+
+
+def check_machine(machine: Mapping[str, Any]) -> dict[str, str]:
+    """Return the problem of each check of a machine, or ""."""
+    kind, backends, has_bf16 = machine["accelerator"], available_backends(), True
+    if kind is not None:
+        check = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
+        has_bf16 = check is None or check(including_emulation=False)
+    has_compiler = shutil.which("g++") or shutil.which("clang++")  # the names that torch.compile looks for
+    return {
+        "Gloo": "" if "gloo" in backends else "this torch has no Gloo",
+        "GPU": machine["why_none"],
+        "NCCL": "" if kind != "cuda" or "nccl" in backends else "this torch has no NCCL",
+        "several GPUs": "this process sees one GPU" if len(machine["devices"]) == 1 else "",
+        "bfloat16": "" if has_bf16 else "the device computes bfloat16 by emulation, if at all",
+        "compiler": "" if has_compiler else "no C++ compiler on the path: g++ or clang++",
+    }
+
+
+FEATURES: Mapping[str, tuple[str, ...]] = {
+    "ranks on CPUs (Gloo)": ("Gloo",),
+    "ranks on GPUs": ("GPU", "NCCL"),
+    "several ranks with a GPU each": ("GPU", "NCCL", "several GPUs"),
+    "bfloat16 on the GPU": ("GPU", "bfloat16"),
+    "compile=true on CPUs": ("compiler",),
+    "8-bit states on CPUs, fast": ("numba",),
+    "8-bit states on GPUs, fast": ("GPU", "bitsandbytes"),
+    "optimizers of bitsandbytes; QLoRA": ("bitsandbytes", "transformers"),
+    "models of transformers": ("transformers", "safetensors"),
+    "LoRA": ("peft",),
+    "frozen weights of torchao": ("torchao",),
+    "Trainer of transformers": ("transformers", "accelerate"),
+    "trainers of TRL": ("trl", "accelerate"),
+    "Lightning": ("lightning",),
+    "pictures": ("matplotlib",),
+    "logging to TensorBoard": ("tensorboard",),
+    "logging to Weights & Biases": ("wandb",),
+    "logging to MLflow": ("mlflow",),
+}
+"""The features in the order of a table, with the checks and the packages that each needs."""
+
+
+def judge(problems: Mapping[str, str]) -> dict[str, str | bool]:
+    """Return True for each feature that works here, or its problems.
+
+    Args:
+        problems: of each check and package; "" for none.
+    """
+    return {
+        name: "; ".join(problems[check] for check in needed if problems[check]) or True
+        for name, needed in FEATURES.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------ speeds
-
 
 SIZES = (1 << 20, 16 << 20, 64 << 20)
 """Bytes of the whole buffer of a unit: a small one, and two of large layers."""
 ROUNDS = 5
 
 
-class Bandwidth(NamedTuple):
-    """The speed of a collective over all ranks."""
-
-    collective: str
-    num_bytes: int
-    """Bytes of the whole buffer, of which each rank has one part."""
-    seconds: float
-    """The median of the rounds, on the slowest rank."""
-
-    def rate(self, num_ranks: int) -> float:
-        """Return the bytes per second that each rank sends: (N - 1) / N of the buffer in `seconds`.
-
-        nccl-tests calls it the bus bandwidth of all-gather and reduce-scatter. An agreement has none: 0.
-        """
-        return self.num_bytes * (num_ranks - 1) / num_ranks / self.seconds
-
-
-def measure_bandwidth(world: Axis, sizes: Sequence[int] = SIZES) -> list[Bandwidth]:
+def measure_bandwidth(world: Axis, sizes: Sequence[int] = SIZES) -> list[Facts]:
     """Time all-gather and reduce-scatter of each size, and a small agreement; collective.
 
     Args:
         world: the axis of all ranks; with one rank the result is empty.
         sizes: bytes of the whole buffers.
+
+    Returns:
+        For each the median seconds of the rounds on the slowest rank, and the bytes that each rank sends in a
+        second: (N - 1) / N of the buffer. nccl-tests calls it the bus bandwidth.
     """
     if world.size == 1:
         return []
+    runs: list[tuple[str, int, Callable[[], object]]] = []
+    for size in sizes:
+        each = size // 4 // world.size
+        flat, own = (torch.ones(num, device=world.device) for num in (each * world.size, each))
+        pool = BufferPool(world.device)
+        gather = partial(world.all_gather, flat, own, tag=0, label="all-gather of the doctor")
+        reduce = partial(world.reduce_scatter, flat, own, pool, tag=1, label="reduce-scatter of the doctor")
+        runs.append(("all-gather", flat.nbytes, lambda gather=gather: gather().wait()))
+        runs.append(("reduce-scatter", flat.nbytes, lambda reduce=reduce: reduce().wait()))
+    runs.append(("agreement of a step", 0, lambda: world.any([True], "agreement of the doctor")()))
     found = []
-    for num_bytes in sizes:
-        each = num_bytes // 4 // world.size
-        flat = torch.ones(each * world.size, device=world.device)
-        own, pool = torch.ones(each, device=world.device), BufferPool(world.device)
-
-        def gather(flat: torch.Tensor = flat, own: torch.Tensor = own) -> None:
-            world.all_gather(flat, own, tag=0, label="all-gather of the doctor").wait()
-
-        def reduce(flat: torch.Tensor = flat, own: torch.Tensor = own, pool: BufferPool = pool) -> None:
-            world.reduce_scatter(flat, own, pool, tag=1, label="reduce-scatter of the doctor").wait()
-
-        found.append(Bandwidth("all-gather", flat.nbytes, _time(world, gather)))
-        found.append(Bandwidth("reduce-scatter", flat.nbytes, _time(world, reduce)))
-    agree = _time(world, lambda: world.any([True], "agreement of the doctor")())
-    return [*found, Bandwidth("agreement of a step", 0, agree)]
+    for name, num_bytes, run in runs:
+        seconds = _time(world, run)
+        rate = num_bytes * (world.size - 1) / world.size / seconds
+        found.append({"collective": name, "num_bytes": num_bytes, "seconds": seconds, "bytes_per_s": rate})
+    return found
 
 
 def _time(world: Axis, run: Callable[[], object]) -> float:
@@ -215,11 +374,11 @@ def _time(world: Axis, run: Callable[[], object]) -> float:
     seconds = []
     for number in range(ROUNDS + 1):
         world.any([True], "begin of a round")()  # all ranks begin together
-        begin = time.perf_counter()
+        start = time.perf_counter()
         run()
         mark_here(world.device).synchronize()
         if number:
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.perf_counter() - start)
     everyone: list[float] = world.all_gather_object(median(seconds), "times of the ranks")
     return max(everyone)
 
@@ -228,28 +387,18 @@ PART, NUM_PARTS, DISK_ROUNDS = 32 << 20, 8, 3
 """Bytes of a part, parts of a round, and rounds: 256 MiB are written and read three times."""
 
 
-class DiskSpeed(NamedTuple):
-    """The speed of the disk of a folder, for the rank that measured it."""
-
-    folder: str
-    system: str
-    """The type of the file system; "unknown" where the system does not tell."""
-    free: int
-    write: float
-    """Bytes per second, the median of the rounds."""
-    read: float
-    note: str
-    """A warning about this place; "" for none."""
-
-
-def measure_disk(folder: Path, rank: int = 0) -> DiskSpeed:
+def measure_disk(folder: Path, rank: int = 0) -> Facts:
     """Write and read a file in a folder as offloaded states are, and remove it.
 
-    Reads and writes go past the page cache where the file system has direct I/O; `note` tells if it has none.
+    Reads and writes go past the page cache where the file system has direct I/O; `note` says if it has none.
 
     Args:
         folder: an existing folder.
         rank: the rank, for the name of the file.
+
+    Returns:
+        The bytes per second of writes and of reads, medians of the rounds; free bytes; the type of the file
+        system; and a warning about this place, "" for none.
 
     Raises:
         ValueError: the folder is not there, may not be written to, or has no room.
@@ -266,10 +415,9 @@ def measure_disk(folder: Path, rank: int = 0) -> DiskSpeed:
         extents = [swap.allocate(PART) for _ in range(NUM_PARTS)]
         buffers = [host_memory(extent.padded, pinned=False).fill_(17) for extent in extents]
 
-        def run(move: object) -> float:
+        def run(move: Callable[..., Any]) -> float:
             begin = time.perf_counter()
-            transfers = [move(*pair) for pair in zip(extents, buffers, strict=True)]  # type: ignore[operator]
-            for transfer in transfers:
+            for transfer in list(map(move, extents, buffers)):
                 transfer.wait()
             return time.perf_counter() - begin
 
@@ -278,4 +426,5 @@ def measure_disk(folder: Path, rank: int = 0) -> DiskSpeed:
         swap.close()
     write, read = (needed / median(times) for times in zip(*seconds, strict=True))
     note = " ".join(str(warning.message).partition(": ")[2] for warning in caught)
-    return DiskSpeed(str(folder), file_system(folder) or "unknown", free, write, read, note)
+    place = {"rank": rank, "folder": str(folder), "system": file_system(folder) or "unknown", "free": free}
+    return {**place, "write": write, "read": read, "note": note}

@@ -235,9 +235,7 @@ def estimate(options: EstimateOptions) -> None:
     lines = [fill(_about(model), _LINE), _about_training(configs[0], options), ""]
     if options.gpu is None and options.memory is None:
         found = {
-            (num_ranks, config.stage): counted.on(
-                num_ranks, config, optimizer_bits=options.optimizer_bits or 32
-            )
+            (num_ranks, config.stage): counted.on(num_ranks, config, optimizer_bits=bits)
             for num_ranks in options.ranks
             for config in configs
         }

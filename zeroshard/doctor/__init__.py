@@ -1,1 +1,0 @@
-"""`zeroshard doctor`: facts about this installation and this machine."""
