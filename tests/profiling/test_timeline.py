@@ -26,7 +26,7 @@ def timeline_of(events):
             depth -= 1
         elif event == "step":
             timeline.end_step()
-    timeline.close()
+    timeline.cut()
     return timeline
 
 

@@ -24,8 +24,6 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 _REENTRANT = CheckpointFunction.forward.__code__
 """The code that a reentrant checkpoint alone runs."""
 
-_SECOND_FORWARDS = ("recompute_fn", "backward")
-"""The functions in the same file that run it again: without and with `use_reentrant`."""
 
 _TRACERS = {
     _TorchDispatchModeKey.PROXY: "make_fx, on which torch.export and torch.func.linearize build",
@@ -117,14 +115,11 @@ def reentrant_error() -> RuntimeError:
 
 
 def is_in_second_forward(frame: FrameType | None) -> bool:
-    """True if `torch.utils.checkpoint.checkpoint` runs a function again for its backward, around a frame.
-
-    A reentrant one also runs a backward of its own in there, which records no graph.
-    """
+    """True if `torch.utils.checkpoint.checkpoint` runs a function again for its backward, around a frame."""
     while frame is not None:
         code = frame.f_code
-        if code.co_filename == _CHECKPOINT.co_filename and code.co_name in _SECOND_FORWARDS:
-            return code.co_name == "recompute_fn" or torch.is_grad_enabled()
+        if code.co_filename == _CHECKPOINT.co_filename and code.co_name == "recompute_fn":
+            return True
         frame = frame.f_back
     return False
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
@@ -21,9 +21,6 @@ from zeroshard.profiling.report import OTHER, Label, MemoryWatch, PhaseTimeline,
 from zeroshard.sharded import Sharded
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit, UnitState
-
-if TYPE_CHECKING:
-    from zeroshard.profiling.flops import FlopCounter
 
 
 @contextmanager
@@ -68,7 +65,8 @@ def profile(
     _check(engine, peak_flops)
     runtime, result = engine._runtime, Profile(peak_flops=peak_flops)
     watch = MemoryWatch(runtime, _measure(engine)) if memory else None
-    ranges = _Ranges() if operations else None
+    ranges = ExitStack() if operations else None
+    """The phase under way, as a range of torch's profiler."""
 
     def is_beside() -> bool:
         return timeline.phase.kind == "step" or _recomputes(runtime)
@@ -79,7 +77,8 @@ def profile(
         if watch is not None:
             watch.take(time.perf_counter() - began, phase)
         if ranges is not None:
-            ranges.enter(phase)
+            ranges.close()
+            ranges.enter_context(record_function(f"zeroshard: {describe(phase)}"))
 
     def on_step() -> None:
         if counter is not None and (found := counter.stop()) is not None:
@@ -88,7 +87,7 @@ def profile(
             watch.note_states(_measure(engine))
 
     def fill() -> None:
-        timeline.close()
+        timeline.cut()
         recorder.detach()
         first = 0 if counter is None or not timeline.ends else timeline.ends[0]
         result.fill(timeline, clock.seconds(timeline.moments), first)
@@ -98,7 +97,7 @@ def profile(
     with ExitStack() as stack:
         if ranges is not None:
             result.operations = stack.enter_context(_torch_profile(runtime.context.device))
-            stack.callback(ranges.end)
+            stack.callback(ranges.close)
         if counter is not None:
             stack.callback(counter.stop)
             counter.begin()
@@ -123,7 +122,7 @@ def _measure(engine: Engine | Sharded) -> MemoryReport:
     return engine.memory_report() if isinstance(engine, Engine) else measure(engine._runtime, None)
 
 
-def _flop_counter(is_beside: Callable[[], bool]) -> FlopCounter:
+def _flop_counter(is_beside: Callable[[], bool]) -> Any:
     from zeroshard.profiling.flops import FlopCounter  # torch's module registers operations of torch.jit
 
     return FlopCounter(is_beside)
@@ -140,25 +139,6 @@ def _torch_profile(device: torch.device) -> Any:
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     return torch.profiler.profile(activities=activities, profile_memory=True)
-
-
-class _Ranges:
-    """Shows phases as ranges of torch's profiler, one after the other."""
-
-    def __init__(self) -> None:
-        self._range: Any = None
-
-    def enter(self, phase: Label) -> None:
-        """End the range under way, and begin the next."""
-        self.end()
-        self._range = record_function(f"zeroshard: {describe(phase)}")
-        self._range.__enter__()
-
-    def end(self) -> None:
-        """End the range under way."""
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
 
 
 # ------------------------------------------------------------------------------------------ the recorder
@@ -191,9 +171,6 @@ _VERBS: dict[str, tuple[str, str, Callable[[Unit], bool]]] = {
 }
 """For each verb of a unit its kind, the name before that of the unit, and a function that is true if a call
 has nothing to do."""
-
-_OF_GRADIENTS = ("pack", "deliver")
-_OF_SOURCES = "transfer"
 
 
 class PhaseRecorder:
@@ -242,11 +219,11 @@ class PhaseRecorder:
             for verb, (kind, name, is_idle) in _VERBS.items():
                 self._replace(unit, verb, Label(kind, name + unit.described), is_idle)
             for gradients in unit.gradients:
-                for verb in _OF_GRADIENTS:
+                for verb in ("pack", "deliver"):
                     self._replace(gradients, verb, Label("reduce", unit.described), _never)
             # The streams of an accelerator copy beside compute, which notes nothing of it.
             for buffer in unit.buffers if self._runtime.context.device.type == "cpu" else ():
-                self._replace(buffer.source, _OF_SOURCES, Label("copy", unit.described), _never)
+                self._replace(buffer.source, "transfer", Label("copy", unit.described), _never)
         self._note_steps()
 
     def detach(self) -> None:

@@ -62,44 +62,38 @@ class PhaseTimeline:
     """
 
     def __init__(self, now: Callable[[], Any]) -> None:
-        self._now, self._phase, self._tasks = now, OTHER, list[Label]()
+        self._now, self._tasks = now, list[Label]()
+        self.phase = OTHER
+        """The phase under way."""
         self.moments: list[Any] = [now()]
         """The borders of the spans."""
         self._labels: list[tuple[Label, Label]] = []
         self.ends: list[int] = []
         """The indices of the moments at which steps ended."""
 
-    @property
-    def phase(self) -> Label:
-        """The phase under way."""
-        return self._phase
-
     def enter(self, phase: Label) -> None:
         """Begin a phase, which ends the one before; tasks go on."""
-        self._cut()
-        self._phase = phase
+        self.cut()
+        self.phase = phase
 
     def end_step(self) -> None:
         """Note that a step ends now; the phase under way goes on."""
-        self._cut()
+        self.cut()
         self.ends.append(len(self.moments) - 1)
 
     def begin(self, task: Label) -> None:
         """Begin a task inside of what is under way."""
-        self._cut()
+        self.cut()
         self._tasks.append(task)
 
     def end(self) -> None:
         """End the innermost task."""
-        self._cut()
+        self.cut()
         self._tasks.pop()
 
-    def close(self) -> None:
-        """End the last span."""
-        self._cut()
-
-    def _cut(self) -> None:
-        self._labels.append((self._phase, self._tasks[-1] if self._tasks else self._phase))
+    def cut(self) -> None:
+        """End the span under way, and begin another one."""
+        self._labels.append((self.phase, self._tasks[-1] if self._tasks else self.phase))
         self.moments.append(self._now())
 
     def spans(self, seconds: Sequence[float], first: int = 0) -> list[TimeSpan]:
@@ -156,6 +150,13 @@ class Peak(NamedTuple):
     sample: MemorySample
     units: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """Name the phase and the gathered units."""
+        names = list(self.units[:_MOST_NAMES])
+        if more := len(self.units) - len(names):
+            names.append(f"{more} more")
+        return f"{describe(self.sample.phase)}{'; gathered: ' if names else ''}{', '.join(names)}"
+
 
 class MemoryWatch:
     """Takes samples.
@@ -208,7 +209,7 @@ where the host copies; packing, adding and delivery of gradients; freeing of par
 ranks, which is the exposed communication; the optimizer; and all outside."""
 _GIB = 1 << 30
 _MOST_NAMES = 4
-"""Gathered units that the mark of the peak in the picture names."""
+"""Gathered units that the peak names."""
 
 
 @dataclass
@@ -265,29 +266,24 @@ class Profile:
     @property
     def phases(self) -> Mapping[str, float]:
         """Seconds of a step by kind, see `COLUMNS`; they add up to `seconds_per_step`."""
-        found, steps = add_up(self.spans, lambda span: span.label.kind), self._steps
-        return {kind: found.get(kind, 0.0) / steps for kind in COLUMNS}
+        found = self._add_up(self.spans, lambda span: span.label.kind)
+        return {kind: found.get(kind, 0.0) for kind in COLUMNS}
 
     @property
     def units(self) -> Mapping[str, Mapping[str, float]]:
         """Seconds of a step by unit and kind; a wait belongs to the unit of the phase around it."""
-        found = add_up(self.spans, lambda span: (_unit_of(span), span.label.kind))
+        found = self._add_up(self.spans, lambda span: (_unit_of(span), span.label.kind))
         units: dict[str, dict[str, float]] = {}
         for (unit, kind), seconds in found.items():
-            units.setdefault(unit, dict.fromkeys(COLUMNS, 0.0))[kind] += seconds / self._steps
+            units.setdefault(unit, dict.fromkeys(COLUMNS, 0.0))[kind] += seconds
         return units
 
     @property
     def waits(self) -> Mapping[str, float]:
         """Seconds of a step by the collective that the rank waited for, the longest first."""
         waits = (span for span in self.spans if span.label.kind == "wait")
-        found = add_up(waits, lambda span: span.label.name)
-        return {name: s / self._steps for name, s in sorted(found.items(), key=lambda item: -item[1])}
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds of a step in which the rank only waited for other ranks."""
-        return self.phases["wait"]
+        found = self._add_up(waits, lambda span: span.label.name)
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @property
     def utilization(self) -> float | None:
@@ -303,6 +299,9 @@ class Profile:
         if flops is None or self.peak_flops is None:
             return None
         return flops / self.seconds_per_step / self.peak_flops
+
+    def _add_up(self, spans: Iterable[TimeSpan], key: Callable[[TimeSpan], Any]) -> dict[Any, float]:
+        return {name: seconds / self._steps for name, seconds in add_up(spans, key).items()}
 
     @property
     def _steps(self) -> int:
@@ -348,8 +347,7 @@ class Profile:
     def _table_of_peak(self, peak: Peak) -> str:
         rows: list[tuple[str, ...]] = [(kind, format_bytes(n)) for kind, n in peak.sample.kinds.items()]
         rows += [LINE, ("total", format_bytes(peak.sample.total))]
-        gathered = f"; gathered: {', '.join(peak.units)}" if peak.units else ""
-        return render(f"memory at the peak, {describe(peak.sample.phase)}{gathered}", ("kind", "bytes"), rows)
+        return render(f"memory at the peak, {peak}", ("kind", "bytes"), rows)
 
     def write_trace(self, path: str | PathLike[str]) -> None:
         """Write the spans as a trace for chrome://tracing or ui.perfetto.dev.
@@ -376,7 +374,26 @@ class Profile:
         """
         if self.peak is None:
             raise RuntimeError("the profile has no memory: expected profile(engine, memory=True) and a step")
-        draw_memory(self.samples, self.peak, Path(path))
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ImportError("plot_memory() needs matplotlib: pip install zeroshard[plot]") from None
+        figure = Figure(figsize=(10, 4.5), layout="constrained")
+        axes = figure.subplots()
+        times = [sample.seconds for sample in self.samples]
+        values = [[sample.kinds[kind] / _GIB for sample in self.samples] for kind in KINDS]
+        axes.stackplot(times, values, labels=KINDS, step="post")
+        sample = self.peak.sample
+        at, top = sample.seconds, sample.total / _GIB
+        axes.plot([at], [top], "k.")
+        side = "right" if at > (times[0] + times[-1]) / 2 else "left"
+        kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in sample.kinds.items() if n)
+        text = f"{format_bytes(sample.total)}, {self.peak}\n{kinds}"
+        axes.annotate(text, (at, top), (0, 12), textcoords="offset points", fontsize=8, ha=side)
+        axes.set(xlabel="s", ylabel="GiB", ylim=(0, 1.25 * top), xlim=(times[0], times[-1]))
+        figure.legend(loc="outside right upper", reverse=True)
+        FigureCanvasAgg(figure).print_figure(Path(path))
 
 
 def describe(phase: Label) -> str:
@@ -409,45 +426,3 @@ def _joined(spans: Sequence[TimeSpan]) -> list[tuple[Label, float, float]]:
         else:
             found.append((span.phase, span.start, span.stop))
     return found
-
-
-def draw_memory(samples: Sequence[MemorySample], peak: Peak, path: Path) -> None:
-    """Draw the bytes of each kind over time, one above the other.
-
-    Args:
-        samples: the samples, in the order of time.
-        peak: the sample that is marked.
-        path: the picture; its ending tells the format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("plot_memory() needs matplotlib: pip install zeroshard[plot]") from None
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    axes = figure.subplots()
-    times = [sample.seconds for sample in samples]
-    values = [[sample.kinds[kind] / _GIB for sample in samples] for kind in KINDS]
-    axes.stackplot(times, values, labels=KINDS, step="post")
-    at, top = peak.sample.seconds, peak.sample.total / _GIB
-    axes.plot([at], [top], "k.")
-    side = "right" if at > (times[0] + times[-1]) / 2 else "left"
-    axes.annotate(describe_peak(peak), (at, top), (0, 12), textcoords="offset points", fontsize=8, ha=side)
-    axes.set(xlabel="s", ylabel="GiB", ylim=(0, 1.25 * top), xlim=(times[0], times[-1]))
-    figure.legend(loc="outside right upper", reverse=True)
-    FigureCanvasAgg(figure).print_figure(path)
-
-
-def describe_peak(peak: Peak) -> str:
-    """Name the phase of the peak and all that is alive there, in two lines."""
-    phase = peak.sample.phase
-    where = f"{phase.kind} {phase.name}".strip()
-    kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in peak.sample.kinds.items() if n)
-    names = list(peak.units[:_MOST_NAMES])
-    if more := len(peak.units) - len(names):
-        names.append(f"{more} more")
-    gathered = f"; gathered: {', '.join(names)}" if names else ""
-    return f"{format_bytes(peak.sample.total)} in {where}{gathered}\n{kinds}"
