@@ -17,25 +17,23 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from zeroshard.logs.steplog import KINDS, RunFacts, StepMetrics, Target, Terminal, flat, parse_target
+from zeroshard.logs.steplog import KINDS, RunFacts, Target, flat, open_terminal, parse_target
 
 RUN = RunFacts({"lr": 0.1, "zeroshard": {"stage": 3, "mesh": {"tp": 2}}}, first_step=0, num_steps=20)
 INSTALLED = {name for name, kind in KINDS.items() if kind.package is None or find_spec(kind.package)}
 
 
-VALUES = StepMetrics(
-    step=10,
-    seconds=1.5,
-    loss=2.25,
-    grad_norm=0.5,
-    lr=3e-4,
-    tokens_per_s=12345.0,
-    memory_bytes=3 << 30,
-    skipped_steps=0,
-    loss_scale=1.0,
-).values()
+VALUES: dict[str, float] = {
+    "seconds": 1.5,
+    "loss": 2.25,
+    "grad_norm": 0.5,
+    "lr": 3e-4,
+    "tokens_per_s": 12345.0,
+    "memory_bytes": 3 << 30,
+    "skipped_steps": 0,
+    "loss_scale": 1.0,
+}
 
 
 def write(target: Target) -> None:
@@ -48,7 +46,7 @@ def write(target: Target) -> None:
 
 def test_the_terminal_has_a_line_for_each_report() -> None:
     out = io.StringIO()
-    terminal = Terminal(RUN, Console(file=out, width=20))
+    terminal = open_terminal("", RUN, out)
     write(terminal)
     terminal.log(21, {**VALUES, "skipped_steps": 2, "loss": float("nan"), "loss_scale": 1024.0})
     assert out.getvalue().splitlines() == [
@@ -59,9 +57,13 @@ def test_the_terminal_has_a_line_for_each_report() -> None:
     ]
 
 
-def test_the_terminal_shows_new_skipped_steps_and_wrong_losses_in_colour() -> None:
+def test_the_terminal_shows_new_skipped_steps_and_wrong_losses_in_colour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLORTERM": ""}.items():  # rich reads them
+        monkeypatch.setenv(name, value)
     out = io.StringIO()
-    terminal = Terminal(RUN, Console(file=out, force_terminal=True, color_system="standard"))
+    terminal = open_terminal("", RUN, out)
     for step in (1, 2):
         terminal.log(step, {**VALUES, "skipped_steps": 1, "loss": float("nan") if step == 1 else 2.0})
     first, second = out.getvalue().splitlines()

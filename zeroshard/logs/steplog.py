@@ -8,11 +8,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TextIO, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,9 +21,6 @@ from zeroshard.engine import Engine
 from zeroshard.internals.warn import warn_user
 from zeroshard.memory.report import measure_process
 from zeroshard.tables import format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _MOST_PARAMS, _LONGEST_VALUE = 100, 500
 """The parameters of one call, and the characters of a value; MLflow's servers refuse more (its REST API)."""
@@ -50,7 +46,18 @@ class Target(Protocol):
 
         Args:
             step: steps so far: those that the optimizer has taken, and those that were skipped.
-            values: the metrics of `StepMetrics` that there are, or values of the user's.
+            values: values of the user's; or the metrics of the steps since the last report, as far as they
+                are there:
+
+                seconds         since the log was made
+                loss            the mean over the micro-batches of these steps and over the ranks
+                grad_norm       before the last clipping, if something clips
+                lr              of the last of these steps and of the first parameter group
+                tokens_per_s    of all ranks, if numbers of tokens were given
+                memory_bytes    the largest of a rank: `peak_allocated` of torch on an accelerator, the
+                                resident memory of the process on a CPU
+                skipped_steps   steps so far that were skipped because gradients were not finite
+                loss_scale      of the next step; 1.0 if nothing is computed in float16
         """
 
     def close(self) -> None:
@@ -68,166 +75,140 @@ class RunFacts(NamedTuple):
     """Steps of the whole run, if it is known."""
 
 
-class Terminal:
-    """Prints each report as one line.
+class Calls(NamedTuple):
+    """A target made of two functions."""
+
+    log: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
+
+
+def open_terminal(place: str, run: RunFacts, file: TextIO | None = None) -> Target:
+    """Print each report as one line. Steps skipped since the last one are yellow, and a wrong loss is red.
 
     Args:
+        place: unused.
         run: the run, for the number of its steps.
-        console: where to print.
+        file: where to print; None for the standard output.
     """
+    from rich.console import Console
+    from rich.text import Text
 
-    def __init__(self, run: RunFacts, console: Console) -> None:
-        self._num_steps, self._console = run.num_steps, console
-        self._num_skipped = 0.0
+    console, of = Console(file=file, highlight=False), "" if run.num_steps is None else f"/{run.num_steps}"
+    num_skipped = 0.0
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Print a line. Steps that were skipped since the last one are yellow, and a wrong loss is red."""
-        of = "" if self._num_steps is None else f"/{self._num_steps}"
-        from rich.text import Text
+    def style(name: str, value: float) -> str:
+        if name == "skipped_steps" and value > num_skipped:
+            return "yellow"
+        return "red" if name == "loss" and not math.isfinite(value) else ""
 
+    def log(step: int, values: Mapping[str, float]) -> None:
+        nonlocal num_skipped
         line = Text.assemble((f"step {step}{of}", "bold"))
         for name, value in values.items():
             text = _FIGURES[name](value) if name in _FIGURES else f"{name} {value:.4g}"
             if text:
-                line.append("  ").append(text, style=self._style(name, value))
-        self._num_skipped = values.get("skipped_steps", self._num_skipped)
-        self._console.print(line, soft_wrap=True)
+                line.append("  ").append(text, style=style(name, value))
+        num_skipped = values.get("skipped_steps", num_skipped)
+        console.print(line, soft_wrap=True)
 
-    def _style(self, name: str, value: float) -> str:
-        if name == "skipped_steps" and value > self._num_skipped:
-            return "yellow"
-        return "red" if name == "loss" and not math.isfinite(value) else ""
-
-    def close(self) -> None:
-        """Do nothing: each line is there."""
+    return Calls(log, lambda: None)  # each line is there
 
 
-def _open_terminal(place: str, run: RunFacts) -> Terminal:
-    from rich.console import Console
-
-    return Terminal(run, Console(highlight=False))
-
-
-class JsonLines:
-    """Appends to a file, a line for each report, which other programs can read at once.
+def open_json_lines(place: str, run: RunFacts) -> Target:
+    """Append to a file, a line for each report, which other programs can read at once.
 
     JSON has no infinity: a value that is not finite becomes the text "nan", "inf" or "-inf". A run that goes
     on appends to its file. If it repeats steps, the last value of a step counts.
 
     Args:
-        file: the file; its folder is made if needed.
+        place: the file; its folder is made if needed.
+        run: the run.
 
     Raises:
         OSError: the file cannot be written.
     """
+    path = Path(place)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a", encoding="utf-8", buffering=1)  # each line is written at once
 
-    def __init__(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._file = file.open("a", encoding="utf-8", buffering=1)  # each line is written at once
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a line."""
+    def log(step: int, values: Mapping[str, float]) -> None:
         plain = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **plain}, allow_nan=False) + "\n")
+        file.write(json.dumps({"step": step, **plain}, allow_nan=False) + "\n")
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    return Calls(log, file.close)
 
 
-class TensorBoard:
-    """Writes event files into a folder; `tensorboard --logdir FOLDER` shows them.
+def open_tensorboard(place: str, run: RunFacts) -> Target:
+    """Write event files into a folder; `tensorboard --logdir FOLDER` shows them.
 
     Args:
-        folder: the folder; it is made if needed.
+        place: the folder; it is made if needed.
         run: the run. Of a run that goes on, TensorBoard hides earlier points that are written again.
     """
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: str, run: RunFacts) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    writer: Any = SummaryWriter(place, purge_step=run.first_step + 1 if run.first_step else None)
+    text = json.dumps(dict(run.config), indent=2, default=str)
+    indented = "".join(f"    {line}\n" for line in text.splitlines())  # a block of code in Markdown
+    writer.add_text("config", indented, run.first_step)
 
-        purge = run.first_step + 1 if run.first_step else None
-        self._writer: Any = SummaryWriter(folder, purge_step=purge)
-        text = json.dumps(dict(run.config), indent=2, default=str)
-        indented = "".join(f"    {line}\n" for line in text.splitlines())  # a block of code in Markdown
-        self._writer.add_text("config", indented, run.first_step)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a scalar for each value."""
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(f"train/{name}", value, step)
-        self._writer.flush()
+            writer.add_scalar(f"train/{name}", value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
+    return Calls(log, writer.close)
 
 
-class WeightsAndBiases:
-    """Sends metrics to a new run of Weights & Biases.
+def open_wandb(place: str, run: RunFacts) -> Target:
+    """Send metrics to a new run of Weights & Biases, which takes none for a step before its last one.
 
     The package's own environment variables hold: `WANDB_MODE=offline` keeps all in a folder, `WANDB_DIR`
     names it, `WANDB_RUN_ID` with `WANDB_RESUME` goes on with a run.
 
     Args:
-        project: the name of the project.
+        place: the name of the project.
         run: the run, for its config.
     """
+    import wandb
 
-    def __init__(self, project: str, run: RunFacts) -> None:
-        import wandb
+    opened: Any = wandb.init(project=place, config=dict(run.config))
 
-        self._run: Any = wandb.init(project=project, config=dict(run.config))
+    def log(step: int, values: Mapping[str, float]) -> None:
+        opened.log({f"train/{name}": value for name, value in values.items()}, step=step)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values; Weights & Biases takes none for a step before its last one."""
-        self._run.log({f"train/{name}": value for name, value in values.items()}, step=step)
-
-    def close(self) -> None:
-        """End the run, and wait until all is written or sent."""
-        self._run.finish()
+    return Calls(log, opened.finish)
 
 
-class MLflow:
-    """Sends metrics to a new run of MLflow, through a client of its own: the active run stays the user's.
+def open_mlflow(place: str, run: RunFacts) -> Target:
+    """Send metrics to a new run of MLflow, through a client of its own: the active run stays the user's.
 
     The experiment is that of `MLFLOW_EXPERIMENT_NAME`, or "zeroshard".
 
     Args:
-        uri: the tracking URI, such as sqlite:///mlflow.db or the address of a server; "" for MLflow's own
+        place: the tracking URI, such as sqlite:///mlflow.db or the address of a server; "" for MLflow's own
             choice (`MLFLOW_TRACKING_URI`). MLflow 3.17 takes file:./mlruns only with
             MLFLOW_ALLOW_FILE_STORE=true.
         run: the run; its config becomes parameters.
     """
+    from mlflow.entities import Metric, Param
+    from mlflow.tracking import MlflowClient
 
-    def __init__(self, uri: str, run: RunFacts) -> None:
-        from mlflow.tracking import MlflowClient
+    client: Any = MlflowClient(tracking_uri=place or None)
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "zeroshard")
+    experiment = client.get_experiment_by_name(name)
+    number = client.create_experiment(name) if experiment is None else experiment.experiment_id
+    run_id: str = client.create_run(number).info.run_id
+    params = [Param(name, str(value)[:_LONGEST_VALUE]) for name, value in flat(run.config).items()]
+    for first in range(0, len(params), _MOST_PARAMS):
+        client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
 
-        self._client: Any = MlflowClient(tracking_uri=uri or None)
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "zeroshard")
-        experiment = self._client.get_experiment_by_name(name)
-        number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        self._run_id: str = self._client.create_run(number).info.run_id
-        self._send_params(flat(run.config))
-
-    def _send_params(self, values: dict[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        params = [Param(name, str(value)[:_LONGEST_VALUE]) for name, value in values.items()]
-        for first in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(self._run_id, params=params[first : first + _MOST_PARAMS])
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the values in one call."""
-        from mlflow.entities import Metric
-
+    def log(step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
         sent = [Metric(name, float(value), now, step) for name, value in values.items()]
-        self._client.log_batch(self._run_id, metrics=sent)
+        client.log_batch(run_id, metrics=sent)
 
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self._client.set_terminated(self._run_id)
+    return Calls(log, lambda: client.set_terminated(run_id))
 
 
 Opener = Callable[[RunFacts], Target]
@@ -248,11 +229,11 @@ class TargetKind(NamedTuple):
 
 
 KINDS: Mapping[str, TargetKind] = {
-    "terminal": TargetKind(_open_terminal, "", "", None),
-    "jsonl": TargetKind(lambda file, _: JsonLines(Path(file)), "FILE", None, None),
-    "tensorboard": TargetKind(TensorBoard, "FOLDER", "runs", "tensorboard"),
-    "wandb": TargetKind(WeightsAndBiases, "PROJECT", "zeroshard", "wandb"),
-    "mlflow": TargetKind(MLflow, "URI", "", "mlflow"),
+    "terminal": TargetKind(open_terminal, "", "", None),
+    "jsonl": TargetKind(open_json_lines, "FILE", None, None),
+    "tensorboard": TargetKind(open_tensorboard, "FOLDER", "runs", "tensorboard"),
+    "wandb": TargetKind(open_wandb, "PROJECT", "zeroshard", "wandb"),
+    "mlflow": TargetKind(open_mlflow, "URI", "", "mlflow"),
 }
 """The targets by name."""
 
@@ -292,35 +273,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """The metrics of the steps since the last report."""
-
-    step: int
-    """Steps so far: those that the optimizer has taken, and those that were skipped."""
-    seconds: float
-    """Seconds since the log was made."""
-    loss: float
-    """The mean over the micro-batches of these steps and over the ranks."""
-    grad_norm: float | None
-    """The gradient norm before the last clipping; None if nothing clips."""
-    lr: float | None
-    """The learning rate of the last of these steps, of the first parameter group; None: no optimizer."""
-    tokens_per_s: float | None
-    """Tokens of all ranks per second; None if no number of tokens was given."""
-    memory_bytes: int
-    """The largest memory of a rank: `peak_allocated` of torch on an accelerator, the resident memory of the
-    process on a CPU."""
-    skipped_steps: int
-    """Steps so far that were skipped because gradients were not finite."""
-    loss_scale: float
-    """The loss scale of the next step; 1.0 if nothing is computed in float16."""
-
-    def values(self) -> dict[str, float]:
-        """Return the metrics that there are, by the names of the fields; without `step`."""
-        return {name: value for name, value in asdict(self).items() if name != "step" and value is not None}
-
-
 class Share(NamedTuple):
     """The part of one rank in the metrics."""
 
@@ -333,18 +285,8 @@ class Share(NamedTuple):
     grad_norm: float | None
 
 
-class Sums(NamedTuple):
-    """The shares of all ranks together."""
-
-    loss: float
-    num_tokens: int | None
-    memory: int
-    lr: float | None
-    grad_norm: float | None
-
-
-def combine(shares: Sequence[Share], num_data: int) -> Sums:
-    """Return the sums and means of all ranks; pure.
+def combine(shares: Sequence[Share], num_data: int, seconds: float) -> dict[str, float]:
+    """Return the sums and means of all ranks, as far as they are there; pure.
 
     Tensor and pipeline ranks have the same batches, losses and tokens as others. So a mean over all ranks is
     that over the data-parallel ranks, and tokens are counted by their share of the ranks.
@@ -352,15 +294,17 @@ def combine(shares: Sequence[Share], num_data: int) -> Sums:
     Args:
         shares: those of all ranks, in rank order.
         num_data: the number of data-parallel ranks, a divisor of the number of ranks.
+        seconds: the time in which the tokens were consumed.
     """
     tokens = [share.num_tokens for share in shares if share.num_tokens is not None]
-    return Sums(
-        loss=sum(share.losses for share in shares) / sum(share.num_losses for share in shares),
-        num_tokens=sum(tokens) * num_data // len(shares) if tokens else None,
-        memory=max(share.memory for share in shares),
-        lr=next((share.lr for share in shares if share.lr is not None), None),
-        grad_norm=next((share.grad_norm for share in shares if share.grad_norm is not None), None),
-    )
+    found = {
+        "loss": sum(share.losses for share in shares) / sum(share.num_losses for share in shares),
+        "grad_norm": next((share.grad_norm for share in shares if share.grad_norm is not None), None),
+        "lr": next((share.lr for share in shares if share.lr is not None), None),
+        "tokens_per_s": sum(tokens) * num_data // len(shares) / seconds if tokens else None,
+        "memory_bytes": max(share.memory for share in shares),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class StepLog:
@@ -480,8 +424,7 @@ class StepLog:
         """Send the metrics of the steps since the last report, if there are any; collective."""
         if not self._losses:
             return
-        metrics = self._collect()
-        self._send(metrics.step, metrics.values())
+        self._send(self._seen, self._collect())
 
     def _send(self, step: int, values: Mapping[str, float]) -> None:
         for name, target in list(self._targets):
@@ -512,7 +455,7 @@ class StepLog:
             self.close()
             raise
 
-    def _collect(self) -> StepMetrics:
+    def _collect(self) -> dict[str, float]:
         """Exchange the shares of the ranks; return the metrics of all, and begin anew."""
         engine, world = self._engine, self._engine._axes.world
         losses = torch.stack(self._losses).tolist()
@@ -525,21 +468,11 @@ class StepLog:
             lr=self._used_lr,
             grad_norm=None if norm is None else norm.item(),
         )
-        sums = combine(world.all_gather_object(own, "metrics of steps"), engine.dp_world_size)
-        engine._guard.watch(self._seen, sums.loss, sums.grad_norm)
-        now = time.perf_counter()
-        speed = None if sums.num_tokens is None else sums.num_tokens / (now - self._since)
-        metrics = StepMetrics(
-            step=self._seen,
-            seconds=now - self._begin,
-            loss=sums.loss,
-            grad_norm=sums.grad_norm,
-            lr=sums.lr,
-            tokens_per_s=speed,
-            memory_bytes=sums.memory,
-            skipped_steps=engine.skipped_steps,
-            loss_scale=engine.loss_scale,
-        )
+        shares, now = world.all_gather_object(own, "metrics of steps"), time.perf_counter()
+        found = combine(shares, engine.dp_world_size, now - self._since)
+        engine._guard.watch(self._seen, found["loss"], found.get("grad_norm"))
+        metrics = {"seconds": now - self._begin, **found, "skipped_steps": engine.skipped_steps}
+        metrics["loss_scale"] = engine.loss_scale
         self._losses, self._num_tokens = [], None
         self._since, self._reported = now, self._seen
         return metrics
