@@ -22,7 +22,6 @@ from zeroshard.config.sections import (
     Offload,
     Pipeline,
     Precision,
-    require_supported,
 )
 from zeroshard.parallel.pipeline.actions import parse_schedule
 
@@ -624,32 +623,10 @@ def test_parse_refuses_anything_else(config):
     assert message.endswith(f"({type(config).__name__})")
 
 
-# ------------------------------------------------------------------------------- what is not there yet
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_this_version_has_is_supported(stage):
-    for dtype in (None, "bf16", "fp16", "fp32", "fp64"):
-        require_supported(Config(stage=stage, precision=Precision(param_dtype=dtype, reduce_dtype=dtype)))
-    for scale in ("dynamic", 128):
-        require_supported(Config(stage=stage, precision=Precision(param_dtype="fp16", loss_scale=scale)))
-    for nonfinite in ("report", "skip", "error"):
-        require_supported(Config(stage=stage, nonfinite=nonfinite))
-    for dtype in (None, "bf16", "fp32", "fp64"):
-        require_supported(Config(stage=stage, precision=Precision(main_dtype=dtype)))
-    for recompute in ("none", "unit"):
-        require_supported(Config(stage=stage, recompute=recompute, offload=Offload(activations="cpu")))
-    for reshard in (True, False):
-        require_supported(Config(stage=stage, reshard_after_forward=reshard, num_prefetch=0))
-    for units in (["Block"], lambda module: True):
-        require_supported(
-            Config(stage=stage, units=units, clip_grad_norm=1.0, gradient_accumulation_steps=4, watchdog_s=1)
-        )
-
-
-def test_what_this_version_does_not_have_is_refused_by_name():
-    message = refusal(require_supported, Config(precision=Precision(main_dtype="fp16")))
-    assert message == "not available in zeroshard yet: precision.main_dtype=float16"
+def test_main_parameters_of_16_bits_are_bfloat16():
+    assert Precision(main_dtype="bf16").main_dtype is torch.bfloat16
+    expected = "expected a dtype among bfloat16, float32, float64, got 'fp16' (str)"
+    assert refusal(Precision, main_dtype="fp16") == f"config key 'precision.main_dtype': {expected}"
 
 
 @pytest.mark.parametrize(

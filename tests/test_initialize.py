@@ -26,8 +26,6 @@ from zeroshard.comm.counter import Counter
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.units import find_units
 
-NOT_YET = "not available in zeroshard yet: "
-
 
 def refusal(*args, **kwargs):
     """The message of the ValueError that initialize ends in, before it opens a process group."""
@@ -385,16 +383,6 @@ def test_a_misspelt_key_in_a_file_is_refused_with_the_file(tmp_path):
 )
 def test_wrong_types_and_impossible_combinations_are_refused(config, message):
     assert refusal(Tiny(), None, config).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("config", "listed"),
-    [
-        ({"precision": {"main_dtype": "fp16"}}, "precision.main_dtype=float16"),
-    ],
-)
-def test_what_is_not_there_yet_is_refused_by_name(config, listed):
-    assert refusal(Tiny(), None, config).startswith(NOT_YET + listed)
 
 
 @pytest.mark.parametrize("model", [None, torch.ones(3), lambda x: x, Tiny])

@@ -19,7 +19,7 @@ from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
-from zeroshard.config.sections import Config, refuse_pipeline, require_supported
+from zeroshard.config.sections import Config, refuse_pipeline
 from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import (
@@ -74,7 +74,6 @@ def shard_in_place(
     module: nn.Module, config: Config, mesh: DeviceMesh | None, tp_plan: Plan | None
 ) -> Runtime:
     """Shard a module over the ranks of the default process group, or of a mesh."""
-    require_supported(config)  # before groups are opened
     refuse_pipeline(config, "shard")
     refuse_recording("shard")
     with sharding_apart(module, config.ignored):

@@ -24,7 +24,7 @@ from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, start_world
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import has_streams
-from zeroshard.config.sections import Config, Loader, require_supported
+from zeroshard.config.sections import Config, Loader
 from zeroshard.data.blocks import Blocks, collator
 from zeroshard.data.given import GivenLoader, is_loader, warn_of_same_samples
 from zeroshard.data.loader import EpochLoader
@@ -109,7 +109,6 @@ def initialize(
         RuntimeError: the ranks' models or configs differ.
     """
     config = Config.parse(config)
-    require_supported(config)
     _check_arguments(model, training_data, loss_fn)
     dataset = training_data
     if is_loader(training_data):

@@ -73,10 +73,6 @@ BF16 = Config(stage=0, precision=Precision(param_dtype="bf16"), nonfinite="skip"
             replace(BF16, precision=Precision(param_dtype="bf16", reduce_dtype="bf16")),
         ),
         (
-            {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
-            Config(stage=0, precision=Precision(param_dtype="fp16", main_dtype="fp16", loss_scale="dynamic")),
-        ),
-        (
             {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
             replace(BF16, precision=Precision(param_dtype="bf16", main_dtype="bf16")),
         ),
@@ -314,7 +310,7 @@ def test_everything_that_is_wrong_is_listed_in_one_error():
         "elasticity": {"enabled": True, "max_train_batch_size": 2000},
     }
     assert refusal(config) == [
-        "'train_batch_size': 'auto' is filled in by the Trainer of transformers: leave it out",
+        "'train_batch_size': 'auto' is filled in by the Trainer of transformers, from its TrainingArguments",
         "'gradient_clipping': expected a number >= 0, got '1.0' (str)",
         "'fp16': expected a section, got True (bool)",
         "'zero_optimization.stage': expected an integer from 0 to 3, got 4 (int)",

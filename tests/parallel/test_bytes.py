@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import zeroshard
-from zeroshard.memory.activations import MicroBatch, TransformerBlocks
+from zeroshard.memory.activations import MicroBatch, Sizes
 
 CONFIG = {
     "hidden_size": 256,
@@ -78,7 +78,8 @@ def test_sums_over_tensor_ranks_are_counted(ranks, recompute):
 def test_activations_follow_the_formulas_of_the_source():
     samples, length, width, heads, depth = 4, 2048, 4096, 32, 32
     one = samples * length * width
-    blocks = TransformerBlocks(depth, width, heads)
+    blocks = Sizes(num_params=0, depth=depth, width=width, embedding=0, is_tied=False)
+    assert blocks.num_heads == heads
     plain = MicroBatch(num_tokens=samples * length, itemsize=2)
     scores = 5 * heads * length / width  # 5 a s / h
     assert blocks.bytes_held(replace(plain, scores_of=length)) == depth * (34 + scores) * one  # equation 1
@@ -96,7 +97,8 @@ def test_the_head_keeps_two_inputs_and_float32_logits():
     tokens, width, vocabulary = 2048, 4096, 32_000
     batch = MicroBatch(num_tokens=tokens, itemsize=2, tp=4, sequence=True)
     expected = 4 * tokens * (width + vocabulary) / 4
-    assert TransformerBlocks(1, width, 32, vocabulary).bytes_of_head(batch) == expected
+    sizes = Sizes(num_params=0, depth=1, width=width, embedding=vocabulary * width, is_tied=False)
+    assert sizes.bytes_of_head(batch) == expected
 
 
 def test_an_estimate_refuses_what_it_cannot_know():

@@ -284,8 +284,8 @@ def _model(options: EstimateOptions) -> nn.Module | int:
         sizes = typical_sizes(given)
         if not sizes.depth:
             raise ValueError(f"--lora: expected a number of parameters with blocks, got {given:,}")
-        vocabulary, is_tied = sizes.embedding // sizes.width, sizes.is_tied
-        model = typical_skeleton(sizes.depth, sizes.width, sizes.num_heads, vocabulary, is_tied=is_tied)
+        size = sizes.depth, sizes.width, sizes.num_heads, sizes.vocabulary
+        model = typical_skeleton(*size, is_tied=sizes.is_tied)
     elif isinstance(given, Path):
         model = build_skeleton(given)
     else:
@@ -450,7 +450,7 @@ def _about(model: nn.Module | int) -> str:
     return (
         f"{model:,} parameters, taken as a typical language model: {sizes.depth} blocks of "
         f"{format_count(sizes.blocks[0])}, {tables} of {format_count(sizes.embedding)} "
-        f"(width {sizes.width:,}, vocabulary {sizes.embedding // sizes.width:,}). "
+        f"(width {sizes.width:,}, vocabulary {sizes.vocabulary:,}). "
         "A config.json in place of the number is exact."
     )
 

@@ -153,6 +153,10 @@ def _own_schedule(value: Any) -> Any:
 
 BOOLEAN = instance(bool, "True or False")
 DTYPE = ValueRule("a dtype among bfloat16, float16, float32, float64", _dtype)
+MAIN_DTYPE = ValueRule(
+    "a dtype among bfloat16, float32, float64",
+    lambda value: REFUSED if _dtype(value) is torch.float16 else _dtype(value),
+)
 DTYPES_BY_NAME = ValueRule(
     "a dict of dtypes by names of parameters or modules, such as {'*.norm*': 'fp32', 'router': 'fp32'}, with "
     "dtypes among bfloat16, float16, float32, float64",

@@ -24,7 +24,6 @@ from zeroshard.config.checked import (
     Checked,
     Requirement,
     deepspeed_reader,
-    flat,
     naming,
     read_options,
     show,
@@ -85,7 +84,7 @@ class Precision(Checked):
     """
     reduce_dtype: Annotated[torch.dtype | None, checked.DTYPE] = None
     """Dtype in which gradients are summed over ranks. None: the compute dtype, but at least float32."""
-    main_dtype: Annotated[torch.dtype | None, checked.DTYPE] = None
+    main_dtype: Annotated[torch.dtype | None, checked.MAIN_DTYPE] = None
     """Dtype of main parameters and their gradients.
 
     None: the model's, but at least float32. Optimizer states and updates have at least float32; updates of
@@ -193,6 +192,7 @@ class Mesh(Checked):
     """True divides norms and dropout of a model of transformers along the sequence, over the tensor ranks."""
 
 
+_OF_PIPELINES = ("schedule", "num_microbatches", "num_chunks", "split", "balance", "trace")
 _RESHARDED = ("reshard_after_forward", "True")
 _WIDE_MAIN = ("precision.main_dtype", "another dtype than bfloat16")
 
@@ -264,7 +264,7 @@ class Config(Checked):
         sharded = (self.stage >= 1, "stage", ">= 1")
         stage_3 = (self.stage == 3, "stage", "3")
         pipelined, whole = (self.mesh.pp > 1, "mesh.pp", ">= 2"), (self.mesh.pp == 1, "mesh.pp", "1")
-        not_compiled = (not self.compile, "compile", "False")
+        not_compiled, undivided = (not self.compile, "compile", "False"), (self.mesh.tp == 1, "mesh.tp", "1")
         not_overridden = (not self.precision.overrides, "precision.overrides", "None")
         regroups = not isinstance(self.reshard_after_forward, bool)
         param_dtype, main_dtype = self.precision.param_dtype, self.precision.main_dtype
@@ -272,6 +272,7 @@ class Config(Checked):
         unclipped = (self.clip_grad_norm is None, "clip_grad_norm", "None")
         unjudged = (self.nonfinite == "report", "nonfinite", "'report'")
         not_narrow = (main_dtype != torch.bfloat16, "precision.main_dtype", "another dtype than bfloat16")
+        of_pipelines = [n for n in _OF_PIPELINES if getattr(self.pipeline, n) != getattr(Pipeline, n)]
         return [
             Requirement(self.shard_group_size is not None, "shard_group_size", *sharded),
             Requirement(regroups, "reshard_after_forward", *stage_3),
@@ -286,17 +287,13 @@ class Config(Checked):
             Requirement(self.gradient_accumulation_steps > 1, "gradient_accumulation_steps", *whole),
             # Between chunks each tensor rank would have a part of the sequence, and number it from 0.
             Requirement(self.mesh.sequence, "mesh.sequence", *whole),
-            Requirement(self.pipeline.schedule != "1f1b", "pipeline.schedule", *pipelined),
-            Requirement(self.pipeline.num_microbatches > 1, "pipeline.num_microbatches", *pipelined),
-            Requirement(self.pipeline.num_chunks is not None, "pipeline.num_chunks", *pipelined),
-            Requirement(self.pipeline.split is not None, "pipeline.split", *pipelined),
-            Requirement(self.pipeline.balance != "time", "pipeline.balance", *pipelined),
-            Requirement(self.pipeline.trace, "pipeline.trace", *pipelined),
-            # The operations of a trace are those of whole layers.
-            Requirement(self.pipeline.trace, "pipeline.trace", self.mesh.tp == 1, "mesh.tp", "1"),
-            Requirement(self.pipeline.trace, "pipeline.trace", *not_compiled),
-            # A trace has the operations of modules, not their calls, at which values are cast.
-            Requirement(self.pipeline.trace, "pipeline.trace", *not_overridden),
+            *(Requirement(True, f"pipeline.{name}", *pipelined) for name in of_pipelines),
+            # The operations of a trace are those of whole layers of modules, not the calls of modules, at
+            # which values are cast.
+            *(
+                Requirement(self.pipeline.trace, "pipeline.trace", *needed)
+                for needed in (undivided, not_compiled, not_overridden)
+            ),
             *self._asynchronous_requirements(),
             # Gradients of ignored parameters are neither unscaled nor widened.
             Requirement(bool(self.ignored), "ignored", *not_half),
@@ -387,24 +384,8 @@ class Config(Checked):
 
 Checked._whole = Config
 
-# ------------------------------------------------------------------- settings that this version doesn't have
-
-# Keys that have only some of their values so far; of the pipeline, only the defaults.
-_AVAILABLE: dict[str, tuple[object, ...]] = {
-    "precision.main_dtype": (None, torch.float32, torch.float64, torch.bfloat16),
-}
-
-
 GivenConfig = Config | Mapping[str, Any] | str | os.PathLike[str] | None
 """A Config, a dict, or the path of a .json or .toml file; None for the defaults."""
-
-
-def require_supported(config: Config) -> None:
-    """Raise one ValueError that lists all settings of `config` that zeroshard doesn't have yet."""
-    asked = {key: value for key, value in flat(config).items() if value not in _AVAILABLE.get(key, (value,))}
-    if asked:
-        missing = ", ".join(f"{key}={show(value)}" for key, value in asked.items())
-        raise ValueError(f"not available in zeroshard yet: {missing}")
 
 
 def refuse_pipeline(config: Config, call: str) -> None:

@@ -132,7 +132,6 @@ MAPPED: dict[str, KeyRule] = {
         "a number >= 0", _is_number, lambda scale: {f"{_DYNAMIC}minimum": scale} if scale else {}
     ),
     "fp16.hysteresis": _integer(1, lambda overflows: {f"{_DYNAMIC}hysteresis": overflows}),
-    "fp16.fp16_master_weights_and_grads": _flag(precision__main_dtype="float16"),
     "data_types.param_dtype": _choice("precision.param_dtype", _DTYPES),
     "activation_checkpointing.partition_activations": _RECOMPUTE,
     "activation_checkpointing.contiguous_memory_optimization": _RECOMPUTE,
@@ -264,6 +263,7 @@ NO_EQUIVALENT: dict[str, Refusal] = {
     "expert_parallel": Refusal("experts are sharded like any other parameters"),
     "use_data_before_expert_parallelism": Refusal("experts are sharded like any other parameters"),
     "tensor_parallel.partition_config": Refusal("give tp_plan= to initialize"),
+    "fp16.fp16_master_weights_and_grads": Refusal("main parameters are float32 for fp16, or bfloat16"),
     "hybrid_engine": Refusal("leave the section out: engine.generate keeps parameters gathered"),
     "data_efficiency": _CURRICULUM,
     "curriculum_learning": _CURRICULUM,
@@ -287,41 +287,13 @@ NO_EQUIVALENT: dict[str, Refusal] = {
 
 # ------------------------------------------------------------------------------------------- all of them
 
-Entry = TypeVar("Entry")
-
-
-def _with_old_name(table: dict[str, Entry]) -> dict[str, Entry]:
-    """`bfloat16` was another name of the section `bf16`."""
-    return table | {
-        key.replace("bf16.", "bfloat16.", 1): entry for key, entry in table.items() if key.startswith("bf16.")
-    }
-
-
-MAPPED, IGNORED = _with_old_name(MAPPED), _with_old_name(IGNORED)
-
 KNOWN = frozenset(MAPPED) | frozenset(IGNORED) | frozenset(NO_EQUIVALENT)
 
 SECTIONS = frozenset(key.rpartition(".")[0] for key in KNOWN) - {""}
 
-SWITCHED = frozenset({"bf16", "bfloat16", "fp16"})
+_OLD_NAMES = {"bfloat16": "bf16"}
+SWITCHED = frozenset({"bf16", "fp16"})
 """Sections that have no effect unless `enabled` is true."""
-
-_TRAINER_ARGUMENTS: dict[str, str] = {
-    "train_batch_size": "leave it out",
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "bf16.enabled": "bf16",
-    "fp16.enabled": "fp16",
-}
-"""The arguments from which the Trainer of transformers fills in "auto"."""
-
-
-def auto(key: str) -> str:
-    """Return why the value "auto" is refused."""
-    argument = _TRAINER_ARGUMENTS.get(key)
-    return "'auto' is filled in by the Trainer of transformers" + (f": {argument}" if argument else "")
-
 
 _Config = TypeVar("_Config", bound=Config)
 
@@ -367,7 +339,7 @@ def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"expected a mapping of DeepSpeed config keys, got {_with_type(config)}")
-    leaves = dict(_leaves(config))
+    leaves = dict(_leaves({_OLD_NAMES.get(name, name): value for name, value in config.items()}))
     problems = [problem for key, value in leaves.items() if (problem := _problem(key, value))]
     mapped = {key: value for key, value in leaves.items() if key in MAPPED and MAPPED[key].takes(value)}
     options, conflicts = _options(mapped)
@@ -398,7 +370,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 def _problem(key: str, value: Any) -> str | None:
     """Return the problem of one key, if it has one."""
     if key in MAPPED and value == "auto":
-        return f"'{key}': {auto(key)}"
+        return f"'{key}': 'auto' is filled in by the Trainer of transformers, from its TrainingArguments"
     if key in MAPPED:
         rule = MAPPED[key]
         return None if rule.takes(value) else f"'{key}': expected {rule.expected}, got {_with_type(value)}"

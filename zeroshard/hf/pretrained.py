@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.config.sections import Config, GivenConfig, require_supported
+from zeroshard.config.sections import Config, GivenConfig
 from zeroshard.hf.quantize import Prequantized, quantize
 from zeroshard.lazy.deferred import defer
 from zeroshard.lazy.recording import recording
@@ -50,7 +50,7 @@ def from_pretrained(
         ValueError: no safetensors checkpoint at `path`, or one of another model; weights that another library
             has quantized.
     """
-    require_supported(Config.parse(config))
+    Config.parse(config)
     tensors = find_tensors(path)
     from transformers import AutoConfig, GenerationConfig
     from transformers.utils import GENERATION_CONFIG_NAME

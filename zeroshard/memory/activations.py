@@ -62,10 +62,52 @@ class Sizes:
         return self.width // SIZE_OF_HEAD
 
     @property
+    def vocabulary(self) -> int:
+        """Logits of a token; 0 for a model that is one unit."""
+        return self.embedding // self.width if self.width else 0
+
+    @property
     def blocks(self) -> list[int]:
         """Parameters of each block. The sizes differ by 1 at most."""
         total = self.num_params - self.embedding * (1 if self.is_tied else 2)
         return [total // self.depth + (number < total % self.depth) for number in range(self.depth)]
+
+    def bytes_of_input(self, batch: MicroBatch) -> int:
+        """Bytes of the input of a block on one rank."""
+        one = batch.num_tokens * self.width * batch.itemsize
+        return -(-one // batch.tp) if batch.sequence else one
+
+    def bytes_of_block(self, batch: MicroBatch) -> int:
+        """Bytes that the backward of a block needs on one rank."""
+        one = batch.num_tokens * self.width * batch.itemsize
+        scores = batch.num_tokens * self.num_heads * batch.scores_of * batch.itemsize * _HALVES_OF_SCORES // 2
+        divided = one * _DIVIDED + scores
+        if batch.sequence:
+            return -(-(one * _WHOLE + divided) // batch.tp)
+        return one * _WHOLE + -(-divided // batch.tp)
+
+    def bytes_kept(self, batch: MicroBatch) -> int:
+        """Bytes that a block keeps from its forward to its backward: its input alone if it is recomputed."""
+        return self.bytes_of_input(batch) if batch.recomputes else self.bytes_of_block(batch)
+
+    def bytes_of_head(self, batch: MicroBatch) -> int:
+        """Bytes of the inputs of the last norm and of the head, and of the logits."""
+        logits = -(-_LOGIT * batch.num_tokens * self.vocabulary // batch.tp)
+        return 2 * self.bytes_of_input(batch) + logits if self.vocabulary else 0
+
+    def bytes_held(self, batch: MicroBatch) -> int:
+        """Bytes of activations of a rank with all blocks, at most, for one micro-batch."""
+        again = self.bytes_of_block(batch) if batch.recomputes and self.depth else 0
+        return self.depth * self.bytes_kept(batch) + max(again, self.bytes_of_head(batch))
+
+    def bytes_sent(self, batch: MicroBatch) -> int:
+        """Bytes that a rank sends to its tensor ranks in a micro-batch, for all blocks.
+
+        A sum sends 2 (tp - 1) / tp of its bytes, as a reduce-scatter and an all-gather in its place do.
+        """
+        # A recomputation ends before the last sum of a block.
+        num = self.depth * (_EXCHANGES + batch.recomputes)
+        return num * 2 * (batch.num_tokens * self.width * batch.itemsize) * (batch.tp - 1) // batch.tp
 
 
 def typical_sizes(num_params: int) -> Sizes:
@@ -141,57 +183,3 @@ class MicroBatch:
     """True if only the inputs of blocks are kept."""
     scores_of: int = 0
     """The sequence length, if attention scores are kept; 0 if they are not."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransformerBlocks:
-    """The blocks of a transformer, and its head."""
-
-    depth: int
-    width: int
-    num_heads: int = 0
-    vocabulary: int = 0
-    """Logits of a token."""
-
-    @staticmethod
-    def of(sizes: Sizes) -> TransformerBlocks:
-        """Return the blocks of a typical model."""
-        vocabulary = sizes.embedding // sizes.width if sizes.width else 0
-        return TransformerBlocks(sizes.depth, sizes.width, sizes.num_heads, vocabulary)
-
-    def bytes_of_input(self, batch: MicroBatch) -> int:
-        """Bytes of the input of a block on one rank."""
-        one = batch.num_tokens * self.width * batch.itemsize
-        return -(-one // batch.tp) if batch.sequence else one
-
-    def bytes_of_block(self, batch: MicroBatch) -> int:
-        """Bytes that the backward of a block needs on one rank."""
-        one = batch.num_tokens * self.width * batch.itemsize
-        scores = batch.num_tokens * self.num_heads * batch.scores_of * batch.itemsize * _HALVES_OF_SCORES // 2
-        divided = one * _DIVIDED + scores
-        if batch.sequence:
-            return -(-(one * _WHOLE + divided) // batch.tp)
-        return one * _WHOLE + -(-divided // batch.tp)
-
-    def bytes_kept(self, batch: MicroBatch) -> int:
-        """Bytes that a block keeps from its forward to its backward: its input alone if it is recomputed."""
-        return self.bytes_of_input(batch) if batch.recomputes else self.bytes_of_block(batch)
-
-    def bytes_of_head(self, batch: MicroBatch) -> int:
-        """Bytes of the inputs of the last norm and of the head, and of the logits."""
-        logits = -(-_LOGIT * batch.num_tokens * self.vocabulary // batch.tp)
-        return 2 * self.bytes_of_input(batch) + logits if self.vocabulary else 0
-
-    def bytes_held(self, batch: MicroBatch) -> int:
-        """Bytes of activations of a rank with all blocks, at most, for one micro-batch."""
-        again = self.bytes_of_block(batch) if batch.recomputes and self.depth else 0
-        return self.depth * self.bytes_kept(batch) + max(again, self.bytes_of_head(batch))
-
-    def bytes_sent(self, batch: MicroBatch, depth: int | None = None) -> int:
-        """Bytes that a rank sends to its tensor ranks in a micro-batch, for some or all of the blocks.
-
-        A sum sends 2 (tp - 1) / tp of its bytes, as a reduce-scatter and an all-gather in its place do.
-        """
-        # A recomputation ends before the last sum of a block.
-        num = (self.depth if depth is None else depth) * (_EXCHANGES + batch.recomputes)
-        return num * 2 * (batch.num_tokens * self.width * batch.itemsize) * (batch.tp - 1) // batch.tp

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.config.sections import Config, require_supported
+from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import taken_apart
-from zeroshard.memory.activations import MicroBatch, Sizes, Tokens, TransformerBlocks, typical_sizes
+from zeroshard.memory.activations import MicroBatch, Sizes, Tokens, typical_sizes
 from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens
 from zeroshard.memory.planned import PlannedPipeline, PlannedRanks, plan_model, plan_number, setting_of
 from zeroshard.memory.report import ModelStates
@@ -163,7 +163,6 @@ class Counted:
     ) -> Estimate:
         """Return the estimate for some ranks and a config, see `estimate`."""
         config = Config.parse(config)
-        require_supported(config)
         if type(world_size) is not int or world_size < 1:
             raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
         if optimizer_bits not in (8, 32):
@@ -175,9 +174,7 @@ class Counted:
         else:
             assert self._sizes is not None, "it is a model or a number"
             planned = plan_number(self._sizes, config, setting)
-            usages = _usages_of_blocks(
-                TransformerBlocks.of(self._sizes), _micro_batch(self._tokens, config), planned
-            )
+            usages = _usages_of_sizes(self._sizes, _micro_batch(self._tokens, config), planned)
         states = States(bits=optimizer_bits)
         stale = staleness_of(planned.pipelined, config) or [Staleness()] * len(planned.units)
         ranks = zip(planned.units, planned.scales, usages, stale, strict=True)
@@ -255,10 +252,10 @@ def _of_rank(
     )
 
 
-def _usages_of_blocks(blocks: TransformerBlocks, batch: MicroBatch, planned: PlannedRanks) -> list[Usage]:
+def _usages_of_sizes(sizes: Sizes, batch: MicroBatch, planned: PlannedRanks) -> list[Usage]:
     if planned.pipelined is not None:
-        return usage_of_ranks(planned.pipelined, costs_of_blocks(blocks, batch))
-    return [Usage(held=blocks.bytes_held(batch), sent=blocks.bytes_sent(batch))]
+        return usage_of_ranks(planned.pipelined, costs_of_sizes(sizes, batch))
+    return [Usage(held=sizes.bytes_held(batch), sent=sizes.bytes_sent(batch))]
 
 
 # ------------------------------------------------------------------------------------------ pipelines
@@ -338,17 +335,16 @@ def _most_inside(run: DryRun, block: str) -> int:
     return max(ends) - run.calls[block].before
 
 
-def costs_of_blocks(blocks: TransformerBlocks, batch: MicroBatch) -> PartBytes:
+def costs_of_sizes(sizes: Sizes, batch: MicroBatch) -> PartBytes:
     """Return the bytes of the parts of a transformer by the formulas of `activations`."""
-    kept = blocks.bytes_kept(batch)
     return PartBytes(
-        blocks=(kept,) * blocks.depth,
-        freed=(0,) * (blocks.depth - 1),
+        blocks=(sizes.bytes_kept(batch),) * sizes.depth,
+        freed=(0,) * (sizes.depth - 1),
         first=0,
-        last=blocks.bytes_of_head(batch),
-        inside=blocks.bytes_of_block(batch) if batch.recomputes else 0,
-        between=batch.num_tokens * blocks.width * batch.itemsize,
-        sent=blocks.bytes_sent(batch),
+        last=sizes.bytes_of_head(batch),
+        inside=sizes.bytes_of_block(batch) if batch.recomputes else 0,
+        between=batch.num_tokens * sizes.width * batch.itemsize,
+        sent=sizes.bytes_sent(batch),
     )
 
 

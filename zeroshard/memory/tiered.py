@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -204,25 +205,17 @@ def check_room(
 
 def _alternatives(config: Config, states: States) -> Iterator[tuple[str, Config, States]]:
     """Yield settings that need less, each together with those before it."""
-    offload, text = config.offload, ""
+    given, chosen = config.offload, list[str]()
     if states.num and states.bits == 32:
-        text, states = _joined(text, "an optimizer with states of 8 bits"), replace(states, bits=8)
-        yield text, config, states
+        chosen, states = ["an optimizer with states of 8 bits"], replace(states, bits=8)
+        yield chosen[0], config, states
     if config.precision.main_dtype is not torch.bfloat16 and not config.ignored:
-        text = _joined(text, 'precision.main_dtype="bf16"')
+        chosen.append('precision.main_dtype="bf16"')
         config = replace(config, precision=replace(config.precision, main_dtype=torch.bfloat16))
-        yield text, config, states
-    if offload.optimizer == "cpu":
-        text = _joined(text, 'offload.optimizer="nvme"')
-        path = offload.nvme_path or "."
-        config = replace(config, offload=replace(offload, optimizer="nvme", nvme_path=path))
-        yield text, config, states
-    if offload.parameters == "cpu":
-        text = _joined(text, 'offload.parameters="nvme"')
-        path = offload.nvme_path or "."
-        config = replace(config, offload=replace(config.offload, parameters="nvme", nvme_path=path))
-        yield text, config, states
-
-
-def _joined(text: str, more: str) -> str:
-    return f"{text}, and {more}" if text else more
+        yield ", and ".join(chosen), config, states
+    for name in ("optimizer", "parameters"):
+        if getattr(given, name) == "cpu":
+            chosen.append(f'offload.{name}="nvme"')
+            changed: dict[str, Any] = {name: "nvme", "nvme_path": given.nvme_path or "."}
+            config = replace(config, offload=replace(config.offload, **changed))
+            yield ", and ".join(chosen), config, states
