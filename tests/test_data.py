@@ -289,30 +289,30 @@ def test_for_a_dataset_of_another_length_a_warning_names_both_and_the_next_epoch
 
 
 GOOD = {"epoch": 1, "position": 2, "seed": 0, "num_samples": 6}
-INTEGER = r"expected an integer in \[0, 2\*\*63\), got "
 
 
 @pytest.mark.parametrize(
-    ("state", "message"),
+    "state",
     [
-        *((GOOD | {key: -1}, f"{key}: {INTEGER}-1") for key in GOOD),
-        *((GOOD | {key: 1.0}, f"{key}: {INTEGER}1.0") for key in GOOD),
-        *(({k: v for k, v in GOOD.items() if k != key}, f"{key}: .*got nothing") for key in GOOD),
-        (GOOD | {"seed": 2**63}, f"seed: {INTEGER}{2**63}"),
-        (GOOD | {"epoch": True}, f"epoch: {INTEGER}True"),
-        (GOOD | {"epoch": "1"}, f"epoch: {INTEGER}'1'"),
-        (GOOD | {"position": 7}, "position: expected at most num_samples, 6, got 7"),
-        (GOOD | {"rank": 0}, "expected only epoch, position, seed, num_samples, got 'rank'"),
-        ([1, 2, 0, 6], r"as a dict of epoch, position, seed, num_samples, got \[1, 2, 0, 6\]"),
-        (None, "got None"),
+        *(GOOD | {key: -1} for key in GOOD),
+        *(GOOD | {key: 1.0} for key in GOOD),
+        *({k: v for k, v in GOOD.items() if k != key} for key in GOOD),
+        GOOD | {"seed": 2**63},
+        GOOD | {"epoch": True},
+        GOOD | {"epoch": "1"},
+        GOOD | {"position": 7},
+        GOOD | {"rank": 0},
+        [1, 2, 0, 6],
+        None,
     ],
 )
-def test_a_malformed_state_is_refused_by_key_and_changes_nothing(state, message):
+def test_a_malformed_state_is_refused_and_changes_nothing(state):
     ours = loader(6)
     next(iter(ours))
     before = ours.state_dict()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="state of the data: expected epoch, position, seed and") as caught:
         ours.load_state_dict(state)
+    assert str(caught.value).endswith(f"got {state}")
     assert ours.state_dict() == before
     assert samples_of(ours) == torch_order(6, epoch=1)
 

@@ -7,14 +7,14 @@ import math
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint.capture import KIND
 from zeroshard.checkpoint.files import MANIFEST, find
-from zeroshard.checkpoint.manifest import Manifest, check_sums
+from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.tensors import Stored, dtype_name, open_checkpoint
 from zeroshard.cli.options import ExportOptions, InspectOptions
@@ -71,12 +71,15 @@ _KINDS = {
 
 def describe(stored: Stored) -> str:
     """Return the origin of a checkpoint, totals by kind, and a table of every tensor."""
-    kinds = _by_kind(stored)
+    facts = to_json(stored)
+    kinds: dict[str, dict[str, Any]] = {}
+    for name, tensor in facts["tensors"].items():
+        kinds.setdefault(tensor["kind"], {})[name] = tensor
     totals = [_total(_KINDS[kind], tensors.values()) for kind, tensors in kinds.items()]
-    whole = _total("total", [tensor for tensors in kinds.values() for tensor in tensors.values()])
+    whole = _total("total", facts["tensors"].values())
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     lines = [
-        *(f"{key + ':':<15}{value}" for key, value in _facts(stored)),
+        *(f"{key + ':':<15}{value}" for key, value in _origin(facts)),
         "",
         render("content", ("kind", "dtype", "tensors", "elements", "bytes"), [*totals, LINE, whole], width),
         "",
@@ -84,7 +87,7 @@ def describe(stored: Stored) -> str:
     for kind, tensors in kinds.items():
         is_state = kind in ("optimizer state", "average")
         rows = [
-            (*(_owner_and_state(name) if is_state else (name,)), dtype_name(tensor.dtype), *_sizes(tensor))
+            (*(_owner_and_state(name) if is_state else (name,)), tensor["dtype"], *_sizes(tensor))
             for name, tensor in tensors.items()
         ]
         columns = ("name", *(["state"] if is_state else []), "dtype", "shape", "bytes")
@@ -95,84 +98,71 @@ def describe(stored: Stored) -> str:
 def to_json(stored: Stored) -> dict[str, Any]:
     """Return the same as plain values: numbers of bytes, lists of sizes."""
     manifest = stored.manifest
+    tensors = {
+        name: {
+            "kind": kind,
+            "dtype": dtype_name(tensor.dtype),
+            "shape": list(tensor.shape),
+            "bytes": math.prod(tensor.shape) * tensor.dtype.itemsize,
+        }
+        for kind, name, tensor in _by_kind(stored)
+    }
+    # The manifest does not say the time: the same state gives the same bytes. It is written last.
+    changed = datetime.fromtimestamp((stored.directory / MANIFEST).stat().st_mtime, UTC)
     return {
         "directory": str(stored.directory),
         "step": manifest.global_step,
         "skipped_steps": manifest.skipped_steps,
         "stage": manifest.config.get("stage"),
         "written_by": manifest.written_by,
-        "time_of_file": _time(stored),
+        "time_of_file": f"{changed:%Y-%m-%d %H:%M:%S} UTC",
         "model": manifest.model.get("class"),
+        "num_params": sum(math.prod(record.shape) for record in manifest.parameters.values()),
         "optimizer": manifest.optimizer,
         "lr_scheduler": manifest.lr_scheduler,
         "left_out": sorted(manifest.frozen),
         "averages": manifest.averages,
-        "tied": {name: list(aliases) for name, aliases in _tied(manifest)},
+        "tied": {name: list(of.aliases) for name, of in manifest.parameters.items() if of.aliases},
         "files": {name: record.num_bytes for name, record in manifest.files.items()},
-        "tensors": {
-            name: {
-                "kind": kind,
-                "dtype": dtype_name(tensor.dtype),
-                "shape": list(tensor.shape),
-                "bytes": _num_bytes(tensor),
-            }
-            for kind, tensors in _by_kind(stored).items()
-            for name, tensor in tensors.items()
-        },
+        "tensors": tensors,
     }
 
 
-def _facts(stored: Stored) -> list[tuple[str, Any]]:
-    manifest = stored.manifest
-    skipped = f", {manifest.skipped_steps:,} skipped" if manifest.skipped_steps else ""
-    writer = manifest.written_by
-    num = sum(math.prod(record.shape) for record in manifest.parameters.values())
-    num_bytes = sum(record.num_bytes for record in manifest.files.values())
-    return [
-        ("checkpoint", stored.directory),
-        ("step", f"{manifest.global_step:,}{skipped}"),
-        ("model", f"{manifest.model.get('class')}, {num:,} parameters{_in_words(num)}"),
-        ("optimizer", manifest.optimizer or "none"),
-        ("LR scheduler", manifest.lr_scheduler or "none"),
-        ("ranks", f"{writer.get('num_ranks')}, stage {manifest.config.get('stage')}"),
-        ("written by", f"zeroshard {writer.get('zeroshard')}, torch {writer.get('torch')}"),
-        ("time of file", _time(stored)),
-        ("files", f"{len(manifest.files):,}, {format_bytes(num_bytes)}"),
-        *([("left out", f"{len(manifest.frozen):,} frozen parameters")] if manifest.frozen else []),
-        *(("tied", " = ".join((name, *names))) for name, names in _tied(manifest)),
-    ]
+def _origin(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    skipped = f", {facts['skipped_steps']:,} skipped" if facts["skipped_steps"] else ""
+    writer, files, left_out = facts["written_by"], facts["files"], facts["left_out"]
+    num = facts["num_params"]
+    yield "checkpoint", facts["directory"]
+    yield "step", f"{facts['step']:,}{skipped}"
+    in_words = f" ({format_count(num)})" if num >= 10**6 else ""
+    yield "model", f"{facts['model']}, {num:,} parameters{in_words}"
+    yield "optimizer", facts["optimizer"] or "none"
+    yield "LR scheduler", facts["lr_scheduler"] or "none"
+    yield "ranks", f"{writer.get('num_ranks')}, stage {facts['stage']}"
+    yield "written by", f"zeroshard {writer.get('zeroshard')}, torch {writer.get('torch')}"
+    yield "time of file", facts["time_of_file"]
+    yield "files", f"{len(files):,}, {format_bytes(sum(files.values()))}"
+    if left_out:
+        yield "left out", f"{len(left_out):,} frozen parameters"
+    for name, others in facts["tied"].items():
+        yield "tied", " = ".join((name, *others))
 
 
-def _in_words(num: int) -> str:
-    return f" ({format_count(num)})" if num >= 10**6 else ""
-
-
-def _time(stored: Stored) -> str:
-    """Return the time of the manifest's file, which is written last.
-
-    The manifest does not tell the time: the same state gives the same bytes.
-    """
-    changed = datetime.fromtimestamp((stored.directory / MANIFEST).stat().st_mtime, UTC)
-    return f"{changed:%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _tied(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
-    return [(name, record.aliases) for name, record in manifest.parameters.items() if record.aliases]
-
-
-def _by_kind(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
-    """Return the tensors by kind and name, in the order of the model; a tied one under its first name."""
+def _by_kind(stored: Stored) -> Iterator[tuple[str, str, StoredTensor]]:
+    """Yield the kind, name and place of each tensor, in the order of the model; a tied one once."""
     manifest = stored.manifest
     place = {name: number for number, name in enumerate(manifest.parameters)}
-    kinds: dict[str, dict[str, StoredTensor]] = {kind: {} for kind in _KINDS}
-    last = len(place)
-    for name in sorted(stored.tensors, key=lambda n: place.get(n, place.get(_owner_and_state(n)[0], last))):
+
+    def kind_of(name: str) -> str:
         if name in place or name in manifest.buffers:
-            kind = "parameter" if name in place else "buffer"
-        else:
-            kind = "average" if name.startswith(f"{KIND}/") else "optimizer state"
-        kinds[kind][name] = stored.tensors[name]
-    return {kind: found for kind, found in kinds.items() if found}
+            return "parameter" if name in place else "buffer"
+        return "average" if name.startswith(f"{KIND}/") else "optimizer state"
+
+    def order(name: str) -> tuple[int, int]:
+        owner = place.get(_owner_and_state(name)[0], len(place))
+        return list(_KINDS).index(kind_of(name)), place.get(name, owner)
+
+    return ((kind_of(name), name, stored.tensors[name]) for name in sorted(stored.tensors, key=order))
 
 
 def _owner_and_state(name: str) -> tuple[str, str]:
@@ -181,17 +171,12 @@ def _owner_and_state(name: str) -> tuple[str, str]:
     return owner, state
 
 
-def _total(kind: str, tensors: Iterable[StoredTensor]) -> tuple[str, ...]:
-    tensors = list(tensors)
-    dtypes = [name for name, _ in Counter(dtype_name(tensor.dtype) for tensor in tensors).most_common()]
-    numel = sum(math.prod(tensor.shape) for tensor in tensors)
-    num_bytes = sum(map(_num_bytes, tensors))
+def _total(kind: str, tensors: Collection[dict[str, Any]]) -> tuple[str, ...]:
+    dtypes = [name for name, _ in Counter(tensor["dtype"] for tensor in tensors).most_common()]
+    numel = sum(math.prod(tensor["shape"]) for tensor in tensors)
+    num_bytes = sum(tensor["bytes"] for tensor in tensors)
     return kind, ", ".join(dtypes), f"{len(tensors):,}", f"{numel:,}", format_bytes(num_bytes)
 
 
-def _num_bytes(tensor: StoredTensor) -> int:
-    return math.prod(tensor.shape) * tensor.dtype.itemsize
-
-
-def _sizes(tensor: StoredTensor) -> tuple[str, str]:
-    return "x".join(map(str, tensor.shape)) or "scalar", format_bytes(_num_bytes(tensor))
+def _sizes(tensor: dict[str, Any]) -> tuple[str, str]:
+    return "x".join(map(str, tensor["shape"])) or "scalar", format_bytes(tensor["bytes"])

@@ -23,7 +23,6 @@ from zeroshard.config.sections import Loader
 from zeroshard.data.microbatch import to_device
 from zeroshard.internals.warn import warn_user
 
-STATE_KEYS = ("epoch", "position", "seed", "num_samples")
 _CPU = torch.device("cpu")
 _DEFAULTS = Loader()
 LIMIT = 2**63
@@ -214,23 +213,15 @@ def parse_state(state: Mapping[str, int]) -> tuple[DataPosition, int]:
     """Check a state; return its position and the length of its dataset.
 
     Raises:
-        ValueError: naming the first entry that is wrong.
+        ValueError: an entry is missing, unknown or out of range.
     """
-    if not isinstance(state, Mapping):
-        raise ValueError(f"expected a state of the data as a dict of {', '.join(STATE_KEYS)}, got {state!r}")
-    for key in STATE_KEYS:
-        if key not in state:
-            raise ValueError(f"state of the data: {key}: expected an integer, got nothing")
-        value = state[key]
-        if type(value) is not int or not 0 <= value < LIMIT:
-            raise ValueError(f"state of the data: {key}: expected an integer in [0, 2**63), got {value!r}")
-    for key in state:
-        if key not in STATE_KEYS:
-            raise ValueError(f"state of the data: {key}: expected only {', '.join(STATE_KEYS)}, got {key!r}")
-    if state["position"] > state["num_samples"]:
-        raise ValueError(
-            f"state of the data: position: expected at most num_samples, {state['num_samples']}, "
-            f"got {state['position']}"
-        )
-    data_position = DataPosition(epoch=state["epoch"], position=state["position"], seed=state["seed"])
-    return data_position, state["num_samples"]
+    match state:
+        case {"epoch": epoch, "position": position, "seed": seed, "num_samples": num_samples, **rest}:
+            numbers = (epoch, position, seed, num_samples)
+            are_numbers = all(type(number) is int and 0 <= number < LIMIT for number in numbers)
+            if not rest and are_numbers and position <= num_samples:
+                return DataPosition(epoch=epoch, position=position, seed=seed), num_samples
+    raise ValueError(
+        "state of the data: expected epoch, position, seed and num_samples alone, integers in [0, 2**63) and "
+        f"position at most num_samples, got {str(state)[:200]}"
+    )
