@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -248,12 +247,11 @@ def _check_room(
     """Refuse an offload for which some rank has too little room, on all ranks."""
     if config.offload.optimizer == config.offload.parameters == "none":
         return
-    check = functools.partial(
-        check_room,
-        *(specs, config, axes.sizes, states_of(optimizer)),
-        host_computes=not has_streams(device),
-        num_ranks=axes.world.size,
-    )
+    computes, given = not has_streams(device), (specs, config, axes.sizes, states_of(optimizer))
+
+    def check() -> None:
+        check_room(*given, host_computes=computes, num_ranks=axes.world.size)
+
     on_all(axes.world, "check of the room for offload", check)
 
 

@@ -37,6 +37,7 @@ _COLORS = {
     Kind.RECOMPUTE: ("tab:orange", "recompute"),
     Kind.STEP: ("tab:red", "step"),
 }
+_BAR = {"height": 0.9, "edgecolor": "white", "linewidth": 0.5}
 _MAX_NUMBERED = 60  # actions a rank; in the bars of more the numbers would not be legible
 
 
@@ -282,16 +283,8 @@ def _draw_bars(axes: Any, chart: Chart) -> None:
             chunks = chart.schedule.chunks[rank]
             # Later chunks of a rank are paler, so that the way of a micro-batch can be followed.
             place = 0 if span.action.chunk is None else chunks.index(span.action.chunk)
-            axes.barh(
-                rank,
-                span.end - span.start,
-                left=span.start,
-                height=0.9,
-                color=color,
-                alpha=1 - 0.5 * place / len(chunks),
-                edgecolor="white",
-                linewidth=0.5,
-            )
+            alpha = 1 - 0.5 * place / len(chunks)
+            axes.barh(rank, span.end - span.start, left=span.start, color=color, alpha=alpha, **_BAR)
             if len(timed) <= _MAX_NUMBERED and span.action.kind in COMPUTE:
                 middle = (span.start + span.end) / 2
                 axes.text(middle, rank, str(span.action.microbatch), ha="center", va="center", fontsize=7)

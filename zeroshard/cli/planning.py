@@ -160,7 +160,7 @@ def _settings(counted: Counted, world_size: int, base: Config, room: Room, tried
     for config in _tried_configs(base, room, tried):
         for each in tried.bits:
             estimate = counted.on(world_size, config, optimizer_bits=each)
-            yield Fit(config, each, estimate, tuple(_costs(config, each)))
+            yield Fit(config, each, estimate, tuple(cost for holds, cost in _COSTS if holds(config, each)))
 
 
 def _tried_configs(base: Config, room: Room, tried: Tried) -> Iterator[Config]:
@@ -200,10 +200,6 @@ _COSTS: tuple[tuple[Callable[[Config, int], bool], str], ...] = (
     (lambda config, _: config.stage == 3, "gathers of parameters"),
     (lambda _, bits: bits == 8, "states rounded to 8 bits"),
 )
-
-
-def _costs(config: Config, bits: int) -> Iterator[str]:
-    return (text for holds, text in _COSTS if holds(config, bits))
 
 
 _LINE = 79  # characters of a line of text

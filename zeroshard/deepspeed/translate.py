@@ -19,7 +19,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from zeroshard.config.checked import naming, read_options, world_size
+from zeroshard.config.checked import naming, read_options, with_type, world_size
 from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
 
@@ -338,7 +338,7 @@ def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
         ValueError: listing all that is wrong or has no equivalent.
     """
     if not isinstance(config, Mapping):
-        raise ValueError(f"expected a mapping of DeepSpeed config keys, got {_with_type(config)}")
+        raise ValueError(f"expected a mapping of DeepSpeed config keys, got {with_type(config)}")
     leaves = dict(_leaves({_OLD_NAMES.get(name, name): value for name, value in config.items()}))
     problems = [problem for key, value in leaves.items() if (problem := _problem(key, value))]
     mapped = {key: value for key, value in leaves.items() if key in MAPPED and MAPPED[key].takes(value)}
@@ -373,14 +373,14 @@ def _problem(key: str, value: Any) -> str | None:
         return f"'{key}': 'auto' is filled in by the Trainer of transformers, from its TrainingArguments"
     if key in MAPPED:
         rule = MAPPED[key]
-        return None if rule.takes(value) else f"'{key}': expected {rule.expected}, got {_with_type(value)}"
+        return None if rule.takes(value) else f"'{key}': expected {rule.expected}, got {with_type(value)}"
     if key in NO_EQUIVALENT:
         nearest, harmless = NO_EQUIVALENT[key]
         is_disabled = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
         is_off = value in harmless if harmless else is_disabled
         return None if is_off else f"'{key}' has no equivalent: {nearest}"
     if key in SECTIONS:
-        return f"'{key}': expected a section, got {_with_type(value)}"
+        return f"'{key}': expected a section, got {with_type(value)}"
     return None if key in KNOWN else _unknown(key)
 
 
@@ -464,8 +464,3 @@ def _nested(options: Options) -> dict[str, Any]:
         section, _, name = key.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[name] = value
     return nested
-
-
-def _with_type(value: object) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 200 else text[:200] + '...'} ({type(value).__name__})"

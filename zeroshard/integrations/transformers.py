@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,12 @@ _STATE = "trainer_state.json"
 """The file of a checkpoint that the Trainer writes last."""
 _COMPUTE_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype of forward and backward, by its name in `args.mixed_precision`."""
+_ALSO_ARGUMENTS = (
+    ("gradient_accumulation_steps", 1, "gradient_accumulation_steps"),
+    ("clip_grad_norm", None, "max_grad_norm"),
+    ("micro_batch_size", 1, "per_device_train_batch_size"),
+)
+"""Keys of the config with their defaults, and the TrainingArguments that mean the same."""
 
 
 class ZeroShardMixin(_Trainer):
@@ -301,26 +308,12 @@ def _impossible(config: Config, args: Any) -> Iterator[str]:
 
 def _contradictions(config: Config, args: Any) -> Iterator[str]:
     """Yield a clause for each key that the config and the TrainingArguments set to different values."""
-    mixed = _COMPUTE_DTYPES.get(args.mixed_precision)
     keys = (
-        ("precision.param_dtype", config.precision.param_dtype, None, "bf16 or fp16", mixed),
-        (
-            "gradient_accumulation_steps",
-            config.gradient_accumulation_steps,
-            1,
-            "gradient_accumulation_steps",
-            args.gradient_accumulation_steps,
-        ),
-        ("clip_grad_norm", config.clip_grad_norm, None, "max_grad_norm", args.max_grad_norm),
-        (
-            "micro_batch_size",
-            config.micro_batch_size,
-            1,
-            "per_device_train_batch_size",
-            args.per_device_train_batch_size,
-        ),
-        ("device", config.device, args.device.type, "the device", str(args.device)),
+        ("precision.param_dtype", None, "bf16 or fp16", _COMPUTE_DTYPES.get(args.mixed_precision)),
+        ("device", args.device.type, "the device", str(args.device)),
+        *((key, default, name, getattr(args, name)) for key, default, name in _ALSO_ARGUMENTS),
     )
-    for key, own, default, name, theirs in keys:
+    for key, default, name, theirs in keys:
+        own = attrgetter(key)(config)
         if own not in (None, default, theirs) and theirs is not None:
             yield f"{key}={show(own)}, but {name} is {show(theirs)}: set it in the TrainingArguments alone"
