@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.comm.collectives import Axis
+from zeroshard.config.checked import flat
 from zeroshard.config.sections import Config
 from zeroshard.lazy.deferred import describe_origin, has_memory
 from zeroshard.plan.units import UnitSpec
@@ -25,9 +26,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """The address of an object in its repr(), which differs between ranks."""
 
 _MAX_LINE = 4000
-"""Characters of a line that a rank sends; the list of a group's parameters may be longer."""
-_SHOWN_BEFORE = 200
-"""Characters that a cut line shows before its first difference."""
+"""Characters of a line that a rank sends; the list of a schedule may be longer."""
 
 
 def check_agreement(
@@ -71,7 +70,7 @@ def check_agreement(
 
 
 def _digest(facts: Sequence[str]) -> bytes:
-    """Return a digest of lines or characters, 16 bytes, the same in any process."""
+    """Return a digest of lines, 16 bytes, the same in any process."""
     return blake2b(json.dumps(facts).encode(), digest_size=16).digest()
 
 
@@ -79,15 +78,11 @@ def _first_difference(axis: Axis, section: list[str]) -> list[str]:
     """Return each rank's version of the first line that differs; collective."""
     index = _num_equal(axis, section)
     line = section[index] if index < len(section) else "nothing more"
-    start = max(0, _num_equal(axis, line) - _SHOWN_BEFORE)
-    if len(line) > _MAX_LINE:
-        is_cut_at_end = len(line) > start + _MAX_LINE
-        line = "..." * (start > 0) + line[start : start + _MAX_LINE] + "..." * is_cut_at_end
-    return axis.all_gather_object(line, _LABEL)
+    return axis.all_gather_object(line[:_MAX_LINE], _LABEL)
 
 
 def _num_equal(axis: Axis, facts: Sequence[str]) -> int:
-    """Return the number of first lines, or characters, that are the same on all ranks; collective.
+    """Return the number of first lines that are the same on all ranks; collective.
 
     They differ somewhere. Each round halves the range in question, the same on all ranks.
     """
@@ -110,10 +105,9 @@ def describe_versions(versions: Sequence[str]) -> str:
 
 
 def _config_facts(config: Config) -> Iterator[str]:
-    for section, value in vars(config).items():
-        if section == "device":
-            continue  # its index may be another one on each rank
-        yield f"config {section}={'a predicate' if callable(value) else value!r}"
+    for key, value in flat(config).items():
+        if key != "device":  # its index may be another one on each rank
+            yield f"config {key}={'a predicate' if callable(value) else value!r}"
 
 
 def _model_facts(model: nn.Module, specs: Sequence[UnitSpec]) -> Iterator[str]:
@@ -133,8 +127,7 @@ def _model_facts(model: nn.Module, specs: Sequence[UnitSpec]) -> Iterator[str]:
 
 
 def _unit_facts(specs: Sequence[UnitSpec]) -> Iterator[str]:
-    for spec in specs:
-        yield f"unit '{spec.name}' of {[original.fqn for original in spec.originals]}"
+    return (f"unit '{spec.name}' with '{original.fqn}'" for spec in specs for original in spec.originals)
 
 
 def _optimizer_facts(optimizer: Optimizer | None, model: nn.Module) -> Iterator[str]:
@@ -148,7 +141,7 @@ def _optimizer_facts(optimizer: Optimizer | None, model: nn.Module) -> Iterator[
         for key in sorted(group.keys() - {"params", "param_names"}):
             value = _ADDRESS.sub("", repr(group[key]))
             yield f"optimizer {name} group {number} {key}={value}"
-        yield f"optimizer {name} group {number} over {[names[p] for p in group['params']]}"
+        yield from (f"optimizer {name} group {number} with '{names[p]}'" for p in group["params"])
 
 
 def _override_facts(overrides: Mapping[Tensor, Mapping[str, Any]], model: nn.Module) -> Iterator[str]:
