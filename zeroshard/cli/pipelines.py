@@ -94,16 +94,17 @@ def _schedule(name: str, options: PlanOptions) -> Schedule:
 
 
 def _steady(name: str, options: PlanOptions) -> Schedule:
-    _require_numbers(name, options, 1)
+    stages, microbatches = _read_numbers(name, options, 1)
     if options.recompute is not None:
         raise ValueError(f"--recompute: expected synchronous schedules, got {name}")
     if options.per_step is not None and options.per_step < 1:
         raise ValueError(f"--per-step: expected at least 1, got {options.per_step}")
-    per_step = options.per_step or Pipeline(schedule=name).step_size(options.stages)
-    return steady(options.stages, options.microbatches, per_step)
+    per_step = options.per_step or Pipeline(schedule=name).step_size(stages)
+    return steady(stages, microbatches, per_step)
 
 
-def _require_numbers(name: str, options: PlanOptions, chunks: int) -> None:
+def _read_numbers(name: str, options: PlanOptions, chunks: int) -> tuple[int, int]:
+    """Return the ranks and the micro-batches of a schedule."""
     if options.stages is None or options.microbatches is None:
         raise ValueError(f"--schedule {name} needs --stages and --microbatches")
     for option, number in (("--stages", options.stages), ("--microbatches", options.microbatches)):
@@ -114,6 +115,7 @@ def _require_numbers(name: str, options: PlanOptions, chunks: int) -> None:
         raise ValueError(
             f"expected at most {_MAX_ACTIONS:,} chunks times micro-batches, got {size:,} for {name}"
         )
+    return options.stages, options.microbatches
 
 
 def _built(name: str, options: PlanOptions) -> Schedule:
@@ -121,15 +123,10 @@ def _built(name: str, options: PlanOptions) -> Schedule:
     # Beside schedules of several chunks a rank, those with a fixed number of chunks keep theirs.
     is_fixed = builder.max_chunks is not None and len(options.schedule) > 1
     chunks = None if is_fixed else options.chunks
-    _require_numbers(name, options, chunks or builder.min_chunks)
-    return build_schedule(
-        name,
-        options.stages,
-        options.microbatches,
-        chunks,
-        recompute=options.recompute is not None,
-        costs=_costs(options, 1),
-    )
+    stages, microbatches = _read_numbers(name, options, chunks or builder.min_chunks)
+    recompute = options.recompute is not None
+    costs = _costs(options, 1)
+    return build_schedule(name, stages, microbatches, chunks, recompute=recompute, costs=costs)
 
 
 def _costs(options: PlanOptions, chunks_per_rank: float) -> ActionCosts:

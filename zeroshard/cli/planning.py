@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from zeroshard.cli.options import EstimateOptions, MeshOptions
+from zeroshard.config.checked import show
 from zeroshard.config.sections import Config, Mesh, Offload
 from zeroshard.hf.pretrained import build_skeleton, typical_skeleton, with_adapters, with_codes
 from zeroshard.memory.activations import Tokens, typical_sizes
@@ -363,15 +364,10 @@ def _row(fit: Fit) -> tuple[str, ...]:
 
 
 def _setting(fit: Fit) -> str:
-    config, offload = fit.config, fit.config.offload
-    parts = [f"stage {config.stage}", f"{fit.bits}-bit states"]
-    if config.recompute == "unit":
-        parts.append("recompute")
-    if offload.optimizer != "none":
-        parts.append(f"optimizer={offload.optimizer}")
-    if offload.parameters != "none":
-        parts.append(f"parameters={offload.parameters}")
-    return ", ".join(parts)
+    config, tiers = fit.config, {n: getattr(fit.config.offload, n) for n in ("optimizer", "parameters")}
+    recomputed = ["recompute"] if config.recompute == "unit" else []
+    offloaded = [f"{name}={tier}" for name, tier in tiers.items() if tier != "none"]
+    return ", ".join([f"stage {config.stage}", f"{fit.bits}-bit states", *recomputed, *offloaded])
 
 
 def _num_params(model: nn.Module | int) -> int:
@@ -452,18 +448,16 @@ def _about(model: nn.Module | int) -> str:
 
 
 def _about_training(config: Config, options: EstimateOptions) -> str:
-    dtype = config.precision.param_dtype
-    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
-    main = config.precision.main_dtype
-    main_name = "float32" if main is None else str(main).removeprefix("torch.")
+    precision = config.precision
+    by_name = sorted({show(dtype) for dtype in dict(precision.overrides or ()).values()})
+    others = f" and by name in {', '.join(by_name)}" if by_name else ""
+    computed, main = (show(dtype or torch.float32) for dtype in (precision.param_dtype, precision.main_dtype))
     divided = f", layers divided over {config.mesh.tp} tensor ranks" if config.mesh.tp > 1 else ""
     if config.mesh.pp > 1:
         divided += f", blocks divided over {config.mesh.pp} pipeline ranks"
     tokens = f", {options.tokens:,} tokens in a micro-batch" if options.tokens else ""
     states = f"Adam's states in {options.optimizer_bits or 32} bits"
-    others = {str(dtype).removeprefix("torch.") for dtype in dict(config.precision.overrides or ()).values()}
-    name = f"{name} and by name in {', '.join(sorted(others))}" if others else name
-    about = f"computed in {name}, main parameters in {main_name}, {states}{divided}{tokens}"
+    about = f"computed in {computed}{others}, main parameters in {main}, {states}{divided}{tokens}"
     return fill(about, _LINE)
 
 
