@@ -45,8 +45,8 @@ def test_collectives_are_timed_on_all_ranks(ranks: Any, num_ranks: int) -> None:
         )
         assert all(speed["seconds"] > 0 for speed in found)
         for speed in found:
-            sent = speed["num_bytes"] * (num_ranks - 1) / num_ranks  # a part to each other rank
-            assert speed["bytes_per_s"] == sent / speed["seconds"]
+            each = speed["num_bytes"] * (num_ranks - 1) / num_ranks  # a part to each other rank
+            assert speed["bytes_per_s"] == each / speed["seconds"]
         rounds = ROUNDS + 1
         assert sent["all_gather"] == rounds * 3600 * (num_ranks - 1) // num_ranks
 

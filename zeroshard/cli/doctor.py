@@ -351,6 +351,10 @@ def measure_bandwidth(world: Axis, sizes: Sequence[int] = SIZES) -> list[Facts]:
     """
     if world.size == 1:
         return []
+
+    def waited(begin: Callable[[], Any]) -> Callable[[], object]:
+        return lambda: begin().wait()
+
     runs: list[tuple[str, int, Callable[[], object]]] = []
     for size in sizes:
         each = size // 4 // world.size
@@ -358,8 +362,7 @@ def measure_bandwidth(world: Axis, sizes: Sequence[int] = SIZES) -> list[Facts]:
         pool = BufferPool(world.device)
         gather = partial(world.all_gather, flat, own, tag=0, label="all-gather of the doctor")
         reduce = partial(world.reduce_scatter, flat, own, pool, tag=1, label="reduce-scatter of the doctor")
-        runs.append(("all-gather", flat.nbytes, lambda gather=gather: gather().wait()))
-        runs.append(("reduce-scatter", flat.nbytes, lambda reduce=reduce: reduce().wait()))
+        runs += [("all-gather", flat.nbytes, waited(gather)), ("reduce-scatter", flat.nbytes, waited(reduce))]
     runs.append(("agreement of a step", 0, lambda: world.any([True], "agreement of the doctor")()))
     found = []
     for name, num_bytes, run in runs:
