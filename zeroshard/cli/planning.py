@@ -203,6 +203,7 @@ _COSTS: tuple[tuple[Callable[[Config, int], bool], str], ...] = (
 )
 
 
+_NO_BREAK = "\u00a0"  # keeps a number and its unit on one line
 _LINE = 79  # characters of a line of text
 _MOST_FITS = 8
 _NOTE = (
@@ -229,7 +230,7 @@ def estimate(options: EstimateOptions) -> None:
     model = _model(options)
     tokens = Tokens(options.tokens, options.length, options.attention == "eager")
     counted, configs, bits = Counted(model, tokens), _configs(options), options.optimizer_bits or 32
-    lines = [fill(_about(model), _LINE), _about_training(configs[0], options), ""]
+    lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.gpu is None and options.memory is None:
         found = {
             (num_ranks, config.stage): counted.on(num_ranks, config, optimizer_bits=bits)
@@ -438,10 +439,13 @@ def _about(model: nn.Module | int) -> str:
     sizes = typical_sizes(model)
     if not sizes.depth:
         return f"{model:,} parameters, gathered all at once"
+    block, embedding = (
+        format_count(number).replace(" ", _NO_BREAK) for number in (sizes.blocks[0], sizes.embedding)
+    )
     tables = "embedding, which is the head too," if sizes.is_tied else "embedding and head"
     return (
         f"{model:,} parameters, taken as a typical language model: {sizes.depth} blocks of "
-        f"{format_count(sizes.blocks[0])}, {tables} of {format_count(sizes.embedding)} "
+        f"{block}, {tables} of {embedding} "
         f"(width {sizes.width:,}, vocabulary {sizes.vocabulary:,}). "
         "A config.json in place of the number is exact."
     )
