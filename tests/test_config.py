@@ -474,7 +474,11 @@ positive = st.floats(0, exclude_min=True, allow_infinity=False, allow_nan=False)
 tiers = st.sampled_from(["none", "cpu", "nvme"])
 names = st.none() | st.lists(st.text(min_size=1), max_size=3)
 precisions = st.builds(
-    Precision, param_dtype=dtypes, reduce_dtype=dtypes, main_dtype=dtypes, output_dtype=dtypes
+    Precision,
+    param_dtype=dtypes,
+    reduce_dtype=dtypes,
+    main_dtype=st.sampled_from([None, torch.bfloat16, torch.float32, torch.float64]),
+    output_dtype=dtypes,
 ) | st.builds(Precision, param_dtype=st.just("fp16"), loss_scale=st.none() | st.just("dynamic") | positive)
 offloads = st.builds(
     Offload,
@@ -625,7 +629,7 @@ def test_parse_refuses_anything_else(config):
 
 def test_main_parameters_of_16_bits_are_bfloat16():
     assert Precision(main_dtype="bf16").main_dtype is torch.bfloat16
-    expected = "expected a dtype among bfloat16, float32, float64, got 'fp16' (str)"
+    expected = "expected None or a dtype among bfloat16, float32, float64, got 'fp16' (str)"
     assert refusal(Precision, main_dtype="fp16") == f"config key 'precision.main_dtype': {expected}"
 
 

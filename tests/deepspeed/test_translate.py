@@ -393,6 +393,17 @@ ASKED = {
 }
 
 
+def test_main_parameters_of_float16_are_refused():
+    options = {"enabled": True, "fp16_master_weights_and_grads": True}
+    assert refusal({"fp16": options}) == [
+        "'fp16.fp16_master_weights_and_grads': expected false: main parameters are float32, or bfloat16, "
+        "got True (bool)"
+    ]
+    assert read({"fp16": options | {"fp16_master_weights_and_grads": False}}) == read(
+        {"fp16": {"enabled": True}}
+    )
+
+
 @pytest.mark.parametrize("key", sorted(NO_EQUIVALENT))
 def test_what_has_no_equivalent_may_be_there_when_it_is_switched_off(key):
     for value in NO_EQUIVALENT[key].harmless or (False, None, {}, {"enabled": False}):

@@ -132,6 +132,9 @@ MAPPED: dict[str, KeyRule] = {
         "a number >= 0", _is_number, lambda scale: {f"{_DYNAMIC}minimum": scale} if scale else {}
     ),
     "fp16.hysteresis": _integer(1, lambda overflows: {f"{_DYNAMIC}hysteresis": overflows}),
+    "fp16.fp16_master_weights_and_grads": KeyRule(
+        "false: main parameters are float32, or bfloat16", lambda on: on is False, lambda _: {}
+    ),
     "data_types.param_dtype": _choice("precision.param_dtype", _DTYPES),
     "activation_checkpointing.partition_activations": _RECOMPUTE,
     "activation_checkpointing.contiguous_memory_optimization": _RECOMPUTE,
@@ -263,7 +266,6 @@ NO_EQUIVALENT: dict[str, Refusal] = {
     "expert_parallel": Refusal("experts are sharded like any other parameters"),
     "use_data_before_expert_parallelism": Refusal("experts are sharded like any other parameters"),
     "tensor_parallel.partition_config": Refusal("give tp_plan= to initialize"),
-    "fp16.fp16_master_weights_and_grads": Refusal("main parameters are float32 for fp16, or bfloat16"),
     "hybrid_engine": Refusal("leave the section out: engine.generate keeps parameters gathered"),
     "data_efficiency": _CURRICULUM,
     "curriculum_learning": _CURRICULUM,
