@@ -14,8 +14,8 @@ from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import share_of_cores, use_device
-from zeroshard.comm.lifecycle import watch
-from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
+from zeroshard.comm.lifecycle import close_at_exit, watch
+from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world, start_process_group
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
@@ -90,6 +90,15 @@ def shard_in_place(
 def specify_units(module: nn.Module, config: Config) -> list[UnitSpec]:
     """Return the units that a config asks for, see `find_units`. Raises ValueError as that does."""
     return find_units(module, config.units, config.ignored, config.precision.overrides, config.frozen)
+
+
+def start_world(device: torch.device, timeout_s: float) -> Axis:
+    """Open the axis of all ranks, watched; start the process group if nobody has."""
+    started = start_process_group(device, timeout_s)
+    world = open_world(device, Counter(), timeout_s)
+    close_at_exit(world, owns_process_group=started)
+    watch(world)
+    return world
 
 
 def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = None) -> Axes:

@@ -142,7 +142,4 @@ def share_of_cores() -> int:
 
 def available_backends() -> tuple[str, ...]:
     """Return the backends of torch.distributed that this torch was built with, of "gloo" and "nccl"."""
-    if not dist.is_available():
-        return ()
-    there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    return tuple(name for name, is_there in there.items() if is_there)
+    return tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.mesh import Axes, open_world, shared_group, start_process_group, stop_process_group
+from zeroshard.comm.mesh import Axes, shared_group, stop_process_group
 from zeroshard.comm.watch.watchdog import Watchdog, open_watchdog
 
 _DRAIN_S = 5.0
@@ -73,15 +73,6 @@ def watch(axis: Axis) -> None:
         )
         if _lifecycle.watchdog is not None:
             axis.watch(_lifecycle.watchdog)
-
-
-def start_world(device: torch.device, timeout_s: float) -> Axis:
-    """Open the axis of all ranks, watched; start the process group if nobody has."""
-    started = start_process_group(device, timeout_s)
-    world = open_world(device, Counter(), timeout_s)
-    close_at_exit(world, owns_process_group=started)
-    watch(world)
-    return world
 
 
 class BackgroundGroup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -116,12 +117,8 @@ def reentrant_error() -> RuntimeError:
 
 def is_in_second_forward(frame: FrameType | None) -> bool:
     """True if `torch.utils.checkpoint.checkpoint` runs a function again for its backward, around a frame."""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == _CHECKPOINT.co_filename and code.co_name == "recompute_fn":
-            return True
-        frame = frame.f_back
-    return False
+    again = (_CHECKPOINT.co_filename, "recompute_fn")
+    return any((f.f_code.co_filename, f.f_code.co_name) == again for f, _ in walk_stack(frame))
 
 
 def is_transformed() -> bool:
