@@ -98,8 +98,8 @@ def test_on_the_cpu_a_batch_is_the_same_object():
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")  # there is no accelerator to pin for
 def test_a_loader_hands_out_batches_on_its_device_and_counts_them_as_on_the_cpu():
     data = [(torch.tensor([float(i)]), i) for i in range(10)]
-    on_cpu = EpochLoader.over(data, 2, 1, 2, None)
-    on_device = EpochLoader.over(data, 2, 1, 2, None, META)
+    on_cpu = EpochLoader(data, rank=1, num_ranks=2, batch_size=2)
+    on_device = EpochLoader(data, rank=1, num_ranks=2, device=META, batch_size=2)
     assert (on_cpu.pin_memory, on_device.pin_memory) == (False, True)
     for batch, other in zip(on_cpu, on_device, strict=True):
         assert [t.device for t in batch] == [CPU, CPU]
@@ -110,8 +110,8 @@ def test_a_loader_hands_out_batches_on_its_device_and_counts_them_as_on_the_cpu(
 @pytest.mark.gpu
 def test_a_loader_of_a_gpu_pins_batches_and_hands_them_out_there():
     data = [(torch.tensor([float(i)]), i) for i in range(10)]
-    loader = EpochLoader.over(data, 2, 0, 1, None, torch.device("cuda", 0))
-    wanted = EpochLoader.over(data, 2, 0, 1, None)
+    loader = EpochLoader(data, rank=0, num_ranks=1, device=torch.device("cuda", 0), batch_size=2)
+    wanted = EpochLoader(data, rank=0, num_ranks=1, batch_size=2)
     for batch, other in zip(loader, wanted, strict=True):
         assert all(value.is_cuda for value in batch)
         assert [value.tolist() for value in batch] == [value.tolist() for value in other]

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from torch.utils.data import DataLoader, DistributedSampler
 
-from zeroshard.config.sections import Loader
 from zeroshard.data.loader import EpochLoader, order, turns
 
 LENGTHS = st.integers(1, 40)
@@ -20,12 +19,16 @@ BATCH_SIZES = st.integers(1, 5)
 
 
 def loader(length, batch_size=1, rank=0, num_ranks=1):
-    return EpochLoader.over(list(range(length)), batch_size, rank, num_ranks, torch.tensor)
+    return EpochLoader(
+        list(range(length)), rank=rank, num_ranks=num_ranks, batch_size=batch_size, collate_fn=torch.tensor
+    )
 
 
 def test_an_epoch_whose_smaller_last_batch_is_dropped_is_over_when_it_is_resumed():
     def make():
-        return EpochLoader.over(list(range(11)), 2, 0, 2, torch.tensor, config=Loader(drop_last=True))
+        return EpochLoader(
+            list(range(11)), rank=0, num_ranks=2, batch_size=2, collate_fn=torch.tensor, drop_last=True
+        )
 
     first, resumed = make(), make()
     assert len(list(first)) == 3
@@ -113,7 +116,7 @@ def test_a_batch_that_cannot_be_loaded_is_passed_by():
                 raise OSError("unreadable")
             return index
 
-    ours = EpochLoader.over(Broken(range(6)), 1, 0, 1, torch.tensor)
+    ours = EpochLoader(Broken(range(6)), rank=0, num_ranks=1, batch_size=1, collate_fn=torch.tensor)
     batches = iter(ours)
     assert [next(batches).item(), next(batches).item()] == torch_order(6, epoch=0)[:2]
     with pytest.raises(OSError, match="unreadable"):

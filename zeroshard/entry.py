@@ -303,7 +303,8 @@ def _build_loader(
     size, rank, num_ranks = config.micro_batch_size, axes.dp.rank, axes.dp.size
     if config.mesh.pp > 1:  # a pipeline takes whole batches
         size *= config.pipeline.num_microbatches
-    return EpochLoader.over(training_data, size, rank, num_ranks, collate_fn, device, config.loader)
+    options = {"batch_size": size, "collate_fn": collate_fn, **vars(config.loader)}
+    return EpochLoader(training_data, rank=rank, num_ranks=num_ranks, device=device, **options)
 
 
 def _build_scheduler(lr_scheduler: Any, optimizer: Optimizer | None) -> Any:

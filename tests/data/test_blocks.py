@@ -210,7 +210,9 @@ def test_a_run_resumed_at_another_number_of_ranks_sees_each_block_once(tmp_path:
     state, seen = None, []
     for num_ranks, batch_size, num_batches in [(3, 2, 4), (2, 3, 2), (4, 1, 6)]:
         for rank in range(num_ranks):
-            loader = EpochLoader.over(blocks, batch_size, rank, num_ranks, Collator())
+            loader = EpochLoader(
+                blocks, batch_size=batch_size, rank=rank, num_ranks=num_ranks, collate_fn=Collator()
+            )
             if state is not None:
                 loader.load_state_dict(state)
             batches = iter(loader)

@@ -51,7 +51,7 @@ from zeroshard.checkpoint.tensors import (
 )
 from zeroshard.checkpoint.values import read_values
 from zeroshard.comm.collectives import on_all
-from zeroshard.data.given import GivenLoader, check_state
+from zeroshard.data.given import GivenLoader, parse_place
 from zeroshard.data.loader import parse_state
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.adopted import from_common
@@ -348,7 +348,7 @@ def _read_values(stored: Stored, device: torch.device) -> Mapping[str, Any]:
         for states in values["rng"]:
             rng.check(states, device)
         for place in values.get("places_in_data", []):  # older checkpoints have none
-            check_state(place)
+            parse_place(place)
     except Exception as error:  # whatever other things end in
         raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error})") from None
     if not is_sound:

@@ -170,17 +170,16 @@ def read_package(name: str) -> dict[str, Any]:
 
 def read_versions() -> dict[str, str]:
     """Return the versions of Python, zeroshard, and the libraries that torch was built with."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in available_backends() else None
     found = {
         "Python": platform.python_version(),
         "zeroshard": installed_version(),
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda or "none: this torch is built without it",
+        "ROCm of torch": torch.version.hip,
+        "NCCL of torch": nccl,
     }
-    if torch.version.hip:
-        found["ROCm of torch"] = torch.version.hip
-    if "nccl" in available_backends():
-        found["NCCL of torch"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+    return {name: str(version) for name, version in found.items() if version}
 
 
 def _first_line(error: BaseException) -> str:

@@ -35,7 +35,6 @@ import shutil
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -248,29 +247,22 @@ def _write_folder(folder: Path, recipe: Recipe, progress: Progress | None) -> No
         shutil.rmtree(left, ignore_errors=True)
     partial = folder.parent / f"{host}.{uuid4().hex[:8]}.partial"
     try:
-        with _telling_full_disks(folder.parent):
-            partial.mkdir()
-            _write_files(partial, recipe, progress)
-            if recipe.key() != folder.name:
-                raise ValueError("a file of the source was changed while it was read: start again")
-            if not folder.is_dir():  # as a host could have made it that does not see this lock
-                partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _telling_full_disks(cache_dir: Path) -> Iterator[None]:
-    try:
-        yield
+        partial.mkdir()
+        _write_files(partial, recipe, progress)
+        if recipe.key() != folder.name:
+            raise ValueError("a file of the source was changed while it was read: start again")
+        if not folder.is_dir():  # as a host could have made it that does not see this lock
+            partial.rename(folder)
     except OSError as error:
         if error.errno not in _FULL:
             raise
         raise OSError(
             error.errno,
-            f"{cache_dir}: no space is left for the cache of the data, which takes 4 bytes for each token: "
-            f"expected cache_dir= on a disk with more ({error.strerror})",
+            f"{folder.parent}: no space is left for the cache of the data, which takes 4 bytes for each "
+            f"token: expected cache_dir= on a disk with more ({error.strerror})",
         ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class _Documents(NamedTuple):

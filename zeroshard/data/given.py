@@ -233,7 +233,7 @@ class GivenLoader:
         Raises:
             ValueError: the state is not as `state_dict` makes it, or is of a loader of another kind.
         """
-        place = _parse(state)
+        place = parse_place(state)
         if not place.random:
             self._place, self._resumed = _LoaderPosition(), None
             return
@@ -263,7 +263,7 @@ class GivenLoader:
         if len(states) == num_ranks:
             self.load_state_dict(states[rank])
         elif states:
-            self._skip_to_next(_parse(states[0]), f"{len(states)} data-parallel ranks", f"{num_ranks}")
+            self._skip_to_next(parse_place(states[0]), f"{len(states)} data-parallel ranks", f"{num_ranks}")
         else:
             warn_user(
                 "training_data: expected the place of a DataLoader in the checkpoint, got none: the data "
@@ -280,12 +280,8 @@ class GivenLoader:
         self._place, self._resumed = _LoaderPosition(epoch=epoch), None
 
 
-def check_state(state: Any) -> None:
-    """Raise ValueError unless `state` is as `GivenLoader.state_dict` makes it."""
-    _parse(state)
-
-
-def _parse(state: Any) -> _LoaderPosition:
+def parse_place(state: Any) -> _LoaderPosition:
+    """Return the place in a state. Raises ValueError if it is not as `GivenLoader.state_dict` makes it."""
     match state:
         case {
             "epoch": int(epoch),

@@ -10,7 +10,7 @@ samples that all ranks have consumed, so it means the same at any number of rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +19,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from zeroshard.config.sections import Loader
 from zeroshard.data.microbatch import to_device
 from zeroshard.internals.warn import warn_user
 
 _CPU = torch.device("cpu")
-_DEFAULTS = Loader()
 LIMIT = 2**63
 """The bound of the numbers in a state: torch.Generator takes a seed + epoch below twice this."""
 
@@ -88,8 +86,9 @@ class EpochLoader(DataLoader[Any]):
         dataset: an object with a length that gives samples by index.
         rank: this rank among those that share the dataset.
         num_ranks: the number of these ranks.
-        device: to which batches are moved. For an accelerator they are collated in pinned memory.
-        options: of DataLoader, except for those about which samples make a batch.
+        device: to which batches are moved.
+        options: of DataLoader, except for those about which samples make a batch. Without `pin_memory`, or
+            with None, batches for an accelerator are collated in pinned memory.
     """
 
     sampler: EpochSampler
@@ -98,34 +97,13 @@ class EpochLoader(DataLoader[Any]):
         self, dataset: Dataset[Any], *, rank: int, num_ranks: int, device: torch.device = _CPU, **options: Any
     ) -> None:
         sampler = EpochSampler(dataset, num_replicas=num_ranks, rank=rank)
-        super().__init__(dataset, sampler=sampler, **{"pin_memory": device.type != "cpu"} | options)
+        if options.get("pin_memory") is None:
+            options["pin_memory"] = device.type != "cpu"
+        super().__init__(dataset, sampler=sampler, **options)
         self.device = device
         self._data_position = DataPosition()
         """The position of the newest iteration."""
         self._next_start = self._data_position
-
-    @staticmethod
-    def over(
-        dataset: Dataset[Any],
-        batch_size: int,
-        rank: int,
-        num_ranks: int,
-        collate_fn: Callable[..., Any] | None,
-        device: torch.device = _CPU,
-        config: Loader = _DEFAULTS,
-    ) -> EpochLoader:
-        """Batches of `batch_size` samples per rank, shuffled anew in every epoch, alike on all ranks."""
-        return EpochLoader(
-            dataset,
-            rank=rank,
-            num_ranks=num_ranks,
-            device=device,
-            batch_size=batch_size,
-            collate_fn=collate_fn,
-            num_workers=config.num_workers,
-            pin_memory=device.type != "cpu" if config.pin_memory is None else config.pin_memory,
-            drop_last=config.drop_last,
-        )
 
     @property
     def num_epochs(self) -> int:

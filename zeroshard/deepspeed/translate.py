@@ -349,7 +349,8 @@ def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
     problems += [*conflicts, *batch_problem]
     if problems:
         raise ValueError("\n- ".join(["DeepSpeed config:", *problems]))
-    notes = [*batch_note, *_clipping_note(config), *_ignored_note(leaves)]
+    clipping_note = [] if config.get("gradient_clipping") is not None else [_UNCLIPPED]
+    notes = [*batch_note, *clipping_note, *_ignored_note(leaves)]
     return Translation(_nested(options), "\n- ".join(["DeepSpeed config:", *notes]) if notes else "")
 
 
@@ -444,20 +445,17 @@ def _resolve_batch(options: Options, num_ranks: int | None) -> tuple[list[str], 
     return [], [note] if num_ranks is None else []
 
 
-def _clipping_note(config: Mapping[str, Any]) -> list[str]:
-    if config.get("gradient_clipping") is not None:
-        return []
-    return [
-        "gradient_clipping is not given, so gradients are not clipped; recent DeepSpeed (0.19.8) clips at 1.0"
-    ]
-
-
 def _ignored_note(keys: Mapping[str, Any]) -> list[str]:
     reasons = defaultdict(list)
     for key in keys:
         if key in IGNORED:
             reasons[IGNORED[key]].append(key)
     return [f"not read: {', '.join(ignored)} ({reason})" for reason, ignored in reasons.items()]
+
+
+_UNCLIPPED = (
+    "gradient_clipping is not given, so gradients are not clipped; recent DeepSpeed (0.19.8) clips at 1.0"
+)
 
 
 def _nested(options: Options) -> dict[str, Any]:

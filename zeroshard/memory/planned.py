@@ -139,7 +139,7 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> PlannedRanks:
         )
     tp = setting.sizes[TP]
     if config.mesh.pp == 1:
-        units = _units(_counts(sizes, range(sizes.depth), tp=tp), setting)
+        units = _units(*_counts(sizes, range(sizes.depth), tp=tp), setting)
         return PlannedRanks(setting=setting, units=(units,), scales=(0,))
     config = with_schedule(config, read_schedule(config))
     if config.pipeline.split is not None or config.pipeline.trace:
@@ -152,7 +152,7 @@ def plan_number(sizes: Sizes, config: Config, setting: Setting) -> PlannedRanks:
         )
     runs = partition(_weights(sizes), schedule.num_chunks)
     ranks = tuple(
-        _units(_counts(sizes, *(runs[chunk] for chunk in schedule.chunks[rank]), tp=tp), setting)
+        _units(*_counts(sizes, *(runs[chunk] for chunk in schedule.chunks[rank]), tp=tp), setting)
         for rank in range(schedule.num_ranks)
     )
     pipelined = PlannedPipeline(
@@ -169,38 +169,33 @@ def _weights(sizes: Sizes) -> list[BlockProfile]:
     return [BlockProfile(time=number) for number in numbers]
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """The parameters of the units of a rank of a typical model."""
+def _counts(sizes: Sizes, *runs: range, tp: int) -> tuple[list[int], bool]:
+    """Return the parameters of the units of a rank with some runs of blocks, divided over tensor ranks.
 
-    root: int
-    others: Sequence[int]
-    embeds: bool
-    """True if the first of the others is an embedding, whose backward needs no parameters."""
-
-
-def _counts(sizes: Sizes, *runs: range, tp: int) -> _Counts:
-    """The parameters of the units of a rank with some runs of blocks, divided over tensor ranks."""
+    Returns:
+        Those of the root, and of the others; and True if the first of the others is an embedding, whose
+        backward needs no parameters.
+    """
     if not sizes.depth:  # neither the root nor the last: it is not kept
-        return _Counts(0, (-(-sizes.num_params // tp), 0), False)
+        return [0, -(-sizes.num_params // tp), 0], False
     blocks, starts = sizes.blocks, [run.start for run in runs]
     embeds, ends = 0 in starts, any(run.stop == sizes.depth for run in runs)
     table, own = -(-sizes.embedding // tp), [-(-blocks[number] // tp) for run in runs for number in run]
     if sizes.is_tied:  # the root holds the table that the embedding and the head share
-        return _Counts(table if embeds or ends else 0, own, False)
-    return _Counts(0, [*([table] * embeds), *own, *([table] * ends)], embeds)
+        return [table if embeds or ends else 0, *own], False
+    return [0, *([table] * embeds), *own, *([table] * ends)], embeds
 
 
-def _units(counts: _Counts, setting: Setting) -> list[UnitPlan]:
+def _units(sizes: Sequence[int], embeds: bool, setting: Setting) -> list[UnitPlan]:
     """The units in order, the root first."""
     on_device = replace(setting, tiers=setting.tiers.on_device)
     planned: dict[tuple[int, bool], UnitPlan] = {}
-    plans, sizes = [], (counts.root, *counts.others)
+    plans = []
     for key in zip(sizes, units_on_device(sizes, setting.device_fraction), strict=True):
         if key not in planned:
             planned[key] = _unit(key[0], on_device if key[1] else setting)
         plans.append(planned[key])
-    if counts.embeds:
+    if embeds:
         plans[1] = replace(plans[1], needs_parameters_in_backward=False)
     return plans
 
