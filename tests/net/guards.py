@@ -318,8 +318,8 @@ GUARDS = (
         name="a_gradient_of_a_backward_inside_another",
         says="The gradients of a reentrant checkpoint are taken, of which a reduction may see a part.",
         file="zeroshard/sharding/passes.py",
-        find="if backward_task() != task:",
-        replace="if False:",
+        find="            if backward_task() != self._task:\n",
+        replace="            if False:\n",
         tests=(
             "tests/distributed/test_reuse.py::"
             "test_reentrant_checkpoints_are_refused_in_the_forward_or_with_the_first_gradient",

@@ -358,13 +358,14 @@ def reduce_and_deliver(stage, deferred):
     sharded = shard_net(axis, stage=stage)
     (gradients,) = sharded.inner.gradients
     scale = 10.0**axis.rank
-    gradients.pack(0, torch.full((30, 20), scale), deferred)
+    gradients.begin(more=deferred, defer=deferred)
+    gradients.pack(0, torch.full((30, 20), scale))
     if axis.rank == 0:
-        gradients.pack(1, torch.full((30,), 4.0), deferred)
+        gradients.pack(1, torch.full((30,), 4.0))
     packed = gradients.state
     if deferred:
         gradients.keep_deferred()
-        gradients.pack(0, torch.full((30, 20), scale), deferred)
+        gradients.pack(0, torch.full((30, 20), scale))
     gradients.start_reduce()
     started = gradients.state
     gradients.complete()
@@ -392,19 +393,20 @@ def drop_while_reducing():
     axis = world()
     sharded = shard_net(axis, stage=2)  # a runtime that is collected drains its exchanges
     (gradients,) = sharded.inner.gradients
-    gradients.pack(0, torch.ones(30, 20), False)
+    gradients.begin(more=False, defer=False)
+    gradients.pack(0, torch.ones(30, 20))
     gradients.start_reduce()
     gradients.drop()
-    state, num_missing, kept = gradients.state, gradients.num_missing, gradients.local_bytes
-    gradients.pack(0, torch.full((30, 20), 2.0), False)
+    state, missing, kept = gradients.state, set(gradients.missing), gradients.local_bytes
+    gradients.pack(0, torch.full((30, 20), 2.0))
     gradients.start_reduce()
     gradients.deliver(axis.any(gradients.used, "test")())
-    return state.value, num_missing, kept, gradients.buffer.sharded[0].grad
+    return state.value, missing, kept, gradients.buffer.sharded[0].grad
 
 
 def test_gradients_that_are_dropped_leave_nothing_behind(ranks):
-    for state, num_missing, kept, grad in ranks(2, drop_while_reducing):
-        assert (state, num_missing, kept) == ("empty", 4, 0)
+    for state, missing, kept, grad in ranks(2, drop_while_reducing):
+        assert (state, missing, kept) == ("empty", {0, 1, 2, 3}, 0)
         assert torch.equal(grad, torch.full_like(grad, 2.0))
 
 

@@ -126,11 +126,20 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
             return method(*args, **kwargs)
         if (dtype := runtime.input_dtype(unit.modules[0])) is not None:
             args, kwargs = cast_inputs(unit.modules[0], args, kwargs, dtype=dtype, in_lists=False)
+        passes = runtime.passes
+        if unit in passes.quiet:
+            try:
+                passes.show(unit)
+                output = method(*args, **kwargs)
+            finally:
+                passes.hide(unit)
+            unit.edits.check()
+            return output
         try:
-            runtime.passes.before_forward(unit, sys._getframe())
-            return runtime.passes.after_forward(unit, method(*args, **kwargs))
+            passes.before_forward(unit, sys._getframe())
+            return passes.after_forward(unit, method(*args, **kwargs))
         finally:
-            runtime.passes.leave_forward(unit)
+            passes.leave_forward(unit)
 
     return called
 

@@ -34,14 +34,13 @@ _TRACERS = {
 """The modes in which an operation computes no values, or is recorded for later."""
 
 
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward that runs in this thread, the innermost one; -1 if there is none."""
+
+
 def is_in_backward() -> bool:
     """True if this thread is inside a backward pass (hooks, recomputation)."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def backward_task() -> int:
-    """Return the number of the backward that runs in this thread, the innermost one; -1 if there is none."""
-    return torch._C._current_graph_task_id()
+    return backward_task() != -1
 
 
 class _AtEnd:

@@ -151,11 +151,10 @@ class UnitPlan:
 
     @property
     def needs_turns(self) -> bool:
-        """True if something of it is freed, exchanged, or copied from or to another tier."""
-        return not self.is_resident or any(
-            buffer.gathers or buffer.reductions or buffer.main_tier is not Tier.DEVICE
-            for buffer in self.buffers
-        )
+        """True if something of it is freed, exchanged or copied to another tier, or there is nothing."""
+        kept = (buffer.is_resident and buffer.main_tier is Tier.DEVICE for buffer in self.buffers)
+        exchanges = (buffer.gathers or buffer.reductions for buffer in self.buffers)
+        return not (self.buffers and all(kept)) or any(exchanges)
 
     @property
     def numel(self) -> int:

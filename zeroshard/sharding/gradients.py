@@ -107,8 +107,8 @@ class Gradients:
         self.state = GradientState.EMPTY
         self.used = [False] * len(self.buffer.sharded)
         """Parameters that got a gradient since the last delivery, on this rank."""
-        self._arrived: set[int] = set()
-        """Parameters whose gradient has arrived since the last reduction, or in this backward."""
+        self.missing = set(range(len(self.used)))
+        """Parameters whose gradient has not arrived since the last reduction, or in this backward."""
         self._filled: set[int] = set()
         """Parameters whose places in the flat buffer have been written."""
         self._flat: Tensor | None = None
@@ -119,11 +119,6 @@ class Gradients:
         """Reduced gradients that are in no `p.grad` yet, by the index of the parameter, [n]."""
         self._squares: Tensor | None = None
         """Of gradients on their way to the host: the sum of squares that this rank counts, 0-dim, float64."""
-
-    @property
-    def num_missing(self) -> int:
-        """The number of parameters whose gradient has not arrived since the last reduction."""
-        return len(self.used) - len(self._arrived)
 
     @property
     def has_deferred(self) -> bool:
@@ -146,61 +141,68 @@ class Gradients:
         flat = () if self._flat is None else (self._flat,)
         return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
 
-    def begin(self, more: bool, scale: float | None = None) -> None:
+    def begin(self, more: bool, defer: bool, scale: float | None = None) -> None:
         """Begin a backward. New gradients are added to those that exist.
 
         Args:
             more: True if a later backward is to add to the gradients of this one.
+            defer: True if a later backward is to reduce them.
             scale: the loss scale; None: nobody gives one, and that of the last backward holds.
         """
         if scale is not None:
             self._unscale = 1.0 / scale
         self.is_kept, self.is_early = more and self._is_narrow, False
+        self._defer, plan = defer, self.buffer.plan
+        self._sum_dtype = plan.wide_dtype if self.is_kept else plan.main_dtype
 
-    def pack(self, index: int, gradient: Tensor, defer: bool) -> None:
+    def pack(self, index: int, gradient: Tensor) -> None:
         """Take over this rank's gradient of one parameter.
 
         Args:
             index: the index of the parameter in the buffer.
             gradient: in the compute dtype and the shape of the original, as autograd made it; nobody else
                 uses it.
-            defer: True if a later backward is to reduce it.
 
         Raises:
             RuntimeError: the gradient is sparse.
         """
-        gradient = self._flatten(index, gradient)
-        self._arrived.add(index)
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        if gradient.ndim != 1:
+            gradient = self._flatten(index, gradient)
+        self.missing.discard(index)
         self.used[index] = True
-        self._move(GradientState.PACKING)
         if self._slices:
-            self._write(index, gradient, defer)
+            self._move(GradientState.PACKING)
+            self._write(index, gradient)
         else:
-            self._hand_on(index, gradient)
+            self._keep(index, gradient)
 
     def _flatten(self, index: int, gradient: Tensor) -> Tensor:
         if gradient.layout is not torch.strided:
             name = self.buffer.originals[index].fqn
             raise RuntimeError(f"the gradient of '{name}' is {gradient.layout}; expected a dense one")
-        if gradient.requires_grad:
-            gradient = gradient.detach()
         return gradient.reshape(-1)
 
-    def _hand_on(self, index: int, gradient: Tensor) -> None:
+    def _keep(self, index: int, gradient: Tensor) -> None:
         """Reduce a gradient without exchanges: add it to the sum that is there, or keep it as it is."""
-        plan = self.buffer.plan
         if self._unscale != 1.0:
-            gradient = gradient.to(plan.wide_dtype).mul_(self._unscale)
-        if (total := self._sum_of(index)) is None:
-            self._reduced[index] = gradient.to(plan.wide_dtype if self.is_kept else plan.main_dtype)
-        else:
+            gradient = gradient.to(self.buffer.plan.wide_dtype).mul_(self._unscale)
+        total = self._reduced.get(index)
+        if total is None and not self.is_kept:
+            total = self.buffer.sharded[index]._gradient
+        if total is not None:
             total.add_(gradient)
+        elif gradient.dtype is self._sum_dtype:  # a call of `to` takes longer
+            self._reduced[index] = gradient
+        else:
+            self._reduced[index] = gradient.to(self._sum_dtype)
 
-    def _write(self, index: int, gradient: Tensor, defer: bool) -> None:
+    def _write(self, index: int, gradient: Tensor) -> None:
         """Add a gradient to its place in the flat buffer."""
         if self._flat is None:
-            self._is_deferred = defer
-            self._flat = self._take(self.buffer.plan.wide_dtype if defer else self._reduce_dtype)
+            self._is_deferred = self._defer
+            self._flat = self._take(self.buffer.plan.wide_dtype if self._defer else self._reduce_dtype)
         target = self._flat[self._slices[index]]
         scale = 1.0 if self._is_deferred else self._scale
         if index in self._filled:
@@ -227,7 +229,7 @@ class Gradients:
         """Start the reduction; parameters without a gradient count zeros."""
         self.complete()
         self._move(GradientState.REDUCING)
-        self._arrived = set()
+        self.missing = set(range(len(self.used)))
         self._reduction = self._reduce(self._finish_packing()) if self._slices else iter(())
         self._advance()
 
@@ -402,7 +404,7 @@ class Gradients:
 
     def keep_deferred(self) -> None:
         """End a backward whose sums stay here until a later one reduces them."""
-        self._arrived = set()
+        self.missing = set(range(len(self.used)))
 
     def deliver(self, used: Sequence[bool]) -> None:
         """Set `p.grad` of the sharded parameters, or add to it, unless sums are kept for a later backward.
@@ -433,7 +435,7 @@ class Gradients:
         arrives = self.landing.arrival() if self.landing is not None else None
         reduced, squares = self._reduced, self._squares
         self._reduced, self._squares, self.noted = {}, None, None
-        self.used = [False] * len(self.used)
+        self.used, self.missing = [False] * len(self.used), set(range(len(self.used)))
         sharded, dtype = self.buffer.sharded, self.buffer.plan.main_dtype
 
         def deliver() -> None:
@@ -443,7 +445,8 @@ class Gradients:
             adds = False
             for index, gradient in reduced.items():
                 if used[index]:
-                    gradient = gradient.to(dtype)  # a sum that was kept has more bits
+                    if gradient.dtype is not dtype:  # a sum that was kept has more bits
+                        gradient = gradient.to(dtype)
                     if (before := gradient_of(sharded[index])) is None:
                         new.append((sharded[index], gradient))
                     else:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.sharding.changes import Changes
-from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.passes import Passes
 from zeroshard.sharding.post_accumulate import redirect_hooks
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -27,11 +27,15 @@ def hook(runtime: Runtime) -> None:
     """Let the forwards and backwards of a module drive its runtime."""
     for unit in runtime.units:
         _hook_unit(runtime, unit)
+    for number, (_, gradients) in enumerate(runtime.passes.trained):
+        for index, parameter in enumerate(gradients.buffer.unsharded):
+            _hook_gradient(runtime.passes, number, index, parameter)
+            redirect_hooks(parameter, gradients.buffer.sharded[index])
     _leave_fast_paths(runtime.module, runtime.changes)
 
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
-    """Hook the modules of a unit, the layers inside them and the trained parameters."""
+    """Hook the modules of a unit, and the layers inside them."""
     before, after, at_last = _forward_hooks(runtime, unit)
     changes = runtime.changes
     for module in unit.modules:
@@ -40,13 +44,13 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
             own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
         if own is not None:
             changes.hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
+        if unit in runtime.passes.quiet:
+            _hook_quiet(runtime, unit, module)
+            continue
         changes.hook(module.register_forward_pre_hook(before, prepend=True))
         changes.hook(module.register_forward_hook(after))
         changes.hook(module.register_forward_hook(at_last, always_call=True))
     _hook_layers(runtime, unit)
-    for gradients in unit.gradients:
-        for index, parameter in enumerate(gradients.buffer.unsharded):
-            _hook_gradient(runtime, unit, gradients, index, parameter)
 
 
 def _casts_itself(runtime: Runtime, module: nn.Module) -> bool:
@@ -76,6 +80,21 @@ def _forward_hooks(runtime: Runtime, unit: Unit) -> _Hooks:
     return _Hooks(before, after, at_last)
 
 
+def _hook_quiet(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
+    """Hook a module whose unit only shows its parameters."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        runtime.passes.show(unit)
+
+    def at_last(module: nn.Module, args: Any, output: Any) -> None:
+        runtime.passes.hide(unit)
+        if output is not None:  # else the forward has failed
+            unit.edits.check()
+
+    runtime.changes.hook(module.register_forward_pre_hook(before, prepend=True))
+    runtime.changes.hook(module.register_forward_hook(at_last, always_call=True))
+
+
 def _hook_layers(runtime: Runtime, unit: Unit) -> None:
     def after(layer: nn.Module, args: Any, output: Any) -> None:
         runtime.passes.watch_layer(unit, output)
@@ -84,22 +103,18 @@ def _hook_layers(runtime: Runtime, unit: Unit) -> None:
         runtime.changes.hook(layer.register_forward_hook(after))
 
 
-def _hook_gradient(
-    runtime: Runtime, unit: Unit, gradients: Gradients, index: int, parameter: nn.Parameter
-) -> None:
-    # Autograd keeps the hook out of the garbage collector's sight: strong references would leak.
-    of_runtime, of_unit, of_gradients = weakref.ref(runtime), weakref.ref(unit), weakref.ref(gradients)
+def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parameter) -> None:
+    # Autograd keeps the hook out of the garbage collector's sight: a strong reference would leak.
+    of_passes = weakref.ref(passes)
 
     def arrived(parameter: Tensor) -> None:
-        runtime, unit, gradients = of_runtime(), of_unit(), of_gradients()
-        assert runtime is not None and unit is not None, "the module's hooks hold them"  # noqa: PT018
-        assert gradients is not None, "its unit holds it"
+        passes = of_passes()
         gradient, parameter.grad = parameter.grad, None
+        assert passes is not None, "the module's hooks hold it"
         assert gradient is not None, "called when it has been accumulated"
-        runtime.passes.receive(unit, gradients, index, gradient)
+        passes.receive(number, index, gradient)
 
     parameter.register_post_accumulate_grad_hook(arrived)
-    redirect_hooks(parameter, gradients.buffer.sharded[index])
 
 
 def _leave_fast_paths(root: nn.Module, changes: Changes) -> None:

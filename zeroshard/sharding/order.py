@@ -37,7 +37,7 @@ class UnitOrder:
     """The units in the order of their forwards, without the root.
 
     Args:
-        units: the root unit first.
+        units: the root unit first, then those that are gathered or reduced.
         is_common: True if all ranks make the same calls; then they need no agreement.
     """
 

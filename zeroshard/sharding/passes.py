@@ -13,7 +13,7 @@ them. `lease.py` lists the reasons to keep a unit gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -33,7 +33,6 @@ from zeroshard.parameters.state import Phase, refuse_averages
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.agreed import agree_on_frozen
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.lease import Leases
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.reducer import Reducer
@@ -42,7 +41,7 @@ from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
 from zeroshard.sharding.walk import CallLog, Walk
 
 # An attribute of an enum takes longer to read than a global name.
-_REST, _FORWARD, _BACKWARD = Phase.REST, Phase.FORWARD, Phase.BACKWARD
+_REST, _FORWARD, _BACKWARD, _SHARDED = Phase.REST, Phase.FORWARD, Phase.BACKWARD, UnitState.SHARDED
 
 
 class Passes:
@@ -53,6 +52,7 @@ class Passes:
         context: the objects that their buffers share.
         order: the order of the units.
         reducer: reduces their gradients.
+        quiet: units without turns in a backward: nothing of them is freed, exchanged or stepped there.
         num_prefetch: the number of units that are gathered ahead.
         output_dtype: the dtype to which floating-point outputs of the root are cast.
     """
@@ -64,18 +64,23 @@ class Passes:
         order: UnitOrder,
         reducer: Reducer,
         *,
+        quiet: Collection[Unit],
         num_prefetch: int,
         output_dtype: torch.dtype | None,
     ) -> None:
         self._root, self._units = units[0], tuple(units)
         self._context, self._order, self._reducer = context, order, reducer
         self._state, self._here = context.state, context.axes.dp.rank_status
-        self.unwatched = frozenset(unit for unit in units[1:] if not unit.plan.needs_turns)
-        """Units whose outputs nobody hooks: a backward shows their parameters from its begin."""
+        self.quiet = quiet
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
+        self.trained = [(unit, gradients) for unit in units for gradients in unit.gradients]
+        """The gradients of each trained buffer, and their unit."""
         self._readers = [unit for unit in units if unit.reads_files]
         """Units whose gathers start from files."""
         buffers = [buffer for unit in units for buffer in unit.buffers]
+        has_versions = context.setting.has_versions
+        self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
+        """Units whose modules may compute with other memory than the main parameters."""
         self.offloaded = [buffer for buffer in buffers if buffer.plan.main_tier is not Tier.DEVICE]
         self._output_dtype = output_dtype
         self.calls = CallLog(units)
@@ -140,11 +145,14 @@ class Passes:
             self.leases.in_use.take(unit)
             for lease in (self.leases.ahead, self.leases.graph):
                 lease.end((unit,))
+        self._end_trailing()
+        self.calls.begin(unit, caller)
+
+    def _end_trailing(self) -> None:
         if self.leases.trailing.units:
             ended = tuple(self.leases.trailing.units)
             self.leases.trailing.end()
             self.free(ended, for_backward=torch.is_grad_enabled())
-        self.calls.begin(unit, caller)
 
     def _begin_second_call(self, unit: Unit) -> None:
         """Gather a unit whose forward runs again inside a backward, in the order of all ranks."""
@@ -158,9 +166,6 @@ class Passes:
         Raises:
             RuntimeError: the forward has edited a parameter.
         """
-        if unit in self.unwatched:
-            unit.edits.check()
-            return output
         if self.is_in_method and unit is self._root:
             return output
         unit.edits.check()
@@ -190,10 +195,39 @@ class Passes:
                     unit.slots.uninstall()
             if unit is self._root:
                 self.abandon_forward()
-            if self._state.phase is _FORWARD:
-                self._here.enter("the forward of ", self._root.described)
-            else:
-                self._here.leave()
+            self._end_call()
+
+    def show(self, unit: Unit) -> None:
+        """Begin a forward of a quiet unit: show its parameters for the time of the forward.
+
+        So a model that uses a parameter outside of the forward of its unit fails here as it does where
+        parameters are freed. A backward shows the parameters of all quiet units from its begin to its end.
+        """
+        if self._state.phase is not _FORWARD:
+            refuse_tracers()
+        refuse_transforms()
+        unit.num_shown += 1
+        if not is_in_backward():
+            self._state.refuse_between_steps()
+            self._end_trailing()
+            self._here.enter("the forward of ", unit.described)
+        unit.wait()
+        unit.slots.install()
+
+    def hide(self, unit: Unit) -> None:
+        """End a forward of a quiet unit, perhaps after an exception."""
+        if unit.num_shown:  # else a hook before ours has failed
+            unit.num_shown -= 1
+        if not is_in_backward():
+            if not (unit.num_shown or self.leases.held.units):  # else the unit has called itself
+                unit.slots.uninstall()
+            self._end_call()
+
+    def _end_call(self) -> None:
+        if self._state.phase is _FORWARD:
+            self._here.enter("the forward of ", self._root.described)
+        else:
+            self._here.leave()
 
     def _begin_forward(self) -> None:
         self.abandon_forward()
@@ -205,6 +239,8 @@ class Passes:
 
     def refresh(self) -> None:
         """Gather replicated parameters again and free the others, after main parameters have changed."""
+        for unit in self.quiet:
+            unit.refresh()
         for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about that of a forward
             unit.refresh()
         self._state.reads_main = any(unit.state is UnitState.GATHERING for unit in self._units)
@@ -228,6 +264,8 @@ class Passes:
             self._state.move(_REST)
             self.calls.drop_failed()
             self._called = []
+            for unit in self.quiet:
+                unit.num_shown = 0
             self.put_away()
 
     def free(self, units: Sequence[Unit], *, for_backward: bool) -> None:
@@ -288,11 +326,8 @@ class Passes:
             self._before_backward(call)
 
     def _before_backward(self, call: ForwardCall) -> None:
-        if self._state.phase is _BACKWARD and self._backward() is None:
-            self._abandon_backward()
-        if self._state.phase is not _BACKWARD:
-            self._begin_backward(call.unit)
         unit = call.unit
+        self._enter_backward(unit)
         if unit.open_calls:
             unit.open_calls.discard(call)
         call.entered_in = self._backward
@@ -302,6 +337,12 @@ class Passes:
             unit.wait()
             unit.slots.install()  # a part of it may be recomputed
         self._here.enter("the backward of ", unit.described)
+
+    def _enter_backward(self, unit: Unit) -> None:
+        if self._state.phase is _BACKWARD and self._backward() is None:
+            self._abandon_backward()
+        if self._state.phase is not _BACKWARD:
+            self._begin_backward(unit)
 
     def _begin_walk(self, makes_graph: bool = False) -> Walk:
         num_prefetch = self._num_prefetch
@@ -334,37 +375,50 @@ class Passes:
         self._task = backward_task()
         self._reducer.begin(accumulates)
         agree_on_frozen(self._units[1:], self._context.axes.everyone)
-        for shown in self.unwatched:  # their parameters may follow a step; a part may be recomputed
+        for shown in self.quiet:  # their parameters may follow a step; a part may be recomputed
             shown.wait()
             shown.slots.install()
         self._backward = at_end_of_backward(self._end_backward)
 
     def _trained(self) -> Iterator[nn.Parameter]:
-        for unit in self._units:
-            for gradients in unit.gradients:
-                yield from (p for p in gradients.buffer.unsharded if p.requires_grad)
+        for _, gradients in self.trained:
+            yield from (p for p in gradients.buffer.unsharded if p.requires_grad)
 
-    def receive(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        """Pack the gradient of the parameter at `index` of a buffer, and start the reductions that are due.
+    def receive(self, number: int, index: int, gradient: Tensor) -> None:
+        """Pack a gradient, and start the reductions that are due.
+
+        Args:
+            number: the place of its buffer in `trained`.
+            index: the place of its parameter in the buffer.
+            gradient: as autograd has accumulated it.
 
         Raises:
             RuntimeError: the gradient came after the unit was freed, or from a reentrant checkpoint; or the
                 reducer refuses it.
         """
-        if self._state.phase is not _BACKWARD:  # no output of a unit could be hooked
-            self._begin_backward(unit)
-        if (task := self._task) is not None:
-            if unit.state is UnitState.SHARDED and unit.backward_needs_parameters:
-                raise RuntimeError(
-                    f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
-                    f"backward of {unit.described}, after its parameters were freed: return every tensor "
-                    "that the loss depends on from the unit's forward"
-                )
-            if backward_task() != task:
-                raise reentrant_error()
-        self._reducer.receive(unit, gradients, index, gradient)
-        if not gradients.num_missing:
+        unit, gradients = self.trained[number]
+        if backward_task() != self._task:
+            self._meet_backward(unit)
+        if unit.state is _SHARDED and unit.backward_needs_parameters and self._task is not None:
+            raise RuntimeError(
+                f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
+                f"backward of {unit.described}, after its parameters were freed: return every tensor "
+                "that the loss depends on from the unit's forward"
+            )
+        self._reducer.receive(gradients, index, gradient)
+        if not gradients.missing:
             self._walk.note_gradient(unit)
+
+    def _meet_backward(self, unit: Unit) -> None:
+        """Begin a backward whose first gradient is that of a parameter: no output could be hooked.
+
+        Raises:
+            RuntimeError: the gradient comes from another backward, inside the one under way.
+        """
+        if self._task is not None:
+            self._enter_backward(unit)
+            if backward_task() != self._task:
+                raise reentrant_error()
 
     def _end_backward(self) -> None:
         self._walk.finish()
@@ -375,7 +429,7 @@ class Passes:
         self.put_away()
         torch.clear_autocast_cache()  # gradients of old casts would arrive at the end of the next backward
         self._here.leave()
-        for unit in self._units:
+        for unit in self._copied:
             unit.edits.check()  # of hooks in the backward, too
         if completes:
             self._reducer.call_hooks()

@@ -56,10 +56,10 @@ class Role(NamedTuple):
         return self.defers and unit not in self.ending
 
 
-Receive = Callable[[Unit, Gradients, int, Tensor], None]
+Receive = Callable[[Gradients, int, Tensor], None]
 
 
-def _refuse(unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+def _refuse(gradients: Gradients, index: int, gradient: Tensor) -> None:
     raise AssertionError("a gradient arrives in a backward")
 
 
@@ -87,7 +87,7 @@ class Reducer:
         self._asked = self._role = Role()
         """The roles of the next backward, as `next_backward` sets it around it, and of that under way."""
         self.receive: Receive = _refuse
-        """Takes the gradient of the parameter at an index of a buffer of a unit; chosen by `begin`."""
+        """Takes the gradient of the parameter at an index of a buffer; chosen by `begin`."""
         self.set_aside: dict[Gradients, Callable[[int, Tensor], bool]] = {}
         """Calls that take the gradient at an index of a buffer for later, or return False."""
         self._units, self._pool, self._axis = tuple(units), pool, axes.everyone
@@ -179,7 +179,7 @@ class Reducer:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
         """
         self._role = role = self._asked if accumulates else Role(defers=True, accumulates=False)
-        self.receive = self._pack
+        self.receive = self._pack if self._is_averaged else Gradients.pack
         if self.is_half and self._asked.scale is None:
             self.receive = self._refuse_unscaled
         elif self.step_unit is not None:
@@ -190,32 +190,32 @@ class Reducer:
             return
         self._state.is_in_step |= self.step_unit is not None and not role.has_more
         for gradients in self._all:
-            gradients.begin(role.has_more, role.scale)
+            gradients.begin(role.has_more, role.defers, role.scale)
         if not role.defers:
             self._open()
         elif role.ending or self._ahead:
             self._open_ahead(role.ending)
 
-    def _pack(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+    def _pack(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
         if self.under_way and not gradients.has_more:
             for older in self.under_way[:-1]:  # see [Note: Two packed units]
                 older.settle_reduce()
-        gradients.pack(index, gradient, self._role.defers)
+        gradients.pack(index, gradient)
 
-    def _pack_or_set_aside(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+    def _pack_or_set_aside(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
         takes = self.set_aside.get(gradients)
         if takes is None or not takes(index, gradient):
-            self._pack(unit, gradients, index, gradient)
+            self._pack(gradients, index, gradient)
 
-    def _pack_unless_stepped(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+    def _pack_unless_stepped(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
         if gradients.is_early:
             raise RuntimeError(
-                f"{unit.described} got a gradient after it was stepped in this backward: set "
+                f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: set "
                 "offload.step_in_backward=False, and load the last checkpoint"
             )
-        self._pack(unit, gradients, index, gradient)
+        self._pack(gradients, index, gradient)
 
-    def _refuse_unscaled(self, unit: Unit, gradients: Gradients, index: int, gradient: Tensor) -> None:
+    def _refuse_unscaled(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
         raise RuntimeError(
             f"'{gradients.buffer.originals[index].fqn}' got the gradient of a loss without loss scale, "
             "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"

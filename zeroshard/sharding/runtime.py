@@ -65,11 +65,22 @@ class Runtime:
         """Parameters that are not sharded; optimizers may step them beside the others."""
         self.casts: Mapping[nn.Module, Cast] = {}
         """Modules that compute in a dtype of their own."""
-        frees = context.setting.placements.frees_parameters
-        self.order = UnitOrder(units, is_common=frees and context.axes.dp_replicate.size == 1)
+        setting = context.setting
+        quiet = {u for u in units[1:] if not (u.plan.needs_turns or setting.steps_in_backward)}
+        frees = setting.placements.frees_parameters
+        self.order = UnitOrder(
+            [unit for unit in units if unit not in quiet],
+            is_common=frees and context.axes.dp_replicate.size == 1,
+        )
         self.reducer = Reducer(units, context.axes, pool, self.order, context.state)
         self.passes = Passes(
-            units, context, self.order, self.reducer, num_prefetch=num_prefetch, output_dtype=output_dtype
+            units,
+            context,
+            self.order,
+            self.reducer,
+            quiet=quiet,
+            num_prefetch=num_prefetch,
+            output_dtype=output_dtype,
         )
         # Parameters call these functions, without a strong reference to the runtime.
         finish, forget = weakref.WeakMethod(self.finish_gathers), weakref.WeakMethod(self._forget_gradient)

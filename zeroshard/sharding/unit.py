@@ -45,7 +45,7 @@ _MOVES = {
 
 # Every unit is asked in every step: a generator would take three times as long.
 _is_stale, _has_more = attrgetter("is_stale"), attrgetter("has_more")
-_is_reducing, _num_missing = attrgetter("is_reducing"), attrgetter("num_missing")
+_is_reducing, _missing = attrgetter("is_reducing"), attrgetter("missing")
 
 _OWN_KINDS = (Tensor, nn.Parameter)
 """The types of views of unsharded parameters."""
@@ -148,6 +148,8 @@ class Unit:
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
         self.call = ForwardCall(self, NEVER)
         """The forward under way, or the last one."""
+        self.num_shown = 0
+        """The forwards under way of a quiet unit, which makes no calls."""
         self.visit: Visit | None = None
         """The calls in forwards that a backward may come to, if there are any."""
         self.recomputed_in: list[Unit] = []
@@ -174,7 +176,7 @@ class Unit:
     @property
     def is_in_forward(self) -> bool:
         """True if a forward of it is under way."""
-        return self.call.began != NEVER and self.call.ended == NEVER
+        return self.num_shown > 0 or (self.call.began != NEVER and self.call.ended == NEVER)
 
     @property
     def entered(self) -> int:
@@ -279,7 +281,7 @@ class Unit:
     @property
     def is_complete(self) -> bool:
         """True once every trained parameter has got its gradient."""
-        return not any(map(_num_missing, self.gradients))
+        return not any(map(_missing, self.gradients))
 
     @property
     def is_reducing(self) -> bool:

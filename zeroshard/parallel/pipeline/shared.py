@@ -73,9 +73,9 @@ class _Aside:
         for place, chunk in enumerate(self._later):
             if any(used_here := used[place * num : (place + 1) * num]):
                 with self._apart():
-                    gradients.begin(more=False)
+                    gradients.begin(more=False, defer=chunk in summed)  # then scaled, and rounded after it
                     for index, total in sums.get(chunk, {}).items():
-                        gradients.pack(index, total, defer=chunk in summed)  # scaled, then rounded
+                        gradients.pack(index, total)
                     gradients.start_reduce()
                     gradients.complete()
                     gradients.deliver(used_here)
