@@ -216,7 +216,7 @@ GUARDS = (
         name="no_sync_sends_gradients",
         says="A backward under no_sync reduces its gradients.",
         file="zeroshard/sharding/reducer.py",
-        find="defers = before.defers or (more and not send and self._is_averaged)",
+        find="defers = before.defers or (more and not send and self._num_summands > 1)",
         replace="defers = before.defers",
         tests=("tests/distributed/test_wire.py::test_under_no_sync_gradients_are_sent_once",),
     ),

@@ -100,7 +100,7 @@ ORDERS = (
         name="units_step_with_gradients_to_come",
         says="With step_in_backward a unit is stepped though this rank lacks a gradient of it.",
         file="zeroshard/sharding/reducer.py",
-        find="return all(all(gradients.used) and not gradients.is_early for gradients in unit.gradients)",
+        find="return all(all(one.used) and one.state not in _BEFORE for one in unit.gradients)",
         replace="return True",
         tests=("tests/tiers/test_early.py",),
     ),

@@ -93,7 +93,7 @@ ROUNDINGS = (
         name="micro_batches_are_added_in_bfloat16",
         says="Gradients that wait for a later reduction are added up in the reduce dtype.",
         file="zeroshard/sharding/gradients.py",
-        find="self._take(self.buffer.plan.wide_dtype if defer else self._reduce_dtype)",
+        find="self._take(self.buffer.plan.wide_dtype if self._defer else self._reduce_dtype)",
         replace="self._take(self._reduce_dtype)",
         tests=(
             "tests/distributed/test_precision.py::"
@@ -104,8 +104,8 @@ ROUNDINGS = (
         name="sums_of_a_step_are_rounded_each_time",
         says="Reduced sums of several micro-batches go into a p.grad of bfloat16 after each of them.",
         file="zeroshard/sharding/gradients.py",
-        find="self.is_kept, self.is_early = more and self._is_narrow, False",
-        replace="self.is_kept, self.is_early = False, False",
+        find="self.is_kept = self._sum_dtype != plan.main_dtype",
+        replace="self.is_kept = False",
         tests=(
             "tests/distributed/test_bfloat16_main.py::"
             "test_micro_batches_add_up_in_float32_and_are_rounded_once",

@@ -9,19 +9,17 @@ are noted in the ledger, which is compared there too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
-from operator import and_, attrgetter
+from operator import and_
 from typing import NamedTuple
 
 from zeroshard.comm.collectives import Axis
-from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.gradients import Gradients, GradientState
 from zeroshard.sharding.unit import Unit
 
 _NUM_BITS = 4
 """Forwards between two backwards are counted up to 15."""
-
-_is_early = attrgetter("is_early")
 
 
 class Agreed(NamedTuple):
@@ -51,8 +49,8 @@ def flags_of(
     """Return the flags of this rank; the arguments are as in `Agreed`, with the gradients of all buffers."""
     bits = [bool(min(num_forwards, (1 << _NUM_BITS) - 1) >> bit & 1) for bit in range(_NUM_BITS)]
     flags = [flag for gradients in everything for flag in gradients.used]
-    flags += [unit.has_more for unit in units]
-    flags += [any(map(_is_early, unit.gradients)) for unit in units]
+    for state in (GradientState.PACKING, GradientState.STEPPED):
+        flags += [any(gradients.state is state for gradients in unit.gradients) for unit in units]
     return [*flags, has_changed, has_failed, *bits, *(not bit for bit in bits)]
 
 
@@ -69,9 +67,8 @@ def read_flags(flags: Iterable[bool], everything: Sequence[Gradients], units: Se
     )
 
 
-def agree_on_frozen(units: Iterable[Unit], axis: Axis) -> None:
+def agree_on_frozen(units: Collection[Unit], axis: Axis) -> None:
     """Agree on frozen units with a backward: those after a trained module, perhaps on some ranks only."""
-    units = [unit for unit in units if unit.may_join_backward]
     flags = [bool(unit.open_calls) for unit in units]
     answer = axis.any(flags, "agreement on which frozen units have a backward")
     for unit, joins in zip(units, answer(), strict=True):

@@ -56,6 +56,7 @@ class GradientState(Enum):
     PACKING = "packing"
     REDUCING = "reducing"
     REDUCED = "reduced"
+    STEPPED = "delivered and stepped with, before the end of the backward"
 
 
 _MOVES = {
@@ -64,7 +65,8 @@ _MOVES = {
     # A parameter that is used outside of its unit's forward, too, may get its gradient after the unit was
     # left: this part is packed while the first one is still reduced, and is reduced by itself.
     GradientState.REDUCING: {GradientState.REDUCED, GradientState.PACKING},
-    GradientState.REDUCED: {GradientState.EMPTY, GradientState.PACKING, GradientState.REDUCING},
+    GradientState.REDUCED: {*GradientState} - {GradientState.REDUCED},
+    GradientState.STEPPED: {GradientState.EMPTY},
 }
 
 
@@ -92,15 +94,12 @@ class Gradients:
         packed = range(num) if plan.reductions or self.landing is not None else ()
         self._slices = [buffer.layout.parameter(index).slice for index in packed]
         """The places of gradients in the flat buffer; none if they need no such buffer."""
-        self._is_narrow = plan.main_dtype != plan.wide_dtype
         self.noted: tuple[Tensor, list[_Place | None]] | None = None
         """The sum of squares of the `p.grad` that were set last, if the device took it, and their places."""
         self._unscale = 1.0
         """One over the loss scale."""
         self.is_kept = False
         """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits."""
-        self.is_early = False
-        """True if the gradients of this backward have been delivered, and stepped with, before its end."""
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -126,16 +125,6 @@ class Gradients:
         return self._is_deferred or bool(self._reduced)
 
     @property
-    def has_more(self) -> bool:
-        """True if a gradient has arrived since the last reduction."""
-        return self.state is GradientState.PACKING
-
-    @property
-    def is_reducing(self) -> bool:
-        """True while an exchange is under way or to come."""
-        return self._reduction is not None
-
-    @property
     def local_bytes(self) -> int:
         """Bytes of gradients that are not in any p.grad."""
         flat = () if self._flat is None else (self._flat,)
@@ -151,9 +140,9 @@ class Gradients:
         """
         if scale is not None:
             self._unscale = 1.0 / scale
-        self.is_kept, self.is_early = more and self._is_narrow, False
         self._defer, plan = defer, self.buffer.plan
-        self._sum_dtype = plan.wide_dtype if self.is_kept else plan.main_dtype
+        self._sum_dtype = plan.wide_dtype if more else plan.main_dtype
+        self.is_kept = self._sum_dtype != plan.main_dtype
 
     def pack(self, index: int, gradient: Tensor) -> None:
         """Take over this rank's gradient of one parameter.
@@ -225,13 +214,14 @@ class Gradients:
                 self._factor = torch.full((1,), self._scale, dtype=wide, device=target.device)
             torch.mul(gradient, self._factor, out=target)
 
-    def start_reduce(self) -> None:
-        """Start the reduction; parameters without a gradient count zeros."""
+    def start_reduce(self) -> bool:
+        """Start the reduction; parameters without a gradient count zeros. Returns as `progress`."""
         self.complete()
         self._move(GradientState.REDUCING)
         self.missing = set(range(len(self.used)))
         self._reduction = self._reduce(self._finish_packing()) if self._slices else iter(())
         self._advance()
+        return self._reduction is not None
 
     def _reduce(self, flat: Tensor) -> Iterator[bool]:
         """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads.
@@ -308,14 +298,19 @@ class Gradients:
         if self._is_exchanging:
             self._advance()
 
-    def progress(self) -> None:
-        """Wait for the exchange under way, and start the next one if the reduction needs several."""
+    def progress(self) -> bool:
+        """Wait for the exchange under way, and start the next one if the reduction needs several.
+
+        Returns:
+            True while the reduction has not come to its end.
+        """
         self.settle()
         self._advance()
+        return self._reduction is not None
 
     def complete(self) -> None:
         """Finish a reduction that was started; its gradients wait for delivery."""
-        while self.is_reducing:
+        while self._reduction is not None:
             self._advance()
 
     def _advance(self) -> None:
@@ -425,7 +420,8 @@ class Gradients:
         Returns:
             A call that sets `p.grad`, once, in any thread; it waits until the gradients are on the host.
         """
-        used, self.is_early = self.used, True
+        self._move(GradientState.STEPPED)
+        used = self.used
         deliver = self._detach([True] * len(used))
         self.used = used  # for the agreement of all ranks
         return deliver

@@ -78,6 +78,9 @@ class Passes:
         self._readers = [unit for unit in units if unit.reads_files]
         """Units whose gathers start from files."""
         buffers = [buffer for unit in units for buffer in unit.buffers]
+        gathered = [unit for unit in units[1:] if not (unit.is_resident or unit.gradients)]
+        self._frozen = dict.fromkeys(unit for unit in gathered if unit.backward_needs_parameters)
+        """Units without gradients: the graph decides if a backward gathers them."""
         has_versions = context.setting.has_versions
         self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
         """Units whose modules may compute with other memory than the main parameters."""
@@ -300,7 +303,7 @@ class Passes:
             tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
         if tensors:
             call, before_backward = unit.call, self._before_backward
-            if unit.may_join_backward:
+            if unit in self._frozen:
                 unit.open_calls.add(call)
 
             def enter(gradient: Tensor) -> None:
@@ -374,7 +377,7 @@ class Passes:
         self._order.leave(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(accumulates)
-        agree_on_frozen(self._units[1:], self._context.axes.everyone)
+        agree_on_frozen(self._frozen, self._context.axes.everyone)
         for shown in self.quiet:  # their parameters may follow a step; a part may be recomputed
             shown.wait()
             shown.slots.install()

@@ -31,7 +31,7 @@ from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
 from zeroshard.sharding.agreed import Agreed, flags_of, read_flags
-from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.gradients import Gradients, GradientState
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.post_accumulate import PostAccumulateHooks, has_hooks
 from zeroshard.sharding.unit import Unit
@@ -48,15 +48,23 @@ class Role(NamedTuple):
     """The units to whose gradients no later backward adds: it reduces them, though it defers the others."""
     scale: float | None = None
     """The loss scale in its gradients; None if nobody has scaled the loss."""
-    accumulates: bool = True
-    """False if it gives no gradients to parameters: it sends nothing, and deferred sums stay deferred."""
 
     def keeps(self, unit: Unit) -> bool:
         """True if the gradients of a unit stay here for a later backward."""
         return self.defers and unit not in self.ending
 
 
+_BYSTANDER = Role(defers=True)
+"""The role of a backward that gives no gradients to parameters: it sends nothing, and sums stay."""
+
+_BEFORE = (GradientState.PACKING, GradientState.STEPPED)
+"""The states in which a step of the unit does not take gradients: some will come, or were stepped."""
+
 Receive = Callable[[Gradients, int, Tensor], None]
+
+
+def _pack(gradients: Gradients, index: int, gradient: Tensor) -> None:
+    gradients.pack(index, gradient)
 
 
 def _refuse(gradients: Gradients, index: int, gradient: Tensor) -> None:
@@ -81,7 +89,7 @@ class Reducer:
         self, units: Sequence[Unit], axes: Axes, pool: BufferPool, order: UnitOrder, state: ModuleState
     ) -> None:
         self._all = tuple(gradients for unit in units for gradients in unit.gradients)
-        self._is_averaged = axes.dp.size > 1
+        self._num_summands = axes.dp.size
         self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
         """True if gradients pass through float16, where small ones vanish: the loss must be scaled."""
         self._asked = self._role = Role()
@@ -129,7 +137,7 @@ class Reducer:
                 change only when there are no gradients.
         """
         before, scaling = self._asked, Reducer._scaling
-        defers = before.defers or (more and not send and self._is_averaged)
+        defers = before.defers or (more and not send and self._num_summands > 1)
         ending = before.ending if before.defers else but  # to what is deferred around it, more is added
         self._asked = Role(defers, before.has_more or more, ending if defers else (), scale)
         if scale is not None:
@@ -178,8 +186,8 @@ class Reducer:
         Args:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
         """
-        self._role = role = self._asked if accumulates else Role(defers=True, accumulates=False)
-        self.receive = self._pack if self._is_averaged else Gradients.pack
+        self._role = role = self._asked if accumulates else _BYSTANDER
+        self.receive = self._pack if self._num_summands > 1 else _pack
         if self.is_half and self._asked.scale is None:
             self.receive = self._refuse_unscaled
         elif self.step_unit is not None:
@@ -197,7 +205,7 @@ class Reducer:
             self._open_ahead(role.ending)
 
     def _pack(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        if self.under_way and not gradients.has_more:
+        if self.under_way and gradients.state is not GradientState.PACKING:
             for older in self.under_way[:-1]:  # see [Note: Two packed units]
                 older.settle_reduce()
         gradients.pack(index, gradient)
@@ -208,7 +216,7 @@ class Reducer:
             self._pack(gradients, index, gradient)
 
     def _pack_unless_stepped(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        if gradients.is_early:
+        if gradients.state is GradientState.STEPPED:
             raise RuntimeError(
                 f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: set "
                 "offload.step_in_backward=False, and load the last checkpoint"
@@ -277,7 +285,7 @@ class Reducer:
 
         Between backwards; all ranks name the same units. Nothing happens where no gradients are averaged.
         """
-        if self._is_averaged:
+        if self._num_summands > 1:
             self._open_ahead(units)
             self._start_rest_ahead()
 
@@ -286,21 +294,19 @@ class Reducer:
         self._start_now(unit)
 
     def _start_now(self, unit: Unit) -> None:
-        unit.start_reduce()
-        if unit.is_reducing:
+        if unit.start_reduce():
             self.under_way.append(unit)
         else:
             self._end_reduction(unit)
 
     def _progress(self, but: int) -> None:
         """Bring all reductions under way, but the newest ones, to their next exchange."""
-        if self.under_way:
-            for unit in self.under_way[: len(self.under_way) - but]:
-                unit.progress_reduce()
-            ended = [unit for unit in self.under_way if not unit.is_reducing]
-            self.under_way = [unit for unit in self.under_way if unit.is_reducing]
-            for unit in ended:
-                self._end_reduction(unit)
+        older = self.under_way[: len(self.under_way) - but]
+        ended = [unit for unit in older if not unit.progress_reduce()]
+        for unit in ended:
+            self.under_way.remove(unit)
+        for unit in ended:
+            self._end_reduction(unit)
 
     def _end_reduction(self, unit: Unit) -> None:
         """Step a unit at once, if that is wanted and this rank has had all of its gradients."""
@@ -310,11 +316,11 @@ class Reducer:
             self.step_unit(unit)
 
     def _may_step(self, unit: Unit) -> bool:
-        if not unit.gradients or unit.computes_with_main or self._role.has_more or unit.has_more:
-            return False
+        if not unit.gradients or self._role.has_more or any(buffer.plan.is_alias for buffer in unit.buffers):
+            return False  # a forward or backward reads main parameters, with no copy in between
         if self._state.has_hooks and any(map(has_hooks, unit.gradients)):
             return False  # they are to see, and may change, the gradients of a whole backward
-        return all(all(gradients.used) and not gradients.is_early for gradients in unit.gradients)
+        return all(all(one.used) and one.state not in _BEFORE for one in unit.gradients)
 
     def _finish(self) -> None:
         """Bring all reductions under way to their end."""
@@ -341,7 +347,7 @@ class Reducer:
             True if the gradients of the step are complete: hooks may see them.
         """
         role = self._role
-        if role.accumulates:
+        if role is not _BYSTANDER:
             if role.defers:
                 self._start_rest_ahead()
                 self._state.has_sums = True
@@ -350,7 +356,7 @@ class Reducer:
             else:
                 self._deliver()
         self._role, self.receive = Role(), _refuse
-        return role.accumulates and not role.has_more
+        return not role.has_more and role is not _BYSTANDER
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -405,7 +411,7 @@ class Reducer:
         self._start_rest()
         if self._is_open:
             self._agree(has_failed=True)
-        if self._role.accumulates:
+        if self._role is not _BYSTANDER:
             self._drop()
         self._role, self.receive = Role(), _refuse
 

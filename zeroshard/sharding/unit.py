@@ -44,8 +44,7 @@ _MOVES = {
 
 
 # Every unit is asked in every step: a generator would take three times as long.
-_is_stale, _has_more = attrgetter("is_stale"), attrgetter("has_more")
-_is_reducing, _missing = attrgetter("is_reducing"), attrgetter("missing")
+_is_stale, _missing = attrgetter("is_stale"), attrgetter("missing")
 
 _OWN_KINDS = (Tensor, nn.Parameter)
 """The types of views of unsharded parameters."""
@@ -266,16 +265,6 @@ class Unit:
 
         return change_tensors(output, lambda tensor: tensor.clone() if is_own(tensor) else tensor)
 
-    @property
-    def may_join_backward(self) -> bool:
-        """True for a frozen unit: the graph decides if a backward gathers its parameters."""
-        return self.backward_needs_parameters and not self.is_resident and not self.gradients
-
-    @property
-    def computes_with_main(self) -> bool:
-        """True if a forward or backward reads main parameters, with no copy in between."""
-        return any(buffer.plan.is_alias for buffer in self.buffers)
-
     # -- gradients ------------------------------------------------------------------------------------
 
     @property
@@ -283,30 +272,22 @@ class Unit:
         """True once every trained parameter has got its gradient."""
         return not any(map(_missing, self.gradients))
 
-    @property
-    def is_reducing(self) -> bool:
-        """True while exchanges of its gradients are under way or to come."""
-        return any(map(_is_reducing, self.gradients))
+    def start_reduce(self) -> bool:
+        """Start the reduction of each buffer; parameters without a gradient count zeros.
 
-    @property
-    def has_more(self) -> bool:
-        """True if gradients have arrived since their last reduction."""
-        return any(map(_has_more, self.gradients))
-
-    def start_reduce(self) -> None:
-        """Start the reduction of each buffer; parameters without a gradient count zeros."""
-        for gradients in self.gradients:
-            gradients.start_reduce()
+        Returns:
+            True if exchanges of its gradients are under way or to come.
+        """
+        return sum(gradients.start_reduce() for gradients in self.gradients) > 0
 
     def settle_reduce(self) -> None:
         """Wait for the exchanges under way, so that packed buffers are free."""
         for gradients in self.gradients:
             gradients.settle()
 
-    def progress_reduce(self) -> None:
-        """Wait for the exchanges under way, and start the next ones."""
-        for gradients in self.gradients:
-            gradients.progress()
+    def progress_reduce(self) -> bool:
+        """Wait for the exchanges under way, and start the next ones. Returns as `start_reduce`."""
+        return sum(gradients.progress() for gradients in self.gradients) > 0
 
     def starts(self) -> dict[ShardedParameter, int]:
         """The first element of this rank's slice of each trained parameter, counted in the whole one."""

@@ -29,7 +29,7 @@ def reductions(schedule, num_microbatches, name, options):
     def starting(unit):
         assert unit.name not in started or engine.dp_world_size == 1, "each unit is reduced once"
         started[unit.name] = status.action.split()[0]
-        start_reduce(unit)
+        return start_reduce(unit)
 
     def entering(pipelined, action):
         under_way[str(action)] = [unit.name for unit in reducer.under_way]
