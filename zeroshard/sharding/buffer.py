@@ -156,7 +156,8 @@ class FlatBuffer:
     @property
     def is_stale(self) -> bool:
         """True if main parameters changed since `full` was filled from them."""
-        return not (self.is_alias_of_all or self._hidden is not None) and self.source.has_changed
+        follows = not (self.is_alias_of_all or self._hidden is not None)
+        return follows and self.source.filled_at != self.main._version
 
     @property
     def shows_main(self) -> bool:

@@ -246,8 +246,7 @@ class Passes:
             unit.refresh()
         for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about that of a forward
             unit.refresh()
-        self._state.reads_main = any(unit.state is UnitState.GATHERING for unit in self._units)
-        self._state.reads_main |= any(buffer.source.is_copied for buffer in self.offloaded)
+        self._state.reads_main |= any(unit.state is UnitState.GATHERING for unit in self._units)
 
     def _end_forward(self, may_have_backward: bool) -> None:
         """Keep the units that backward begins with or would gather again, and free the others."""

@@ -32,8 +32,12 @@ class Source:
     def __init__(self, main: Tensor, plan: BufferPlan, unsharded: Tensor | None, context: Context) -> None:
         self.main = main
         self._plan, self._context = plan, context
-        self._unsharded, self._copied = _Versions(main), _Versions(main)
-        """Seen of `main` by the unsharded parameters, and by `copy`."""
+        self.filled_at = self._copied_at = main._version
+        """The versions of `main` that unsharded parameters and `copy` have; -1: another write came.
+
+        Steps and loads report their writes by `changed()`. Edits by the user count versions of torch, which
+        are compared here and nowhere else.
+        """
         self._copies: list[Mark] = []
         """The ends of copies out of host memory, which the host must not write to before."""
         self._stepped: Mark | None = None
@@ -54,15 +58,9 @@ class Source:
 
     # -- values ---------------------------------------------------------------------------------------
 
-    @property
-    def has_changed(self) -> bool:
-        """True if other values than before are to be gathered."""
-        return self._unsharded.have_changed
-
     def changed(self) -> None:
-        """Note that main parameters were written: unsharded parameters are older from now on."""
-        self._unsharded.changed()
-        self._copied.changed()
+        """Note that main parameters were written, perhaps by kernels and files, which count no version."""
+        self.filled_at = self._copied_at = -1
 
     def use(self, name: Hashable, values: Callable[[], Tensor]) -> None:
         """Let gathers start from other values than the main parameters, until `use_main`.
@@ -72,14 +70,14 @@ class Source:
             values: gives them, like `main`, in the main or the compute dtype; each gather asks again.
         """
         if self._use is None or self._use[0] != name:
-            self._unsharded.changed()
+            self.filled_at = -1
         self._use = name, values
 
     def use_main(self) -> None:
         """Let gathers start from the main parameters again."""
         if self._use is not None:
             self._use = None
-            self._unsharded.changed()
+            self.filled_at = -1
 
     def move(self, unsharded: Tensor) -> None:
         """Go on with the same values in other memory of unsharded parameters, which are resident."""
@@ -87,7 +85,7 @@ class Source:
             self.copy = unsharded
         if self._plan.is_alias:
             self.main = unsharded
-            self._unsharded, self._copied = _Versions(unsharded), _Versions(unsharded)
+            self.filled_at = self._copied_at = unsharded._version
 
     def write(self, values: Tensor) -> None:
         """Write main parameters, [n] of any dtype on any device."""
@@ -109,14 +107,14 @@ class Source:
         Returns:
             The mark up to which the device may read them there.
         """
-        is_current = not self._copied.have_changed
+        is_current = self._copied_at == self.main._version
         self.changed()
         is_in_use = self._plan.is_resident and self._context.state.phase is Phase.BACKWARD
         if self.copy is None or is_in_use:
             return mark_here(self._context.device)
         self.transfer(values, self.copy[start : start + values.numel()])
         if is_current or values.numel() == self.main.numel():
-            self._copied.follow()
+            self._copied_at = self.main._version
         self._stepped = mark_here(self._context.device)
         return self._stepped
 
@@ -132,7 +130,7 @@ class Source:
         Raises:
             RuntimeError: they are lost; the message names their file.
         """
-        copy = None if self._copied.have_changed else self.copy
+        copy = self.copy if self._copied_at == self.main._version else None
         self._context.memory.check(self.main if copy is None else copy)
 
     def await_stepped(self) -> None:
@@ -144,10 +142,10 @@ class Source:
     def follow(self) -> None:
         """Note that the present values are gathered; copy main parameters that were written into `copy`."""
         self.await_stepped()
-        if self.copy is not None and self._copied.have_changed:
+        if self.copy is not None and self._copied_at != self.main._version:
             self.copy_to(self.main.detach(), self.copy)
-            self._copied.follow()
-        self._unsharded.follow()
+            self._copied_at = self.main._version
+        self.filled_at = self.main._version
 
     def begin(self, own: Tensor) -> Tensor:
         """Return the values that a gather starts from, in `own` unless it can read them where they are.
@@ -171,11 +169,6 @@ class Source:
         return self.main.detach() if self.copy is None else self.copy
 
     # -- copies ---------------------------------------------------------------------------------------
-
-    @property
-    def is_copied(self) -> bool:
-        """True if streams may still copy values out of host memory."""
-        return bool(self._copies)
 
     def await_copies(self) -> None:
         """Let the host wait for the copies out of host memory, before it writes there."""
@@ -209,28 +202,4 @@ class Source:
         self.await_stepped()
         self.await_copies()
         self.main, self.copy = self.main.new_empty(0), None
-        self._unsharded = self._copied = _Versions(self.main)
-
-
-class _Versions:
-    """Main parameters as they were seen; it tells if they have changed since.
-
-    Steps and loads report their writes by `changed()`. Edits by the user count versions of torch, which are
-    compared here and nowhere else.
-    """
-
-    def __init__(self, main: Tensor) -> None:
-        self._main, self._seen = main, main._version
-
-    @property
-    def have_changed(self) -> bool:
-        """True if the main parameters were written to since `follow`."""
-        return self._main._version != self._seen
-
-    def changed(self) -> None:
-        """Note a write, perhaps one that counts no version, as by kernels and files."""
-        self._seen = -1
-
-    def follow(self) -> None:
-        """Note that values were made of them as they are now."""
-        self._seen = self._main._version
+        self.filled_at = self._copied_at = self.main._version
