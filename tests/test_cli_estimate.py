@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -113,6 +114,8 @@ def test_a_pipeline_is_estimated(capsys):
 
 
 def test_adapters_over_codes_are_estimated(capsys):
+    importlib.import_module("peft.tuners.lora")  # the first import of what it imports may write warnings
+    capsys.readouterr()
     options = ("300M", "--precision", "bf16", "--stage", 3, "--ranks", 4)
     out = shown(capsys, *options, "--lora", 8, "--weight-bits", 4, "--tokens", 256)
     (number,) = re.findall(r"PeftModel with ([\d,]+) parameters", out)
