@@ -40,8 +40,6 @@ def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
         ValueError: `dir` is no path; adapters are computed from parameters.
         RuntimeError: rank 0 could not write, on all ranks.
     """
-    runtime.settle()
-    runtime.require_slices("save_pretrained()")
     axes = runtime.context.axes
     module: Any = runtime.module
     folder = on_first(axes.world, "start of an export", lambda: make_folder(as_folder(dir)))

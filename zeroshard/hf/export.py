@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.files import as_folder, make_folder, sync, write_synced
+from zeroshard.checkpoint.files import as_folder, make_folder, naming, sync, write_synced
 from zeroshard.checkpoint.manifest import check_sums, describe_model, saved_names
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.tensors import (
@@ -127,15 +127,12 @@ def cut(tensors: Mapping[str, TensorInfo], max_bytes: int) -> Iterator[list[str]
 def _write_file(file: Path, tensors: Mapping[str, TensorInfo], slices: Iterator[TensorSlice]) -> None:
     """Write the slices of one file; each is released before the next one is taken."""
     beginning = begin_file(tensors)
-    try:
-        with file.open("wb") as stream:
-            left = beginning.num_bytes - stream.write(beginning.header)
-            while left:
-                left -= _write_slice(stream, tensors, beginning.offsets, next(slices))
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename or str(file)) from error
+    with naming(file), file.open("wb") as stream:
+        left = beginning.num_bytes - stream.write(beginning.header)
+        while left:
+            left -= _write_slice(stream, tensors, beginning.offsets, next(slices))
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def _write_slice(
@@ -211,6 +208,8 @@ class Export:
     """The description that `describe_model` makes."""
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
+    names: dict[str, list[str]] = field(default_factory=dict)
+    """By the name of a parameter in the model, or in the stream, the names in the files."""
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -322,9 +321,7 @@ def _read(
 # ----------------------------------------------------------------------------------------- an engine
 
 
-def export_engine(
-    runtime: Runtime, dir: object, how: Format, described: Mapping[str, Any] | None = None
-) -> None:
+def export_engine(runtime: Runtime, dir: object, how: Format, described: Mapping[str, Any] | None) -> None:
     """Write the model that is being trained; collective. Rank 0 writes and holds one unit at a time.
 
     Args:
@@ -337,14 +334,12 @@ def export_engine(
         ValueError: weights are quantized, on all ranks.
         ValueError, RuntimeError: rank 0 could not write, on all ranks.
     """
-    runtime.settle()
-    runtime.require_slices("save_pretrained()")
     axis = runtime.context.axes.world
     on_all(axis, "start of an export", lambda: _refuse_codes(runtime))
     folder = on_first(axis, "start of an export", lambda: as_folder(dir))
-    own, names = _plan(runtime, how.dtype, described or describe_model(runtime.module))
+    own = _plan(runtime, how.dtype, described or describe_model(runtime.module))
     weights, before = join(runtime.context.axes, own)
-    write_all(axis, folder, weights, _gather(runtime, own.buffers.keys() - before, names), how)
+    write_all(axis, folder, weights, _gather(runtime, own, before), how)
 
 
 def write_all(axis: Axis, folder: Path, weights: Export, slices: Iterator[TensorSlice], how: Format) -> None:
@@ -380,10 +375,8 @@ def _refuse_codes(runtime: Runtime) -> None:
         )
 
 
-def _plan(
-    runtime: Runtime, dtype: torch.dtype | None, model: Mapping[str, Any]
-) -> tuple[Export, dict[str, list[str]]]:
-    """Return the weights of this rank's part of the model, and the names of each parameter in them."""
+def _plan(runtime: Runtime, dtype: torch.dtype | None, model: Mapping[str, Any]) -> Export:
+    """Return the weights of this rank's part of the model."""
     state = read_model(runtime)
     names: dict[str, list[str]] = {}
     parameters: dict[str, TensorInfo] = {}
@@ -393,7 +386,7 @@ def _plan(
         parameters |= dict.fromkeys(names[sharded.fqn], cast(info, dtype))
     not_saved, others = model.get("not_saved", ()), state.buffers | state.ignored
     buffers = {name: info_of(b) for name, b in others.items() if name not in not_saved}
-    return Export(model, parameters, buffers), names
+    return Export(model, parameters, buffers, names)
 
 
 def own_parameters(runtime: Runtime) -> Iterator[ShardedParameter]:
@@ -415,22 +408,28 @@ def join(axes: Axes, own: Export) -> tuple[Export, set[str]]:
     whole = Export(own.model, {}, {})
     for part in parts:
         whole.parameters.update(part.parameters)
+        whole.names.update(part.names)
         whole.buffers.update({key: info for key, info in part.buffers.items() if key not in whole.buffers})
     return whole, {name for part in parts[: axes.pp.rank] for name in part.buffers}
 
 
-def _gather(
-    runtime: Runtime, buffers: Collection[str], names: Mapping[str, list[str]]
-) -> Iterator[TensorSlice]:
+def _gather(runtime: Runtime, own: Export, before: Collection[str]) -> Iterator[TensorSlice]:
     """Yield the full tensors of all parts on rank 0, their parameters first; nothing on other ranks."""
-    axes = runtime.context.axes
-    parameters = chain.from_iterable(_gather_buffer(b, names, axes) for b in runtime.buffers)
-    state = read_model(runtime)
-    others = (state.buffers | state.ignored).items() if axes.everyone.rank == 0 else ()
-    own = (Named(name, value) for name, value in others if name in buffers and value.numel())
-    for source in (parameters, own):
-        # map, unlike a loop, does not hold the last tensor while the next one is gathered.
-        yield from map(whole_slice, collect(axes, source))
+    axes, state = runtime.context.axes, read_model(runtime)
+    parameters = chain.from_iterable(_gather_buffer(b, own.names, axes) for b in runtime.buffers)
+    # map, unlike a loop, does not hold the last tensor while the next one is gathered.
+    yield from map(whole_slice, collect(axes, parameters))
+    others = (state.buffers | state.ignored).items()
+    yield from gather_buffers(axes, {name: value for name, value in others if name in own.buffers}, before)
+
+
+def gather_buffers(
+    axes: Axes, buffers: Mapping[str, Tensor], before: Collection[str]
+) -> Iterator[TensorSlice]:
+    """Yield the buffers of all parts on rank 0, without those `before` that earlier parts have."""
+    is_first = axes.everyone.rank == 0
+    own = (Named(name, b) for name, b in buffers.items() if is_first and name not in before and b.numel())
+    return map(whole_slice, collect(axes, own))
 
 
 def _gather_buffer(buffer: FlatBuffer, names: Mapping[str, list[str]], axes: Axes) -> Iterator[Named]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from zeroshard.comm.collectives import on_all, on_first
 from zeroshard.config.checked import parse_dtype
 from zeroshard.forwards.composed import is_wrapper
 from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed, names_beside
-from zeroshard.full.parameters import Named, collect, spread, unsharded
+from zeroshard.full.parameters import Named, spread, unsharded
 from zeroshard.hf.adapters import Merging, export_adapters, has_adapters
 from zeroshard.hf.export import (
     MAX_SHARD_BYTES,
@@ -26,6 +25,7 @@ from zeroshard.hf.export import (
     Format,
     cast,
     export_engine,
+    gather_buffers,
     info_of,
     join,
     own_parameters,
@@ -71,19 +71,22 @@ def save_pretrained(
             or that no weight can take in; codes without adapters.
         RuntimeError: rank 0 could not write; all ranks tell the reason.
     """
-    engine._runtime.check_removals()
+    runtime = engine._runtime
+    runtime.check_removals()
     how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
     if dequantize and not merge_adapters and has_adapters(engine.module):
         raise ValueError(
             "save_pretrained(dequantize=True): the model has adapters, which are written alone: expected "
             "merge_adapters=True with it"
         )
+    runtime.settle()
+    runtime.require_slices("save_pretrained()")
     if merge_adapters or dequantize:
-        export_merged(engine._runtime, dir, how, engine._parts.described)
+        export_merged(runtime, dir, how, engine._parts.described)
     elif has_adapters(engine.module):
-        export_adapters(engine._runtime, dir, how)
+        export_adapters(runtime, dir, how)
     else:
-        export_engine(engine._runtime, dir, how, engine._parts.described)
+        export_engine(runtime, dir, how, engine._parts.described)
 
 
 def named_full_parameters(
@@ -325,20 +328,7 @@ def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list
     return merge
 
 
-@dataclass(frozen=True, slots=True)
-class _PartFiles:
-    """The contents of the files that come from this rank's part of the model."""
-
-    weights: Export
-    names: dict[str, list[str]]
-    """By name in the stream, the names of a parameter in the files."""
-    buffers: dict[str, Tensor]
-    """By name in the files."""
-
-
-def export_merged(
-    runtime: Runtime, dir: object, how: Format, described: Mapping[str, Any] | None = None
-) -> None:
+def export_merged(runtime: Runtime, dir: object, how: Format, described: Mapping[str, Any] | None) -> None:
     """Write the model with its adapters merged and its codes as numbers; collective.
 
     Rank 0 writes. All ranks hold one unit at a time, as in `named_full_parameters`.
@@ -353,15 +343,21 @@ def export_merged(
         ValueError: an adapter that no weight can take in, on all ranks.
         ValueError, RuntimeError: rank 0 could not write, on all ranks.
     """
-    runtime.settle()
-    runtime.require_slices("save_pretrained()")
     axes = runtime.context.axes
     merging = merging_of(runtime)
     folder = on_first(axes.world, "start of an export", lambda: as_folder(dir))
-    part = _plan(runtime, merging, how.dtype, _plainly(runtime.module, described))
-    weights, before = join(axes, part.weights)
-    names = _join_names(runtime, part.names)
-    write_all(axes.world, folder, weights, _slices(runtime, part, names, before), how)
+    own, buffers = _plan(runtime, merging, how.dtype, _plainly(runtime.module, described))
+    weights, before = join(axes, own)
+
+    def slices() -> Iterator[TensorSlice]:
+        """Whole tensors on rank 0, parameters first; nothing on other ranks."""
+        for name, values in _stream_parameters(runtime, None, merge_adapters=True):
+            for saved in weights.names[name] if axes.world.rank == 0 and values.numel() else ():
+                yield whole_slice(Named(saved, values))
+            del values  # before the next unit is gathered
+        yield from gather_buffers(axes, buffers, before)
+
+    write_all(axes.world, folder, weights, slices(), how)
 
 
 def _plainly(module: Any, described: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -380,7 +376,8 @@ def _plainly(module: Any, described: Mapping[str, Any] | None) -> dict[str, Any]
 
 def _plan(
     runtime: Runtime, merging: Merging | None, dtype: torch.dtype | None, model: Mapping[str, Any]
-) -> _PartFiles:
+) -> tuple[Export, dict[str, Tensor]]:
+    """Return the weights of this rank's part of the model, and its buffers by their names in the files."""
     names: dict[str, list[str]] = {}
     parameters: dict[str, TensorInfo] = {}
     for name, streamed in streamed_tensors(runtime, merging).items():
@@ -392,26 +389,4 @@ def _plan(
         plain = name if merging is None else merging.rename(name)
         if plain is not None and not left_out & {name, plain}:
             buffers[plain] = buffer
-    return _PartFiles(Export(model, parameters, {n: info_of(b) for n, b in buffers.items()}), names, buffers)
-
-
-def _join_names(runtime: Runtime, own: dict[str, list[str]]) -> dict[str, list[str]]:
-    pp = runtime.context.axes.pp
-    parts = [own] if pp.size == 1 else pp.all_gather_object(own, "names of all parts")
-    return {name: saved for part in parts for name, saved in part.items()}
-
-
-def _slices(
-    runtime: Runtime, part: _PartFiles, names: Mapping[str, list[str]], before: set[str]
-) -> Iterator[TensorSlice]:
-    """Yield whole tensors on rank 0, parameters first; nothing on other ranks."""
-    axes = runtime.context.axes
-    for name, values in _stream_parameters(runtime, None, merge_adapters=True):
-        for saved in names[name] if axes.world.rank == 0 and values.numel() else ():
-            yield whole_slice(Named(saved, values))
-        del values  # before the next unit is gathered
-    is_first = axes.everyone.rank == 0
-    own = (
-        Named(name, b) for name, b in part.buffers.items() if is_first and name not in before and b.numel()
-    )
-    yield from map(whole_slice, collect(axes, own))
+    return Export(model, parameters, {n: info_of(b) for n, b in buffers.items()}, names), buffers
