@@ -20,7 +20,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline
-from zeroshard.forwards.composed import compare_forms, form_of, put_together, sharding_apart
+from zeroshard.forwards.composed import form_of, put_together, taken_apart
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import (
     QuantizedLayers,
@@ -76,7 +76,7 @@ def shard_in_place(
     """Shard a module over the ranks of the default process group, or of a mesh."""
     refuse_pipeline(config, "shard")
     refuse_recording("shard")
-    with sharding_apart(module, config.ignored):
+    with taken_apart(module, config.ignored, for_good=True):
         device = use_device(config.device or _device_of(module, mesh))
         world = open_world(device, Counter(), config.watchdog_s)
         watch(world)
@@ -138,7 +138,6 @@ def shard_over(
     )
     agree_on_layers(module, axes, ignored)
     quantized = QuantizedLayers(module, context, changes, ignored)
-    compare_forms(module, axes)
     apart = [layer for layer in module.modules() if form_of(layer) is not None]
     changes.when_undone(functools.partial(put_together, apart))
     _take_over_buffers(module, context)

@@ -29,7 +29,7 @@ from zeroshard.data.given import GivenLoader, is_loader, warn_of_same_samples
 from zeroshard.data.loader import EpochLoader
 from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
-from zeroshard.forwards.composed import form_of, sharding_apart
+from zeroshard.forwards.composed import form_of, taken_apart
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import record_resets, refuse_recording
 from zeroshard.memory.tiered import check_room, states_of
@@ -114,7 +114,7 @@ def initialize(
         _check_loader(training_data, collate_fn, config)
         dataset = None
     refuse_recording("initialize")
-    with sharding_apart(model, config.ignored):
+    with taken_apart(model, config.ignored, for_good=True):
         if collate_fn is None and isinstance(training_data, Blocks):
             collate_fn = collator(model)
         taken, whole, device = None, config, use_device(config.device)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroshard.comm.mesh import Axes
 from zeroshard.plan.names import find_ignored
 
 _FORM = "_zeroshard_form"
@@ -60,37 +59,17 @@ def form_of(layer: Any) -> WeightForm | None:
 
 
 @contextmanager
-def sharding_apart(module: nn.Module, ignored: Sequence[str] | None) -> Iterator[None]:
-    """Take the weights of a module apart, to be sharded; put them together if this fails."""
-    layers = _take_apart(module, ignored)
-    try:
-        yield
-    except BaseException:
-        put_together(layers)
-        raise
-
-
-@contextmanager
-def taken_apart(module: nn.Module, ignored: Sequence[str] | None) -> Iterator[None]:
-    """Take the weights of a module apart for a while."""
-    layers = _take_apart(module, ignored)
-    try:
-        yield
-    finally:
-        put_together(layers)
-
-
-def _take_apart(module: nn.Module, ignored: Sequence[str] | None) -> list[nn.Module]:
+def taken_apart(
+    module: nn.Module, ignored: Sequence[str] | None, *, for_good: bool = False
+) -> Iterator[None]:
     """Take apart frozen weights of linear layers that wrap contiguous tensors; others stay as they are.
 
     Args:
         module: the module, which computes the same as before.
         ignored: patterns of names of parameters that stay as they are, see `Config.ignored`.
-
-    Returns:
-        The layers; those that an engine has taken apart are not among them.
+        for_good: True puts the weights together again only if the body of the `with` block fails.
     """
-    layers: list[nn.Module] = []
+    layers: list[nn.Module] = []  # without those that an engine has taken apart
     left_out = find_ignored(module, ignored)
     done: dict[Tensor, tuple[nn.Parameter, WeightForm, dict[str, Tensor]]] = {}
     try:
@@ -103,10 +82,10 @@ def _take_apart(module: nn.Module, ignored: Sequence[str] | None) -> list[nn.Mod
                 done[weight] = _parts_of(weight)
             _take_layer_apart(layer, *done[weight])
             layers.append(layer)
-    except BaseException:
+        yield
+        layers = [] if for_good else layers
+    finally:
         put_together(layers)
-        raise
-    return layers
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -215,21 +194,3 @@ def compose(layer: Any, codes: Tensor) -> Any:
 
 def _forward(layer: Any, x: Tensor) -> Tensor:
     return F.linear(x, compose(layer, layer.weight), layer.bias)
-
-
-def compare_forms(module: nn.Module, axes: Axes) -> None:
-    """Compare the forms of all layers over the ranks that hold the same layers; collective.
-
-    Raises:
-        RuntimeError: a weight has another form on another rank.
-    """
-    own = {name: str(form) for name, one in module.named_modules() if (form := form_of(one)) is not None}
-    if not own:
-        return
-    for rank, other in enumerate(axes.everyone.all_gather_object(own, "agreement on composed weights")):
-        if other != own:
-            name = next((key for key in own if own[key] != other.get(key)), next(iter(own)))
-            raise RuntimeError(
-                f"'{name}.weight' is {own[name]} here, and {other.get(name)} on rank {rank}: expected the "
-                "same on all ranks"
-            )

@@ -362,7 +362,7 @@ def agree_on_layers(module: nn.Module, axes: Axes, ignored: Container[nn.Paramet
             more than the codes of an unsharded parameter.
         RuntimeError: ranks have quantized a weight in other ways.
     """
-    if not any(is_of_bitsandbytes(layer) for layer in module.modules()):
+    if not any(is_of_bitsandbytes(layer) or form_of(layer) is not None for layer in module.modules()):
         return
     everyone = on_all(
         axes.everyone, "agreement on quantized weights", functools.partial(_describe_layers, module, ignored)
@@ -389,7 +389,7 @@ def _describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> lis
     for name, layer in quantized_layers(module):
         if layer.weight not in pending:
             _check(name, layer)
-    return [(name, _describe(layer)) for name, layer in quantized_layers(module)]
+    return [(name, _describe(layer)) for name, layer in module.named_modules() if has_codes(layer)]
 
 
 def _check_forward(name: str, layer: Layer) -> None:
@@ -436,6 +436,8 @@ def _check(name: str, layer: Layer) -> None:
 
 
 def _describe(layer: Layer) -> tuple[Any, ...]:
+    if (form := form_of(layer)) is not None:
+        return (str(form),)
     quant_state = getattr(layer.weight, "quant_state", None)
     if quant_state is None:
         return type(layer).__name__, tuple(layer.weight.shape)

@@ -254,7 +254,7 @@ def _offloaded(module: nn.Module, activations: SavedActivations, units: Iterable
             return forward(*args, **kwargs)
         activations.begin_segment()
         flat = frozenset(buffer.full.untyped_storage()._cdata for buffer in buffers)
-        with saved_tensors_hooks(functools.partial(activations.pack, flat), _unpack):
+        with saved_tensors_hooks(functools.partial(activations.pack, flat), lambda saved: saved()):
             return forward(*args, **kwargs)
 
     return offloaded
@@ -311,20 +311,18 @@ class SavedActivations:
         if self._segment.has_memory:
             self._segment = _Segment(self._segment.number + 1)
 
-    def pack(self, flat: frozenset[int], tensor: Tensor) -> _Kept | _Offloaded:
-        """Return the object that autograd saves instead of a tensor.
+    def pack(self, flat: frozenset[int], tensor: Tensor) -> Callable[[], Tensor]:
+        """Return the object that autograd saves instead of a tensor, whose call gives the tensor.
 
         Args:
             flat: the addresses of the storages of parameters.
             tensor: the tensor; an alias of it is saved, as it may hold the node that saves it.
         """
         alias = tensor.detach()
-        if not self._may_move(tensor):
-            return _Kept(alias)
-        storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage() if self._may_move(tensor) else None
+        if storage is None or storage._cdata in flat or storage.nbytes() < self._least_bytes:
+            return functools.partial(_checked, alias, alias._version)  # it stays on the device
         key = storage._cdata
-        if key in flat or storage.nbytes() < self._least_bytes:
-            return _Kept(alias)
         memory = self._waiting.get(key)
         if memory is None:
             memory = self._waiting[key] = _Memory()
@@ -442,27 +440,6 @@ class _Memory:
             self.copy.drop()
 
 
-class _Kept:
-    """A saved tensor that stays on the device.
-
-    Args:
-        alias: shares memory and version with the tensor, and has no graph.
-    """
-
-    __slots__ = ("_alias", "_version")
-
-    def __init__(self, alias: Tensor) -> None:
-        self._alias, self._version = alias, alias._version
-
-    def restore(self) -> Tensor:
-        """Return the saved tensor.
-
-        Raises:
-            RuntimeError: it was modified in place since.
-        """
-        return _checked(self._alias, self._version)
-
-
 class _Offloaded:
     """A saved tensor whose memory may be on the host when backward needs it.
 
@@ -482,7 +459,7 @@ class _Offloaded:
         memory.tensors.append(alias)
         memory.versions.append(alias._version)
 
-    def restore(self) -> Tensor:
+    def __call__(self) -> Tensor:
         """Return the saved tensor, or one with its values, shape and strides.
 
         Raises:
@@ -499,10 +476,6 @@ class _Offloaded:
             memory.copy.drop()
         empty = torch.empty(0, dtype=self._dtype, device=values.device)
         return empty.set_(values.untyped_storage(), self._offset, self._shape, self._strides)
-
-
-def _unpack(saved: _Kept | _Offloaded) -> Tensor:
-    return saved.restore()
 
 
 def _checked(tensor: Tensor, version: int) -> Tensor:
