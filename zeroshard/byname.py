@@ -11,7 +11,7 @@ of `named_parameters()`, and the other names of tied parameters.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -331,23 +331,15 @@ def _agree(
     if reduces:
         runtime.before_step()
     axes, places = runtime.context.axes, _places(runtime)
-    if axes.pp.size > 1:  # a tied parameter has another name in each part
-        name = _resolve(axes.world, call, name, places)
+    place = places.get(_resolve(axes.world, call, name, places))
 
-    def look() -> tuple[str, int, Any] | None:
-        if name in places:
-            return places[name].sharded.fqn, axes.pp.rank, tell(places[name])
-        if axes.pp.size == 1:
-            raise _unknown(call, name, places)
-        return None
+    def look() -> tuple[int, Any] | None:
+        return None if place is None else (axes.pp.rank, tell(place))
 
     found = on_all(axes.world, f"agreement on {call}", look)
     answers = {rank: answer for rank, answer in enumerate(found) if answer is not None}
-    if len({fqn for fqn, _, _ in answers.values()}) > 1:
-        names = [fqn for fqn, _, _ in answers.values()]
-        raise ValueError(f"{call}: expected one name on all ranks, got {names}")
-    first = min(part for _, part, _ in answers.values())
-    return _NamedParameter(places.get(name), first, {rank: fact for rank, (_, _, fact) in answers.items()})
+    first = min(part for part, _ in answers.values())
+    return _NamedParameter(place, first, {rank: fact for rank, (_, fact) in answers.items()})
 
 
 def _places(runtime: Runtime) -> dict[str, WholeTensor]:
@@ -365,27 +357,26 @@ def _places(runtime: Runtime) -> dict[str, WholeTensor]:
 def _resolve(world: Axis, call: str, name: str, places: Mapping[str, WholeTensor]) -> str:
     """Return the first name in the whole model of a parameter that some part of it holds; collective.
 
+    A tied parameter has another name in each part.
+
     Raises:
         ValueError: no part holds it, or the ranks give names of different ones.
     """
     own = places[name].sharded.fqn if name in places else None
-    close = difflib.get_close_matches(str(name), places, n=3)
+    close = [] if name in places else difflib.get_close_matches(str(name), places, n=3)
     answers = world.all_gather_object((name, own, close), f"agreement on {call}")
     known = {given: fqn for given, fqn, _ in answers if fqn is not None}
     for given, _, _ in answers:
         if given not in known:
-            raise _unknown(call, given, [one for _, _, near in answers for one in near])
+            near = dict.fromkeys(one for _, _, names in answers for one in names)
+            close = difflib.get_close_matches(str(given), near, n=3)
+            hint = f"; close: {', '.join(map(repr, close))}" if close else ""
+            raise ValueError(f"{call}: expected the name of a parameter of the model, got {given!r}{hint}")
     if len(set(known.values())) > 1:
         names = [known[given] for given, _, _ in answers]
         raise ValueError(f"{call}: expected one name on all ranks, got {names}")
     resolved: str = known[name]
     return resolved
-
-
-def _unknown(call: str, name: str, names: Iterable[str]) -> ValueError:
-    close = difflib.get_close_matches(str(name), dict.fromkeys(names), n=3)
-    hint = f"; close: {', '.join(map(repr, close))}" if close else ""
-    return ValueError(f"{call}: expected the name of a parameter of the model, got {name!r}{hint}")
 
 
 def _require_same(call: str, name: str, facts: Mapping[int, Any]) -> None:
