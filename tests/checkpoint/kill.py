@@ -43,7 +43,7 @@ START_S = 120.0
 
 OS_CALLS = {"mkdir": 1, "fsync": 10, "rename": 3, "replace": 2, "unlink": 5, "rmdir": 1}
 """Calls of rank 0 in a save, and about how many there are in each."""
-NUM_WRITES = 150
+NUM_WRITES = 8
 """About how many writes of a rank there are in a save."""
 
 

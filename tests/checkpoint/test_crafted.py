@@ -19,7 +19,7 @@ import torch
 
 from tests.checkpoint.test_faults import Run, damaged, message_of
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
-from zeroshard.checkpoint.places import Box, boxes_of, tiles
+from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, tile, to_row
 from zeroshard.checkpoint.values import read_values, to_files
 from zeroshard.plan.layout import Span
 
@@ -404,16 +404,26 @@ def test_values_take_no_more_memory_than_their_files(tmp_path, craft):
     assert peak_of(read) < 1 << 28
 
 
+def tiles(boxes: list[Box], shape: tuple[int, ...]) -> bool:
+    return tile(StoredTensor(torch.uint8, shape, [to_row(StoredBox(box, 0, 0)) for box in boxes]))
+
+
 def test_boxes_tile_a_tensor_when_they_hold_each_element_once():
     halves = [Box((0, 0), (2, 3)), Box((2, 0), (1, 3))]
     assert tiles(halves, (3, 3))
     assert tiles(halves[::-1], (3, 3))
+    assert tiles([*halves, Box((1, 1), (0, 2))], (3, 3))
     assert tiles([], (0, 3))
+    assert tiles([Box((0, 0), (0, 3))], (0, 3))
     assert tiles([Box((), ())], ())
+    assert not tiles([], ())
     assert not tiles([Box((), ()), Box((), ())], ())
     assert not tiles(halves[:1], (3, 3))
     assert not tiles([Box((0, 0), (2, 3)), Box((1, 0), (1, 3))], (3, 3))  # as many, but one row twice
     assert not tiles([Box((0, 0), (3, 2)), Box((2, 1), (1, 1)), Box((0, 2), (2, 1))], (3, 3))
+    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1))]
+    assert tiles([*pinwheel, Box((1, 1), (1, 1))], (3, 3))  # no cut goes through
+    assert not tiles(pinwheel, (3, 3))
 
 
 @pytest.mark.long_where(shape=[(2, 1 << 20), (1 << 20, 2)])
@@ -430,15 +440,20 @@ def test_flat_slices_of_many_ranks_are_told_to_tile_in_a_time_in_proportion_to_t
     assert time.monotonic() - begun < 20
 
 
-def test_boxes_of_columns_that_many_rows_cross_are_refused_soon():
-    """Each of 10,000 columns would be compared with each of 10,000 rows: 100 million steps."""
+def test_boxes_of_columns_that_many_rows_cross_are_told_apart_soon():
+    """To compare each of 10,000 columns with each of 10,000 rows would take 100 million steps."""
     num = 10_000
     columns = [Box((0, at), (num, 1)) for at in range(num)]
     rows = [Box((at, num), (1, 1)) for at in range(num)]
     begun = time.monotonic()
-    with pytest.raises(ValueError, match="overlap in too many places"):
-        tiles(columns + rows, (num, num + 1))
+    assert tiles(columns + rows, (num, num + 1))
+    assert not tiles([*columns, *rows[1:], rows[1]], (num, num + 1))
     assert time.monotonic() - begun < 10
+
+
+def test_boxes_with_too_many_corners_are_refused():
+    with pytest.raises(ValueError, match="too many corners"):
+        tiles([Box((0,) * 40, (1,) * 40)], (1,) * 40)
 
 
 def refit_damaged(directory: Path) -> None:

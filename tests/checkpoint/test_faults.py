@@ -123,7 +123,7 @@ FAULTS: dict[str, tuple[int, Callable[[], contextlib.AbstractContextManager[None
     "full in the middle": (1, lambda: full_after(40_000), "__1_0.distcp"),
     "full on the first rank": (0, lambda: full_after(40_000), "__0_0.distcp"),
     "tensors": (1, lambda: failing_sync("__1_0.distcp"), "__1_0.distcp"),
-    "index": (0, lambda: failing_sync(".metadata.tmp"), ".metadata.tmp"),
+    "index": (0, lambda: failing_sync(".metadata"), ".metadata"),
     "values": (0, lambda: failing_sync(VALUES), VALUES),
     "tensors of values": (0, lambda: failing_sync(files.TENSORS), files.TENSORS),
     "manifest": (0, lambda: failing_sync(MANIFEST), MANIFEST),

@@ -549,7 +549,7 @@ def test_a_checkpoint_with_a_damaged_seed_is_refused_and_one_without_leaves_the_
     assert ranks(1, load_rounding, tmp_path / "other", {"seed": 6, "step": 3}) == [6]
     for number, bad in enumerate(({"seed": "6", "step": 3}, {"seed": 6}, {"seed": 6, "step": 3, "x": 1})):
         message = ranks(1, load_rounding, tmp_path / str(number), bad)[0]
-        assert f"damaged (expected seed and step of stochastic rounding, got {bad!r})" in message
+        assert f"{MANIFEST}: damaged (" in message
 
 
 def between_dtypes(folder):

@@ -210,7 +210,7 @@ ORDERS = (
         name="random_numbers_begin_anew_after_a_load",
         says="A load of a checkpoint does not give the ranks their random numbers back.",
         file="zeroshard/checkpoint/load.py",
-        find="        _restore_rng(runtime, plan)\n",
+        find="        _restore_rng(engine._runtime, plan)\n",
         replace="        pass\n",
         tests=(
             "tests/checkpoint/test_state.py::"

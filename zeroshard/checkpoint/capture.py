@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.files import MANIFEST, as_folder, check_free, check_tag
 from zeroshard.checkpoint.frozen import SliceSum, frozen_names, join_pieces, measure_pieces
-from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, describe_model
-from zeroshard.checkpoint.optimizers import PER_GROUP, OptimizerState, keep_few, read_optimizer
+from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, RoundingRecord, describe_model
+from zeroshard.checkpoint.optimizers import PER_GROUP, OptimizerState, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import (
     ModelState,
@@ -43,14 +43,10 @@ from zeroshard.comm.collectives import on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.given import GivenLoader
 from zeroshard.data.loader import EpochLoader
-from zeroshard.internals.pytree import tree_leaves
 from zeroshard.internals.warn import warn_user
-from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
-from zeroshard.stepping.guard import LossScale
-from zeroshard.stepping.rounding import Rounding
 from zeroshard.version import installed_version
 
 if TYPE_CHECKING:
@@ -165,26 +161,6 @@ class EngineState:
     """Moving averages of the parameters, by name; `EMA` adds its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """The progress of training."""
-
-    global_step: int
-    skipped_steps: int
-    loss_scale: LossScale
-    rounding: Rounding | None
-
-    @staticmethod
-    def of(engine: Engine) -> Progress:
-        """Return the progress of an engine."""
-        return Progress(
-            global_step=engine.global_step,
-            skipped_steps=engine.skipped_steps,
-            loss_scale=engine._guard.loss_scale,
-            rounding=engine._guard.rounding,
-        )
-
-
 class _Answer(NamedTuple):
     """A rank's message to the others about its part of a checkpoint."""
 
@@ -193,8 +169,6 @@ class _Answer(NamedTuple):
     """The generators of a data-parallel rank; None for all but the first of its tensor ranks."""
     place_in_data: dict[str, Any] | None
     """The place in the user's DataLoader, of the same ranks."""
-    few: list[str]
-    """The keys of states with few values; see `OptimizerState`."""
     frozen: list[SliceSum]
     """Slices of the parameters that are left out."""
     part: PartFacts | None
@@ -206,7 +180,6 @@ class _Reading:
     """This rank's part of a checkpoint, checked. Its tensors are those that the engine goes on to change."""
 
     folder: Path
-    tag: str
     model: ModelState
     optimizer: OptimizerState
     lr_scheduler: Any
@@ -256,12 +229,12 @@ def save_checkpoint(
     engine._saver.finish()
     tag = f"step-{engine.global_step}" if tag is None else tag
     parts = engine._parts if optimizer else replace(engine._parts, optimizer=None, lr_scheduler=None)
-    snapshot = capture(parts, Progress.of(engine), dir, tag, client_state)
+    snapshot = capture(engine, parts, dir, tag, client_state)
     is_blocking = blocking or engine._runtime.context.setting.tiers.has_files
     (engine._saver.save if is_blocking else engine._saver.start)(snapshot)
 
 
-def capture(parts: EngineState, progress: Progress, dir: object, tag: str, client_state: Any) -> Snapshot:
+def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_state: Any) -> Snapshot:
     """A snapshot whose slices are views of what the engine goes on to change; collective.
 
     Raises:
@@ -282,54 +255,39 @@ def capture(parts: EngineState, progress: Progress, dir: object, tag: str, clien
             place=f"'{reading.folder}' with tag '{tag}'",
             rng=rng.capture(runtime.context.device) if axes.tp.rank == 0 else None,
             place_in_data=reading.place_in_data if axes.tp.rank == 0 else None,
-            few=reading.optimizer.few,
             frozen=measure_pieces(runtime, left_out),
             part=_facts(parts, reading, left_out) if tells_part else None,
         )
 
     answers = on_all(axis, "agreement on a checkpoint", read)
-    _check_places(answers)
+    for rank, answer in enumerate(answers):
+        if answer.place != answers[0].place:
+            raise ValueError(
+                f"save_checkpoint: rank 0 saves to {answers[0].place}, rank {rank} to {answer.place}"
+            )
     [reading] = readings
-    few = {key for answer in answers for key in answer.few}
     frozen = join_pieces(piece for answer in answers for piece in answer.frozen)
-
-    def keep() -> tuple[int, str, Any]:
-        """Return this rank's part, a digest of the states that its ranks must share, and these states."""
-        digest = "" if parts.optimizer is None else keep_few(parts.optimizer, reading.optimizer, few)
-        return axes.pp.rank, digest, reading.optimizer.scalars if tells_part else None
-
-    kept = on_all(axis, "agreement on a checkpoint", keep)
-    digests = {(part, digest) for part, digest, _ in kept}
-    if len(digests) > axes.pp.size:
-        raise ValueError(
-            f"{type(parts.optimizer).__name__}: states {', '.join(map(repr, sorted(few)))} differ between "
-            "ranks. Expected a state with one value for each element of the parameter, or the same values "
-            "on all ranks"
-        )
-    facts = [
-        replace(answer.part, scalars=scalars)
-        for answer, (_, _, scalars) in zip(answers, kept, strict=True)
-        if answer.part is not None
-    ] or [replace(_facts(parts, reading, left_out), scalars=reading.optimizer.scalars)]
+    facts = [answer.part for answer in answers if answer.part is not None]
+    facts = facts or [_facts(parts, reading, left_out)]
     whole = join(facts)
     manifest = replace(
-        _describe(parts, progress, whole), frozen={name: frozen.get(name, 0) for name in whole.frozen}
+        _describe(engine, parts, whole), frozen={name: frozen.get(name, 0) for name in whole.frozen}
     )
     before = {name for part in facts[: axes.pp.rank] for name in part.buffers}
     buffers = {name: buffer for name, buffer in reading.model.buffers.items() if name not in before}
     return Snapshot(
         folder=reading.folder,
-        tag=reading.tag,
+        tag=tag,
         keep_last=parts.config.checkpoint.keep_last,
         slices=written_slices(
             runtime,
+            {p.fqn for p in runtime.parameters}.difference(left_out),
             with_averages(reading.optimizer.tensors, parts.averages),
             buffers | averaged_buffers(buffers, parts.averages),
-            left_out,
         ),
         aliases={name: record.aliases for name, record in whole.parameters.items() if record.aliases},
         manifest=manifest,
-        values=to_files(_values(reading, answers, whole)) if axis.rank == 0 else {},
+        values=to_files(vars(_values(reading, answers, whole))) if axis.rank == 0 else {},
         memory=runtime.context.memory,
     )
 
@@ -352,6 +310,8 @@ def _check_moment(runtime: Runtime) -> None:
 
 def _read(parts: EngineState, dir: object, tag: str, client_state: Any) -> _Reading:
     """Read and check all that a checkpoint keeps, without exchanges."""
+    if client_state is not None and not isinstance(client_state, Mapping):
+        raise ValueError(f"client_state: expected a dict, got {type(client_state).__name__}")
     folder = as_folder(dir)
     check_tag(tag)
     if parts.runtime.context.axes.world.rank == 0:
@@ -363,71 +323,60 @@ def _read(parts: EngineState, dir: object, tag: str, client_state: Any) -> _Read
             f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
             "if they are the same on all ranks, or write a file for each rank"
         )
-    given = parts.optimizer
-    optimizer = OptimizerState([], {}, {}, {}, []) if given is None else read_optimizer(given)
-    check_plain(optimizer.groups, "parameter groups")
-    for states in (optimizer.scalars, optimizer.other):
-        check_plain(states, "optimizer state")
-    schedule = None
+    optimizer, schedule, place = OptimizerState([], {}, {}, {}), None, None
+    if parts.optimizer is not None:
+        optimizer = read_optimizer(parts.optimizer)
     if parts.lr_scheduler is not None:
         schedule = parts.lr_scheduler.state_dict()
-        check_plain(schedule, "LR scheduler state")
-    check_plain(model.extra, "extra state of modules")
+    if isinstance(parts.loader, GivenLoader):
+        place = to_plain(parts.loader.state_dict(), "state of training_data")
+    kept = to_plain(dict(client_state or {}), "client_state")
+    for value, name in (
+        (optimizer.groups, "parameter groups"),
+        (optimizer.scalars, "optimizer state"),
+        (optimizer.other, "optimizer state"),
+        (schedule, "LR scheduler state"),
+        (model.extra, "extra state of modules"),
+        (place, "state of training_data"),
+        (kept, "client_state"),
+    ):
+        check_plain(value, name)
     return _Reading(
         folder=folder,
-        tag=tag,
         model=model,
         optimizer=optimizer,
         lr_scheduler=schedule,
-        client_state=_read_client_state(client_state),
-        place_in_data=_read_place(parts.loader),
+        client_state=kept,
+        place_in_data=place,
     )
 
 
-def _read_place(loader: EpochLoader | GivenLoader | None) -> dict[str, Any] | None:
-    """The place in the user's DataLoader, as plain values."""
-    if not isinstance(loader, GivenLoader):
-        return None
-    place: dict[str, Any] = to_plain(loader.state_dict(), "state of training_data")
-    check_plain(place, "state of training_data")
-    return place
+@dataclass(frozen=True, kw_only=True)
+class SavedValues:
+    """The values that rank 0 writes beside tensors and manifest."""
+
+    groups: list[dict[str, Any]]
+    scalars: dict[str, dict[Any, Any]]
+    other: dict[str, Any]
+    lr_scheduler: dict[Any, Any] | None
+    rng: list[dict[str, Any]]
+    places_in_data: list[Any] = field(default_factory=list)
+    """Older checkpoints have none."""
+    extra: dict[str, Any]
+    client_state: dict[Any, Any]
 
 
-def _read_client_state(client_state: Any) -> Any:
-    """The user's values as plain ones, of which none is a slice."""
-    if client_state is not None and not isinstance(client_state, Mapping):
-        raise ValueError(f"client_state: expected a dict, got {type(client_state).__name__}")
-    kept = to_plain(dict(client_state or {}), "client_state")
-    for value in tree_leaves(kept):
-        if isinstance(value, ShardedParameter):
-            raise ValueError(
-                f"client_state holds {value.describe()}: a rank has only a slice of it. Leave it out of "
-                "client_state; the checkpoint saves all parameters anyway"
-            )
-    check_plain(kept, "client_state")
-    return kept
-
-
-def _check_places(answers: list[_Answer]) -> None:
-    for rank, answer in enumerate(answers):
-        if answer.place != answers[0].place:
-            raise ValueError(
-                f"save_checkpoint: rank 0 saves to {answers[0].place}, rank {rank} to {answer.place}"
-            )
-
-
-def _values(reading: _Reading, answers: list[_Answer], whole: PartFacts) -> dict[str, Any]:
-    """Return the values that rank 0 writes beside tensors and manifest."""
-    return {
-        "groups": whole.groups,
-        "scalars": whole.scalars,
-        "other": whole.other,
-        "lr_scheduler": whole.lr_scheduler,
-        "rng": [answer.rng for answer in answers if answer.rng is not None],
-        "places_in_data": [answer.place_in_data for answer in answers if answer.place_in_data is not None],
-        "extra": whole.extra,
-        "client_state": reading.client_state,
-    }
+def _values(reading: _Reading, answers: list[_Answer], whole: PartFacts) -> SavedValues:
+    return SavedValues(
+        groups=whole.groups,
+        scalars=whole.scalars,
+        other=whole.other,
+        lr_scheduler=whole.lr_scheduler,
+        rng=[answer.rng for answer in answers if answer.rng is not None],
+        places_in_data=[answer.place_in_data for answer in answers if answer.place_in_data is not None],
+        extra=whole.extra,
+        client_state=reading.client_state,
+    )
 
 
 def _facts(parts: EngineState, reading: _Reading, left_out: list[str]) -> PartFacts:
@@ -445,15 +394,15 @@ def _facts(parts: EngineState, reading: _Reading, left_out: list[str]) -> PartFa
         frozen=left_out,
         extra=reading.model.extra,
         groups=reading.optimizer.groups,
-        scalars={},
+        scalars=reading.optimizer.scalars,
         other=reading.optimizer.other,
         lr_scheduler=reading.lr_scheduler,
         optimizer=None if optimizer is None else type(optimizer).__name__,
     )
 
 
-def _describe(parts: EngineState, progress: Progress, whole: PartFacts) -> Manifest:
-    runtime, scheduler = parts.runtime, parts.lr_scheduler
+def _describe(engine: Engine, parts: EngineState, whole: PartFacts) -> Manifest:
+    runtime, scheduler, rounding = parts.runtime, parts.lr_scheduler, engine._guard.rounding
     axes, is_half, config = runtime.context.axes, runtime.reducer.is_half, parts.config
     is_plain = config.units is None or isinstance(config.units, tuple)  # a predicate can't be written down
     written_by = {"zeroshard": installed_version(), "torch": torch.__version__, "num_ranks": axes.world.size}
@@ -461,10 +410,10 @@ def _describe(parts: EngineState, progress: Progress, whole: PartFacts) -> Manif
         written_by=written_by if axes.pp.size == 1 else {**written_by, NUM_PARTS: axes.pp.size},
         model=parts.described or describe_model(runtime.module),
         config=(config if is_plain else replace(config, units=None)).to_dict(),
-        global_step=progress.global_step,
-        skipped_steps=progress.skipped_steps,
-        loss_scale=progress.loss_scale.state() if is_half else None,
-        rounding=None if progress.rounding is None else asdict(progress.rounding),
+        global_step=engine.global_step,
+        skipped_steps=engine.skipped_steps,
+        loss_scale=engine._guard.loss_scale.state() if is_half else None,
+        rounding=None if rounding is None else RoundingRecord(rounding.seed, rounding.step),
         seed=torch.initial_seed(),
         data=parts.loader.state_dict() if isinstance(parts.loader, EpochLoader) else None,
         optimizer=whole.optimizer,

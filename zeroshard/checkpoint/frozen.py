@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.places import Box
-from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, Stored, TensorSlice, dtype_name, parameter_slices
+from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, Stored, TensorSlice, dtype_name, written_slices
 from zeroshard.comm.collectives import on_all
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.tiers.places import TierMemory
@@ -43,7 +43,7 @@ def frozen_names(runtime: Runtime) -> list[str]:
 
 def measure_pieces(runtime: Runtime, names: Collection[str]) -> list[SliceSum]:
     """Checksums of this rank's slices of some parameters; over all ranks, each element once."""
-    return [measure(part, runtime.context.memory) for part in parameter_slices(runtime, names)]
+    return [measure(part, runtime.context.memory) for part in written_slices(runtime, names, {}, {})]
 
 
 def measure(part: TensorSlice, memory: TierMemory) -> SliceSum:

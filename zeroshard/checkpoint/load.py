@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, Progress, check_averages, read_averages
+from zeroshard.checkpoint.capture import (
+    NUM_PARTS,
+    EngineState,
+    SavedValues,
+    check_averages,
+    read_averages,
+)
+from zeroshard.checkpoint.codec import Count, naming_damage, typed
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.frozen import check_frozen
-from zeroshard.checkpoint.manifest import MAX_STEPS, check_sums
+from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.optimizers import (
     HOW,
     check_group,
@@ -73,7 +80,7 @@ class _LoadPlan:
     """All that will be loaded, checked as far as that changes nothing."""
 
     stored: Stored
-    values: Mapping[str, Any]
+    values: SavedValues
     names: Mapping[str, str]
     """The stored name of each parameter."""
     offsets: Offsets
@@ -122,62 +129,50 @@ def load_checkpoint(
     if not optimizer:
         parts = replace(parts, optimizer=None, lr_scheduler=None, loader=None)
     with torch.inference_mode(False):  # tensors that are made here are trained
-        plan = _load(parts, dir, tag, restore_hyperparameters, convert_states, weights_only=not optimizer)
+        plan = _load(parts, dir, tag, restore_hyperparameters, convert_states)
     engine._halfway.end()
     if engine._early is not None:
         engine._early.end()
     engine.zero_grad()
     if optimizer:
-        progress = _restore_progress(plan, Progress.of(engine))
-        engine.global_step, engine.skipped_steps = progress.global_step, progress.skipped_steps
-        engine._guard.loss_scale = progress.loss_scale
-        if engine._guard.rounding is not None and progress.rounding is not None:
-            engine._guard.rounding.resume(progress.rounding)
-    client_state: dict[str, Any] = plan.values["client_state"]
-    return client_state
+        manifest, guard = plan.stored.manifest, engine._guard
+        engine.global_step, engine.skipped_steps = manifest.global_step, manifest.skipped_steps
+        guard.loss_scale = guard.loss_scale.resumed(plan.loss_scale)
+        if guard.rounding is not None:
+            guard.rounding.resume(plan.rounding or replace(guard.rounding, step=manifest.global_step))
+        _restore_rng(engine._runtime, plan)
+    return plan.values.client_state
 
 
 def _load(
-    parts: EngineState,
-    dir: object,
-    tag: str | None,
-    restore_hyperparameters: bool,
-    convert_states: bool,
-    *,
-    weights_only: bool,
+    parts: EngineState, dir: object, tag: str | None, restore_hyperparameters: bool, convert_states: bool
 ) -> _LoadPlan:
     """Read parameters, states and all else; collective. Return what was found."""
     runtime = parts.runtime
     axis = runtime.context.axes.world
     runtime.settle()
     runtime.require_slices("load_checkpoint()")
-    plan: _LoadPlan | None = None
-    is_part = runtime.context.axes.pp.size > 1
+    prepared: list[tuple[_LoadPlan, PartNames]] = []
 
     def prepare() -> tuple[str, PartNames | None]:
-        nonlocal plan
         plan, own = _prepare(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
-        if not is_part:
-            check_all_found(plan.stored, plan.values["extra"], own)
-        return plan.stored.directory.name, own if is_part else None
+        prepared.append((plan, own))
+        return plan.stored.directory.name, own if runtime.context.axes.pp.size > 1 else None
 
     answers = on_all(axis, "start of loading a checkpoint", prepare)
     found = [name for name, _ in answers]
     if len(set(found)) > 1:
         raise ValueError(f"'{dir}': the ranks see different checkpoints: {', '.join(found)}")
-    assert plan is not None, "prepared without an error"
-    if is_part:
-        everyone = union(plan.stored.directory, (own for _, own in answers if own is not None))
-        check_all_found(plan.stored, plan.values["extra"], everyone)
+    [(plan, own)] = prepared
     stored = plan.stored
+    everyone = [names for _, names in answers if names is not None] or [own]
+    check_all_found(stored, plan.values.extra, everyone)
     if parts.config.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
         on_all(axis, "verifying a checkpoint", lambda: check_sums(stored.directory, stored.manifest, share))
     check_frozen(runtime, stored, plan.names)
-    found_plan = plan
-
     try:
-        on_all(axis, "loading a checkpoint", lambda: _restore(parts, found_plan, weights_only))
+        on_all(axis, "loading a checkpoint", lambda: _restore(parts, plan))
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
             f"{error}. Parameters and states are loaded only in part: load another checkpoint"
@@ -189,7 +184,7 @@ def _load(
     return plan
 
 
-def _restore(parts: EngineState, plan: _LoadPlan, weights_only: bool) -> None:
+def _restore(parts: EngineState, plan: _LoadPlan) -> None:
     """Take over everything that was found; nothing of it needs another rank."""
     runtime = parts.runtime
     memory = runtime.context.memory
@@ -204,14 +199,12 @@ def _restore(parts: EngineState, plan: _LoadPlan, weights_only: bool) -> None:
     if plan.schedule is not None:
         parts.lr_scheduler.load_state_dict(plan.schedule)
     _restore_place(parts, plan)
-    if not weights_only:
-        _restore_rng(runtime, plan)
 
 
 def _restore_place(parts: EngineState, plan: _LoadPlan) -> None:
     """Let the DataLoader go on at its place."""
     loader, axes = parts.loader, parts.runtime.context.axes
-    places, data = plan.values.get("places_in_data", []), plan.stored.manifest.data
+    places, data = plan.values.places_in_data, plan.stored.manifest.data
     if isinstance(loader, GivenLoader):
         loader.load_states(places, axes.dp.rank, axes.dp.size)
     elif loader is not None and data is not None:
@@ -235,7 +228,7 @@ def _prepare(
     names = match_parameters(stored, parts.runtime, model.aliases)
     check_buffers(stored, model.buffers)
     offsets = read_offsets(stored, parts.runtime, model.buffers)
-    check_names(directory, "extra state", values["extra"], model.extra)
+    check_names(stored, "the model", "extra state", model.extra, values.extra)
     check_averages(stored, parts.averages)
     groups: list[dict[str, Any] | None] = []
     states: SavedStates = {}
@@ -247,18 +240,17 @@ def _prepare(
             _check_optimizer(stored, parts, convert_states, hyperparameters)
             if hyperparameters:
                 with naming_file(directory / VALUES):
-                    matches = match_groups(parts.optimizer, values["groups"], names)
-                    groups = _convert_groups(parts.optimizer, values["groups"], matches)
-                    schedule = _match_schedule(stored, parts.lr_scheduler, values["lr_scheduler"], matches)
+                    matches = match_groups(parts.optimizer, values.groups, names)
+                    groups = _convert_groups(parts.optimizer, values.groups, matches)
+                    schedule = _match_schedule(stored, parts.lr_scheduler, values.lr_scheduler, matches)
             cuts = cuts_of(parts.runtime)
             noted = noted_change(parts.config, parts.runtime.context.axes.pp.rank)
-            scalars = values["scalars"]
-            states = match_states(parts.optimizer, stored, scalars, names, cuts, convert_states, noted)
-    try:
+            states = match_states(parts.optimizer, stored, values.scalars, names, cuts, convert_states, noted)
+    with naming_damage(directory / MANIFEST):
         if stored.manifest.data is not None:
             parse_state(stored.manifest.data)
-    except ValueError as error:
-        raise RuntimeError(f"{directory / MANIFEST}: damaged ({error})") from None
+        loss_scale = _read_loss_scale(stored.manifest.loss_scale)
+    rounding = stored.manifest.rounding
     plan = _LoadPlan(
         stored=stored,
         values=values,
@@ -267,10 +259,10 @@ def _prepare(
         groups=groups,
         states=states,
         schedule=schedule,
-        loss_scale=_read_loss_scale(stored),
-        rounding=_read_rounding(stored),
+        loss_scale=loss_scale,
+        rounding=None if rounding is None else Rounding(rounding.seed, rounding.step),
     )
-    return plan, PartNames({name: fqn for fqn, name in names.items()}, set(model.buffers), set(model.extra))
+    return plan, PartNames([(name, fqn) for fqn, name in names.items()], set(model.buffers), set(model.extra))
 
 
 def _convert_groups(
@@ -288,32 +280,27 @@ def _convert_groups(
     return groups
 
 
-def _read_loss_scale(stored: Stored) -> LossScale | None:
-    saved = stored.manifest.loss_scale
-    if saved is None:
-        return None
-    match saved:
-        case {"value": float(value), "is_dynamic": bool(is_dynamic), "num_steps": int(num_steps), **rest}:
-            num_spared = rest.pop("num_spared", 0)
-            limits = torch.finfo(torch.float32)  # in which gradients are divided by it
-            is_counted = isinstance(num_spared, int) and min(num_steps, num_spared) >= 0
-            if limits.tiny <= value <= limits.max and is_counted and not rest:
-                scale = LossScale(value=value, num_steps=num_steps, num_spared=num_spared)
-                return scale if is_dynamic else None
-    raise RuntimeError(f"{stored.directory / MANIFEST}: damaged (expected a loss scale, got {saved!r})")
+def _is_scale(value: float) -> bool:
+    limits = torch.finfo(torch.float32)  # in which gradients are divided by it
+    return limits.tiny <= value <= limits.max
 
 
-def _read_rounding(stored: Stored) -> Rounding | None:
-    saved = stored.manifest.rounding
-    if saved is None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SavedScale:
+    """The loss scale in a checkpoint."""
+
+    value: Annotated[float, _is_scale]
+    is_dynamic: bool
+    num_steps: Count
+    num_spared: Count = 0
+
+
+def _read_loss_scale(saved: dict[str, Any] | None) -> LossScale | None:
+    """Return the loss scale, if it is a dynamic one."""
+    scale: _SavedScale | None = typed(_SavedScale | None, saved, "loss_scale")
+    if scale is None or not scale.is_dynamic:
         return None
-    match saved:
-        case {"seed": int(seed), "step": int(step), **rest} if not rest and 0 <= step < MAX_STEPS:
-            return Rounding(seed, step)
-    raise RuntimeError(
-        f"{stored.directory / MANIFEST}: damaged (expected seed and step of stochastic "
-        f"rounding, got {saved!r})"
-    )
+    return LossScale(value=scale.value, num_steps=scale.num_steps, num_spared=scale.num_spared)
 
 
 def _match_schedule(
@@ -330,39 +317,24 @@ def _match_schedule(
     return schedule
 
 
-def _read_values(stored: Stored, device: torch.device) -> Mapping[str, Any]:
-    """Return the values that are no tensors, with parts of the kinds that are taken for granted."""
-    file = stored.directory / VALUES
+def _read_values(stored: Stored, device: torch.device) -> SavedValues:
+    """Return the values that are no tensors, checked."""
     for name in (VALUES, TENSORS):
         if name not in stored.manifest.files:
             raise RuntimeError(f"{stored.directory / MANIFEST}: damaged (its list of files has no '{name}')")
     check_sums(stored.directory, stored.manifest, (VALUES, TENSORS))
-    values = read_values(stored.directory)
-    try:
-        is_sound = all(isinstance(values[key], kinds) for key, kinds in _VALUES.items())
-        known = stored.manifest.parameters.keys()
-        is_sound &= all(isinstance(g["names"], list) and known >= set(g["names"]) for g in values["groups"])
-        is_sound &= all(isinstance(scalars, dict) for scalars in values["scalars"].values())
-        is_sound &= not any(HOW & group.keys() for group in values["groups"])
-        is_sound &= all(isinstance(key, str) for kind in ("other", "extra") for key in values[kind])
-        for states in values["rng"]:
+    found = read_values(stored.directory)
+    with naming_damage(stored.directory / VALUES):
+        values: SavedValues = typed(SavedValues, found, "values")
+        for group in values.groups:
+            names = set(typed(list[str], group["names"], "names of a group"))
+            if HOW & group.keys() or not names <= stored.manifest.parameters.keys():
+                raise ValueError("expected groups of parameters in the manifest, with hyperparameters alone")
+        for states in values.rng:
             rng.check(states, device)
-        for place in values.get("places_in_data", []):  # older checkpoints have none
+        for place in values.places_in_data:
             parse_place(place)
-    except Exception as error:  # whatever other things end in
-        raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error})") from None
-    if not is_sound:
-        raise RuntimeError(
-            f"{file}: damaged (expected the values of a checkpoint, got values of other types or names)"
-        )
-    return cast(Mapping[str, Any], values)
-
-
-_VALUES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("groups", "rng"), (list,)),
-    **dict.fromkeys(("scalars", "other", "extra", "client_state"), (dict,)),
-    "lr_scheduler": (dict, type(None)),
-}
+        return values
 
 
 def _check_optimizer(stored: Stored, parts: EngineState, convert_states: bool, hyperparameters: bool) -> None:
@@ -403,7 +375,7 @@ def _read_tensors(parts: EngineState, plan: _LoadPlan, targets: Targets) -> None
             buffer.copy_(values.view(buffer.shape))
         read_averages(reader, runtime, plan.stored, parts.averages, plan.names)
     for name in read_model(runtime).extra:
-        value = plan.values["extra"][name]
+        value = plan.values.extra[name]
         runtime.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
@@ -411,13 +383,14 @@ def _read_tensors(parts: EngineState, plan: _LoadPlan, targets: Targets) -> None
 def _restore_optimizer(optimizer: Optimizer | None, plan: _LoadPlan, targets: Targets) -> None:
     if optimizer is None or plan.stored.manifest.optimizer is None:
         return
-    known = {name for group in plan.values["groups"] for name in group["names"]}
+    known = {name for group in plan.values.groups for name in group["names"]}
     for parameter in list(optimizer.state):  # Adagrad needs the state that it made when it was built
         if not isinstance(parameter, nn.Parameter) or (
             isinstance(parameter, ShardedParameter) and plan.names[parameter.fqn] in known
         ):
             del optimizer.state[parameter]
-    optimizer.state.update(plan.values["other"])
+    others: dict[Any, Any] = plan.values.other
+    optimizer.state.update(others)
     for group in optimizer.param_groups:
         for parameter in only_sharded(group["params"]):
             scalars = plan.states[parameter].scalars
@@ -426,19 +399,8 @@ def _restore_optimizer(optimizer: Optimizer | None, plan: _LoadPlan, targets: Ta
                 optimizer.state[parameter] = from_common(optimizer, state)
 
 
-def _restore_progress(plan: _LoadPlan, present: Progress) -> Progress:
-    manifest, scale = plan.stored.manifest, present.loss_scale
-    return replace(
-        present,
-        global_step=manifest.global_step,
-        skipped_steps=manifest.skipped_steps,
-        loss_scale=scale.resumed(plan.loss_scale),
-        rounding=plan.rounding or (present.rounding and replace(present.rounding, step=manifest.global_step)),
-    )
-
-
 def _restore_rng(runtime: Runtime, plan: _LoadPlan) -> None:
-    axes, saved = runtime.context.axes, plan.values["rng"]
+    axes, saved = runtime.context.axes, plan.values.rng
     rank, num_parts = axes.dp.rank, plan.stored.manifest.written_by.get(NUM_PARTS, 1)
     num_saved = len(saved) // num_parts
     if rank < num_saved:
@@ -454,50 +416,39 @@ def _restore_rng(runtime: Runtime, plan: _LoadPlan) -> None:
 class PartNames(NamedTuple):
     """The names that a part of the model has."""
 
-    parameters: dict[str, str]
-    """The name in the model, by stored name."""
+    parameters: list[tuple[str, str]]
+    """The stored name and the name in the model."""
     buffers: set[str]
     extra: set[str]
 
 
-def union(directory: Path, everyone: Iterable[PartNames]) -> PartNames:
-    """Return the names that any part has.
-
-    Raises:
-        ValueError: two parts have different parameters for one stored name.
-    """
-    joined = PartNames({}, set(), set())
-    for found in everyone:
-        for name, fqn in found.parameters.items():
-            if (other := joined.parameters.setdefault(name, fqn)) != fqn:
-                raise _separate(directory, other, fqn)
-        joined.buffers.update(found.buffers)
-        joined.extra.update(found.extra)
-    return joined
-
-
-def check_all_found(stored: Stored, extra: Collection[str], found: PartNames) -> None:
+def check_all_found(stored: Stored, extra: Collection[str], parts: Sequence[PartNames]) -> None:
     """Refuse a checkpoint with more than all parts of the model together have.
 
     Args:
         stored: the checkpoint.
         extra: the names of its extra states.
-        found: the stored names that the parts have.
+        parts: the names that the parts have.
 
     Raises:
-        ValueError: with the name of the first surplus.
+        ValueError: with the name of the first surplus; or several parameters have one stored name.
     """
-    if unexpected := sorted(stored.manifest.parameters.keys() - found.parameters.keys()):
+    known: dict[str, str] = {}
+    for name, fqn in (pair for part in parts for pair in part.parameters):
+        if (other := known.setdefault(name, fqn)) != fqn:
+            raise ValueError(
+                f"'{stored.directory}': the checkpoint ties '{other}' and '{fqn}'; the model has them as "
+                "separate parameters"
+            )
+    if unexpected := sorted(stored.manifest.parameters.keys() - known.keys()):
         raise ValueError(
             f"'{stored.directory}': the checkpoint has parameter '{unexpected[0]}', the model does not"
             + (f", and {len(unexpected) - 1} more" if len(unexpected) > 1 else "")
         )
-    for kind, saved, present in (
-        ("a buffer", stored.manifest.buffers, found.buffers),
-        ("extra state", extra, found.extra),
-    ):
-        for name in sorted(set(saved) - present):
-            raise ValueError(f"'{stored.directory}': only the checkpoint has {kind} '{name}'")
+    buffers = {name for part in parts for name in part.buffers}
+    others = {name for part in parts for name in part.extra}
+    check_names(stored, "the checkpoint", "a buffer", stored.manifest.buffers, buffers)
+    check_names(stored, "the checkpoint", "extra state", extra, others)
 
 
 def match_parameters(
@@ -507,7 +458,6 @@ def match_parameters(
     records, directory = stored.manifest.parameters, stored.directory
     home = {name: first for first, record in records.items() for name in (first, *record.aliases)}
     names: dict[str, str] = {}
-    owners: dict[str, str] = {}
     for parameter in runtime.parameters:
         known = (parameter.fqn, *aliases.get(parameter.fqn, ()))
         homes = sorted({home[name] for name in known if name in home})
@@ -518,8 +468,6 @@ def match_parameters(
                 f"'{directory}': the model ties {' and '.join(map(repr, homes))}; the "
                 "checkpoint has them as separate parameters"
             )
-        if (other := owners.setdefault(homes[0], parameter.fqn)) != parameter.fqn:
-            raise _separate(directory, other, parameter.fqn)
         shape, expected = records[homes[0]].shape, tuple(parameter.full_shape)
         if shape != expected:
             raise ValueError(
@@ -529,21 +477,17 @@ def match_parameters(
     return names
 
 
-def _separate(directory: Path, one: str, other: str) -> ValueError:
-    return ValueError(
-        f"'{directory}': the checkpoint ties '{one}' and '{other}'; the model has them as separate parameters"
-    )
-
-
-def check_names(directory: Path, kind: str, saved: Collection[str], present: Collection[str]) -> None:
-    """Raise a ValueError with the first name that the model has and the checkpoint does not."""
-    for name in sorted(set(present) - set(saved)):
-        raise ValueError(f"'{directory}': only the model has {kind} '{name}'")
+def check_names(
+    stored: Stored, owner: str, kind: str, names: Collection[str], others: Collection[str]
+) -> None:
+    """Raise a ValueError with the first name that only its owner has, of the checkpoint and the model."""
+    for name in sorted(set(names) - set(others)):
+        raise ValueError(f"'{stored.directory}': only {owner} has {kind} '{name}'")
 
 
 def check_buffers(stored: Stored, buffers: Mapping[str, Tensor]) -> None:
     """Raise a ValueError with the first buffer that the checkpoint lacks, or has in another shape."""
-    check_names(stored.directory, "a buffer", stored.manifest.buffers, buffers)
+    check_names(stored, "the model", "a buffer", buffers, stored.manifest.buffers)
     for name, buffer in buffers.items():
         if (shape := stored.tensors[name].shape) != tuple(buffer.shape) and not is_description(name):
             raise ValueError(

@@ -5,41 +5,54 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from zeroshard.checkpoint import places
+from zeroshard.checkpoint.codec import Count, naming_damage, typed
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.places import StoredTensor
-from zeroshard.plan.cuts import Cut, Section
+from zeroshard.plan.cuts import Cut
 
 FORMAT = 2
-MAX_STEPS = 1 << 53
-"""Float64 can't count further."""
 _CHUNK = 1 << 20
+_Crc = Annotated[int, range(1 << 32).__contains__]
+_Size = Annotated[int, range(1 << 63).__contains__]
+
+
+def _is_own(name: str) -> bool:
+    """Return True for the name of a file in the directory of the checkpoint."""
+    return os.path.basename(name) == name and name not in ("", ".", "..")
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     """A file of the checkpoint."""
 
-    num_bytes: int
-    crc32: int
+    num_bytes: _Size
+    crc32: _Crc
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterRecord:
     """A parameter of the model."""
 
-    shape: tuple[int, ...]
+    shape: tuple[_Size, ...]
     dtype: str
     aliases: tuple[str, ...]
     """The other names of a tied parameter."""
     blocks: Cut | None = None
     """The cut whose parts begin with blocks of their own, for 8-bit states; see `blockwise.own_blocks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingRecord:
+    """The place in the random bits of stochastic rounding."""
+
+    seed: int
+    step: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +65,10 @@ class Manifest:
     model: dict[str, Any]
     """The class of the model, and its config if it is a model of transformers."""
     config: dict[str, Any]
-    global_step: int
-    skipped_steps: int
+    global_step: Count
+    skipped_steps: Count
     loss_scale: dict[str, Any] | None
-    rounding: dict[str, Any] | None = None
+    rounding: RoundingRecord | None = None
     seed: int
     """The seed from which ranks without saved generators derive theirs."""
     data: dict[str, Any] | None
@@ -65,11 +78,11 @@ class Manifest:
     lr_scheduler: str | None
     parameters: dict[str, ParameterRecord]
     buffers: tuple[str, ...]
-    frozen: dict[str, int] = field(default_factory=dict)
+    frozen: dict[str, _Crc] = field(default_factory=dict)
     """The crc32 of each parameter that was frozen and is left out."""
-    averages: dict[str, int] = field(default_factory=dict)
+    averages: dict[Annotated[str, str.isidentifier], Count] = field(default_factory=dict)
     """The number of updates of each moving average; {} in checkpoints of versions that had none."""
-    files: dict[str, FileRecord] = field(default_factory=dict)
+    files: dict[Annotated[str, _is_own], FileRecord] = field(default_factory=dict)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     """The places of parameters, buffers and optimizer states; tied parameters under their first name."""
 
@@ -80,23 +93,28 @@ class Manifest:
         return json.dumps({"crc32": _crc_of(content), "content": content}).encode()
 
 
+_MODEL = {
+    "class": str,
+    **dict.fromkeys(("config", "generation_config", "tied"), dict[str, Any]),
+    **dict.fromkeys(("not_saved", "adapters"), list[str]),
+}
+"""The kinds of what `describe_model` gives, where it gives it."""
+
+
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
         RuntimeError: it is damaged, or of another format.
     """
-    with _naming_damage(directory / MANIFEST):
-        content = read_content(directory)
-        if content["format"] != FORMAT:
-            writer = content["written_by"].get("zeroshard")
-            raise RuntimeError(
-                f"{directory / MANIFEST}: expected checkpoint format {FORMAT}, got "
-                f"{content['format']!r:.20}, written by zeroshard {writer!s:.20}"
-            )
-        manifest = parse(content)
-        _check_tensors(manifest)
-        return manifest
+    file, content = directory / MANIFEST, read_content(directory)
+    if content.get("format") != FORMAT:
+        raise RuntimeError(
+            f"{file}: expected checkpoint format {FORMAT}, got {content.get('format')!r:.20}, written by "
+            f"{content.get('written_by')!s:.100}"
+        )
+    with naming_damage(file):
+        return parse(content)
 
 
 def read_content(directory: Path) -> dict[str, Any]:
@@ -107,118 +125,39 @@ def read_content(directory: Path) -> dict[str, Any]:
     """
     file = directory / MANIFEST
     check_own(file)
-    with _naming_damage(file):
+    with naming_damage(file):
         outer = json.loads(file.read_bytes())
-        content: dict[str, Any] = outer["content"]
-        _expect(isinstance(content, dict), "content")
+        content: dict[str, Any] = typed(dict[str, Any], outer["content"], "content")
         if _crc_of(content) != outer["crc32"]:
             raise ValueError("the checksum differs")
         return content
-
-
-@contextmanager
-def _naming_damage(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RuntimeError(f"{file}: damaged ({error!s:.400})") from None
 
 
 def parse(content: Mapping[str, Any]) -> Manifest:
     """Return the manifest with this content.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: no manifest has it.
+        ValueError, TypeError, KeyError: no manifest has it.
     """
-    content = {"averages": {}, **content}
-    _check_kinds(content)
-    made = {option.name: content[option.name] for option in fields(Manifest)}
-    made["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
-    made["parameters"] = {
-        name: ParameterRecord(
-            tuple(record["shape"]),
-            record["dtype"],
-            tuple(record["aliases"]),
-            _parse_blocks(name, record.get("blocks"), tuple(record["shape"])),
-        )
-        for name, record in content["parameters"].items()
-    }
-    made["buffers"] = tuple(content["buffers"])
-    sizes = {name: record.num_bytes for name, record in made["files"].items()}
-    made["tensors"] = places.from_json(content["tensors"], sizes)
-    return Manifest(**made)
-
-
-def _parse_blocks(name: str, content: Any, shape: tuple[int, ...]) -> Cut | None:
-    """Return the cut of a parameter. Raises ValueError, KeyError or TypeError for what is none."""
-    if content is None:
-        return None
-    sections = tuple(Section(section["size"], section["unit"]) for section in content["sections"])
-    numbers = [content["dim"], content["num_ranks"], *(size for s in sections for size in (s.size, s.unit))]
-    _expect(all(type(number) is int for number in numbers), f"blocks of '{name}'")
-    return Cut(name, shape, content["dim"], content["num_ranks"], sections)
-
-
-def _check_tensors(manifest: Manifest) -> None:
-    """Raise ValueError unless each parameter that is not left out, and each buffer, is among the tensors."""
+    manifest: Manifest = typed(Manifest, {**content, "tensors": {}}, "content")
+    for key, kind in _MODEL.items():
+        if key in manifest.model:
+            typed(kind, manifest.model[key], f"model.{key}")
+    sizes = {name: record.num_bytes for name, record in manifest.files.items()}
+    tensors = places.from_json(typed(dict[str, Any], content["tensors"], "tensors"), sizes)
+    for name in (*manifest.buffers, *(manifest.parameters.keys() - manifest.frozen.keys())):
+        if name not in tensors:
+            raise ValueError(f"expected '{name}' among the tensors, got none")
     for name, record in manifest.parameters.items():
-        found = manifest.tensors.get(name)
-        if found is None and name in manifest.frozen:
-            continue
-        expected, got = f"{record.dtype} of shape {record.shape}", "none"
-        if found is not None:
-            got = f"{str(found.dtype).removeprefix('torch.')} of shape {found.shape}"
-        if got != expected:
-            raise ValueError(f"expected parameter '{name}' in {expected}, got {got}")
-    for name in manifest.buffers:
-        _expect(name in manifest.tensors, f"buffer '{name}'")
-
-
-_KINDS: dict[type, tuple[str, ...]] = {
-    int: ("global_step", "skipped_steps", "seed"),
-    dict: ("written_by", "model", "config", "parameters", "frozen", "averages", "files", "tensors"),
-    list: ("buffers",),
-}
-_KINDS_OR_NONE: dict[type, tuple[str, ...]] = {
-    dict: ("loss_scale", "rounding", "data"),
-    str: ("optimizer", "lr_scheduler"),
-}
-
-
-def _check_kinds(content: Mapping[str, Any]) -> None:
-    """Raise ValueError for what is not of the kind that readers take for granted, or a file elsewhere."""
-    for kinds, others in ((_KINDS, ()), (_KINDS_OR_NONE, (type(None),))):
-        for kind, names in kinds.items():
-            for name in names:
-                _expect(type(content[name]) in (kind, *others), name)
-    for name in ("global_step", "skipped_steps"):
-        _expect(0 <= content[name] < MAX_STEPS, name)
-    model = content["model"]
-    _expect(isinstance(model.get("class", ""), str), "model")
-    _expect(all(isinstance(model.get(key, {}), dict) for key in ("config", "generation_config")), "model")
-    _expect(all(_are_names(model.get(key, ())) for key in ("not_saved", "tied", "adapters")), "model")
-    _expect(_are_names(content["buffers"]), "buffers")
-    for name, record in content["files"].items():
-        if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise ValueError(f"expected names of files in the directory of the checkpoint, got {name!r}")
-        _expect(all(type(record[key]) is int and record[key] >= 0 for key in ("num_bytes", "crc32")), name)
-    for name, crc in content["frozen"].items():
-        _expect(name in content["parameters"] and type(crc) is int, name)
-    for name, num_updates in content["averages"].items():
-        _expect(name.isidentifier() and type(num_updates) is int and 0 <= num_updates < MAX_STEPS, name)
-    for name, record in content["parameters"].items():
-        _expect(all(isinstance(size, int) and size >= 0 for size in record["shape"]), name)
-        _expect(all(isinstance(other, str) for other in (record["dtype"], *record["aliases"])), name)
-
-
-def _are_names(values: Any) -> bool:
-    """Return True for strings in a sequence or as the keys of a dict."""
-    return isinstance(values, list | tuple | dict) and all(isinstance(name, str) for name in values)
-
-
-def _expect(is_so: bool, name: str) -> None:
-    if not is_so:
-        raise ValueError(f"the entry '{name}' is missing or has a wrong type or value")
+        if name in tensors:
+            found = str(tensors[name].dtype).removeprefix("torch."), tensors[name].shape
+            if found != (record.dtype, record.shape):
+                raise ValueError(f"expected parameter '{name}' in {record.dtype} {record.shape}, got {found}")
+        if record.blocks is not None and record.blocks.shape != record.shape:
+            raise ValueError(
+                f"expected blocks of '{name}' of shape {record.shape}, got {record.blocks.shape}"
+            )
+    return replace(manifest, tensors=tensors)
 
 
 def _crc_of(content: Any) -> int:

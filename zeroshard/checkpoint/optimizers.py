@@ -9,10 +9,9 @@ lr="x". An optimizer would find out in the middle of its next step, with the old
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zeroshard.checkpoint.manifest import MAX_STEPS
+from zeroshard.checkpoint.codec import MAX_STEPS
 from zeroshard.checkpoint.tensors import shape_of
 from zeroshard.internals.pytree import tree_leaves
 from zeroshard.optim.adopted import is_bitsandbytes, to_common
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 
 SMALL = 64
-"""Elements of a state that is one value, or a few, for a whole parameter."""
+"""Elements of a state that older checkpoints may have as a few values for a whole parameter."""
 _NONE_IS_A_VALUE = ("t_alpha", "t_beta3")
 """Hyperparameters of AdEMAMix that are numbers or None."""
 
@@ -138,32 +137,30 @@ def misfit(saved: Any, present: Any, *, same_length: bool = False) -> str | None
         present: where it is None, or of a kind that is not known here, anything can.
         same_length: whether sequences must have as many elements.
     """
+    if _is_number(present) and (not _is_number(saved) or _has_nan(saved)):
+        return f"expected a number like the present {_described(present)}, got {_described(saved)}"
+    for kinds, expected in _EXPECTED:
+        if isinstance(present, kinds) and not isinstance(saved, kinds):
+            return f"expected {expected}, got {_described(saved)}"
     if isinstance(present, Mapping):
-        if not isinstance(saved, Mapping):
-            return f"expected a dict, got {_described(saved)}"
         pairs = [(saved[key], present[key]) for key in saved if key in present]
     elif isinstance(present, list | tuple):
-        if not isinstance(saved, list | tuple) or (same_length and len(saved) != len(present)):
-            count = f" of {len(present)}" if same_length else ""
-            return f"expected a sequence{count}, got {_described(saved)}"
+        if same_length and len(saved) != len(present):
+            return f"expected a sequence of {len(present)}, got {_described(saved)}"
         fill = present[-1:] * max(0, len(saved) - len(present))
         pairs = list(zip(saved, [*present, *fill], strict=False))
     else:
-        return _misfit_of_one(saved, present)
+        return None
     found = (misfit(one, other, same_length=same_length) for one, other in pairs)
     return next((problem for problem in found if problem is not None), None)
 
 
-def _misfit_of_one(saved: Any, present: Any) -> str | None:
-    if isinstance(present, bool):
-        return None if isinstance(saved, bool) else f"expected True or False, got {_described(saved)}"
-    if isinstance(present, str):
-        return None if isinstance(saved, str) else f"expected a string, got {_described(saved)}"
-    if not _is_number(present):
-        return None
-    if not _is_number(saved) or _has_nan(saved):
-        return f"expected a number like the present {_described(present)}, got {_described(saved)}"
-    return None
+_EXPECTED: tuple[tuple[Any, str], ...] = (
+    (bool, "True or False"),
+    (str, "a string"),
+    (Mapping, "a dict"),
+    (list | tuple, "a sequence"),
+)
 
 
 def _is_number(value: Any) -> bool:
@@ -213,17 +210,15 @@ class OptimizerState:
     """States with a value for each element, or each block, of the slice, by parameter and common name."""
     other: dict[str, Any]
     """States that belong to no parameter."""
-    few: list[str]
-    """Keys of `scalars` that are tensors of one or some elements, none of which is that of a slice."""
 
 
 def read_optimizer(optimizer: Optimizer) -> OptimizerState:
     """The state of an optimizer over sharded parameters.
 
     Raises:
-        ValueError: a state that is neither element-wise nor one value, or a few.
+        ValueError: a state that is neither element-wise nor one value.
     """
-    state = OptimizerState([], {}, {}, {}, [])
+    state = OptimizerState([], {}, {}, {})
     for group in optimizer.param_groups:
         hyperparameters = {key: value for key, value in group.items() if key not in HOW}
         state.groups.append({"names": [p.fqn for p in only_sharded(group["params"])], **hyperparameters})
@@ -248,49 +243,17 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
                 )
             if not isinstance(value, Tensor):
                 scalars[key] = value
-                continue
-            is_one = not value.dim() or (key == "step" and value.numel() == 1)
-            if not is_one and value.shape == shape_of(key, dtypes, parameter.shape):
+            elif not value.dim() or (key == "step" and value.numel() == 1):
+                scalars[key] = value.detach().cpu()
+            elif value.shape == shape_of(key, dtypes, parameter.shape):
                 tensors[key] = value
-                continue
-            if value.dim() and key not in state.few:
-                state.few.append(key)
-            scalars[key] = _read_few(optimizer, parameter, key, value)
-    return state
-
-
-def keep_few(optimizer: Optimizer, state: OptimizerState, keys: Collection[str]) -> str:
-    """Take states for values of whole parameters, not of elements, also where they have as many as a slice.
-
-    Args:
-        optimizer: that has the states.
-        state: of this rank; changed.
-        keys: of the states, on any rank.
-
-    Returns:
-        A digest of these values, which is the same on all ranks that have the same.
-    """
-    digest = blake2b()
-    for parameter, tensors in state.tensors.items():
-        scalars = state.scalars[parameter.fqn]
-        for key in sorted(keys):
-            if key in tensors:
-                scalars[key] = _read_few(optimizer, parameter, key, tensors.pop(key))
-            if isinstance(value := scalars.get(key), Tensor):
-                digest.update(
-                    f"{parameter.fqn}/{key} {value.dtype} {tuple(value.shape)} {value.tolist()}".encode()
+            else:
+                raise ValueError(
+                    f"{type(optimizer).__name__}: state '{key}' of '{parameter.fqn}' has shape "
+                    f"{tuple(value.shape)}; expected a number, a tensor without dimensions, or one value for "
+                    f"each of the {parameter.numel()} elements of this rank's slice"
                 )
-    return digest.hexdigest()
-
-
-def _read_few(optimizer: Optimizer, parameter: ShardedParameter, key: str, value: Tensor) -> Tensor:
-    if value.numel() > SMALL or not value.numel():
-        raise ValueError(
-            f"{type(optimizer).__name__}: state '{key}' of '{parameter.fqn}' has shape {tuple(value.shape)}; "
-            f"expected one value, or up to {SMALL}, or one for each of the {parameter.numel()} elements of "
-            "this rank's slice"
-        )
-    return value.detach().cpu()
+    return state
 
 
 def _check_key(optimizer: Optimizer, key: object) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice, product, takewhile
+from itertools import count, product, takewhile
 from operator import add
 from typing import Any, NamedTuple
 
@@ -101,45 +101,6 @@ def split(box: Box, max_numel: int) -> Iterator[Box]:
         yield from split(Box(tuple(offsets), tuple(sizes)), max_numel)
 
 
-_STEPS_PER_BOX = 64
-"""The most work of `tiles`, so that a crafted checkpoint cannot keep it busy. A box of a flat slice takes a
-step for each dimension. Where 8 ranks also hold a matrix by columns, a box takes up to 8 times as many."""
-
-
-def tiles(boxes: Sequence[Box], shape: Shape) -> bool:
-    """Return True if boxes that lie inside a tensor hold each of its elements once.
-
-    Raises:
-        ValueError: the boxes cross each other so often that it would take long to tell.
-    """
-    filled = [box for box in boxes if box.numel]
-    if sum(box.numel for box in filled) != math.prod(shape):
-        return False
-    return not filled or _has_no_hole(filled, shape, 0, iter(range(_STEPS_PER_BOX * (len(filled) + 64))))
-
-
-def _has_no_hole(boxes: Sequence[Box], shape: Shape, dim: int, steps: Iterator[int]) -> bool:
-    """Cut along a dimension where a box begins or ends; look at each slab by its further dimensions."""
-    if dim == len(shape):
-        return True
-    waiting = sorted(boxes, key=lambda box: box.offsets[dim], reverse=True)
-    cuts = sorted({box.offsets[dim] for box in boxes} | {box.offsets[dim] + box.sizes[dim] for box in boxes})
-    if cuts[0] > 0 or cuts[-1] < shape[dim]:
-        return False
-    inside: list[Box] = []
-    for start in cuts[:-1]:
-        inside = [box for box in inside if box.offsets[dim] + box.sizes[dim] > start]
-        while waiting and waiting[-1].offsets[dim] == start:
-            inside.append(waiting.pop())
-        if len(list(islice(steps, len(inside)))) < len(inside):
-            raise ValueError(
-                f"the boxes of a tensor of shape {shape} overlap in too many places to be checked"
-            )
-        if not inside or not _has_no_hole(inside, shape, dim + 1, steps):
-            return False
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class ElementRun:
     """Elements that lie one after the other in two boxes, each stored row by row."""
@@ -175,15 +136,16 @@ def _position(box: Box, element: Shape) -> int:
     return position
 
 
-_MAX_DIMS = 64
-"""The most dimensions that torch computes with."""
 _INTEGERS = (
     *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
     *(torch.int8, torch.int16, torch.int32, torch.int64),
 )
 """Quantized elements and bits are not among them: they do not say what they mean."""
 _MAX_BYTES = 1 << 62
-"""The most bytes of a tensor, so that no sum or product here exceeds 63 bits."""
+"""The most bytes of a tensor with one element more in each dimension, so that no sum or product here exceeds
+63 bits."""
+_MAX_CORNERS = 1 << 26
+"""The most corners of the boxes of one tensor."""
 
 Row = Sequence[int]
 
@@ -249,7 +211,8 @@ def from_json(content: Mapping[str, Any], num_bytes: Mapping[str, int]) -> dict[
         num_bytes: the size of each file.
 
     Raises:
-        ValueError, TypeError, KeyError: the boxes do not tile a tensor, or are not inside of their files.
+        ValueError, TypeError, KeyError, OverflowError: the boxes do not tile a tensor, or are not inside of
+            their files.
     """
     ranks = takewhile(lambda rank: file_of(rank) in num_bytes, count())
     sizes = np.array([num_bytes[file_of(rank)] for rank in ranks], dtype=np.int64)
@@ -257,10 +220,7 @@ def from_json(content: Mapping[str, Any], num_bytes: Mapping[str, int]) -> dict[
     tensors = {}
     for name, entry in content.items():
         tensors[name] = tensor = _parse(name, entry)
-        try:
-            columns = _columns(tensor)
-        except OverflowError:
-            raise ValueError(f"'{name}': expected integers of at most 63 bits for its boxes") from None
+        columns = _columns(tensor)
         _check_inside(name, tensor, columns, sizes, left)
         if not tile(tensor, columns):
             raise ValueError(f"'{name}': expected boxes that make up its shape {tensor.shape}, without gaps")
@@ -274,8 +234,8 @@ def _parse(name: str, entry: Mapping[str, Any]) -> StoredTensor:
         dtype.is_floating_point or dtype.is_complex or dtype in _INTEGERS
     ):
         raise ValueError(f"'{name}': expected a dtype whose elements are plain numbers")
-    are_sizes = len(shape) <= _MAX_DIMS and all(type(size) is int and size >= 0 for size in shape)
-    if not are_sizes or math.prod(max(1, size) for size in shape) * dtype.itemsize >= _MAX_BYTES:
+    are_sizes = all(type(size) is int and size >= 0 for size in shape)
+    if not are_sizes or math.prod(size + 1 for size in shape) * dtype.itemsize >= _MAX_BYTES:
         raise ValueError(f"'{name}': expected a shape, got {entry['shape']!r:.100}")
     rows, num = entry["boxes"], 2 * len(shape) + 2
     if not isinstance(rows, list) or any(len(row) != num or set(map(type, row)) != {int} for row in rows):
@@ -323,24 +283,27 @@ def _check_inside(name: str, tensor: StoredTensor, columns: _Columns, num_bytes:
 def tile(tensor: StoredTensor, columns: _Columns | None = None) -> bool:
     """Return True if boxes that lie inside of a tensor hold each of its elements once.
 
+    A corner of a box counts +1 or -1, by the number of dimensions in which it is the end of the box. The sums
+    of these at all places say how many boxes hold each element. So the sums are those of the whole tensor as
+    one box exactly if each element is held once.
+
     Args:
         tensor: with its boxes.
         columns: of the tensor, where they are known.
 
     Raises:
-        ValueError: as `tiles`.
+        ValueError: the boxes have too many corners.
     """
     offsets, sizes, *_ = columns or _columns(tensor)
-    filled = (sizes > 0).all(axis=1)
-    offsets, sizes = offsets[filled], sizes[filled]
-    numel = sizes.prod(axis=1)
-    if sum(numel.tolist()) != math.prod(tensor.shape):
-        return False
-    steps = [math.prod(tensor.shape[dim:]) for dim in range(1, len(tensor.shape) + 1)]
-    strides = np.array(steps, dtype=np.int64)
-    first = (offsets * strides).sum(axis=1)
-    if (((sizes - 1) * strides).sum(axis=1) != numel - 1).any():  # not all are flat ranges
-        return tiles([stored.box for stored in tensor.boxes], tensor.shape)
-    order = first.argsort()
-    ends = (first + numel)[order]
-    return bool((first[order][1:] == ends[:-1]).all())
+    if (len(offsets) + 1) << len(tensor.shape) > _MAX_CORNERS:
+        raise ValueError(f"{len(offsets)} boxes of a tensor of shape {tensor.shape} have too many corners")
+    places = np.zeros((1, len(offsets) + 1), dtype=np.int64)  # [corners, the tensor and its boxes]
+    signs = np.ones((1, len(offsets) + 1), dtype=np.int64)
+    signs[0, 0] = -1
+    for dim, size in enumerate(tensor.shape):
+        starts = np.append(0, offsets[:, dim])
+        ends = starts + np.append(size, sizes[:, dim])
+        places = np.concatenate([places * (size + 1) + starts, places * (size + 1) + ends])
+        signs = np.concatenate([signs, -signs])
+    _, numbers = np.unique(places, return_inverse=True)
+    return not np.bincount(numbers.ravel(), signs.ravel()).any()

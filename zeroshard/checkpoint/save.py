@@ -109,25 +109,16 @@ def _check_shared(place: CheckpointPlace) -> None:
 
 def _finish(snapshot: Snapshot, place: CheckpointPlace, written: Sequence[Written]) -> None:
     """Rank 0 writes the small files and lets the checkpoint appear."""
-    from zeroshard.checkpoint.writer import tensors_of, write_index
+    from zeroshard.checkpoint.writer import INDEX, tensors_of, to_index
 
     boxes = [box for part in written for box in part.boxes]
-    records = write_index(place.temporary, boxes, snapshot.aliases)
-    for part in written:
-        records |= part.files
-    manifest = replace(snapshot.manifest, files=records, tensors=tensors_of(boxes))
-    write_values_and_manifest(place.temporary, snapshot.values, manifest)
-    files.commit(place, snapshot.keep_last)
-
-
-def write_values_and_manifest(directory: Path, values: Mapping[str, bytes], manifest: Manifest) -> None:
-    """Write the files of values, fsynced, and last the manifest, which lists them beside its other files."""
-    records = dict(manifest.files)
-    for name, data in values.items():
-        write_synced(directory / name, data)
+    records = {name: record for part in written for name, record in part.files.items()}
+    for name, data in {INDEX: to_index(boxes, snapshot.aliases), **snapshot.values}.items():
+        write_synced(place.temporary / name, data)
         records[name] = FileRecord(len(data), zlib.crc32(data))
-    manifest = replace(manifest, files=dict(sorted(records.items())))
-    write_synced(directory / MANIFEST, manifest.to_bytes())
+    manifest = replace(snapshot.manifest, files=dict(sorted(records.items())), tensors=tensors_of(boxes))
+    write_synced(place.temporary / MANIFEST, manifest.to_bytes())  # the last one, as it lists the others
+    files.commit(place, snapshot.keep_last)
 
 
 class Saver:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.checkpoint.codec import MAX_STEPS, naming_damage
 from zeroshard.checkpoint.files import MANIFEST, VALUES
-from zeroshard.checkpoint.manifest import MAX_STEPS
 from zeroshard.checkpoint.optimizers import check_scalars
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.tensors import (
@@ -204,11 +204,9 @@ def _match_scalars(
 ) -> Mapping[str, Any]:
     if not saved and not has_tensors:  # the parameter has had no step
         return {}
-    try:
+    with naming_damage(stored.directory / VALUES):
         check_scalars(optimizer, name, saved)
         scalars = convert_scalars(optimizer, saved, stored.manifest.global_step)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise RuntimeError(f"{stored.directory / VALUES}: damaged ({error})") from None
     family = family_of(type(optimizer).__name__)
     if family is not None and "step" in scalars and not has_tensors:
         raise RuntimeError(
@@ -273,26 +271,17 @@ def make_targets(optimizer: Optimizer, states: SavedStates, memory: TierMemory) 
     """
     targets: Targets = {}
     for parameter, saved in states.items():
-        present = to_common(optimizer, optimizer.state.get(parameter, {}))
-        targets[parameter] = {
-            key: _make_target(
-                present.get(key), dtype, shape_of(key, saved.dtypes, parameter.shape), parameter, memory
-            )
-            for key, dtype in saved.dtypes.items()
-        }
+        present, targets[parameter] = to_common(optimizer, optimizer.state.get(parameter, {})), {}
+        for key, dtype in saved.dtypes.items():
+            shape = shape_of(key, saved.dtypes, parameter.shape)
+            own: Any = present.get(key)
+            is_fit = isinstance(own, Tensor) and own.shape == shape
+            if not is_fit or (own.dtype == torch.uint8) != (dtype == torch.uint8):
+                with past_guards():
+                    tier = memory.tier_of(parameter.detach())
+                own = memory.empty(math.prod(shape), dtype, tier).view(shape)
+            targets[parameter][key] = own
     return targets
-
-
-def _make_target(
-    present: Any, dtype: torch.dtype, shape: tuple[int, ...], p: ShardedParameter, memory: TierMemory
-) -> Tensor:
-    is_fit = isinstance(present, Tensor) and present.shape == shape
-    if is_fit and (present.dtype == torch.uint8) == (dtype == torch.uint8):
-        assert isinstance(present, Tensor)
-        return present
-    with past_guards():
-        tier = memory.tier_of(p.detach())
-    return memory.empty(math.prod(shape), dtype, tier).view(shape)
 
 
 def read_converted(

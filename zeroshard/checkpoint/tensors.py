@@ -246,22 +246,22 @@ def held_slices(runtime: Runtime, states: States, names: Mapping[str, str]) -> I
 
 
 def written_slices(
-    runtime: Runtime, states: States, buffers: Mapping[str, Tensor], left_out: Collection[str] = ()
+    runtime: Runtime, names: Collection[str], states: States, buffers: Mapping[str, Tensor]
 ) -> list[TensorSlice]:
     """Return the slices that this rank writes: over all ranks, each element once.
 
     Args:
         runtime: of the model.
+        names: the parameters.
         states: of the optimizer.
         buffers: of the module; rank 0's are written.
-        left_out: names of parameters that are not written.
     """
     is_first, rank = runtime.context.axes.everyone.rank == 0, _tp_rank(runtime)
     parts = [
         part
         for buffer in runtime.buffers
         for index, sharded in enumerate(buffer.sharded)
-        if sharded.fqn not in left_out and counts(buffer.originals[index], rank, _pp_rank(runtime))
+        if sharded.fqn in names and counts(buffer.originals[index], rank, runtime.context.axes.pp.rank)
         for part in _slices(
             buffer, index, sharded.fqn, states.get(sharded, {}), _written(buffer, runtime), rank, is_first
         )
@@ -271,21 +271,8 @@ def written_slices(
     return parts
 
 
-def parameter_slices(runtime: Runtime, names: Collection[str]) -> Iterator[TensorSlice]:
-    """This rank's part of some parameters, without states: over all ranks, each element once."""
-    rank = _tp_rank(runtime)
-    for buffer in runtime.buffers:
-        for index, sharded in enumerate(buffer.sharded):
-            if sharded.fqn in names and counts(buffer.originals[index], rank, _pp_rank(runtime)):
-                yield from _slices(buffer, index, sharded.fqn, {}, _written(buffer, runtime), rank)
-
-
 def _tp_rank(runtime: Runtime) -> int:
     return runtime.context.axes.tp.rank
-
-
-def _pp_rank(runtime: Runtime) -> int:
-    return runtime.context.axes.pp.rank
 
 
 def _written(buffer: FlatBuffer, runtime: Runtime) -> Span:

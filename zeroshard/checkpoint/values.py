@@ -43,6 +43,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.codec import naming_damage
 from zeroshard.checkpoint.files import TENSORS, VALUES
 from zeroshard.safetensors import DTYPE_NAMES, FileTensor, TensorInfo, begin_file, read_header
 
@@ -101,11 +102,9 @@ def read_values(directory: Path) -> Any:
         RuntimeError: a file is damaged, or says what cannot be.
     """
     file = directory / VALUES
-    try:
+    with naming_damage(file):
         content = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
         return _JsonDecoder(directory / TENSORS).decode(content)
-    except Exception as error:  # of whatever kind a crafted file makes torch raise
-        raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error!s:.300})") from None
 
 
 # -------------------------------------------------------------------------------------------- writing
@@ -313,18 +312,13 @@ def to_plain(value: Any, path: str, depth: int = 0) -> Any:
         depth: of containers around it.
 
     Raises:
-        ValueError: it is nested too deeply, or holds itself; two keys of a dict become the same; or a tensor
-            is on the meta device.
+        ValueError: it is nested too deeply, or holds itself; or two keys of a dict become the same.
     """
     if depth > MAX_DEPTH - 5:  # what is around it in a file takes some
         raise ValueError(
             f"{path}: expected values nested at most {MAX_DEPTH - 5} deep, and no value that holds itself"
         )
-    if isinstance(value, Tensor):
-        if value.is_meta:
-            raise ValueError(f"{path}: expected a tensor with values, got one on the meta device")
-        return value
-    if type(value) in _KEPT:
+    if isinstance(value, Tensor) or type(value) in _KEPT:
         return value
     if isinstance(value, Enum):
         return to_plain(value.value, path, depth + 1)
@@ -334,10 +328,7 @@ def to_plain(value: Any, path: str, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         return _plain_dict(value, path, depth)
     if isinstance(value, list | tuple | set | frozenset):
-        items = [
-            item if type(item) in _KEPT else to_plain(item, f"{path}[{index}]", depth + 1)
-            for index, item in enumerate(value)
-        ]
+        items = [to_plain(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
         return next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))(items)
     return _plain_atom(value, path)
 
