@@ -177,7 +177,7 @@ def test_ignored_parameters_are_client_state(tmp_path):
 
 def test_a_slice_stays_out_of_client_state(tmp_path):
     engine = start()
-    with told("Leave it out of client_state; the checkpoint saves all parameters anyway"):
+    with told("expected tensors, numbers, strings, None, and lists, tuples and dicts of them"):
         engine.save_checkpoint(tmp_path, client_state={"weight": engine.module.inner.weight})
     engine.save_checkpoint(tmp_path, client_state={})
     other = start()
