@@ -246,4 +246,4 @@ def test_a_file_with_another_content_is_named(capsys, tmp_path):
     file = tmp_path / "own.csv"
     file.write_text("0F0,0X0\n", encoding="utf-8")
     assert main(["plan", *named(str(file))]) == 2
-    assert f"{file}: pipeline rank 0: expected a kind of action" in capsys.readouterr().err
+    assert f"{file}: pipeline rank 0: expected an action as chunk" in capsys.readouterr().err

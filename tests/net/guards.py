@@ -58,8 +58,8 @@ GUARDS = (
         name="an_optimizer_over_another_model",
         says="An optimizer over parameters that are not the model's is taken.",
         file="zeroshard/optim/adopted.py",
-        find="    if foreign:\n",
-        replace="    if False:\n",
+        find='if foreign := [f"{list(p.shape)} in group {number}" for p, number in own if p not in names]:',
+        replace="if foreign := []:",
         tests=("tests/test_initialize.py::test_foreign_parameters_are_refused_with_their_shapes_and_groups",),
     ),
     Break(

@@ -307,7 +307,7 @@ def test_sparse_gradients_are_refused():
         ({"split": (4, 4)}, r"parameter 0 of group 0: split=\(4, 4\) does not fill the 6 rows"),
         ({"split": 4}, r"parameter 0 of group 0: split=4 does not fill the 6 rows of shape \[6, 5\]"),
         ({"use_muon": "yes"}, "use_muon: expected True or False, got 'yes'"),
-        ({"use_muon": False, "betas": (0.9, 1.0)}, r"betas\[1\]: expected a number in \[0, 1\), got 1.0"),
+        ({"use_muon": False, "betas": (0.9, 1.0)}, "betas: expected 2 numbers from 0 to below 1"),
         ({"use_muon": False, "nesterov": True}, "is stepped by AdamW; it has no 'nesterov'"),
     ],
 )

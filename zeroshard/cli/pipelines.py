@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from zeroshard.cli.options import PlanOptions
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
 from zeroshard.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule, parse_schedule
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages, is_asynchronous
+from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
@@ -131,15 +131,15 @@ def _built(name: str, options: PlanOptions) -> Schedule:
 
 def _costs(options: PlanOptions, chunks_per_rank: float) -> ActionCosts:
     """Return the costs of a chunk, of which a rank has several; the options are those of a rank."""
-    half = options.backward / 2
+    half = options.backward / 2 / chunks_per_rank
     recompute = options.forward if options.recompute is None else options.recompute
     return ActionCosts(
-        forward=options.forward,
+        forward=options.forward / chunks_per_rank,
         backward_input=half,
         backward_weight=half,
-        recompute=recompute,
+        recompute=recompute / chunks_per_rank,
         transfer=options.transfer,
-    ).divided_by(chunks_per_rank)
+    )
 
 
 def _title(name: str, schedule: Schedule) -> str:
@@ -170,7 +170,7 @@ def _table(charts: Sequence[Chart]) -> str:
         inputs = _of_ranks(charts, [each.inputs_per_rank for each in held])
         rows += [LINE, *_by_rank("inputs for recompute", inputs)]
     ages = [Ages(chart.schedule) for chart in charts]
-    if any(is_asynchronous(chart.schedule) for chart in charts):
+    if any(taken for own in ages for taken in own.before.values()):  # a chunk computes after its step
         rows += [LINE, ("steps", *(str(max(1, _num_steps(chart.schedule))) for chart in charts))]
         rows += _by_rank("delay in steps", [_delays(own) for own in ages])
         pairs = zip(ages, charts, strict=True)

@@ -23,7 +23,7 @@ from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
 from zeroshard.parallel.pipeline.chunked import Outline
 from zeroshard.parallel.pipeline.runner import AHEAD
-from zeroshard.parallel.pipeline.simulate import most_bytes
+from zeroshard.parallel.pipeline.simulate import count_activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan import traffic
 from zeroshard.plan.buffers import UnitPlan
@@ -351,7 +351,7 @@ def costs_of_sizes(sizes: Sizes, batch: MicroBatch) -> PartBytes:
 def usage_of_ranks(pipelined: PlannedPipeline, costs: PartBytes) -> list[Usage]:
     """Return the usage of each pipeline rank in a batch."""
     schedule, runs = pipelined.schedule, pipelined.runs
-    most = most_bytes(schedule, [_bytes_of_chunk(costs, run) for run in runs])
+    most = count_activations(schedule, [_bytes_of_chunk(costs, run) for run in runs]).per_rank
     usages = []
     for rank, chunks in enumerate(schedule.chunks):
         num_blocks = sum(len(runs[chunk]) for chunk in chunks)

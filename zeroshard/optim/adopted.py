@@ -28,7 +28,7 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.blocks import ABSMAX, Exact, QuantizedState, StateValues, codebook, num_blocks
+from zeroshard.optim.eightbit.blocks import ABSMAX, num_blocks
 from zeroshard.optim.eightbit.rule import Rule, rule_named, rules_by_operator
 from zeroshard.optim.eightbit.step import take_step
 from zeroshard.optim.layerwise import LayerWise
@@ -73,32 +73,26 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"expected a torch.optim.Optimizer or a callable that makes one, got {optimizer!r}")
     _check_kind(optimizer)
-    foreign = [
-        f"{list(parameter.shape)} in group {number}"
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-        if parameter not in names
-    ]
-    if any(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"]):
+    own = [(p, number) for number, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    if any(isinstance(parameter, ShardedParameter) for parameter, _ in own):
         raise ValueError(
             f"{_name(optimizer)} holds the slices of another engine; expected a new optimizer, built over "
             "the parameters of the model given to initialize"
         )
-    wrap = any(hasattr(p, "__tensor_flatten__") for group in optimizer.param_groups for p in group["params"])
-    hint = ", without frozen weights that wrap other tensors, as those of torchao do" if wrap else ""
-    if foreign:
+    if foreign := [f"{list(p.shape)} in group {number}" for p, number in own if p not in names]:
+        wrap = any(hasattr(parameter, "__tensor_flatten__") for parameter, _ in own)
+        hint = ", without frozen weights that wrap other tensors, as those of torchao do" if wrap else ""
         raise ValueError(
             f"{_name(optimizer)} holds {len(foreign)} parameter(s) that are not the model's: "
             f"{', '.join(foreign[:3])}. Build it over the parameters of the model given to initialize{hint}"
         )
-    begun = [names[p] for p, state in optimizer.state.items() if p in names and _has_begun(state)]
-    if begun:
+    if begun := [names[p] for p, state in optimizer.state.items() if p in names and _has_begun(state)]:
         raise ValueError(
             f"{_name(optimizer)} has state already, for {', '.join(map(repr, begun[:3]))}: "
             "initialize takes an optimizer that has not stepped yet"
         )
-    lost = [names[p] for p, state in optimizer.state.items() if any(map(_is_lost, state.values()))]
-    if lost:
+    states = ((p, value) for p, state in optimizer.state.items() for value in state.values())
+    if lost := [names[p] for p, value in states if isinstance(value, Tensor) and value.is_meta]:
         raise ValueError(
             f"{_name(optimizer)} has made its state for '{lost[0]}' on the meta device, without values; "
             "expected an optimizer that makes its state in its first step"
@@ -181,10 +175,6 @@ def _slice_state(value: Any, sharded: ShardedParameter) -> Any:
         return value
     dtype = torch.promote_types(sharded.dtype, torch.float32)
     return value.reshape(-1)[: sharded.numel()].to(device=sharded.device, dtype=dtype, copy=True)
-
-
-def _is_lost(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def _has_begun(state: dict[str, Any]) -> bool:
@@ -429,7 +419,10 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
         else:
             from zeroshard.optim.eightbit import operators
 
-            one, *two = (_stored(rule, state, *slot) for slot in _slots(self))
+            one, *two = (
+                blocks.held(state[f"state{slot}"], state.get(f"absmax{slot}"), rule.states[names[0]])
+                for slot, names in _slots(self)
+            )  # one state in each, or two
             operators.call(rule, p.detach(), gradient, one, two[0] if two else None, numbers)
 
 
@@ -441,11 +434,3 @@ def _steps_by_rule(optimizer: Any, p: Tensor) -> bool:
 def _is_cut(optimizer: Any, size: int) -> bool:
     """True if the last block goes by itself: AdEMAMix's operator would let its scales overlap with others."""
     return size % BLOCK != 0 and any(len(names) > 1 for _, names in _slots(optimizer))
-
-
-def _stored(rule: Rule, state: Mapping[str, Any], slot: int, names: tuple[str, ...]) -> StateValues:
-    """One or two states as operators take them."""
-    values = state[f"state{slot}"]
-    if (absmax := state.get(f"absmax{slot}")) is None:
-        return Exact(values)
-    return QuantizedState(values, absmax, codebook(rule.states[names[0]], absmax.device))

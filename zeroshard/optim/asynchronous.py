@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from zeroshard.config.pipeline import NOTED_CHANGES, Pipeline
 from zeroshard.optim.eightbit import blocks, rules
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.rule import Rule
+from zeroshard.optim.ranges import RANGES, Range, Ranges, check_ranges
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction
 from zeroshard.parallel.pipeline.asynchronous.versions import (
     Change,
@@ -63,14 +64,13 @@ def update_of(optimizer: Optimizer, asked: str) -> Update:
         ValueError: the optimizer is none of those above, or has no momentum.
     """
     if type(optimizer) is SGD:
-        require_groups(optimizer, asked, off=("nesterov", "maximize"), momentum=True)
+        _require(optimizer, asked, _SGD_MOVES)
         move: Update = _sgd
     elif type(optimizer) in (Adam, AdamW):
-        require_groups(optimizer, asked, off=("maximize",))
+        _require(optimizer, asked, {"maximize": _OFF})
         move = _adam
     elif isinstance(optimizer, BlockwiseOptimizer) and optimizer.rule in (rules.ADAM, rules.SGD):
-        if optimizer.overrides:
-            raise ValueError(f"{asked}: expected an optimizer without overrides of single parameters")
+        _require(optimizer, asked, {})
         move = functools.partial(_of_codes, optimizer.rule)
     else:
         raise ValueError(
@@ -88,30 +88,20 @@ def update_of(optimizer: Optimizer, asked: str) -> Update:
     return update
 
 
-def require_groups(
-    optimizer: Optimizer, asked: str, *, off: Sequence[str] = (), momentum: bool = False
-) -> None:
-    """Refuse values of parameter groups that a method cannot work with.
+_OFF: Range = (lambda x: not x, "False")
+_SGD_MOVES: Ranges = {
+    "nesterov": _OFF,
+    "maximize": _OFF,
+    "momentum": (lambda x: x > 0, "a number above 0"),
+}
 
-    Args:
-        optimizer: the optimizer.
-        asked: the config key with its value, for errors.
-        off: hyperparameters that must be false or 0, in all groups that have them.
-        momentum: True if the momentum must be above 0.
 
-    Raises:
-        ValueError: a group has another value.
-    """
+def _require(optimizer: Optimizer, asked: str, ranges: Ranges) -> None:
+    """Raise ValueError for hyperparameters that a method cannot work with."""
+    if isinstance(optimizer, BlockwiseOptimizer) and optimizer.overrides:
+        raise ValueError(f"{asked}: expected an optimizer without overrides of single parameters")
     for group in optimizer.param_groups:
-        for key in off:
-            if group.get(key):
-                raise ValueError(
-                    f"{asked} with {type(optimizer).__name__}: expected {key}=False, got {group[key]}"
-                )
-        if momentum and not group["momentum"] > 0:
-            raise ValueError(
-                f"{asked} with {type(optimizer).__name__}: expected momentum > 0, got {group['momentum']}"
-            )
+        check_ranges(group, ranges, f"{asked} with {type(optimizer).__name__}: ")
 
 
 def _sgd(
@@ -138,7 +128,7 @@ def _adam(
 def _of_codes(
     rule: Rule, weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], ahead: int, out: Tensor
 ) -> None:
-    loaded = [one.load() for one in blocks.read(rule, dict(state))]
+    loaded = [one.load() for one in blocks.read(rule, state)]
     state = {**state, **dict(zip(rule.states, loaded, strict=True))}
     move = _sgd if rule is rules.SGD else _adam
     move(weights, {**group, "decoupled_weight_decay": True}, state, ahead, out)
@@ -150,15 +140,10 @@ def rescaled(optimizer: Optimizer, anneal_steps: int | None) -> Corrected:
     Raises:
         ValueError: a group has no learning rate, or parameters have some of their own.
     """
+    asked = "pipeline.correction='rescale'"
     if any(group.get("lr") is None for group in optimizer.param_groups):
-        raise ValueError(
-            f"pipeline.correction='rescale': expected lr in each parameter group of "
-            f"{type(optimizer).__name__}"
-        )
-    if isinstance(optimizer, BlockwiseOptimizer) and optimizer.overrides:
-        raise ValueError(
-            "pipeline.correction='rescale': expected an optimizer without overrides of single parameters"
-        )
+        raise ValueError(f"{asked}: expected lr in each parameter group of {type(optimizer).__name__}")
+    _require(optimizer, asked, {})
 
     @contextmanager
     def step(tau: int, number: int) -> Iterator[None]:
@@ -180,13 +165,9 @@ def spike_compensated(optimizer: Optimizer) -> Corrected:
             "pipeline.correction='spike': expected torch.optim.SGD with momentum, whose update is the sum "
             f"that it compensates, got {type(optimizer).__name__}; 'rescale' works with every optimizer"
         )
-    off = ("nesterov", "maximize", "dampening")
-    require_groups(optimizer, "pipeline.correction='spike'", off=off, momentum=True)
-    for group in optimizer.param_groups:
-        if not group["momentum"] < 1:  # the sum of its powers, b, would have no limit
-            raise ValueError(
-                f"pipeline.correction='spike' with SGD: expected momentum < 1, got {group['momentum']}"
-            )
+    # With a momentum of 1 the sum of its powers, b, would have no limit.
+    ranges = {**_SGD_MOVES, "dampening": _OFF, "momentum": RANGES["momentum"]}
+    _require(optimizer, "pipeline.correction='spike'", ranges)
 
     @contextmanager
     def step(tau: int, number: int) -> Iterator[None]:
@@ -236,7 +217,7 @@ class OptimizerParts(NamedTuple):
 
 
 class UpdateChange:
-    """The next update of the optimizer; see `updates.py`.
+    """The next update of the optimizer; see the head of this file.
 
     Args:
         optimizer: the optimizer.
@@ -268,10 +249,6 @@ class UpdateChange:
         self._update = update_of(self._optimizer, self._asked)
         self._places = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
 
-    def noting(self, decay: float) -> AbstractContextManager[None]:
-        """Note nothing: the optimizer does."""
-        return nullcontext()
-
 
 def chosen_by(config: Pipeline, optimizer: Optimizer | None, buffers: Sequence[FlatBuffer]) -> OptimizerParts:
     """Return the parts that a config chooses.
@@ -287,19 +264,16 @@ def chosen_by(config: Pipeline, optimizer: Optimizer | None, buffers: Sequence[F
     """
     if optimizer is None or not config.is_asynchronous:
         return OptimizerParts()
-    corrected = None
+    corrected: Corrected | None = None
     if config.chosen_correction == "rescale":
         corrected = rescaled(optimizer, config.anneal_steps)
     elif config.chosen_correction == "spike":
         corrected = spike_compensated(optimizer)
-    return OptimizerParts(_change(config.chosen_weights, optimizer, buffers), corrected)
-
-
-def _change(weights: str, optimizer: Optimizer, buffers: Sequence[FlatBuffer]) -> Change | None:
-    direction = WEIGHTS[weights].direction
-    if direction is None:
-        return None
+    change: Change | None = None
+    direction = WEIGHTS[weights := config.chosen_weights].direction
     if direction is Direction.UPDATE:
-        return UpdateChange(optimizer, f"pipeline.weights={weights!r}")
-    is_mean = direction is Direction.MEAN_CHANGE
-    return NotedChange(optimizer, buffers, NOTED_CHANGES[weights], is_mean=is_mean)
+        change = UpdateChange(optimizer, f"pipeline.weights={weights!r}")
+    elif direction is not None:
+        is_mean = direction is Direction.MEAN_CHANGE
+        change = NotedChange(optimizer, buffers, NOTED_CHANGES[weights], is_mean=is_mean)
+    return OptimizerParts(change, corrected)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zeroshard.comm import moves
-from zeroshard.optim.ranges import called, check_betas, check_number, dense
+from zeroshard.optim.ranges import FLAG, Ranges, betas_range, called, check_ranges, dense, number_range
 from zeroshard.stepping.norms import Norms, whole_norms
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -48,6 +48,8 @@ class LayerWise(Optimizer):
     """The phases of a step; a subclass says what is measured and what is made of it."""
 
     norms_of: Norms = staticmethod(whole_norms)
+    ranges: ClassVar[Ranges] = {"lr": number_range(), "weight_decay": number_range(), "trust_ratio": FLAG}
+    """Of the hyperparameters of a group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -94,10 +96,7 @@ class LayerWise(Optimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a hyperparameter that is out of its range."""
-        check_number("lr", group["lr"])
-        check_number("weight_decay", group["weight_decay"])
-        if not isinstance(group["trust_ratio"], bool):
-            raise ValueError(f"trust_ratio: expected True or False, got {group['trust_ratio']!r}")
+        check_ranges(group, self.ranges)
 
     @abstractmethod
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> Tensors:
@@ -137,6 +136,12 @@ class LARS(LayerWise):
         ValueError: a hyperparameter is out of its range.
     """
 
+    ranges: ClassVar[Ranges] = {
+        **LayerWise.ranges,
+        "momentum": number_range(below=1.0),
+        "trust_coefficient": number_range(),
+    }
+
     def __init__(
         self,
         params: ParamsT,
@@ -151,11 +156,6 @@ class LARS(LayerWise):
         ratios = {"trust_coefficient": trust_coefficient, "trust_ratio": trust_ratio}
         super().__init__(params, defaults | ratios)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        super().check_group(group)
-        check_number("momentum", group["momentum"], below=1.0)
-        check_number("trust_coefficient", group["trust_coefficient"])
-
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> Tensors:
         return grads
 
@@ -165,12 +165,10 @@ class LARS(LayerWise):
 
     def _apply(self, part: GroupStep) -> None:
         group, parameters = part.group, part.parameters
-        momenta = []
         for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            momenta.append(state["momentum_buffer"])
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        momenta = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         updates = torch._foreach_add(part.measured, parameters, alpha=group["weight_decay"])
         part.scale(updates)
         torch._foreach_mul_(momenta, group["momentum"])
@@ -204,6 +202,8 @@ class LAMB(LayerWise):
         ValueError: a hyperparameter is out of its range.
     """
 
+    ranges: ClassVar[Ranges] = {**LayerWise.ranges, "eps": number_range(), "betas": betas_range(2)}
+
     def __init__(
         self,
         params: ParamsT,
@@ -216,12 +216,6 @@ class LAMB(LayerWise):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "trust_ratio": trust_ratio})
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for a hyperparameter that is out of its range."""
-        super().check_group(group)
-        check_number("eps", group["eps"])
-        check_betas(group["betas"])
 
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> Tensors:
         states = [self._advance(parameter) for parameter in parameters]

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from zeroshard.optim.ranges import called, check_betas, check_number, dense
+from zeroshard.optim.ranges import FLAG, Ranges, betas_range, called, check_ranges, dense, number_range
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.names import fitting
@@ -39,13 +39,35 @@ _RATIOS: dict[str, Callable[[int, int], float]] = {
 }
 """The factors of the learning rate by the shape of a matrix, as `torch.optim.Muon` has them."""
 
-_OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "split")
+_MOST_STEPS = 99
+"""The limit of `torch.optim.Muon`."""
+_IS_NUMBER, _NUMBER = number_range()
+
+
+def _is_split(split: Any) -> bool:
+    sizes = split if isinstance(split, tuple) else (1 if split is None else split,)
+    return bool(sizes) and all(type(size) is int and size >= 1 for size in sizes)
+
+
+_RANGES: Ranges = {
+    "use_muon": FLAG,
+    "lr": (lambda x: _IS_NUMBER(x.item() if isinstance(x, Tensor) and x.numel() == 1 else x), _NUMBER),
+    "weight_decay": number_range(),
+    "eps": number_range(),
+}
+_OF_MUON: Ranges = {
+    "momentum": number_range(below=1.0),
+    "nesterov": FLAG,
+    "ns_coefficients": (lambda x: isinstance(x, Sequence) and len(x) == 3, "three numbers"),
+    "ns_steps": (lambda x: type(x) is int and 0 <= x <= _MOST_STEPS, f"an integer in [0, {_MOST_STEPS}]"),
+    "adjust_lr_fn": (lambda x: x in (None, *_RATIOS), f"{', '.join(map(repr, _RATIOS))} or None"),
+    "split": (_is_split, "a number of matrices, a tuple of their rows, or None"),
+}
+"""The hyperparameters of groups with `use_muon=True` alone."""
 _STATES = {True: "momentum_buffer", False: "exp_avg"}
 """The first state of a parameter of Muon, and of AdamW."""
 _OF_ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 """The hyperparameters of groups with `use_muon=False`, with the defaults of torch's AdamW."""
-_MOST_STEPS = 99
-"""The limit of `torch.optim.Muon`."""
 
 _HEADS = frozenset(("lm_head", "head", "output", "embed_out", "unembed", "classifier", "score"))
 """Names of the module that makes the output of a model, in the libraries that people use."""
@@ -198,7 +220,7 @@ class Muon(Optimizer):
         group = {"use_muon": True, **param_group}
         uses_muon = group["use_muon"]
         if not uses_muon:
-            if unknown := sorted(group.keys() & set(_OF_MUON)):
+            if unknown := sorted(group.keys() & _OF_MUON.keys()):
                 raise ValueError(f"a group with use_muon=False is stepped by AdamW; it has no {unknown[0]!r}")
             group = {**_OF_ADAMW, **group}
         _check_group({**self.defaults, **group})
@@ -334,30 +356,8 @@ def _matrices_of(shape: Shape, split: Split) -> tuple[Shape, ...]:
 
 def _check_group(group: dict[str, Any]) -> None:
     """Raise ValueError for a hyperparameter that is out of its range."""
-    if not isinstance(group["use_muon"], bool):
-        raise ValueError(f"use_muon: expected True or False, got {group['use_muon']!r}")
-    lr = group["lr"]
-    check_number("lr", lr.item() if isinstance(lr, Tensor) and lr.numel() == 1 else lr)
-    check_number("weight_decay", group["weight_decay"])
-    check_number("eps", group["eps"])
-    if not group["use_muon"]:
-        check_betas(group["betas"])
-        return
-    check_number("momentum", group["momentum"], below=1.0)
-    if not isinstance(group["nesterov"], bool):
-        raise ValueError(f"nesterov: expected True or False, got {group['nesterov']!r}")
-    if not isinstance(group["ns_coefficients"], Sequence) or len(group["ns_coefficients"]) != 3:
-        raise ValueError(f"ns_coefficients: expected three numbers, got {group['ns_coefficients']!r}")
-    if type(group["ns_steps"]) is not int or not 0 <= group["ns_steps"] <= _MOST_STEPS:
-        raise ValueError(f"ns_steps: expected an integer in [0, {_MOST_STEPS}], got {group['ns_steps']!r}")
-    if group["adjust_lr_fn"] not in (None, *_RATIOS):
-        choices = ", ".join(map(repr, _RATIOS))
-        raise ValueError(f"adjust_lr_fn: expected {choices} or None, got {group['adjust_lr_fn']!r}")
-    split = group["split"]
-    sizes = split if isinstance(split, tuple) else (1 if split is None else split,)
-    if not sizes or any(type(size) is not int or size < 1 for size in sizes):
-        expected = "a number of matrices, a tuple of their rows, or None"
-        raise ValueError(f"split: expected {expected}, got {split!r}")
+    own = _OF_MUON if group["use_muon"] else {"betas": betas_range(2)}
+    check_ranges(group, {**_RANGES, **own})
 
 
 def _check_matrices(number: int, group: dict[str, Any]) -> None:

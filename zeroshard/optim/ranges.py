@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -26,6 +26,15 @@ RANGES: Ranges = {
 """The hyperparameters that have the same range in all rules."""
 
 
+FLAG: Range = (lambda x: isinstance(x, bool), "True or False")
+
+
+def number_range(below: float = math.inf) -> Range:
+    """The range of a number that is at least 0 and below a limit, and no tensor."""
+    words = "a finite number >= 0" if below == math.inf else f"a number in [0, {below:g})"
+    return lambda x: type(x) is not bool and isinstance(x, Real) and 0 <= float(x) < below, words
+
+
 def betas_range(num: int) -> Range:
     """The range of `betas` that are `num` numbers."""
     return (
@@ -34,11 +43,11 @@ def betas_range(num: int) -> Range:
     )
 
 
-def check_ranges(group: Mapping[str, Any], ranges: Ranges) -> None:
+def check_ranges(group: Mapping[str, Any], ranges: Ranges, where: str = "") -> None:
     """Raise ValueError for the first hyperparameter out of its range; a group may lack some."""
     for key, (is_in_range, expected) in ranges.items():
         if key in group and not _holds(is_in_range, group[key]):
-            raise ValueError(f"{key}: expected {expected}, got {group[key]!r}")
+            raise ValueError(f"{where}{key}: expected {expected}, got {group[key]!r}")
 
 
 def _holds(condition: Callable[[Any], bool], value: Any) -> bool:
@@ -46,21 +55,6 @@ def _holds(condition: Callable[[Any], bool], value: Any) -> bool:
         return bool(condition(value))
     except TypeError:  # no number
         return False
-
-
-def check_number(name: str, value: object, below: float = math.inf) -> None:
-    """Raise ValueError unless a hyperparameter is a finite number of at least 0, and below a limit."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
-        limit = "a finite number >= 0" if below == math.inf else f"a number in [0, {below:g})"
-        raise ValueError(f"{name}: expected {limit}, got {value!r}")
-
-
-def check_betas(betas: object) -> None:
-    """Raise ValueError unless they are two numbers in [0, 1)."""
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"betas: expected two numbers, got {betas!r}")
-    for number, beta in enumerate(betas):
-        check_number(f"betas[{number}]", beta, below=1.0)
 
 
 def called(closure: Callable[[], Any] | None) -> Any:

@@ -22,16 +22,16 @@ on as if the batch had drawn that number alone, on all ranks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
+from zeroshard.parallel.tensor.sequence import Regions, blocks_of
 from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.sharding.changes import Changes
 
@@ -80,21 +80,6 @@ def own_numbers(device: torch.device, pipeline_rank: int) -> Iterator[None]:
         set_random_states(before)
 
 
-class _RandomRegion(NamedTuple):
-    """Two states at the beginning of a region."""
-
-    shared: Tensor
-    own: Tensor
-
-
-@dataclass(slots=True, eq=False)
-class _Scope:
-    """The call of a module, and the region that is open in it."""
-
-    module: nn.Module
-    region: _RandomRegion | None = None
-
-
 class RandomStates:
     """The random states of a tensor rank: one that it shares with the others, and one of its own.
 
@@ -108,116 +93,99 @@ class RandomStates:
 
     def __init__(self, over: Activations) -> None:
         self._over = over
-        self._scopes: list[_Scope] = []
+        self._scopes: list[object] = []
         """The scopes that are under way, from the outside in."""
-        self._loose: _Scope | None = None
-        """The module of a region without a scope, and the region."""
+        self._region: tuple[Tensor, Tensor] | None = None
+        """The shared state at the beginning of the region that is open, and the own one."""
+        self._owner: object = None
+        """The scope of the region; a module for a region without a scope."""
 
     def agree(self) -> None:
         """Take over the states of the first rank; collective."""
         self._scopes.clear()  # an interrupt may have left some
-        self._loose = None
+        self._region = None
         own = {device: bytes(state.numpy()) for device, state in random_states(self._over.device).items()}
         for device, state in self._over.first(own, "random states of the tensor ranks").items():
             if state != own[device]:
                 set_random_state(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     @contextmanager
-    def scope(self, module: nn.Module) -> Iterator[None]:
+    def scope(self) -> Iterator[None]:
         """Go around the call of a module."""
-        scope, self._loose = _Scope(module), None
+        scope = object()
+        if not self._scopes:
+            self._region = None
         self._scopes.append(scope)
         try:
             yield
         finally:
-            self._end(scope)
+            if self._owner is scope:
+                self.leave()
             if scope in self._scopes:
                 self._scopes.remove(scope)
 
     def enter(self, module: nn.Module) -> None:
         """Begin a region of a module, unless there is one already."""
-        if not self._scopes:
-            if self._loose is None or self._loose.module is not module:
-                self._loose = _Scope(module, self._begin())
-        elif all(scope.region is None for scope in self._scopes):
-            self._scopes[-1].region = self._begin()
+        if self._region is None or (not self._scopes and self._owner is not module):
+            self._owner = self._scopes[-1] if self._scopes else module
+            shared = random_state(self._over.device)
+            salt = self._over.rank.to_bytes(8, "little")
+            digest = blake2b(bytes(shared.numpy()), digest_size=8, salt=salt).digest()
+            seed = int.from_bytes(digest, "little") >> 1
+            own = torch.Generator(self._over.device).manual_seed(seed).get_state()
+            set_random_state(self._over.device, own)
+            self._region = shared, random_state(self._over.device)
 
     def leave(self) -> None:
-        """End the region, if there is one."""
-        for scope in self._scopes:
-            self._end(scope)
-        if self._loose is not None:
-            self._end(self._loose)
-            self._loose = None
-
-    def _begin(self) -> _RandomRegion:
-        shared = random_state(self._over.device)
-        salt = self._over.rank.to_bytes(8, "little")
-        digest = blake2b(bytes(shared.numpy()), digest_size=8, salt=salt).digest()
-        seed = int.from_bytes(digest, "little") >> 1
-        set_random_state(self._over.device, torch.Generator(self._over.device).manual_seed(seed).get_state())
-        return _RandomRegion(shared, random_state(self._over.device))
-
-    def _end(self, scope: _Scope) -> None:
-        """Go on with the shared numbers.
+        """End the region, if there is one: go on with the shared numbers.
 
         If numbers were drawn in the region, one of the shared ones is left out: the next region would begin
         with the same state. If none were drawn, no other numbers change either.
         """
-        region, scope.region = scope.region, None
-        if region is None:
+        if self._region is None:
             return
-        is_used = not torch.equal(random_state(self._over.device), region.own)
-        set_random_state(self._over.device, region.shared)
+        (shared, own), self._region = self._region, None
+        is_used = not torch.equal(random_state(self._over.device), own)
+        set_random_state(self._over.device, shared)
         if is_used:
             torch.empty((), device=self._over.device).uniform_()
 
 
 def share_random_states(
     model: nn.Module,
-    layers: Iterable[Divided],
-    blocks: Mapping[nn.Module, Callable[[], bool]],
+    layers: Sequence[Divided],
+    regions: Regions | None,
     over: Activations,
     changes: Changes,
 ) -> None:
     """Have the ranks drop the same elements where values are whole, and others where they are parts.
 
+    Regions begin after some layers, and end with others. An adapter drops elements of the input of its layer,
+    which is whole before columns and a part before rows.
+
     Args:
         model: the model.
         layers: the layers of its plan.
-        blocks: modules, with a function that tells if all values inside are parts now.
+        regions: the switch of the regions that are divided along the sequence, if there are any.
         over: the exchanges of the tensor ranks.
         changes: the changes of the model.
     """
     states = RandomStates(over)
-
-    def agree(module: nn.Module, args: Any) -> None:
-        states.agree()
-
     # In evaluation too: a generation draws tokens after it, which must be the same on all ranks.
-    changes.hook(model.register_forward_pre_hook(agree, prepend=True))
+    changes.hook(model.register_forward_pre_hook(lambda *_: states.agree(), prepend=True))
     states.agree()
-    for block, is_divided in blocks.items():
+    blocks = [] if regions is None else blocks_of(layers)
+    for block in blocks:
         # Not by hooks: recomputation runs a forward again without its hooks.
-        changes.set(block, "forward", _in_scope(block, states, is_divided))
+        changes.set(block, "forward", _in_scope(block, states, regions))
     inside = {module for block in blocks for module in block.modules()}
-    layers = list(layers)
     adapters = [layer.adapter for layer in layers if layer.adapter is not None]
     inside |= {module for adapter in adapters for part in adapter.children() for module in part.modules()}
     inside -= {layer.module for layer in layers if layer.adapter is not None and layer.adapter not in inside}
     others = [layer for layer in layers if layer.module not in inside]
     first = [layer for layer in others if layer.style.way in (Split.COLUMNS, Split.SHARED_COLUMNS)]
-    last = [layer for layer in others if layer.style.way is Split.ROWS]
-    _hook_regions(first, [x for x in last if not isinstance(x.module, nn.Embedding)], states, changes)
-
-
-def _hook_regions(
-    first: Sequence[Divided], last: Iterable[Divided], states: RandomStates, changes: Changes
-) -> None:
-    """Begin regions after some layers, and end them with others.
-
-    An adapter drops elements of the input of its layer, which is whole before columns and a part before rows.
-    """
+    rows = [layer for layer in others if layer.style.way is Split.ROWS]
+    last = [layer for layer in rows if not isinstance(layer.module, nn.Embedding)]
 
     def enter(scope: nn.Module, layer: nn.Module, args: Any, output: Any) -> None:
         if layer.training:
@@ -238,15 +206,13 @@ def _hook_regions(
         changes.hook((layer.adapter or layer.module).register_forward_hook(leave))
 
 
-def _in_scope(
-    module: nn.Module, states: RandomStates, is_region: Callable[[], bool] = lambda: False
-) -> Callable[..., Any]:
+def _in_scope(module: nn.Module, states: RandomStates, regions: Regions | None = None) -> Callable[..., Any]:
     forward = module.forward
 
     @functools.wraps(forward)
     def within(*args: Any, **kwargs: Any) -> Any:
-        with states.scope(module):
-            if is_region():
+        with states.scope():
+            if regions is not None and regions.are_divided:
                 states.enter(module)
             return forward(*args, **kwargs)
 

@@ -91,7 +91,7 @@ def test_parameters_and_states_have_the_bits_of_a_step_in_float32_rounded_afterw
         for step, g in enumerate(gradients(size), 1):
             numbers, bits = rule.numbers(settings, step), Bits(Rounding(7, step).key(name), start)
             before, version = g.clone(), p._version
-            steps.take_rounded_step(rule, p, g, states, numbers, bits)
+            steps.take_step(rule, p, g, states, numbers, bits)
             step_wide(rule, q, g, others, numbers, bits)
             check_equal(p, q, states, others)
             assert p._version > version or not size, "replicated parameters follow changes by it"
@@ -104,6 +104,6 @@ def test_a_gradient_of_float32_is_not_rounded(kernel):
     p, states = begin(ADAM, 5003, False)
     q, others = begin(ADAM, 5003, False)
     numbers, g = ADAM.numbers({**SETTINGS[ADAM], "lr": 1e-2}, 1), torch.randn(5003)
-    steps.take_rounded_step(ADAM, p, g, states, numbers, Bits(3, 256))
+    steps.take_step(ADAM, p, g, states, numbers, Bits(3, 256))
     step_wide(ADAM, q, g, others, numbers, Bits(3, 256))
     check_equal(p, q, states, others)

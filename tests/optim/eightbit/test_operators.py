@@ -37,7 +37,7 @@ def gradients(size, device, num_steps=4):
 
 
 def use_operators(monkeypatch):
-    def step(rule, p, g, states, numbers, batch):
+    def step(rule, p, g, states, numbers, bits, batch):
         operators.step(rule, p, g, states, numbers)
 
     monkeypatch.setattr("zeroshard.optim.eightbit.base.take_step", step)

@@ -51,8 +51,11 @@ def test_an_action_is_read_back(text: str, action: Action) -> None:
         ("0F", "such as 0F3, got '0F'"),
         ("UNSHARD", "such as 0F3, got 'UNSHARD'"),
         ("0f1", "such as 0F3, got '0f1'"),
-        ("0X1", "among F, B, I, W, R, UNSHARD, RESHARD, REDUCE_GRAD, STEP, got '0X1'"),
-        ("0SEND_F1", "without sends and receives, which follow from it, got '0SEND_F1'"),
+        ("0X1", "got '0X1': kinds are F, B, I, W, R, UNSHARD, RESHARD, REDUCE_GRAD, STEP; sends"),
+        (
+            "0SEND_F1",
+            "got '0SEND_F1': kinds are F, B, I, W, R, UNSHARD, RESHARD, REDUCE_GRAD, STEP; sends and",
+        ),
     ],
 )
 def test_another_text_is_refused(text: str, expected: str) -> None:

@@ -21,7 +21,9 @@ def length(
     name: str, num_ranks: int, num_microbatches: int, chunks: int = 1, **options: Any
 ) -> ScheduleTimes:
     schedule = build_schedule(name, num_ranks, num_microbatches, chunks, **options)
-    return simulate(schedule, ActionCosts().divided_by(chunks))
+    part = 1 / chunks
+    costs = ActionCosts(forward=part, backward_input=part, backward_weight=part, recompute=part)
+    return simulate(schedule, costs)
 
 
 # ---------------------------------------------------------------------------------------- against torch

@@ -25,12 +25,11 @@ def test_activations_in_flight_are_those_between_forward_and_the_end_of_backward
             ended = {a[1:] for a in past if a.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)}
             most = max(most, len(begun - ended))
         assert held.per_rank[rank] == most
-        assert max(held.per_chunk[chunk] for chunk in schedule.chunks[rank]) <= most
 
 
-def test_a_chunk_of_an_interleaved_rank_is_counted_by_itself() -> None:
+def test_the_chunks_of_a_rank_count_with_their_weights() -> None:
     schedule = build_schedule("interleaved", 2, 4)
     assert str(schedule).startswith("0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,")
-    held = count_activations(schedule)
-    assert held.per_rank == (5, 3)  # rank 0: after 0F2
-    assert held.per_chunk == (4, 3, 2, 1)  # chunk 0: after 0F3; chunk 2: after 2F1
+    assert count_activations(schedule).per_rank == (5, 3)  # rank 0: after 0F2
+    assert count_activations(schedule, (1, 1, 0, 0)).per_rank == (4, 3)  # rank 0: after 0F3
+    assert count_activations(schedule, (0, 0, 10, 10)).per_rank == (20, 10)  # rank 0: after 2F1

@@ -51,7 +51,7 @@ def test_the_steps_that_were_added_are_those_of_the_batch(schedule: Schedule) ->
     sharded = with_sharding(schedule)
     flushed = without_steps(sharded)
     assert [(*own, Action(Kind.STEP, None, None)) for own in flushed.lists] == list(sharded.lists)
-    assert without_steps(flushed) is flushed
+    assert without_steps(flushed) == flushed
 
 
 @given(schedules())
@@ -75,8 +75,3 @@ def test_a_chunk_is_reduced_apart_if_others_compute_before_its_last_reduce(
     text: str, chunks: list[int]
 ) -> None:
     assert sorted(reduced_apart(parse_schedule(text).lists[0])) == chunks
-
-
-def test_sharding_is_not_added_twice() -> None:
-    with pytest.raises(ValueError, match="pipeline rank 0: expected compute actions alone, got 0UNSHARD"):
-        with_sharding(with_sharding(TWO))

@@ -70,14 +70,6 @@ def test_numbers_for_each_chunk_and_transfers_count() -> None:
     assert [(span.start, span.end) for span in spans[1]] == [(1.5, 3.5), (3.5, 8.5), (8.5, 18.5)]
 
 
-def test_chunks_that_divide_a_rank_take_a_part_of_its_time_and_the_whole_of_a_transfer() -> None:
-    whole = ActionCosts(forward=1, backward_input=(2, 3), backward_weight=4, recompute=5, transfer=6, step=7)
-    parts = ActionCosts(
-        forward=0.5, backward_input=(1, 1.5), backward_weight=2, recompute=2.5, transfer=6, step=7
-    )
-    assert whole.divided_by(2) == parts
-
-
 def test_a_message_does_not_arrive_before_an_earlier_one() -> None:
     """Rank 0 has the chunks 0 and 2. A transfer from chunk 0 to 1 takes 3, one from 2 to 3 nothing."""
 
@@ -116,13 +108,14 @@ def test_numbers_for_another_count_of_chunks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("0F1,", "", "expected 0F1 in a list, got none"),
-        ("0F1", "0F1,0F1", "expected 0F1 once, got it 2 times"),
-        ("0B1", "0B0", "expected 0B0 once, got it 2 times"),
-        (",0B1", "", "expected 0B1, or 0I1 and 0W1, got none"),
-        ("0B1", "0W1", "expected 0I1 with 0W1, got none"),
-        ("1B0", "1I0", "expected 1W0 with 1I0, got none"),
-        ("0B1", "0B1,0I1,0W1", "expected a whole backward or its two halves, got 0B1 and 0I1"),
+        ("0F1,", "", "expected F, B or F, I, W of chunk 0 and micro-batch 1, each once, got 0B1"),
+        ("0F1", "0F1,0F1", ", each once, got 0F1, 0F1, 0B1"),
+        ("0B1", "0B0", ", each once, got 0F0, 0B0, 0B0"),
+        (",0B1", "", ", each once, got 0F1"),
+        ("0B1", "0W1", ", each once, got 0F1, 0W1"),
+        ("1B0", "1I0", ", each once, got 1F0, 1I0"),
+        ("0B1", "0B1,0I1,0W1", ", each once, got 0F1, 0B1, 0I1, 0W1"),
+        ("0B1", "0R1,0R1,0B1", ", each once, got 0F1, 0B1, 0R1, 0R1"),
         ("1F1,", "1F1,0B1,", "expected 0B1 on pipeline rank 0, got it on 1"),
         ("0F0,", "0RESHARD,0F0,0UNSHARD,", "pipeline rank 0: expected 0UNSHARD before 0F0, got none"),
         ("0B1", "0REDUCE_GRAD,0B1", "pipeline rank 0: expected 0REDUCE_GRAD after 0B1, got none"),

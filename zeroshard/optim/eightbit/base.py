@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.rule import Rule
-from zeroshard.optim.eightbit.step import take_rounded_step, take_step
+from zeroshard.optim.eightbit.step import take_step
 from zeroshard.optim.ranges import RANGES, called, check_ranges
 from zeroshard.stepping.rounding import Bits, BitsOf, no_bits
 from zeroshard.stepping.threads import BlockBatch
@@ -43,7 +43,13 @@ class BlockwiseOptimizer(Optimizer):
             ValueError: a hyperparameter is unknown, out of its range, or the same for all of a group; the
                 parameter is not the optimizer's, or has its states already.
         """
-        self.check_override(hyperparameters)
+        for key in hyperparameters:
+            if key not in self._overridable:
+                raise ValueError(
+                    f"{type(self).__name__}: expected a hyperparameter that one parameter can override "
+                    f"({', '.join(self._overridable)}), got {key!r}"
+                )
+        self.check_group({**self.defaults, **hyperparameters})
         if not any(parameter is held for group in self.param_groups for held in group["params"]):
             raise ValueError(
                 f"{type(self).__name__}: expected one of the optimizer's parameters, got another one"
@@ -53,16 +59,6 @@ class BlockwiseOptimizer(Optimizer):
                 "min_8bit_size: expected an override before the parameter's first step, got one after it"
             )
         self.overrides[parameter] = {**self.overrides.get(parameter, {}), **hyperparameters}
-
-    def check_override(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Raise the errors of `override`."""
-        for key in hyperparameters:
-            if key not in self._overridable:
-                raise ValueError(
-                    f"{type(self).__name__}: expected a hyperparameter that one parameter can override "
-                    f"({', '.join(self._overridable)}), got {key!r}"
-                )
-        self.check_group({**self.defaults, **hyperparameters})
 
     @property
     def overrides(self) -> dict[Tensor, dict[str, Any]]:
@@ -124,10 +120,7 @@ class BlockwiseOptimizer(Optimizer):
         step = int(state["step"]) + 1
         numbers = self.rule.numbers(settings, step)
         values, held = blocks.flat(parameter, is_widened=bits is None), blocks.read(self.rule, state)
-        if bits is None:
-            take_step(self.rule, values, gradient, held, numbers, batch)
-        else:
-            take_rounded_step(self.rule, values, gradient, held, numbers, bits, batch)
+        take_step(self.rule, values, gradient, held, numbers, bits, batch)
 
         def end() -> None:
             state["step"] = step
@@ -180,16 +173,16 @@ class ElementWise8bit(BlockwiseOptimizer):
             try:
                 for group in self.param_groups:
                     for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            self._step_one(parameter, group, batch)
+                        if (gradient := parameter.grad) is not None:
+                            self._step_one(parameter, gradient, group, batch)
                             batch.run_if_large()
             finally:
                 batch.run()
         return loss
 
-    def _step_one(self, parameter: nn.Parameter, group: Mapping[str, Any], batch: BlockBatch) -> None:
-        gradient = parameter.grad
-        assert gradient is not None, "it is stepped because of it"
+    def _step_one(
+        self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any], batch: BlockBatch
+    ) -> None:
         if gradient.layout is not torch.strided or gradient.is_complex():
             raise RuntimeError(
                 f"expected a dense, real gradient, got one of {gradient.dtype} and layout {gradient.layout}"

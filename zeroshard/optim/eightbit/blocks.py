@@ -16,9 +16,10 @@ The lower bits of negative values are taken inverted, since their codes fall as 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -109,19 +110,6 @@ def _floats(bits: Tensor) -> Tensor:
     return torch.where(bits < _SIGN, magnitudes, -magnitudes)
 
 
-class StateValues(Protocol):
-    """One state of a slice that starts on a block."""
-
-    def part(self, first: int, last: int) -> Self:
-        """The state of a range of blocks."""
-
-    def load(self) -> Tensor:
-        """[n], float32."""
-
-    def store(self, values: Tensor) -> None:
-        """Replace the values by these, [n], float32."""
-
-
 class Exact(NamedTuple):
     """Values as they are."""
 
@@ -183,6 +171,10 @@ class QuantizedState(NamedTuple):
         self.codes.copy_(codes[: values.numel()])
 
 
+StateValues = Exact | QuantizedState
+"""One state of a slice that starts on a block."""
+
+
 def num_blocks(num: int) -> int:
     """The number of blocks of `num` elements; the last block may be cut short."""
     return -(-num // BLOCK)
@@ -222,17 +214,19 @@ def begin(rule: Rule, parameter: Tensor, min_8bit_size: int) -> dict[str, Any]:
     return state
 
 
-def read(rule: Rule, state: dict[str, Any]) -> list[StateValues]:
+def read(rule: Rule, state: Mapping[str, Any]) -> list[StateValues]:
     """The states of a parameter that has begun."""
-    states: list[StateValues] = []
-    for name, is_signed in rule.states.items():
-        values = state[name].view(-1)
-        absmax = state.get(name + ABSMAX)
-        if absmax is None:
-            states.append(Exact(values))
-        else:
-            states.append(QuantizedState(values, absmax, codebook(is_signed, values.device)))
-    return states
+    return [
+        held(state[name].view(-1), state.get(name + ABSMAX), is_signed)
+        for name, is_signed in rule.states.items()
+    ]
+
+
+def held(values: Tensor, absmax: Tensor | None, is_signed: bool) -> StateValues:
+    """Return a state that is held in float32, or as codes if it has scales."""
+    if absmax is None:
+        return Exact(values)
+    return QuantizedState(values, absmax, codebook(is_signed, values.device))
 
 
 def whole_size(parameter: Tensor) -> int:

@@ -4,8 +4,8 @@ A block of 256 is taken through dequantization, update and quantization in the f
 is the rule's own function, compiled for single numbers: without fastmath it gives the bits that it gives for
 tensors.
 
-LLVM does not vectorize table lookups and the maximum of a block by itself. These are written in LLVM's own
-terms, in vectors of 16 lanes; LLVM maps them to what the processor has.
+LLVM does not vectorize table lookups by itself. They are written in LLVM's own terms, in vectors of 16 lanes;
+LLVM maps them to what the processor has.
 """
 
 from __future__ import annotations
@@ -30,70 +30,53 @@ from zeroshard.stepping.rounding import Bits
 from zeroshard.stepping.threads import BlockBatch
 
 _LANES = 16
-_FLOAT, _INT, _BYTE, _LONG, _BIT = (
-    ir.FloatType(),
-    ir.IntType(32),
-    ir.IntType(8),
-    ir.IntType(64),
-    ir.IntType(1),
-)
+_FLOAT, _BYTE, _INT, _LONG, _BIT = ir.FloatType(), *map(ir.IntType, (8, 32, 64, 1))
 
 
-def _vector(element: ir.Type) -> ir.VectorType:
+def _lanes(element: ir.Type) -> ir.VectorType:
     return ir.VectorType(element, _LANES)
 
 
-def _all(value: int) -> ir.Constant:
-    """An integer in each lane."""
-    return ir.Constant(_vector(_INT), [value] * _LANES)
-
-
-def _alignment(element: ir.Type) -> int:
-    """Bytes; arrays may start anywhere that suits one element."""
-    return 1 if element is _BYTE else 4
+def _all(element: ir.Type, value: int) -> ir.Constant:
+    """A number in each lane."""
+    return ir.Constant(_lanes(element), [value] * _LANES)
 
 
 class _Emitter:
     """Writes instructions; arrays are contiguous and of one dimension."""
 
     def __init__(self, context: Any, builder: Any, signature: Any) -> None:
-        self._context, self.builder, self._kinds = context, builder, iter(signature.args)
+        self._context, self._builder, self._kinds = context, builder, iter(signature.args)
 
-    def start(self, array: Any, element: ir.Type) -> Any:
+    def start(self, array: Any) -> Any:
         """The address of an array's first element; for each argument in turn."""
-        data = self._context.make_array(next(self._kinds))(self._context, self.builder, array).data
-        return self.builder.bitcast(data, element.as_pointer())
+        return self._context.make_array(next(self._kinds))(self._context, self._builder, array).data
 
-    def place(self, start: Any, lane: int, element: ir.Type) -> Any:
+    def at(self, start: Any, lane: int, element: ir.Type) -> Any:
         """The address of the vector that begins at an element."""
-        address = self.builder.gep(start, [ir.Constant(_LONG, lane)])
-        return self.builder.bitcast(address, _vector(element).as_pointer())
+        return self._builder.bitcast(self._builder.gep(start, [_LONG(lane)]), _lanes(element).as_pointer())
 
-    def load(self, start: Any, lane: int, element: ir.Type) -> Any:
-        return self.builder.load(self.place(start, lane, element), align=_alignment(element))
-
-    def store(self, value: Any, start: Any, lane: int, element: ir.Type) -> None:
-        self.builder.store(value, self.place(start, lane, element), align=_alignment(element))
-
-    def spread(self, value: Any, element: ir.Type) -> Any:
-        """A number in each lane."""
-        undefined = ir.Constant(_vector(element), ir.Undefined)
-        first = self.builder.insert_element(undefined, value, ir.Constant(_INT, 0))
-        return self.builder.shuffle_vector(first, undefined, _all(0))
+    def spread(self, value: Any) -> Any:
+        """A value in each lane."""
+        nothing = ir.Constant(_lanes(value.type), ir.Undefined)
+        first = self._builder.insert_element(nothing, value, _INT(0))
+        return self._builder.shuffle_vector(first, nothing, _all(_INT, 0))
 
     def gather(self, start: Any, indices: Any, element: ir.Type) -> Any:
         """table[index] in each lane, of 4 bytes."""
-        builder, nothing = self.builder, ir.Constant(_vector(element), ir.Undefined)
-        four = ir.Constant(_vector(_LONG), [2] * _LANES)
-        offsets = builder.shl(builder.zext(indices, _vector(_LONG)), four)
-        pointers = ir.VectorType(element.as_pointer(), _LANES)
-        addresses = builder.add(offsets, self.spread(builder.ptrtoint(start, _LONG), _LONG))
+        builder, pointers = self._builder, _lanes(element.as_pointer())
+        offsets = builder.shl(builder.zext(indices, _lanes(_LONG)), _all(_LONG, 2))
+        addresses = builder.add(offsets, self.spread(builder.ptrtoint(start, _LONG)))
         name = f"llvm.masked.gather.v{_LANES}{'f32' if element is _FLOAT else 'i32'}.v{_LANES}p0"
-        kind = ir.FunctionType(_vector(element), [pointers, _INT, _vector(_BIT), _vector(element)])
+        kind = ir.FunctionType(_lanes(element), [pointers, _INT, _lanes(_BIT), _lanes(element)])
         function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        mask = ir.Constant(_vector(_BIT), [1] * _LANES)
-        places = builder.inttoptr(addresses, pointers)
-        return builder.call(function, [places, ir.Constant(_INT, 4), mask, nothing])
+        nothing = ir.Constant(_lanes(element), ir.Undefined)
+        return builder.call(
+            function, [builder.inttoptr(addresses, pointers), _INT(4), _all(_BIT, 1), nothing]
+        )
+
+
+# Arrays may start anywhere that suits one element: hence the alignments, in bytes.
 
 
 @intrinsic
@@ -102,11 +85,11 @@ def dequantize_block(typing: Any, out: Any, codes: Any, values: Any, scale: Any)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         to = _Emitter(context, builder, signature)
-        target, source = to.start(args[0], _FLOAT), to.start(args[1], _BYTE)
-        table, factor = to.start(args[2], _FLOAT), to.spread(args[3], _FLOAT)
+        target, source, table = map(to.start, args[:3])
+        factor = to.spread(args[3])
         for lane in range(0, BLOCK, _LANES):
-            indices = builder.zext(to.load(source, lane, _BYTE), _vector(_INT))
-            to.store(builder.fmul(to.gather(table, indices, _FLOAT), factor), target, lane, _FLOAT)
+            found = to.gather(table, builder.load(to.at(source, lane, _BYTE), align=1), _FLOAT)
+            builder.store(builder.fmul(found, factor), to.at(target, lane, _FLOAT), align=4)
         return context.get_dummy_value()
 
     return types.void(out, codes, values, scale), emit
@@ -123,20 +106,20 @@ def largest_of_block(x: Any) -> Any:
 
 @intrinsic
 def quantize_block(typing: Any, codes: Any, x: Any, table: Any, inverse: Any, num_lower: Any) -> Any:
-    """codes[i] = the nearest one to x[i] * inverse, by the table of a codebook; blocks.py tells how."""
+    """codes[i] = the nearest one to x[i] * inverse, by the table of a codebook; blocks.py shows how."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         to = _Emitter(context, builder, signature)
-        target, source, table = to.start(args[0], _BYTE), to.start(args[1], _FLOAT), to.start(args[2], _INT)
-        factor, num_bits = to.spread(args[3], _FLOAT), to.spread(args[4], _INT)
-        mask = builder.sub(builder.shl(_all(1), num_bits), _all(1))
+        target, source, table = map(to.start, args[:3])
+        factor, num_bits = to.spread(args[3]), to.spread(args[4])
+        mask = builder.sub(builder.shl(_all(_INT, 1), num_bits), _all(_INT, 1))
         for lane in range(0, BLOCK, _LANES):
-            value = builder.fmul(to.load(source, lane, _FLOAT), factor)
-            bits = builder.bitcast(value, _vector(_INT))
-            lower = builder.and_(builder.xor(bits, builder.ashr(bits, _all(31))), mask)
+            value = builder.fmul(builder.load(to.at(source, lane, _FLOAT), align=4), factor)
+            bits = builder.bitcast(value, _lanes(_INT))
+            lower = builder.and_(builder.xor(bits, builder.ashr(bits, _all(_INT, 31))), mask)
             entry = to.gather(table, builder.lshr(bits, num_bits), _INT)
             code = builder.lshr(builder.add(entry, lower), num_bits)
-            to.store(builder.trunc(code, _vector(_BYTE)), target, lane, _BYTE)
+            builder.store(builder.trunc(code, _lanes(_BYTE)), to.at(target, lane, _BYTE), align=1)
         return context.get_dummy_value()
 
     return types.void(codes, x, table, inverse, num_lower), emit
@@ -209,36 +192,20 @@ def _step_block(
 
 @compiled
 def _step_blocks(
-    update: Any, changed: Any, other: Any, scalars: Any, quantized: Any, first: int, last: int
+    update: Any, changed: Any, other: Any, scalars: Any, quantized: Any, bits: Any, first: int, last: int
 ) -> None:
-    """Step whole blocks from first to before last."""
-    states = np.empty((len(quantized[0]), BLOCK), np.float32)
-    for block in range(first, last):
-        start, end = block * BLOCK, (block + 1) * BLOCK
-        _step_block(update, changed[start:end], other[start:end], scalars, states, quantized, block)
-
-
-@compiled
-def _step_narrow_blocks(
-    update: Any,
-    narrow: tuple[Any, Any],
-    scalars: Any,
-    quantized: Any,
-    bits: tuple[Any, int],
-    first: int,
-    last: int,
-) -> None:
-    """Step whole blocks of parameter and gradient in bfloat16, widened and rounded in the caches."""
-    changed, other = narrow
-    key, place = bits
+    """Step whole blocks from first to before last; with bits: of bfloat16, widened and rounded in caches."""
     states, words = np.empty((len(quantized[0]), BLOCK), np.float32), np.empty(NUM_WORDS, np.uint64)
     p, g = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     for block in range(first, last):
         start, end = block * BLOCK, (block + 1) * BLOCK
-        widen_block(p.view(np.uint32), changed[start:end])
-        widen_block(g.view(np.uint32), other[start:end])
-        _step_block(update, p, g, scalars, states, quantized, block)
-        round_block(changed[start:end], p.view(np.uint32), words, key, place + start)
+        if bits is None:  # numba compiles one of the two ways
+            _step_block(update, changed[start:end], other[start:end], scalars, states, quantized, block)
+        else:
+            widen_block(p.view(np.uint32), changed[start:end])
+            widen_block(g.view(np.uint32), other[start:end])
+            _step_block(update, p, g, scalars, states, quantized, block)
+            round_block(changed[start:end], p.view(np.uint32), words, bits[0], bits[1] + start)
 
 
 def step(
@@ -286,12 +253,10 @@ def _work(
     bits: Bits | None,
 ) -> Callable[[int, int], None]:
     """The function that steps whole blocks, (first, last)."""
-    if bits is None:
-        fixed = (update, changed.numpy(), other.numpy(), numbers, _arrays(states))
-        return lambda first, last: _step_blocks(*fixed, first, last)
-    narrow = changed.view(torch.uint16).numpy(), other.view(torch.uint16).numpy()
-    given = (update, narrow, numbers, _arrays(states), (np.uint64(bits.key), bits.start))
-    return lambda first, last: _step_narrow_blocks(*given, first, last)
+    pair = (changed, other) if bits is None else (changed.view(torch.uint16), other.view(torch.uint16))
+    key = None if bits is None else (np.uint64(bits.key), bits.start)
+    fixed = (update, *(one.numpy() for one in pair), numbers, _arrays(states), key)
+    return lambda first, last: _step_blocks(*fixed, first, last)
 
 
 def _step_cut_block(
@@ -317,10 +282,8 @@ def _filled(part: Tensor, value: int) -> Tensor:
 
 
 def _arrays(states: Sequence[QuantizedState]) -> tuple[tuple[Any, ...], ...]:
-    return (
-        tuple(state.codes.numpy() for state in states),
-        tuple(state.absmax.numpy() for state in states),
-        tuple(state.book.values.numpy() for state in states),
-        tuple(state.book.table.numpy() for state in states),
-        tuple(np.int32(state.book.num_lower) for state in states),
-    )
+    rows = [
+        (codes.numpy(), absmax.numpy(), book.values.numpy(), book.table.numpy(), np.int32(book.num_lower))
+        for codes, absmax, book in states
+    ]
+    return tuple(zip(*rows, strict=True))

@@ -89,16 +89,14 @@ def call(
 
 
 def _stack(fast: StateValues, slow: StateValues) -> StateValues:
-    if isinstance(fast, QuantizedState) and isinstance(slow, QuantizedState):
-        codes, absmax = torch.stack([fast.codes, slow.codes]), torch.stack([fast.absmax, slow.absmax])
-        return QuantizedState(codes, absmax, fast.book)
-    return Exact(torch.stack([fast.load(), slow.load()]))
+    """One state of both; the first two parts of a state are its tensors."""
+    stacked = [torch.stack(pair) for pair in zip(fast[:2], slow[:2], strict=True)]
+    if isinstance(fast, QuantizedState):
+        return QuantizedState(stacked[0], stacked[1], fast.book)
+    return Exact(stacked[0])
 
 
 def _unstack(both: StateValues, fast: StateValues, slow: StateValues) -> None:
     for at, one in enumerate((fast, slow)):
-        if isinstance(both, QuantizedState) and isinstance(one, QuantizedState):
-            one.codes.copy_(both.codes[at])
-            one.absmax.copy_(both.absmax[at])
-        else:
-            one.load().copy_(both.load()[at])
+        for values, rows in zip(one[:2], both[:2], strict=True):
+            values.copy_(rows[at])

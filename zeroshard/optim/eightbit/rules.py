@@ -280,7 +280,22 @@ class AdEMAMix8bit(ElementWise8bit):
 
 
 class TrustRatio8bit(BlockwiseOptimizer, LayerWise):
-    """Norms are of all parameters of a group together, so all but the threshold is the same for a group."""
+    """Norms are of all parameters of a group together, so all but the threshold is the same for a group.
+
+    Args:
+        params: parameters or groups of them.
+        settings: the other arguments of LAMB or LARS.
+        min_8bit_size: elements of a whole parameter from which its states are quantized.
+    """
+
+    def __init__(
+        self, params: ParamsT, *settings: Any, min_8bit_size: int = MIN_8BIT_SIZE, **named: Any
+    ) -> None:
+        super().__init__(params, *settings, **named)  # of LAMB or LARS
+        self.defaults["min_8bit_size"] = min_8bit_size
+        for group in self.param_groups:
+            group.setdefault("min_8bit_size", min_8bit_size)
+            self.check_group(group)
 
     @property
     def _overridable(self) -> tuple[str, ...]:
@@ -290,12 +305,6 @@ class TrustRatio8bit(BlockwiseOptimizer, LayerWise):
         """Raise ValueError for a hyperparameter that is out of its range."""
         super(BlockwiseOptimizer, self).check_group(group)  # of LAMB or LARS
         super().check_group(group)
-
-    def _set_threshold(self, min_8bit_size: int) -> None:
-        self.defaults["min_8bit_size"] = min_8bit_size
-        for group in self.param_groups:
-            group.setdefault("min_8bit_size", min_8bit_size)
-            self.check_group(group)
 
 
 def _lamb(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
@@ -324,20 +333,6 @@ class LAMB8bit(TrustRatio8bit, LAMB):
     """
 
     rule = LAMB_RULE
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        *,
-        trust_ratio: bool = True,
-        min_8bit_size: int = MIN_8BIT_SIZE,
-    ) -> None:
-        LAMB.__init__(self, params, lr, betas, eps, weight_decay, trust_ratio=trust_ratio)
-        self._set_threshold(min_8bit_size)
 
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
         updates = [
@@ -371,20 +366,6 @@ class LARS8bit(TrustRatio8bit, LARS):
     """LARS whose momentum takes a byte an element. Arguments as `LARS`, and as `LAMB8bit` has it."""
 
     rule = LARS_RULE
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        trust_coefficient: float = 0.001,
-        *,
-        trust_ratio: bool = True,
-        min_8bit_size: int = MIN_8BIT_SIZE,
-    ) -> None:
-        LARS.__init__(self, params, lr, momentum, weight_decay, trust_coefficient, trust_ratio=trust_ratio)
-        self._set_threshold(min_8bit_size)
 
     def _apply(self, part: GroupStep) -> None:
         group, parameters = part.group, part.parameters

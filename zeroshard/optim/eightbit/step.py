@@ -29,62 +29,40 @@ def take_step(
     g: Tensor,
     states: Sequence[StateValues],
     numbers: Numbers,
+    bits: Bits | None = None,
     batch: BlockBatch | None = None,
 ) -> None:
     """Change a parameter and its states.
 
+    A parameter of bfloat16 gets the bits of a step in float32 that `round_into` rounds. On the CPU the
+    compiled pass widens and rounds a block in the caches. Elsewhere the parameter is widened.
+
     Args:
         rule: the rule of the update.
-        p: [n], float32, contiguous, on any device; from the start of a block.
-        g: [n], float32, contiguous; replaced by the update where the rule gives that.
+        p: [n], float32, contiguous, on any device; from the start of a block. bfloat16 if there are `bits`.
+        g: [n], float32, contiguous; replaced by the update where the rule gives that. Of any dtype if there
+            are `bits`.
         states: the states of the rule, each of [n], in its order.
         numbers: the hyperparameters of this step.
+        bits: the random bits of a bfloat16 parameter; only for a rule that gives no update.
         batch: may take the work of the CPU, for later; None: all is done now.
     """
     quantized = [state for state in states if isinstance(state, QuantizedState)]
-    if p.is_cuda and rule.operator is not None and _has("bitsandbytes"):
-        from zeroshard.optim.eightbit import operators
-
-        operators.step(rule, p, g, states, numbers)
-    elif p.is_cpu and quantized and _has("numba"):
-        from zeroshard.optim.eightbit import kernels
-
-        kernels.step(rule, p, g, quantized, rule.scalars(numbers), batch=batch)
-    else:
-        step_in_chunks(rule, p, g, states, numbers)
-
-
-def take_rounded_step(
-    rule: Rule,
-    p: Tensor,
-    g: Tensor,
-    states: Sequence[StateValues],
-    numbers: Numbers,
-    bits: Bits,
-    batch: BlockBatch | None = None,
-) -> None:
-    """Change a parameter of bfloat16, in the bits of `take_step` in float32 followed by `round_into`.
-
-    On the CPU the compiled pass widens and rounds a block in the caches. Elsewhere the parameter is widened.
-
-    Args:
-        rule: the rule of the update, which gives no update.
-        p: [n], bfloat16, contiguous, on any device; from the start of a block.
-        g: [n], of any dtype, contiguous.
-        states: the states of the rule, each of [n], in its order.
-        numbers: the hyperparameters of this step.
-        bits: the random bits of the parameter.
-        batch: as `take_step` has it.
-    """
-    quantized = [state for state in states if isinstance(state, QuantizedState)]
-    if p.is_cpu and g.dtype is torch.bfloat16 and quantized and _has("numba"):
+    is_compiled = bits is None or g.dtype is torch.bfloat16
+    if p.is_cpu and is_compiled and quantized and _has("numba"):
         from zeroshard.optim.eightbit import kernels
 
         kernels.step(rule, p, g, quantized, rule.scalars(numbers), bits, batch)
-    else:
+    elif bits is not None:
         wide = p.float()
         take_step(rule, wide, g.float(), states, numbers)
         round_into(p, wide, *bits)
+    elif p.is_cuda and rule.operator is not None and _has("bitsandbytes"):
+        from zeroshard.optim.eightbit import operators
+
+        operators.step(rule, p, g, states, numbers)
+    else:
+        step_in_chunks(rule, p, g, states, numbers)
 
 
 def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[StateValues], numbers: Numbers) -> None:

@@ -36,6 +36,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 
@@ -67,8 +68,6 @@ Place = tuple[int, int]
 """A chunk and a micro-batch."""
 
 _TEXT = re.compile(r"(\d*)([A-Z_]+)(\d*)")
-_TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-_FORM = "chunk, kind and micro-batch, such as 0F3"
 
 
 class Action(NamedTuple):
@@ -113,18 +112,14 @@ def parse_action(text: str) -> Action:
     Raises:
         ValueError: the text has another form, or lacks a number that its kind needs.
     """
-    match = _TEXT.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"expected an action as {_FORM}, got {text!r}")
-    chunk, word, microbatch = match.groups()
-    if word in _TRANSFERS:
-        raise ValueError(f"expected a list without sends and receives, which follow from it, got {text!r}")
-    known = {kind.value: kind for kind in Kind}
-    if word not in known:
-        raise ValueError(f"expected a kind of action among {', '.join(known)}, got {text!r}")
-    kind = known[word]
-    if (not chunk and kind is not Kind.STEP) or (not microbatch and kind in COMPUTE):
-        raise ValueError(f"expected an action as {_FORM}, got {text!r}")
+    match, kinds = _TEXT.fullmatch(text.strip()), {kind.value: kind for kind in Kind}
+    chunk, word, microbatch = match.groups() if match is not None else ("", "", "")
+    kind = kinds.get(word)
+    if kind is None or (not chunk and kind is not Kind.STEP) or (not microbatch and kind in COMPUTE):
+        raise ValueError(
+            f"expected an action as chunk, kind and micro-batch, such as 0F3, got {text!r}: kinds are "
+            f"{', '.join(kinds)}; sends and receives follow from these"
+        )
     return Action(kind, int(chunk) if chunk else None, int(microbatch) if microbatch else None)
 
 
@@ -155,13 +150,10 @@ class Schedule:
                 f"got {self.placement}"
             )
         for rank, action in self:
-            if action.chunk is not None and action.chunk >= self.num_chunks:
-                raise ValueError(
-                    f"pipeline rank {rank}: expected a chunk below {self.num_chunks}, got {action}"
-                )
-            if action.microbatch is not None and action.microbatch >= self.num_microbatches:
-                most = self.num_microbatches
-                raise ValueError(f"pipeline rank {rank}: expected a micro-batch below {most}, got {action}")
+            ends = self.num_chunks, self.num_microbatches
+            for noun, number, end in zip(("chunk", "micro-batch"), action[1:], ends, strict=True):
+                if number is not None and number >= end:
+                    raise ValueError(f"pipeline rank {rank}: expected a {noun} below {end}, got {action}")
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
         """Iterate over all actions with their ranks, rank by rank."""
@@ -239,11 +231,6 @@ def backward(chunk: int, microbatch: int) -> Action:
     return Action(Kind.BACKWARD, chunk, microbatch)
 
 
-def split_backward(chunk: int, microbatch: int) -> tuple[Action, Action]:
-    """Return the two halves of a backward: the gradient of the input, then that of the weights."""
-    return Action(Kind.INPUT_GRADIENT, chunk, microbatch), Action(Kind.WEIGHT_GRADIENT, chunk, microbatch)
-
-
 def loop(num_ranks: int, chunks_per_rank: int) -> tuple[int, ...]:
     """Return the placement that deals chunks out to the ranks in turn: 0 1 2 0 1 2."""
     return tuple(range(num_ranks)) * chunks_per_rank
@@ -268,30 +255,17 @@ def check_actions(schedule: Schedule) -> None:
             raise ValueError(f"expected {action} on pipeline rank {place}, got it on {rank}")
     counts = Counter(action for _, action in schedule if action.is_compute)
     is_evaluation = all(action.kind is Kind.FORWARD for action in counts)
-    for chunk in range(schedule.num_chunks):
-        for microbatch in range(schedule.num_microbatches):
-            _check_microbatch(counts, chunk, microbatch, is_evaluation)
+    expected = ("F",) if is_evaluation else ("FB", "FIW")
+    for chunk, microbatch in product(range(schedule.num_chunks), range(schedule.num_microbatches)):
+        listed = [Action(kind, chunk, microbatch) for kind in COMPUTE]
+        own = [action for action in listed for _ in range(counts[action])]
+        if "".join(action.kind.value for action in own).removesuffix("R") not in expected:
+            words, got = " or ".join(map(", ".join, expected)), ", ".join(map(str, own)) or "none"
+            where = f"chunk {chunk} and micro-batch {microbatch}"
+            raise ValueError(f"expected {words} of {where}, each once, got {got}")
     for rank, actions in enumerate(schedule.lists):
         for chunk in schedule.chunks[rank]:
             _check_sharding(rank, [action for action in actions if action.chunk == chunk])
-
-
-def _check_microbatch(counts: Counter[Action], chunk: int, microbatch: int, is_evaluation: bool) -> None:
-    own = [Action(kind, chunk, microbatch) for kind in COMPUTE]
-    for action in own:
-        if counts[action] > 1:
-            raise ValueError(f"expected {action} once, got it {counts[action]} times")
-    first, whole, half, weight, _ = own
-    if not counts[first]:
-        raise ValueError(f"expected {first} in a list, got none")
-    if counts[whole] and (counts[half] or counts[weight]):
-        other = half if counts[half] else weight
-        raise ValueError(f"expected a whole backward or its two halves, got {whole} and {other}")
-    if counts[half] != counts[weight]:
-        there, missing = (half, weight) if counts[half] else (weight, half)
-        raise ValueError(f"expected {missing} with {there}, got none")
-    if not is_evaluation and not counts[whole] and not counts[half]:
-        raise ValueError(f"expected {whole}, or {half} and {weight}, got none")
 
 
 def _check_sharding(rank: int, actions: list[Action]) -> None:
@@ -424,13 +398,7 @@ def with_sharding(schedule: Schedule) -> Schedule:
 
     Args:
         schedule: compute actions alone.
-
-    Raises:
-        ValueError: the schedule has other actions.
     """
-    for rank, action in schedule:
-        if not action.is_compute:
-            raise ValueError(f"pipeline rank {rank}: expected compute actions alone, got {action}")
     lists = []
     for actions in schedule.lists:
         last, seen, own = {action.chunk: action for action in actions}, set[int | None](), list[Action]()
@@ -451,10 +419,8 @@ def without_steps(schedule: Schedule) -> Schedule:
     """Return a synchronous schedule without its steps, which end the batch.
 
     Raises:
-        ValueError: a step comes before other work of its rank; or chunks have different numbers of steps.
+        ValueError: a step comes before other work of its rank.
     """
-    if all(action.kind is not Kind.STEP for _, action in schedule):
-        return schedule
     for rank, actions in enumerate(schedule.lists):
         for index, action in enumerate(actions):
             later = [one for one in actions[index:] if one.is_compute or one.kind is Kind.REDUCE]
@@ -464,11 +430,6 @@ def without_steps(schedule: Schedule) -> Schedule:
                     f"got {action} before {later[0]}; a list with a step in the middle is asynchronous, and "
                     "needs pipeline.weights"
                 )
-        for chunk in schedule.chunks[rank]:
-            steps = [one for one in actions if one.is_step_of(chunk)]
-            if len(steps) != 1:
-                got = ", ".join(map(str, steps)) or "none"
-                raise ValueError(f"pipeline rank {rank}: expected one step of chunk {chunk}, got {got}")
     return schedule.with_lists([a for a in actions if a.kind is not Kind.STEP] for actions in schedule.lists)
 
 
@@ -487,17 +448,21 @@ def reduced_apart(actions: Sequence[Action]) -> frozenset[int]:
     )
 
 
+def backwards_by_step(actions: Sequence[Action]) -> list[list[Action]]:
+    """Return the ends of backwards before each step of a list, and those after the last step."""
+    groups: list[list[Action]] = [[]]
+    for action in actions:
+        if action.kind is Kind.STEP:
+            groups.append([])
+        elif action.kind in END_BACKWARD:
+            groups[-1].append(action)
+    return groups
+
+
 def ends_of_chunks(actions: Sequence[Action]) -> set[Action]:
     """Return the last backward of each chunk before each step, or before the end of the list."""
-    ends: set[Action] = set()
-    last: dict[int | None, Action] = {}
-    for action in (*actions, STEP):
-        if action.kind in END_BACKWARD:
-            last[action.chunk] = action
-        elif action.kind is Kind.STEP:
-            ends.update(last.values())
-            last = {}
-    return ends
+    last = ({action.chunk: action for action in group} for group in backwards_by_step(actions))
+    return {action for of_chunks in last for action in of_chunks.values()}
 
 
 def ends_of_steps(actions: Sequence[Action]) -> dict[Action, int]:
@@ -506,12 +471,4 @@ def ends_of_steps(actions: Sequence[Action]) -> dict[Action, int]:
     Args:
         actions: the list of a pipeline rank, with steps of all of its chunks or without any.
     """
-    found: dict[Action, int] = {}
-    last, number = None, 0
-    for action in (*actions, STEP):
-        if action.kind in END_BACKWARD:
-            last, number = action, number + 1
-        elif action.kind is Kind.STEP and last is not None:
-            found[last] = number
-            last, number = None, 0
-    return found
+    return {group[-1]: len(group) for group in backwards_by_step(actions) if group}

@@ -119,14 +119,13 @@ def _parse(
         simulate(schedule)
     except ValueError as error:
         raise ValueError(f"pipeline.schedule: {error}") from None
-    own = {len(chunks) for chunks in schedule.chunks}
-    _require("mesh.pp", {schedule.num_ranks}, num_ranks)
-    _require("pipeline.num_microbatches", {schedule.num_microbatches}, num_microbatches)
-    _require("pipeline.num_chunks", own, num_chunks)
+    numbers = (
+        ("mesh.pp", {schedule.num_ranks}, num_ranks),
+        ("pipeline.num_microbatches", {schedule.num_microbatches}, num_microbatches),
+        ("pipeline.num_chunks", {len(chunks) for chunks in schedule.chunks}, num_chunks),
+    )
+    for key, listed, got in numbers:
+        if got is not None and listed != {got}:
+            expected = " and ".join(map(str, sorted(listed)))
+            raise ValueError(f"{key}: expected {expected}, as in the lists of pipeline.schedule, got {got}")
     return schedule
-
-
-def _require(key: str, listed: set[int], got: int | None) -> None:
-    if got is not None and listed != {got}:
-        expected = " and ".join(map(str, sorted(listed)))
-        raise ValueError(f"{key}: expected {expected}, as in the lists of pipeline.schedule, got {got}")

@@ -34,11 +34,11 @@ class Outline:
     blocks: tuple[str, ...]
     after: tuple[str, ...]
 
-    def chunk(self, blocks: range, num_blocks: int) -> tuple[str, ...]:
+    def chunk(self, blocks: range) -> tuple[str, ...]:
         """Return the modules of a chunk with a run of blocks."""
         own = tuple(self.blocks[number] for number in blocks)
         first = self.before if blocks.start == 0 else ()
-        return (*first, *own, *(self.after if blocks.stop == num_blocks else ()))
+        return (*first, *own, *(self.after if blocks.stop == len(self.blocks) else ()))
 
 
 def outline_of(model: nn.Module) -> Outline:
@@ -215,10 +215,6 @@ class Absent(nn.Module):
 
     __call__ = forward  # without hooks: those of a layer run where it computes
 
-    def extra_repr(self) -> str:
-        """Return no details."""
-        return "of another chunk"
-
 
 class _ChunkModule(NamedTuple):
     """A module of this rank, and its stand-in."""
@@ -248,16 +244,15 @@ class Chunked:
     ) -> None:
         self.model, self._num_chunks, self.chunks = model, len(blocks), tuple(own)
         self._is_sequence = isinstance(model, nn.Sequential)
+        self.signature = inspect.signature(without_adapters(model).forward)
+        """The arguments of the model."""
         self._turn = ChunkTurn()
         above = {name[:at] for name in names_below(outline) for at, one in enumerate(name) if one == "."}
         self.containers = [(name, model.get_submodule(name)) for name in sorted({"", *above})]
         """The modules that are cut: each chunk runs their forwards."""
         if hooked := [name for name, one in self.containers if any(surroundings_of(one))]:
             raise ValueError(tell_hooked(hooked[0]))
-        num_blocks = len(outline.blocks)
-        chunk_of = {
-            name: chunk for chunk, run in enumerate(blocks) for name in outline.chunk(run, num_blocks)
-        }
+        chunk_of = {name: chunk for chunk, run in enumerate(blocks) for name in outline.chunk(run)}
         self._places: list[_ChunkModule] = []
         for name in names_below(outline):
             parent, _, attribute = name.rpartition(".")
@@ -274,14 +269,7 @@ class Chunked:
         """Return the modules of a chunk of this rank."""
         return [place.module for place in self._places if place.chunk == chunk]
 
-    @property
-    def signature(self) -> inspect.Signature:
-        """The arguments of the model."""
-        return inspect.signature(without_adapters(self.model).forward)
-
-    def check(self, named: Mapping[str, Any]) -> None:
-        """Refuse arguments that a pipeline cannot serve; see `refuse_collected`."""
-        refuse_collected(named)
+    check = staticmethod(refuse_collected)
 
     def __call__(self, chunk: int, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
         """Compute a chunk.

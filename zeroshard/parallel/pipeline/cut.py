@@ -85,11 +85,6 @@ def cut_model(
     num_chunks = schedule_of(config, config.pipeline.num_microbatches).num_chunks
     if isinstance(model, TracedModel):
         return _one_each(model, outline, schedule, num_chunks)
-    if num_chunks > len(outline.blocks):
-        raise ValueError(
-            f"pipeline.schedule: expected 1 to {len(outline.blocks)} chunks, as each has a block or more, "
-            f"got {num_chunks}"
-        )
     require_handed_on(model, outline, device)
     weighed = weigh_blocks(model, outline)
     if config.pipeline.split is not None:
@@ -189,15 +184,13 @@ def split_at(names: Sequence[str], outline: Outline, num_chunks: int) -> tuple[r
             raise ValueError(f"pipeline.split: expected blocks from '{first}' to '{last}', got '{name}'")
     if len(names) != num_chunks - 1:
         raise ValueError(_wrong_number(num_chunks, names))
-    starts = [places[name] for name in names]
-    if first in names:
-        raise ValueError(f"pipeline.split: expected blocks after '{first}', which begins the first chunk")
-    if any(one >= other for one, other in pairwise(starts)):
+    ends = [*(places[name] for name in names), len(outline.blocks)]
+    if any(one >= other for one, other in pairwise([0, *ends])):
         raise ValueError(
-            f"pipeline.split: expected blocks in the order of the model, each once, got {', '.join(names)}"
+            f"pipeline.split: expected blocks after '{first}', which begins the first chunk, in the order of "
+            f"the model, each once, got {', '.join(names)}"
         )
-    ends = [*starts, len(outline.blocks)]
-    return tuple(range(start, end) for start, end in zip([0, *starts], ends, strict=True))
+    return tuple(map(range, [0, *ends[:-1]], ends))
 
 
 class ChunkReport(NamedTuple):

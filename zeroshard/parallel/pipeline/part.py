@@ -39,8 +39,6 @@ class ModelPart:
 
     chunked: Chunked | TracedChunks
     config: Config
-    num_chunks: int
-    """The chunks of the whole model."""
     holders: Mapping[nn.Parameter, Holders]
     """By parameter of this rank that several chunks use."""
     is_frozen: bool
@@ -118,9 +116,7 @@ def take_part(model: nn.Module, config: Config, cut: ModelCut, rank: int) -> Mod
             retire(parameter, names[parameter])
     own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    return ModelPart(
-        chunked, config, schedule.num_chunks, own, is_frozen, is_trained, _pairs(schedule, holders), cut
-    )
+    return ModelPart(chunked, config, own, is_frozen, is_trained, _pairs(schedule, holders), cut)
 
 
 def _pairs(schedule: Schedule, holders: Mapping[nn.Parameter, Holders]) -> tuple[tuple[int, int], ...]:
@@ -190,7 +186,7 @@ def _tensors_of(model: nn.Module, outline: Outline, chunk: int, run: range) -> I
         yield from model.trace.parameters_of(chunk)
         return
     tables = {part._buffers.get(key) for part in model.modules() for key in part._non_persistent_buffers_set}
-    for name in outline.chunk(run, len(outline.blocks)):
+    for name in outline.chunk(run):
         module = model.get_submodule(name)
         yield from (*module.parameters(), *(buffer for buffer in module.buffers() if buffer not in tables))
 

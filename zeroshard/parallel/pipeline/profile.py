@@ -39,6 +39,7 @@ from zeroshard.internals import pytree
 from zeroshard.lazy.deferred import has_memory, is_known, values_of
 from zeroshard.parallel.pipeline.chunked import Outline, names_below
 from zeroshard.parallel.pipeline.partition import BlockProfile
+from zeroshard.sharding.changes import Changes
 
 _LENGTH = 128
 """The tokens of a row that is made up, at most: enough for matrix products of a usual form."""
@@ -140,8 +141,7 @@ def weigh(parameters: Iterable[nn.Parameter]) -> BlockProfile:
 
 def names_by_block(outline: Outline) -> list[tuple[str, ...]]:
     """Return for each block its modules: the first has those before, the last those after all blocks."""
-    num = len(outline.blocks)
-    return [outline.chunk(range(number, number + 1), num) for number in range(num)]
+    return [outline.chunk(range(number, number + 1)) for number in range(len(outline.blocks))]
 
 
 def measure_blocks(
@@ -210,19 +210,15 @@ class Profiler:
         others = [module for module in model.modules() if module not in below and _has_tensors(module)]
         # Containers of blocks have their own forward, which is to run as it is.
         others = [module for module in others if not below.intersection(module.modules())]
-        changed = [*own.values(), *others]
-        before = [vars(module).get("forward") for module in changed]
+        changes = Changes()
         for name, module in own.items():
-            module.forward = self._standing_for(name, module)
+            changes.set(module, "forward", self._standing_for(name, module))
         for module in others:
-            module.forward = self._moved(module)
+            changes.set(module, "forward", self._moved(module))
         try:
             yield
         finally:
-            for module, forward in zip(changed, before, strict=True):
-                del module.forward
-                if forward is not None:
-                    module.forward = forward
+            changes.undo()
 
     def run(self, model: nn.Module, sample: SampleBatch, loss_fn: LossFunction | None) -> float:
         """Run the model; return the seconds of the loss, which follows its last module."""
@@ -329,18 +325,11 @@ class Profiler:
     @torch.no_grad()
     def _place(self, module: nn.Module) -> dict[str, Tensor]:
         """Tensors on the device in the place of the parameters and buffers of a module, by name."""
-        made: dict[int, Tensor] = {}
-        placed = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if id(parameter) not in made:
-                made[id(parameter)] = self._parameter(parameter)
-            placed[f"module.{name}"] = made[id(parameter)]
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            if id(buffer) not in made:
-                values = values_of(buffer) if is_known(buffer) else torch.zeros_like(buffer, device="cpu")
-                made[id(buffer)] = values.to(self._device, copy=True)  # a forward may write to it
-            placed[f"module.{name}"] = made[id(buffer)]
-        return placed
+        placed = {f"module.{name}": self._parameter(own) for name, own in module.named_parameters()}
+        for name, buffer in module.named_buffers():
+            values = values_of(buffer) if is_known(buffer) else torch.zeros_like(buffer, device="cpu")
+            placed[f"module.{name}"] = values.to(self._device, copy=True)  # a forward may write to it
+        return placed  # `functional_call` puts it under the other names of tied ones, too
 
     def _parameter(self, parameter: nn.Parameter) -> Tensor:
         dtype = self._dtype or parameter.dtype

@@ -103,7 +103,6 @@ class _BatchTensors:
     waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
     """The weight gradients of calls whose backward comes in two halves."""
     receipts: dict[_Leg, Receipt] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Runner:
@@ -145,16 +144,13 @@ class Runner:
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
         }
 
-    def run(self, agree: Callable[[], Any]) -> dict[int, Tensor]:
+    def run(self, agree: Callable[[], Any]) -> None:
         """Run the schedule once.
 
         Args:
             agree: waits for a value that all ranks have alike. Where it was seen before, all tensors between
                 chunks have the forms that they had then, and are sent without them. The exchange behind it
                 runs beside the first action, if that needs no message.
-
-        Returns:
-            The loss of each micro-batch, detached, on the rank of the last chunk; {} elsewhere.
 
         Raises:
             RuntimeError: a tensor has another form than with the same value before.
@@ -182,7 +178,6 @@ class Runner:
         self._forms[shapes] = found
         while len(self._forms) > _MOST_FORMS:
             del self._forms[next(iter(self._forms))]  # the same on all ranks
-        return self._batch.losses
 
     def _act(self, action: Action) -> None:
         self._run.get(action.kind, self._chunks.act)(action)
@@ -248,13 +243,10 @@ class Runner:
             self._batch.calls[chunk, microbatch] = _ChunkCall(
                 inputs, () if is_recomputed else outputs, random
             )
-        if chunk == self._last_chunk:
-            (loss,) = outputs
-            self._batch.losses[microbatch] = loss.detach()
-            return
-        self._batch.activations[chunk + 1, microbatch] = tuple(
-            value.detach().requires_grad_(_may_need(value, is_recomputed)) for value in outputs
-        )
+        if chunk != self._last_chunk:
+            self._batch.activations[chunk + 1, microbatch] = tuple(
+                value.detach().requires_grad_(_may_need(value, is_recomputed)) for value in outputs
+            )
 
     def _recompute(self, action: Action) -> None:
         chunk, microbatch = action.place

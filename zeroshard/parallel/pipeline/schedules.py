@@ -19,10 +19,10 @@ from zeroshard.parallel.pipeline.actions import (
     Place,
     Schedule,
     backward,
+    backwards_by_step,
     forward,
     frozen,
     loop,
-    split_backward,
 )
 from zeroshard.parallel.pipeline.simulate import ActionCosts
 
@@ -143,11 +143,11 @@ def _alternate(
         if weights_behind is None:
             actions.append(backward(*place))
             continue
-        actions.append(split_backward(*place)[0])
+        actions.append(Action(Kind.INPUT_GRADIENT, *place))
         if index >= weights_behind:
-            actions.append(split_backward(*backwards[index - weights_behind])[1])
+            actions.append(Action(Kind.WEIGHT_GRADIENT, *backwards[index - weights_behind]))
     if weights_behind:
-        actions.extend(split_backward(*place)[1] for place in backwards[-weights_behind:])
+        actions.extend(Action(Kind.WEIGHT_GRADIENT, *place) for place in backwards[-weights_behind:])
     return tuple(actions)
 
 
@@ -213,19 +213,15 @@ def require_steps(schedule: Schedule) -> None:
         if len(schedule.chunks[rank]) != 1:
             got = ", ".join(map(str, schedule.chunks[rank]))
             raise ValueError(f"{where}: expected one chunk in an asynchronous list, got {got}")
-        since = number = 0
-        for action in actions:
-            if action.kind is Kind.STEP:
-                if not since:
-                    raise ValueError(f"{where}: expected a backward before each step, got none")
-                since, number = 0, number + 1
-            elif action.kind not in _KINDS:
-                kinds = ", ".join(kind.value for kind in _KINDS)
-                raise ValueError(f"{where}: expected {kinds} and STEP in an asynchronous list, got {action}")
-            since += action.kind in END_BACKWARD
-        if since:
+        if others := [action for action in actions if action.kind not in (*_KINDS, Kind.STEP)]:
+            kinds = ", ".join(kind.value for kind in _KINDS)
+            raise ValueError(f"{where}: expected {kinds} and STEP in an asynchronous list, got {others[0]}")
+        *steps, left = backwards_by_step(actions)
+        if not all(steps):
+            raise ValueError(f"{where}: expected a backward before each step, got none")
+        if left:
             raise ValueError(f"{where}: expected a STEP behind the last backward of the list, got none")
-        numbers.append(number)
+        numbers.append(len(steps))
     if len(set(numbers)) > 1:  # else schedules of the learning rate, and `global_step`, would differ
         got = ", ".join(map(str, numbers))
         raise ValueError(
@@ -406,16 +402,6 @@ def gpipe(num_ranks: int, num_microbatches: int, *, is_last_first: bool = False)
     return Schedule(loop(num_ranks, 1), num_microbatches, lists)
 
 
-class Request(NamedTuple):
-    """The arguments of every builder."""
-
-    num_ranks: int
-    num_microbatches: int
-    chunks_per_rank: int
-    recompute: bool
-    costs: ActionCosts
-
-
 class Builder(NamedTuple):
     """A row of the table of schedules.
 
@@ -423,18 +409,19 @@ class Builder(NamedTuple):
     default.
     """
 
-    build: Callable[[Request], Schedule]
+    build: Callable[[int, int, int, bool, ActionCosts], Schedule]
+    """(pipeline ranks, micro-batches, chunks a rank, with recomputation, costs) -> the schedule."""
     min_chunks: int
     max_chunks: int | None
 
 
 SCHEDULES: dict[str, Builder] = {
-    "gpipe": Builder(lambda r: gpipe(*r[:2], is_last_first=r.recompute), 1, 1),
-    "1f1b": Builder(lambda r: one_f_one_b(*r[:2]), 1, 1),
-    "interleaved": Builder(lambda r: interleaved(*r[:3]), 2, None),
-    "zb-h1": Builder(lambda r: zb_h1(*r[:3]), 1, None),
-    "zbv": Builder(lambda r: zbv(*r[:2]), 2, 2),
-    "varuna": Builder(lambda r: varuna(*r[:2], r.costs), 1, 1),
+    "gpipe": Builder(lambda p, m, _, recompute, __: gpipe(p, m, is_last_first=recompute), 1, 1),
+    "1f1b": Builder(lambda p, m, *_: one_f_one_b(p, m), 1, 1),
+    "interleaved": Builder(lambda p, m, chunks, *_: interleaved(p, m, chunks), 2, None),
+    "zb-h1": Builder(lambda p, m, chunks, *_: zb_h1(p, m, chunks), 1, None),
+    "zbv": Builder(lambda p, m, *_: zbv(p, m), 2, 2),
+    "varuna": Builder(lambda p, m, _, __, costs: varuna(p, m, costs), 1, 1),
 }
 """The builders by the names that a user writes."""
 
@@ -472,5 +459,5 @@ def build_schedule(
         least, most = builder.min_chunks, builder.max_chunks
         expected = f"{least}" if least == most else f"at least {least}"
         raise ValueError(f"{name}: expected {expected} chunk{'s' * (least > 1)} a rank, got {chunks}")
-    schedule = builder.build(Request(num_ranks, num_microbatches, chunks, recompute, costs or ActionCosts()))
+    schedule = builder.build(num_ranks, num_microbatches, chunks, recompute, costs or ActionCosts())
     return with_recompute(schedule) if recompute else schedule

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,7 +125,7 @@ class Shared:
         """
         for buffer in self._buffers:
             first, *_ = holders = buffer.originals[0].holders
-            label = f"first values of {_names(buffer)}"
+            label = f"first values of {', '.join(repr(original.fqn) for original in buffer.originals)}"
             if self._messages.rank == first:
                 self._memory.fetch(buffer.main)
                 values = buffer.main.detach().to(self._messages.device)
@@ -144,7 +143,8 @@ class Shared:
     def _compare(self, optimizer: Optimizer) -> None:
         groups = {p: group for group in optimizer.param_groups for p in group["params"]}
         for buffer, parameter in self._parameters():
-            own = _hyperparameters(groups.get(parameter))
+            group = {k: v for k, v in groups.get(parameter, {}).items() if k not in ("params", "param_names")}
+            own = str(dict(sorted(group.items()))) if parameter in groups else "no optimizer"
             data = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8)
             for rank, (values,) in self._swap(buffer, [data], f"hyperparameters of '{parameter.fqn}'"):
                 theirs = bytes(values.tolist()).decode()
@@ -197,13 +197,3 @@ class Shared:
         found = [(rank, receipt.wait()) for rank, receipt in receipts]
         messages.finish()
         return found
-
-
-def _names(buffer: FlatBuffer) -> str:
-    return ", ".join(f"'{original.fqn}'" for original in buffer.originals)
-
-
-def _hyperparameters(group: Mapping[str, Any] | None) -> str:
-    if group is None:
-        return "no optimizer"
-    return str({key: value for key, value in sorted(group.items()) if key not in ("params", "param_names")})

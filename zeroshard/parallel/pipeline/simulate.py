@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import NamedTuple
 
@@ -65,16 +65,6 @@ class ActionCosts:
         """Return the duration of a transfer between a chunk and the next one, in either direction."""
         return self._at("transfer", chunk)
 
-    def divided_by(self, number: float) -> ActionCosts:
-        """Return the costs of chunks that are a part of a rank's layers each; a transfer stays as it is."""
-        return replace(
-            self,
-            forward=_divided(self.forward, number),
-            backward_input=_divided(self.backward_input, number),
-            backward_weight=_divided(self.backward_weight, number),
-            recompute=_divided(self.recompute, number),
-        )
-
     def require_chunks(self, num_chunks: int) -> None:
         """Raise ValueError if there is a list of numbers for another number of chunks."""
         for field in fields(self):
@@ -99,10 +89,6 @@ _PARTS: dict[Kind, tuple[str, ...]] = {
     Kind.RECOMPUTE: ("recompute",),
     Kind.STEP: ("step",),
 }
-
-
-def _divided(given: PerChunk, number: float) -> PerChunk:
-    return tuple(each / number for each in given) if isinstance(given, tuple) else given / number
 
 
 class ActionTime(NamedTuple):
@@ -246,10 +232,8 @@ class _Simulation:
             self.spans[rank].append(ActionTime(operation, start, self.clocks[rank]))
             self.done.add(operation)
 
-    def raise_deadlock(self) -> None:
-        """Raise a ValueError with the ranks that wait for each other in a circle."""
-        ends = [len(program) for program in self.programs]
-        rank = next(rank for rank, end in enumerate(ends) if self.positions[rank] < end)
+    def raise_deadlock(self, rank: int) -> None:
+        """Raise a ValueError with the ranks that wait for each other in a circle; one has not ended."""
         path: list[int] = []
         while rank not in path:
             path.append(rank)
@@ -282,34 +266,31 @@ def simulate(
     run = _Simulation(schedule, costs or ActionCosts(), max_unreceived)
     while sum(map(run.advance, range(schedule.num_ranks))):
         pass  # each rank goes on once before any goes on again, else the first ones are asked in vain
-    if any(run.positions[rank] < len(program) for rank, program in enumerate(run.programs)):
-        run.raise_deadlock()
+    for rank, program in enumerate(run.programs):
+        if run.positions[rank] < len(program):
+            run.raise_deadlock(rank)
     return ScheduleTimes(tuple(map(tuple, run.spans)))
 
 
-@dataclass(frozen=True)
-class ActivationCounts:
-    """The largest numbers of micro-batches whose activations are held at a time.
+class ActivationCounts(NamedTuple):
+    """The most micro-batches that each pipeline rank holds at a time, over all of its chunks together."""
+
+    per_rank: tuple[int, ...]
+    """With activations: from the forward, or its recompute if it has one, to the end of the backward."""
+    inputs_per_rank: tuple[int, ...]
+    """With the input alone, for a recompute."""
+
+
+def count_activations(schedule: Schedule, weights: Sequence[int] | None = None) -> ActivationCounts:
+    """Count the activations in flight. Raises ValueError as `check_actions` does.
 
     Args:
-        per_chunk: for each chunk, from its forward, or its recompute if it has one, to the end of its
-            backward.
-        per_rank: for each pipeline rank, over all of its chunks together.
-        inputs_per_chunk: for each chunk, micro-batches of which only the input is held, for a recompute.
-        inputs_per_rank: the same for each pipeline rank.
+        schedule: the lists of all ranks.
+        weights: the numbers that count for a micro-batch in each chunk, such as bytes. None: 1.
     """
-
-    per_chunk: tuple[int, ...]
-    per_rank: tuple[int, ...]
-    inputs_per_chunk: tuple[int, ...]
-    inputs_per_rank: tuple[int, ...]
-
-
-def count_activations(schedule: Schedule) -> ActivationCounts:
-    """Count the activations in flight. Raises ValueError as `check_actions` does."""
     check_actions(schedule)
     recomputed = {action.place for _, action in schedule if action.kind is Kind.RECOMPUTE}
-    now, peak = Counter[tuple[str, str, int]](), Counter[tuple[str, str, int]]()
+    now, peak = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for rank, action in schedule:
         changes: dict[str, int] = {}
         if action.kind is Kind.FORWARD:
@@ -319,29 +300,7 @@ def count_activations(schedule: Schedule) -> ActivationCounts:
         elif action.kind in END_BACKWARD:
             changes = {"whole": -1}
         for what, number in changes.items():
-            for key in ((what, "rank", rank), (what, "chunk", action.place[0])):
-                now[key] += number
-                peak[key] = max(peak[key], now[key])
-    units = (("chunk", schedule.num_chunks), ("rank", schedule.num_ranks))
-    return ActivationCounts(
-        *(tuple(peak[w, unit, i] for i in range(num)) for w in ("whole", "inputs") for unit, num in units)
-    )
-
-
-def most_bytes(schedule: Schedule, per_chunk: Sequence[int]) -> tuple[int, ...]:
-    """Return for each pipeline rank the most bytes of activations that it holds at a time.
-
-    Args:
-        schedule: a schedule without recomputation of its own.
-        per_chunk: the bytes of a micro-batch in each chunk, from its forward to the end of its backward.
-    """
-    now, most = [0] * schedule.num_ranks, [0] * schedule.num_ranks
-    for rank, action in schedule:
-        if action.chunk is None:
-            continue
-        if action.kind is Kind.FORWARD:
-            now[rank] += per_chunk[action.chunk]
-            most[rank] = max(most[rank], now[rank])
-        elif action.kind in END_BACKWARD:
-            now[rank] -= per_chunk[action.chunk]
-    return tuple(most)
+            now[what, rank] += number * (1 if weights is None else weights[action.place[0]])
+            peak[what, rank] = max(peak[what, rank], now[what, rank])
+    ranks = range(schedule.num_ranks)
+    return ActivationCounts(*(tuple(peak[what, rank] for rank in ranks) for what in ("whole", "inputs")))

@@ -330,9 +330,9 @@ class TracedModel(nn.Module):
         stage = given.stages[chunk]
         args = [named[source] if isinstance(source, str) else values[source] for source in stage.sources]
         outputs = stage.graph(*args)
-        if chunk == len(given.stages) - 1:
-            return outputs[0] if isinstance(outputs, list | tuple) else outputs
         made = outputs if isinstance(outputs, list | tuple) else (outputs,)
+        if chunk == len(given.stages) - 1:
+            return made[0]
         # An output may be a buffer, which the next micro-batch overwrites before this one is sent.
         made = [one.clone() if isinstance(one, Tensor) and not one.requires_grad else one for one in made]
         values |= {(chunk, place): value for place, value in enumerate(made)}

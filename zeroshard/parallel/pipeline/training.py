@@ -20,7 +20,7 @@ ranks run the same list, so they reduce in the same order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -35,7 +35,14 @@ from zeroshard.comm.messages import LAST_TAGS, Messages
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.data.microbatch import LossFunction, check_loss, loss_of, split_batch, to_device
 from zeroshard.internals import pytree
-from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, ends_of_steps, reduced_apart
+from zeroshard.parallel.pipeline.actions import (
+    END_BACKWARD,
+    STEP,
+    Action,
+    Kind,
+    ends_of_steps,
+    reduced_apart,
+)
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
 from zeroshard.parallel.pipeline.asynchronous.versions import Change, Corrected, WeightVersions
 from zeroshard.parallel.pipeline.choice import count_synchronous
@@ -45,7 +52,6 @@ from zeroshard.parallel.pipeline.runner import Runner
 from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.parallel.random import own_numbers
-from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 
@@ -234,21 +240,18 @@ class PipelineTraining:
         self._runners: dict[tuple[int, bool, int], Runner] = {}
         """By number of micro-batches; with backwards or without; by synchronous steps of the list."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
-        self._own_units = {
-            chunk: _alone(self._units, chunk, runtime.reducer.set_aside) for chunk in self._units
-        }
-        """The units of a chunk that are reduced with it."""
+        uses, aside = Counter(unit for own in self._units.values() for unit in own), runtime.reducer.set_aside
+        alone = {u for u, num in uses.items() if num == 1 and aside.keys().isdisjoint(u.gradients)}
+        self._own_units = {chunk: frozenset(alone.intersection(own)) for chunk, own in self._units.items()}
+        """The units of a chunk that are reduced with it: no other chunk gives them gradients."""
         self._signature = part.chunked.signature
-        self._bound: Set[str] = set()
-        """The names of arguments that the forward of the model was found to have."""
         self._piece_of: Callable[[int], BatchPiece] | None = None
         """Returns a micro-batch of the list; its batch is loaded when a forward needs the first one."""
         self._factor = 1.0
         self._losses: list[tuple[int, Tensor]] = []
         """The micro-batches so far with their losses."""
-        self._names: dict[Action, str] = {}
-        """The names of actions in messages of the watchdog."""
-        self._action: Action | None = None
+        self._action = STEP
+        """The action that runs."""
         self._ends: Mapping[Action, int] = {}
         """The actions after which this rank has all gradients of a step, with its micro-batches."""
         self._sizes: list[int] = []
@@ -420,7 +423,6 @@ class PipelineTraining:
 
     def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute a chunk; see `Chunks`."""
-        assert self._action is not None, "it was entered"
         again = self._buffers_kept() if self._action.kind is Kind.RECOMPUTE else nullcontext()
         with self._runtime.part((chunk, microbatch), self._units[chunk]), again:
             return self._compute(chunk, microbatch, inputs)
@@ -439,7 +441,7 @@ class PipelineTraining:
         piece, target = self._piece_of(microbatch)
         if not torch.is_grad_enabled():  # a recomputed forward gets the batch as it was before the first one
             piece, target = pytree.tree_map_only(Tensor, Tensor.clone, (piece, target))
-        if chunk < self._part.num_chunks - 1:
+        if chunk < len(self._part.cut.runs) - 1:
             outputs: Sequence[Any] = self._part.chunked(chunk, inputs, piece)
             for output in outputs:
                 if not isinstance(output, Tensor):
@@ -453,7 +455,6 @@ class PipelineTraining:
         loss = loss_of(last, self._loss_fn, piece, target)
         if torch.is_grad_enabled() and self._part.is_trained:
             check_loss(loss)
-        assert self._action is not None, "it was entered"
         if self._action.kind is Kind.FORWARD:  # a recomputation makes the same loss again
             self._losses.append((microbatch, loss.detach().float()))
         return [loss * self._factor]
@@ -462,7 +463,6 @@ class PipelineTraining:
         """Run the backward of a chunk, or a half; the last one reduces the units that end with it."""
         reducer, has_more = self._runtime.reducer, self._action not in self._ends
         self._shared.chunk = chunk
-        assert self._action is not None, "it was entered"
         name = chunk, self._action.microbatch
         comes_through_units = self._action.kind is not Kind.WEIGHT_GRADIENT
         delivering = nullcontext() if comes_through_units else self._runtime.passes.delivering()
@@ -510,9 +510,7 @@ class PipelineTraining:
     def enter(self, action: Action) -> None:
         """Note the action that begins."""
         self._action = action
-        if (name := self._names.get(action)) is None:
-            name = self._names[action] = f"{action} of pipeline rank {self._messages.rank}"
-        self._runtime.here.action = name
+        self._runtime.here.action = f"{action} of pipeline rank {self._messages.rank}"
         if self.method is not None and self._take_step is not None:
             self.method.enter(action)
 
@@ -523,8 +521,6 @@ class PipelineTraining:
             ValueError: its forward has no such arguments.
         """
         named = dict(piece) if isinstance(piece, Mapping) else {}
-        if named and named.keys() == self._bound:
-            return named
         values = piece if isinstance(piece, tuple) else () if isinstance(piece, Mapping) else (piece,)
         try:
             given = self._signature.bind_partial(*values, **named).arguments
@@ -533,7 +529,6 @@ class PipelineTraining:
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 given |= given.pop(name, {})
-        self._bound = named.keys()
         return given
 
 
@@ -541,15 +536,3 @@ def _units_of(part: ModelPart, runtime: Runtime, chunk: int) -> dict[Unit, None]
     """The units of a chunk, in the same order on all ranks; the root belongs to all chunks."""
     inside = {module for place in part.chunked.modules_of(chunk) for module in place.modules()}
     return dict.fromkeys(unit for unit in runtime.units[1:] if inside.issuperset(unit.modules))
-
-
-def _alone(
-    units: Mapping[int, Collection[Unit]], chunk: int, set_aside: Container[Gradients]
-) -> frozenset[Unit]:
-    """The units of a chunk to which no other chunk gives gradients."""
-    uses = Counter(unit for own in units.values() for unit in own)
-    return frozenset(
-        unit
-        for unit in units[chunk]
-        if uses[unit] == 1 and not any(gradients in set_aside for gradients in unit.gradients)
-    )

@@ -6,7 +6,8 @@
 
 The two halves together compute each product of matrices once. Only products of layers wait, as they take
 almost all of the time: the gradients of biases, norms and embeddings belong to the first half, as does every
-operation that is not known here. Compiled layers are not seen, so their first half is a whole backward.
+operation that is not known here. Compiled layers, and layers under torch.autocast, do all in their first
+half: it is a whole backward.
 
 [Note: Products are seen where layers compute them]
 A layer here is a module whose modules inside have no parameters, and that has a matrix. While it computes, a
@@ -36,7 +37,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.internals.autograd import is_transformed
 from zeroshard.sharding.changes import Changes
 
 
@@ -101,7 +101,7 @@ class Products:
             if torch.compiler.is_compiling():  # before `_waiting`, on whose changes code would be made again
                 return forward(*args, **kwargs)
             waiting = self._waiting
-            if waiting is None or not torch.is_grad_enabled() or is_transformed():
+            if waiting is None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             with _Sight(waiting):
                 return forward(*args, **kwargs)
@@ -126,13 +126,6 @@ class _Product(NamedTuple):
     is_turned: bool
     """True if the weight is [in, out]."""
 
-    def compute(self) -> Tensor:
-        """Return the result, by the operation that the layer has called."""
-        if not self.is_turned:
-            return F.linear(self.x, self.weight, self.bias)
-        assert self.bias is not None, "an argument of addmm"
-        return torch.addmm(self.bias, self.x, self.weight)
-
     @property
     def can_wait(self) -> bool:
         """True if the weight gradient can be computed by itself.
@@ -140,38 +133,16 @@ class _Product(NamedTuple):
         A weight may be a parameter or a view of one. The graph of any other weight is needed in both halves.
         """
         x, weight, bias = self.x, self.weight, self.bias
+        if torch.is_autocast_enabled(x.device.type):  # a cast weight is no parameter
+            return False
         is_plain = type(x) is Tensor and x.ndim > 1 and (bias is None or bias.ndim == 1)
         is_trained = weight.requires_grad and weight.is_floating_point() and weight.ndim == 2
         base = weight._base if weight._is_view() else None
         return is_plain and is_trained and (weight.is_leaf or (base is not None and base.is_leaf))
 
-    def cast(self) -> _Product:
-        """Return the product with the operands to which autocast casts them."""
-        kind = self.x.device.type
-        if not torch.is_autocast_enabled(kind):
-            return self
-        dtype = torch.get_autocast_dtype(kind)
-
-        def to(value: Tensor) -> Tensor:
-            return value if value.dtype is torch.float64 else value.to(dtype)
-
-        return self._replace(
-            x=to(self.x), weight=to(self.weight), bias=None if self.bias is None else to(self.bias)
-        )
-
 
 def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Product:
     return _Product(input, weight, bias, is_turned=False)
-
-
-def _read_addmm(*args: Any, **kwargs: Any) -> _Product | None:
-    if len(args) != 3 or kwargs:  # it may have factors
-        return None
-    bias, x, weight = args
-    return _Product(x, weight, bias, is_turned=True)
-
-
-_READERS: Mapping[Any, Callable[..., _Product | None]] = {F.linear: _read_linear, torch.addmm: _read_addmm}
 
 
 class _Sight(TorchFunctionMode):
@@ -184,21 +155,19 @@ class _Sight(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if (read := _READERS.get(func)) is not None:
-            product = read(*args, **kwargs)
-            if product is not None and product.can_wait:
-                return _compute(product.cast(), self._waiting)
+        kwargs, product = kwargs or {}, None
+        if func is F.linear:
+            product = _read_linear(*args, **kwargs)
+        elif func is torch.addmm and len(args) == 3 and not kwargs:  # it may have factors
+            product = _Product(args[1], args[2], args[0], is_turned=True)
+        if product is not None and product.can_wait:
+            operands = self._waiting.note(product.weight, product.is_turned)
+            x, bias, anchor = product.x, product.bias, None
+            if not (x.requires_grad or (bias is not None and bias.requires_grad)):
+                anchor = x.new_empty(0, requires_grad=True)  # the result is to have a graph
+            run = functools.partial(func, *args, **kwargs)
+            return _Halved.apply(x, bias, anchor, product, operands, run)
         return func(*args, **kwargs)
-
-
-def _compute(product: _Product, waiting: Waiting) -> Tensor:
-    operands = waiting.note(product.weight, product.is_turned)
-    x, bias, anchor = product.x, product.bias, None
-    if not (x.requires_grad or (bias is not None and bias.requires_grad)):
-        anchor = x.new_empty(0, requires_grad=True)  # the result is to have a graph
-    result: Tensor = _Halved.apply(x, bias, anchor, product, operands)
-    return result
 
 
 class _Halved(torch.autograd.Function):
@@ -206,11 +175,12 @@ class _Halved(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, _: Tensor | None, product: _Product, operands: _Operands
+        ctx: Any, x: Tensor, bias: Any, _: Any, product: _Product, operands: _Operands, run: Any
     ) -> Tensor:
         ctx.save_for_backward(x, product.weight.detach())
         ctx.operands = operands
-        return product.compute().detach()  # autograd refuses to edit a view that was made without a graph
+        result: Tensor = run().detach()  # autograd refuses to edit a view that was made without a graph
+        return result
 
     @staticmethod
     @once_differentiable
@@ -224,7 +194,7 @@ class _Halved(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_bias = by_rows if x.is_contiguous() else gradient  # autograd adds up the other dimensions
         ctx.operands.kept = rows, by_rows
-        return of_x, of_bias, None, None, None
+        return of_x, of_bias, None, None, None, None
 
 
 class _Operands:

@@ -233,7 +233,7 @@ def plan_division(
         ValueError: see `match`; there is no plan; a weight is quantized; or a parameter that two layers share
             would be cut in two ways.
     """
-    _check_words(model, plan)
+    _check_words(plan)
     if num_ranks == 1:
         return Division([], list(specs))
     _refuse_codes(specs)
@@ -259,7 +259,10 @@ def plan_division(
     _refuse_whole_ties(model, layers, cuts)
     summed = {p for layer in layers if layer.is_summed for p in layer.module.parameters()}
     if along_sequence:
-        _refuse_experts(layers)
+        for layer in layers:
+            if layer.style.way in (Split.EXPERTS, Split.LATENT):  # their sums are not split
+                way = layer.style.way.value
+                raise ValueError(f"tp_plan: '{layer.name}' is '{way}'; expected none with 'sequence'")
         check_coverage(model, plan)
         biases = (layer.module._parameters.get("bias") for layer in layers if layer.style.way in BY_ROWS)
         summed.update(bias for bias in biases if bias is not None)  # they are added to parts of a sequence
@@ -281,7 +284,7 @@ def _refuse_codes(specs: Sequence[UnitSpec]) -> None:
             )
 
 
-def _check_words(model: nn.Module, plan: Plan | None) -> None:
+def _check_words(plan: Plan | None) -> None:
     """Refuse a plan of another form, also where there is one tensor rank and it is not needed."""
     if plan is None:
         return
@@ -291,12 +294,8 @@ def _check_words(model: nn.Module, plan: Plan | None) -> None:
         raise ValueError(
             f"tp_plan: expected words by pattern, {{'layers.*.up': 'colwise', ...}}, got {plan!r}"
         )
-    names = [name for name, _ in model.named_modules()]
-    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern, word in plan.items():
         LayerPlan.of(word, pattern)
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"tp_plan: no module of the model is called '{pattern}'")
 
 
 def _cuts_of(layers: Sequence[Divided]) -> dict[nn.Parameter, Cut]:
@@ -329,15 +328,6 @@ def _refuse_counted_heads(layers: Sequence[Divided]) -> None:
                 "rank computes some of these heads. Expected LayerPlan(Split.COLUMNS, heads(NUMBER, "
                 "size=SIZE)) in the plan, and a forward that views its outputs by the size of a head, not by "
                 f"'{found}'"
-            )
-
-
-def _refuse_experts(layers: Sequence[Divided]) -> None:
-    """Refuse layers whose sums are not split along the sequence."""
-    for layer in layers:
-        if layer.style.way in (Split.EXPERTS, Split.LATENT):
-            raise ValueError(
-                f"tp_plan: '{layer.name}' is '{layer.style.way.value}'; expected none with 'sequence'"
             )
 
 

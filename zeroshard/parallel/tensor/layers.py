@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.comm.activations import Activations
-from zeroshard.comm.collectives import Axis
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import find_tensors
 from zeroshard.parallel.random import share_random_states
@@ -49,42 +48,10 @@ from zeroshard.sharding.runtime import Runtime
 
 def install(model: nn.Module, layers: list[Divided], over: Activations, changes: Changes) -> None:
     """Have a model compute with the parts of its parameters, which have the shapes of parts from now on."""
-    regions = _install_forwards(layers, over, changes)
-    blocks = {} if regions is None else regions.follow(model, layers, changes)
-    share_random_states(model, layers, blocks, over, changes)
-    divide_losses(model, layers, over, changes)
-    _refuse_parts(model, regions, changes)
-
-    def forget(*_: Any) -> None:
-        over.last = None
-
-    changes.hook(model.register_forward_hook(forget, always_call=True))
-
-
-def _refuse_parts(model: nn.Module, regions: Regions | None, changes: Changes) -> None:
-    """Refuse outputs of a model of transformers that would be parts: they look like all of the values."""
-
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        def is_asked(name: str) -> bool:
-            given = kwargs.get(name)
-            return bool(getattr(getattr(module, "config", None), name, False) if given is None else given)
-
-        if is_asked("output_attentions"):
-            raise ValueError("output_attentions: each tensor rank has some of the heads; expected False")
-        if regions is not None and regions.are_divided and is_asked("output_hidden_states"):
-            raise ValueError(
-                "output_hidden_states: with mesh.sequence each tensor rank has a part of the sequence between"
-                " blocks; expected False, mesh.sequence=False, or evaluation under no_grad"
-            )
-
-    changes.hook(model.register_forward_pre_hook(before, with_kwargs=True))
-
-
-def _install_forwards(layers: list[Divided], over: Activations, changes: Changes) -> Regions | None:
-    """Return the switch of the regions that are divided along the sequence, if there are any."""
     regions = install_regions(layers, over, changes)
     if regions is not None:
         adapt_regions(layers, regions, over, changes)
+        regions.follow(model, changes)
     for layer in layers:
         if not layer.has_other_forward:
             continue
@@ -113,7 +80,33 @@ def _install_forwards(layers: list[Divided], over: Activations, changes: Changes
             changes.set(parent, _GROUPS, groups * (section.size // section.unit) // over.size)
     has_heads = (layer for layer in layers if layer.style.way is Split.COLUMNS and layer.style.sections)
     set_counts({layer.parent: None for layer in has_heads}, over.size, changes)
-    return regions
+    share_random_states(model, layers, regions, over, changes)
+    divide_losses(model, layers, over, changes)
+    _refuse_parts(model, regions, changes)
+
+    def forget(*_: Any) -> None:
+        over.last = None
+
+    changes.hook(model.register_forward_hook(forget, always_call=True))
+
+
+def _refuse_parts(model: nn.Module, regions: Regions | None, changes: Changes) -> None:
+    """Refuse outputs of a model of transformers that would be parts: they look like all of the values."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        def is_asked(name: str) -> bool:
+            given = kwargs.get(name)
+            return bool(getattr(getattr(module, "config", None), name, False) if given is None else given)
+
+        if is_asked("output_attentions"):
+            raise ValueError("output_attentions: each tensor rank has some of the heads; expected False")
+        if regions is not None and regions.are_divided and is_asked("output_hidden_states"):
+            raise ValueError(
+                "output_hidden_states: with mesh.sequence each tensor rank has a part of the sequence between"
+                " blocks; expected False, mesh.sequence=False, or evaluation under no_grad"
+            )
+
+    changes.hook(model.register_forward_pre_hook(before, with_kwargs=True))
 
 
 def _of_parts(layer: Divided, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -253,50 +246,41 @@ class _Digest(NamedTuple):
         return self.kind == other.kind and self.digest == other.digest and not is_far
 
 
-class _InputComparison:
-    """Compares the inputs of the root at forwards 1, 2, 4, 8, ... in training, and in evaluation."""
+def compare_inputs(runtime: Runtime) -> None:
+    """Have a model compare its inputs over the tensor ranks, if there are several.
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis, self._num_forwards = axis, {True: 0, False: 0}
-        """Forwards in training, and in evaluation."""
+    It does so at forwards 1, 2, 4, 8, ... in training, and in evaluation.
+    """
+    axis, num_forwards = runtime.context.axes.tp, {True: 0, False: 0}
 
     @torch.no_grad()
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_in_backward():
             return
-        self._num_forwards[module.training] = number = self._num_forwards[module.training] + 1
+        num_forwards[module.training] = number = num_forwards[module.training] + 1
         if number & (number - 1):  # 1, 2, 4, 8, ...
             return
         tensors = find_tensors((args, kwargs))[0]
         if not module.training:  # a cache of keys and values has other heads on each rank
             tensors = [tensor for tensor in tensors if not tensor.is_floating_point()]
         own = [_Digest.of(tensor) for tensor in tensors]
-        everyone = self._axis.all_gather_object(own, "comparison of inputs")
-        for rank, theirs in enumerate(everyone):
-            if not _are_like(everyone[0], theirs):
-                raise RuntimeError(self._explain(rank, everyone[0], theirs))
+        first, *others = axis.all_gather_object(own, "comparison of inputs")
+        for rank, theirs in enumerate(others, start=1):
+            if len(first) != len(theirs) or not all(map(_Digest.is_like, first, theirs)):
+                raise RuntimeError(_explain(axis.global_ranks, rank, first, theirs))
 
-    def _explain(self, rank: int, first: Sequence[_Digest], theirs: Sequence[_Digest]) -> str:
-        ranks = self._axis.global_ranks
-        found = [", ".join(seen.kind for seen in one) or "no tensors" for one in (first, theirs)]
-        if found[0] == found[1]:
-            found = [f"{text} of some values" for text in found[:1]] + ["others of the same shapes"]
-        size = len(ranks)
-        return (
-            f"expected the same batch on the tensor ranks {ranks}, which compute parts of it; rank "
-            f"{ranks[0]} was given {found[0]}, rank {ranks[rank]} {found[1]}. Ranks with other batches are "
-            f"those of DistributedSampler(data, num_replicas=world_size // {size}, rank=rank // {size})"
-        )
-
-
-def compare_inputs(runtime: Runtime) -> None:
-    """Have the first forward of a model compare its inputs over the tensor ranks, if there are several."""
-    axis = runtime.context.axes.tp
     if axis.size > 1:
         root = runtime.root.modules[0]
-        compare = _InputComparison(axis)
         runtime.changes.hook(root.register_forward_pre_hook(compare, prepend=True, with_kwargs=True))
 
 
-def _are_like(one: Sequence[_Digest], other: Sequence[_Digest]) -> bool:
-    return len(one) == len(other) and all(a.is_like(b) for a, b in zip(one, other, strict=True))
+def _explain(ranks: Sequence[int], rank: int, first: Sequence[_Digest], theirs: Sequence[_Digest]) -> str:
+    found = [", ".join(seen.kind for seen in one) or "no tensors" for one in (first, theirs)]
+    if found[0] == found[1]:
+        found = [f"{text} of some values" for text in found[:1]] + ["others of the same shapes"]
+    size = len(ranks)
+    return (
+        f"expected the same batch on the tensor ranks {ranks}, which compute parts of it; rank "
+        f"{ranks[0]} was given {found[0]}, rank {ranks[rank]} {found[1]}. Ranks with other batches are "
+        f"those of DistributedSampler(data, num_replicas=world_size // {size}, rank=rank // {size})"
+    )

@@ -255,7 +255,7 @@ def divide_losses(model: nn.Module, layers: Iterable[Divided], over: Activations
                     "tp_plan: 'colwise_loss': expected the head of a causal language model of transformers "
                     f"with its default loss, got '{layer.name}' of {type(model).__name__}"
                 )
-            ModelLoss(owner, classes).install(owner, layer.module, changes)
+            ModelLoss(owner, classes, layer.module, changes)
 
 
 class DividedLogits:
@@ -306,17 +306,16 @@ class ModelLoss:
     Without labels, and in evaluation, the head gathers its logits as before.
 
     Args:
-        model: the model; the loss of transformers is what its `loss_function` gives.
+        model: the model; the loss of transformers is what its `loss_function` gives. It gets this one.
         classes: the classes of this rank.
+        head: the head of the model.
+        changes: the changes of the model.
     """
 
-    def __init__(self, model: Any, classes: Classes) -> None:
+    def __init__(self, model: Any, classes: Classes, head: nn.Module, changes: Changes) -> None:
         self._classes, self._whole = classes, model.loss_function
         self._names = list(inspect.signature(model.forward).parameters)
         self._is_divided = self._was_called = False
-
-    def install(self, model: nn.Module, head: nn.Module, changes: Changes) -> None:
-        """Take the place of the loss function of a model, and stand behind its head."""
         changes.set(head, "forward", functools.partial(self._head, head.forward))
         changes.set(model, "_loss_function", self)
         changes.hook(
@@ -354,12 +353,13 @@ class ModelLoss:
         targets = shift_labels.reshape(-1).to(logits.device)
         rows = logits.float().reshape(-1, self._classes.own.size)
         own, over = self._classes.own, self._classes.over
-        if num_items_in_batch is None:
-            return divided_cross_entropy(rows, targets, own, over, ignore_index=ignore_index)
-        total = divided_cross_entropy(rows, targets, own, over, ignore_index=ignore_index, reduction="sum")
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        total = divided_cross_entropy(
+            rows, targets, own, over, ignore_index=ignore_index, reduction=reduction
+        )
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)
-        return total / num_items_in_batch
+        return total if num_items_in_batch is None else total / num_items_in_batch
 
     def _head(self, forward: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
         part = forward(value)

@@ -49,7 +49,7 @@ between such pairs are divided along the sequence (Korthikanti et al. 2022, sect
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
@@ -176,20 +176,13 @@ class Regions:
         is_whole = isinstance(layer.module, nn.Embedding) and not self._embeds_parts
         return add_up if is_whole else self.sum
 
-    def follow(
-        self, model: nn.Module, layers: Iterable[Divided], changes: Changes
-    ) -> dict[nn.Module, Callable[[], bool]]:
-        """Take the mode of a model at each of its forwards. Recomputation keeps that of the last one.
-
-        Returns:
-            The modules inside of which all values are parts, with a function that tells if they are now.
-        """
+    def follow(self, model: nn.Module, changes: Changes) -> None:
+        """Take the mode of a model at each of its forwards. Recomputation keeps that of the last one."""
 
         def before(module: nn.Module, args: Any) -> None:
             self._are_divided = module.training or torch.is_grad_enabled()
 
         changes.hook(model.register_forward_pre_hook(before, prepend=True))
-        return dict.fromkeys(blocks_of(layers), lambda: self.are_divided)
 
     def sum(self, value: Tensor, over: Activations, label: str) -> Tensor:
         """Add up the summands of a layer: this rank's part of the sum, or the whole of it."""
@@ -210,9 +203,8 @@ class Regions:
         if not self.are_divided or over.size == 1:
             return part
         whole, twin = _Gathered.apply(part, over, label)
-        if whole.is_inference():  # it has no version, and no gradient
-            return cast(Tensor, whole)
-        setattr(whole, _TWIN, _Twin(twin, whole._version, part))
+        if not whole.is_inference():  # else it has no version, and no gradient
+            setattr(whole, _TWIN, _Twin(twin, whole._version, part))
         return cast(Tensor, whole)
 
     def part_of(self, value: Tensor, over: Activations, label: str) -> Tensor:
@@ -274,10 +266,9 @@ def install_regions(layers: Sequence[Divided], over: Activations, changes: Chang
     ways = {layer.style.way for layer in layers}
     if not ways.intersection(OF_SEQUENCE):
         return None
-    lists = [layer.parent for layer in layers if layer.style.way is Split.SEQUENCE_SPLIT]
-    if len(set(lists)) < len(lists):
-        names = [layer.name for layer in layers if layer.style.way is Split.SEQUENCE_SPLIT]
-        raise ValueError(f"tp_plan: expected 'sequence_split' for the first block only, got {names}")
+    first = {layer.name: layer.parent for layer in layers if layer.style.way is Split.SEQUENCE_SPLIT}
+    if len(set(first.values())) < len(first):
+        raise ValueError(f"tp_plan: expected 'sequence_split' for the first block only, got {[*first]}")
     regions = Regions(embeds_parts=Split.SEQUENCE_SPLIT not in ways)
     for layer in layers:
         if layer.style.way is Split.SEQUENCE:
@@ -316,15 +307,14 @@ def blocks_of(layers: Iterable[Divided]) -> list[nn.Module]:
     return [one for one in holders if not any(other in set(one.modules()) - {one} for other in holders)]
 
 
-def check_coverage(model: nn.Module, patterns: Iterable[str]) -> None:
+def check_coverage(model: nn.Module, patterns: Collection[str]) -> None:
     """Refuse parameters that no pattern names: a rank may use them for a part, or for all values.
 
     Raises:
         ValueError: there is such a parameter.
     """
-    known = list(patterns)
     for name, module in model.named_modules():
-        is_named = any(fnmatchcase(name, pattern) for pattern in known)
+        is_named = any(fnmatchcase(name, pattern) for pattern in patterns)
         for attribute, parameter in module._parameters.items():
             if parameter is not None and parameter.requires_grad and not is_named:
                 full = f"{name}.{attribute}" if name else attribute
@@ -453,14 +443,11 @@ def adapt_regions(layers: Iterable[Divided], regions: Regions, over: Activations
     layers = list(layers)
     inside = {module for block in blocks_of(layers) for module in block.modules()}
 
-    def part(label: str) -> Callable[..., Tensor]:
-        return lambda module, args: regions.part_of(args[0], over, label)
+    def of_input(take: Callable[[Tensor, Activations, str], Tensor], label: str) -> Callable[..., Tensor]:
+        return lambda module, args: take(args[0], over, label)
 
-    def part_after(label: str) -> Callable[..., Tensor]:
+    def of_output(label: str) -> Callable[..., Tensor]:
         return lambda module, args, output: regions.split(output, over, label)
-
-    def whole(label: str) -> Callable[..., Tensor]:
-        return lambda module, args: regions.gather(args[0], over, label)
 
     for layer in layers:
         adapter, label = layer.adapter, layer.name
@@ -468,8 +455,8 @@ def adapt_regions(layers: Iterable[Divided], regions: Regions, over: Activations
             continue
         for dropout in adapter.get_submodule("lora_dropout").children():
             if layer.module in inside:
-                changes.hook(dropout.register_forward_pre_hook(part(label)))
+                changes.hook(dropout.register_forward_pre_hook(of_input(regions.part_of, label)))
             else:
-                changes.hook(dropout.register_forward_hook(part_after(label)))
+                changes.hook(dropout.register_forward_hook(of_output(label)))
         for matrix in adapter.get_submodule("lora_B").children():
-            changes.hook(matrix.register_forward_pre_hook(whole(label)))
+            changes.hook(matrix.register_forward_pre_hook(of_input(regions.gather, label)))

@@ -26,7 +26,6 @@ from zeroshard.parallel.pipeline.actions import (
     Kind,
     Place,
     Schedule,
-    check_actions,
 )
 from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
@@ -36,25 +35,10 @@ class Ages:
     """The versions that the actions of a schedule meet.
 
     Args:
-        schedule: the lists of all ranks.
-
-    Raises:
-        ValueError: see `check_actions`; a backward comes before its forward.
+        schedule: the lists of all ranks, which `simulate` runs.
     """
 
     schedule: Schedule
-
-    def __post_init__(self) -> None:
-        check_actions(self.schedule)
-        for rank, actions in enumerate(self.schedule.lists):
-            forwards: set[Place] = set()
-            for action in actions:
-                if action.kind is Kind.FORWARD:
-                    forwards.add(action.place)
-                elif action.is_compute and action.place not in forwards:
-                    raise ValueError(
-                        f"pipeline rank {rank}: expected {action} after the forward of its micro-batch"
-                    )
 
     @cached_property
     def before(self) -> Mapping[Action, int]:
@@ -174,14 +158,3 @@ class Ages:
                         found[action] = taken, None
                         waiting.append(action)
         return found
-
-
-def is_asynchronous(schedule: Schedule) -> bool:
-    """True if a rank computes behind a step of one of its chunks."""
-    for actions, chunks in zip(schedule.lists, schedule.chunks, strict=True):
-        for chunk in chunks:
-            own = [action for action in actions if action.chunk in (None, chunk)]
-            steps = [index for index, action in enumerate(own) if action.kind is Kind.STEP]
-            if steps and any(action.is_compute for action in own[steps[0] :]):
-                return True
-    return False

@@ -22,6 +22,7 @@ from zeroshard.parallel.pipeline.asynchronous.versions import (
     Change,
     Corrected,
     Delays,
+    NotedChange,
     WeightVersions,
     decay_of_changes,
     read_delays,
@@ -90,19 +91,6 @@ def _saved_as_copy(module: nn.Module) -> str | None:
     return None
 
 
-def refuse_autocast(device: torch.device) -> None:
-    """Refuse torch.autocast, which keeps casts of weights from one micro-batch to the next.
-
-    Raises:
-        RuntimeError: it is on.
-    """
-    if torch.is_autocast_enabled(device.type):
-        raise RuntimeError(
-            "train_batch() of an asynchronous pipeline inside torch.autocast, which keeps casts of the "
-            "weights of an earlier version: set precision.param_dtype in the config instead"
-        )
-
-
 _read_delays = functools.lru_cache(maxsize=32)(read_delays)
 
 
@@ -111,11 +99,19 @@ def noted_change(config: Config, rank: int) -> str | None:
 
     A rank that crosses no steps has none.
     """
-    if (name := NOTED_CHANGES.get(config.pipeline.chosen_weights)) is None:
-        return None
+    name = NOTED_CHANGES.get(config.pipeline.chosen_weights)
+    return name if name is not None and _most_crossed(config, rank) else None
+
+
+def _most_crossed(config: Config, rank: int) -> int:
+    """The most steps between a forward and its backward on a rank, while the pipeline is full.
+
+    `train_batches` runs it so after the synchronous steps. The decay of changes is read from these: it
+    belongs to the stage, and each step has the same one, in short lists and in synchronous steps, too.
+    """
     full = full_schedule_of(config)
     (chunk,) = full.chunks[rank]
-    return name if Ages(full).most_crossed(chunk) else None
+    return Ages(full).most_crossed(chunk)
 
 
 class AsynchronousMethod:
@@ -150,13 +146,9 @@ class AsynchronousMethod:
             layers = list(runtime.module.modules())
             self._looked_at = refuse_weights_of_forwards(layers, runtime.changes, weights)
         self._device, self._state = runtime.context.device, runtime.state
-        self._delays, full = self._read(schedule), full_schedule_of(config)
-        self._read(full)
-        (chunk,) = full.chunks[self._rank]
-        self._most_crossed = Ages(full).most_crossed(chunk)
-        """The most steps between a forward and its backward on this rank, while the pipeline is full, as
-        `train_batches` runs it after the synchronous steps. The decay of changes is read from these: it
-        belongs to the stage, and each step has the same one, in short lists and in synchronous steps, too."""
+        self._delays = self._read(schedule)
+        self._read(full_schedule_of(config))
+        self._most_crossed = _most_crossed(config, self._rank)
         self._first = self._taken = 0
         """The steps of training before the list, and the steps of the list so far."""
         self._has_begun = False
@@ -178,7 +170,11 @@ class AsynchronousMethod:
         Raises:
             RuntimeError: torch.autocast is on.
         """
-        refuse_autocast(self._device)
+        if torch.is_autocast_enabled(self._device.type):
+            raise RuntimeError(
+                "train_batch() of an asynchronous pipeline inside torch.autocast, which keeps casts of the "
+                "weights of an earlier version: set precision.param_dtype in the config instead"
+            )
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         self._has_begun = False
         self._looked_at.clear()
@@ -204,7 +200,7 @@ class AsynchronousMethod:
         with ExitStack() as stack:
             if self.versions is not None:
                 stack.enter_context(self.versions.stepping())
-            if self._change is not None and self._most_crossed:
+            if isinstance(self._change, NotedChange) and self._most_crossed:
                 decay = decay_of_changes(self._config.decay, self._most_crossed)
                 stack.enter_context(self._change.noting(decay))
             if self._corrected is not None:

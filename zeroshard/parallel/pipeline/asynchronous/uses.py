@@ -68,17 +68,8 @@ def _stash(ages: Ages) -> dict[Action, Use]:
     return {action: Use(taken - ages.crossed.get(action, 0)) for action, taken in ages.before.items()}
 
 
-def _by_microbatch(action: Action, versions: Mapping[int, int]) -> Use:
-    assert action.microbatch is not None, "a compute action"
-    return Use(versions[action.microbatch])
-
-
-def _vertical(ages: Ages) -> dict[Action, Use]:
-    return {action: _by_microbatch(action, ages.first_versions) for action in ages.before}
-
-
-def _double(ages: Ages) -> dict[Action, Use]:
-    return {action: _by_microbatch(action, ages.versions_of_steps) for action in ages.before}
+def _by_microbatch(ages: Ages, versions: Mapping[int, int]) -> dict[Action, Use]:
+    return {action: Use(versions[action.place[1]]) for action in ages.before}
 
 
 def _estimate(ages: Ages) -> dict[Action, Use]:
@@ -99,8 +90,8 @@ def _lwp(ages: Ages) -> dict[Action, Use]:
 WEIGHTS: dict[str, WeightMethod] = {
     "latest": WeightMethod(_latest),
     "stash": WeightMethod(_stash),
-    "vertical": WeightMethod(_vertical),
-    "double": WeightMethod(_double),
+    "vertical": WeightMethod(lambda ages: _by_microbatch(ages, ages.first_versions)),
+    "double": WeightMethod(lambda ages: _by_microbatch(ages, ages.versions_of_steps)),
     "estimate": WeightMethod(_estimate, Direction.MEAN_CHANGE),
     "predict": WeightMethod(_predict, Direction.UPDATE),
     "lwp": WeightMethod(_lwp, Direction.UPDATE),

@@ -15,10 +15,9 @@ GatheredWeights    a version is this rank's shard. The units gather it before ea
                    nothing
 ShownWeights       a version is whole, as nothing is gathered. The parameters are views of it, without a copy.
                    If later actions use the weights before a step, the step writes to new memory, and the old
-                   memory becomes a version
-MovedWeights       the same for weights that are moved, where units stay whole: all actions read one copy,
-                   which is written where they differ. The weights of a forward and its backward share memory,
-                   so autograd finds the new ones
+                   memory becomes a version. Weights that are moved are in one copy, which all actions read,
+                   and which is written where they differ. The weights of a forward and its backward share
+                   memory, so autograd finds the new ones
 
 The directions along which weights are moved: the change that one step is taken to make; their arithmetic.
 
@@ -119,9 +118,6 @@ class Change(Protocol):
             out: like the slice, with memory of its own.
         """
 
-    def noting(self, decay: float) -> AbstractContextManager[None]:
-        """Note the change of the step inside; `decay` is that of a mean."""
-
 
 class NotedChange:
     """The changes of the steps so far: their mean, or the last one.
@@ -150,7 +146,7 @@ class NotedChange:
     @contextmanager
     @torch.no_grad()
     def noting(self, decay: float) -> Iterator[None]:
-        """Note the change of the step inside."""
+        """Note the change of the step inside; `decay` is that of a mean."""
         before = [buffer.main.detach().clone() for buffer in self._buffers]
         yield
         stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
@@ -212,10 +208,11 @@ class WeightsPlace:
 
     Args:
         buffer: the buffer.
+        change: the change of a step, if the method moves weights.
     """
 
-    def __init__(self, buffer: FlatBuffer) -> None:
-        self._buffer = buffer
+    def __init__(self, buffer: FlatBuffer, change: Change | None) -> None:
+        self._buffer, self._change = buffer, change
         self._kept: dict[int, Tensor] = {}
         """Older versions by their numbers."""
 
@@ -255,16 +252,7 @@ class WeightsPlace:
 
 
 class GatheredWeights(WeightsPlace):
-    """The weights of a buffer that is gathered or computed before each action.
-
-    Args:
-        buffer: the buffer.
-        change: the change of a step, if the method moves weights.
-    """
-
-    def __init__(self, buffer: FlatBuffer, change: Change | None) -> None:
-        super().__init__(buffer)
-        self._change = change
+    """The weights of a buffer that is gathered or computed before each action."""
 
     def enter(self, use: Use, newest: int) -> None:
         """Let gathers start from the weights of an action; see `WeightsPlace`."""
@@ -283,14 +271,31 @@ class GatheredWeights(WeightsPlace):
 
 
 class ShownWeights(WeightsPlace):
-    """The weights of a buffer that shows versions, for a method that keeps them."""
+    """The weights of a buffer that shows versions: those that were kept, or one copy that is moved."""
+
+    _moved: Tensor | None = None
+    """The copy, in a list with actions whose weights are moved."""
+    _written: tuple[int, int] = (0, 0)
+    """The version that is in the copy, and by how many steps it is moved."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all weights here, beside the main parameters."""
+        return super().num_bytes + (0 if self._moved is None else self._moved.nbytes)
+
+    def begin(self, *, moves: bool) -> None:
+        """Make the copy, if an action needs it."""
+        self._moved, self._written = _copy(self._buffer) if moves else None, (0, 0)
 
     def enter(self, use: Use, newest: int) -> None:
         """Show the weights of an action; see `WeightsPlace`."""
-        if use.version is None or use.version == newest:
-            self._buffer.show(None)
-        else:
-            self._buffer.show(self._kept[use.version])
+        if self._moved is None or self._change is None:
+            self._buffer.show(None if use.version in (None, newest) else self._kept[use.version])
+            return
+        self._buffer.show(self._moved)
+        if self._written != (newest, use.ahead):
+            write_moved(self._moved, self._buffer, self._change, use.ahead)
+            self._written = newest, use.ahead
 
     def rest(self) -> None:
         """Show the main parameters; see `WeightsPlace`."""
@@ -300,53 +305,10 @@ class ShownWeights(WeightsPlace):
         """Keep the newest version, before a step; graphs have its memory if an action has read it."""
         self._kept[newest] = _copy(self._buffer) if self._buffer.is_stale else self._buffer.leave()
 
-
-class MovedWeights(WeightsPlace):
-    """The weights of a buffer that shows versions, for a method that moves them.
-
-    Args:
-        buffer: the buffer.
-        change: the change of a step.
-    """
-
-    def __init__(self, buffer: FlatBuffer, change: Change) -> None:
-        super().__init__(buffer)
-        self._change = change
-        self._copy: Tensor | None = None
-        self._written: tuple[int, int] | None = None
-        """The version that is in the copy, and by how many steps it is moved."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the copy."""
-        return 0 if self._copy is None else self._copy.nbytes
-
-    def begin(self, *, moves: bool) -> None:
-        """Make the copy, if an action needs it."""
-        self._copy, self._written = _copy(self._buffer) if moves else None, (0, 0)
-
-    def rest(self) -> None:
-        """Show the main parameters; see `WeightsPlace`."""
-        self._buffer.show(None)
-
-    def enter(self, use: Use, newest: int) -> None:
-        """Write the weights of an action into the copy; see `WeightsPlace`."""
-        self._buffer.show(self._copy)
-        if self._copy is not None and self._written != (newest, use.ahead):
-            write_moved(self._copy, self._buffer, self._change, use.ahead)
-            self._written = newest, use.ahead
-
     def end(self) -> None:
         """Let the units have the main parameters again."""
-        self._copy = None
+        self._moved = None
         super().end()
-
-
-def place_of(buffer: FlatBuffer, change: Change | None) -> WeightsPlace:
-    """Return the place of a buffer's weights; `change` is that of a step, if the method moves weights."""
-    if not buffer.plan.shows_versions:
-        return GatheredWeights(buffer, change)
-    return ShownWeights(buffer) if change is None else MovedWeights(buffer, change)
 
 
 @torch.no_grad()
@@ -414,7 +376,11 @@ class WeightVersions:
 
     def __init__(self, runtime: Runtime, change: Change | None) -> None:
         self._runtime = runtime
-        self._places = [place_of(buffer, change) for buffer in runtime.buffers if buffer.trainable]
+        self._places = [
+            (ShownWeights if buffer.plan.shows_versions else GatheredWeights)(buffer, change)
+            for buffer in runtime.buffers
+            if buffer.trainable
+        ]
         self._kept: tuple[frozenset[int], ...] = ()
         self._newest = 0
         self.peak_bytes = 0
