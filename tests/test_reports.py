@@ -183,7 +183,7 @@ def test_a_comm_report_of_an_accelerator_tells_that_the_device_waits():
     counter.add("all_gather", 8)
     counter.add("control", 4)
     counter.waited_s["control"] = 0.5
-    text = str(counter.report(rank=1, num_ranks=2, is_host_waiting=False))
+    text = str(counter.report(rank=1, num_ranks=2))
     assert cells(text)["all_gather"] == ["1", "8 B", "-"]
     assert cells(text)["control"] == ["1", "4 B", "0.500 s"]
     assert "the device waits by itself" in text

@@ -14,8 +14,8 @@ from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import share_of_cores, use_device
-from zeroshard.comm.lifecycle import close_at_exit, watch
-from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world, start_process_group
+from zeroshard.comm.lifecycle import watch
+from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
@@ -90,15 +90,6 @@ def shard_in_place(
 def specify_units(module: nn.Module, config: Config) -> list[UnitSpec]:
     """Return the units that a config asks for, see `find_units`. Raises ValueError as that does."""
     return find_units(module, config.units, config.ignored, config.precision.overrides, config.frozen)
-
-
-def start_world(device: torch.device, timeout_s: float) -> Axis:
-    """Open the axis of all ranks, watched; start the process group if nobody has."""
-    started = start_process_group(device, timeout_s)
-    world = open_world(device, Counter(), timeout_s)
-    close_at_exit(world, owns_process_group=started)
-    watch(world)
-    return world
 
 
 def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = None) -> Axes:
@@ -239,8 +230,7 @@ def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: boo
         host_computes=host_computes,
         num_threads=offload.num_threads or (None if host_computes else share_of_cores()),
         steps_in_backward=offload.step_in_backward,
-        has_versions=config.pipeline.has_versions,
-        moves_weights=config.pipeline.moves_weights,
+        weights=config.pipeline.chosen_weights,
     )
 
 

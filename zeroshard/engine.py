@@ -33,11 +33,12 @@ from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import refuse_averages, refuse_to_drop
+from zeroshard.plan.placement import SUMMANDS
 from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
 from zeroshard.sharding.unit import UnitInfo
 from zeroshard.stepping.attach import StepHooks, attach
 from zeroshard.stepping.early import EarlySteps
-from zeroshard.stepping.guard import Arguments, InterruptedStep, StepGuard
+from zeroshard.stepping.guard import InterruptedStep, StepGuard
 
 
 class Engine(NotCopied, nn.Module):
@@ -88,7 +89,7 @@ class Engine(NotCopied, nn.Module):
         self._halfway = InterruptedStep()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
-        self._has_warned, self._num_dropped = False, 0
+        self._num_dropped = 0
         """Micro-batches of unfinished steps that zero_grad() has dropped since the last step."""
         self._boundary: bool | None = None
         """True or False if the next `step()` is said to step, or not to; None: micro-batches are counted."""
@@ -115,7 +116,7 @@ class Engine(NotCopied, nn.Module):
         """Run the model's own forward."""
         refuse_tracers(args)
         refuse_transforms()
-        if self._runtime.context.setting.placements.frees_parameters or self._axes.dp.size == 1:
+        if self._runtime.context.setting.placements.parameter or self._axes.dp.size == 1:
             self._saver.check(self._axes.world)  # elsewhere the ranks may call forward unevenly
         try:
             return self.module(*args, **kwargs)
@@ -142,7 +143,7 @@ class Engine(NotCopied, nn.Module):
         self._refuse_parts("backward()")
         check_loss(loss)
         reducer, more = self._runtime.reducer, not self.is_gradient_accumulation_boundary()
-        send = not self._runtime.context.setting.placements.accumulates_locally
+        send = self._runtime.context.setting.placements.gradient != SUMMANDS
         factored = loss * self.loss_scale if reducer.is_half else loss
         if scale_wrt_gas and self._num_micro_batches > 1:
             factored = factored / self._num_micro_batches
@@ -199,7 +200,7 @@ class Engine(NotCopied, nn.Module):
                 self.zero_grad()
                 return False
             if self._guard.loss is None and self._num_micro_batches > 1:
-                self._warn_once(
+                warn_user(
                     "gradients of loss.backward() are not divided by gradient_accumulation_steps="
                     f"{self._num_micro_batches}: call engine.backward(loss), with scale_wrt_gas=False if the "
                     "loss is divided already"
@@ -311,17 +312,10 @@ class Engine(NotCopied, nn.Module):
         Args:
             is_boundary: True or False until the next call, the same on all ranks. None: micro-batches are
                 counted again.
-
-        Raises:
-            ValueError: `is_boundary` is something else.
         """
-        if is_boundary is not None and type(is_boundary) is not bool:
-            raise ValueError(
-                f"set_gradient_accumulation_boundary: expected True, False or None, got {is_boundary!r}"
-            )
         self._boundary = is_boundary
 
-    def _judge_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def _judge_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Judge a step that the optimizer begins, unless the engine has judged it already."""
         refuse_averages(self._runtime.state, "an optimizer step")
         if not self._is_ready:
@@ -329,7 +323,7 @@ class Engine(NotCopied, nn.Module):
                 self._early.check()
             self._check_own_step(any(value is not None for value in (*args[1:], kwargs.get("closure"))))
             self._guard.make_ready()
-        return self._halfway.begin(args, kwargs)
+        self._halfway.begin()
 
     def _count_step(self) -> None:
         """Count a step of the optimizer."""
@@ -355,24 +349,18 @@ class Engine(NotCopied, nn.Module):
                 "with float16 or nonfinite='skip' only engine.step() can leave out a step, of the "
                 "optimizer and of the LR scheduler: call engine.step(), not optimizer.step()"
             )
-        if has_closure and self._guard.needs_gradients:
+        if has_closure and (self.config.clip_grad_norm is not None or self.config.nonfinite == "error"):
             raise RuntimeError(
                 "clip_grad_norm and nonfinite='error' need the gradients before step(), and a closure "
                 "makes them inside: call engine.backward(loss), then step() without a closure"
             )
         if self._num_micro_batches > 1 and not has_closure:
-            self._warn_once(
+            warn_user(
                 f"gradient_accumulation_steps={self._num_micro_batches}, but optimizer.step() was called: "
                 "only engine.step() counts micro-batches. Call engine.backward(loss) and engine.step() for "
                 "each micro-batch; or set gradient_accumulation_steps=1, divide the loss, and step after the "
                 "last micro-batch"
             )
-
-    def _warn_once(self, message: str) -> None:
-        """Warn of a loop that does not divide or count its micro-batches, at its first step alone."""
-        if not self._has_warned:
-            self._has_warned = True
-            warn_user(message)
 
     # -- a module whose contents are those of the model ----------------------------------------------------
 
@@ -457,7 +445,7 @@ class Engine(NotCopied, nn.Module):
     def comm_report(self) -> CommReport:
         """Calls, bytes and waits by collective since the last `reset_comm_report()`."""
         axis = self._axes.world
-        return axis.counter.report(rank=axis.rank, num_ranks=axis.size, is_host_waiting=axis.exchanges)
+        return axis.counter.report(rank=axis.rank, num_ranks=axis.size)
 
     def pipeline_report(self) -> PipelineReport:
         """Blocks, share of the time and parameters of each chunk of the pipeline.

@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from zeroshard.agreement import check_agreement
-from zeroshard.assemble import open_data_parallel, shard_over, specify_units, start_world
+from zeroshard.assemble import open_data_parallel, shard_over, specify_units
 from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.manifest import describe_model
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.comm.device import use_device
-from zeroshard.comm.lifecycle import close_at_exit
+from zeroshard.comm.lifecycle import close_at_exit, start_world
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import has_streams
 from zeroshard.config.sections import Config, Loader

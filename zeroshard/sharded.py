@@ -22,7 +22,7 @@ from zeroshard.parameters.original import revive
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, count_elements
 from zeroshard.parameters.state import Phase, refuse_averages, refuse_in_batch, refuse_in_step
-from zeroshard.plan.originals import Original
+from zeroshard.plan.originals import Original, is_packed
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
 from zeroshard.sharding.unit import Unit, UnitInfo
 from zeroshard.sharding.wholes import gather_wholes
@@ -129,8 +129,8 @@ def _replaced(unit: Unit) -> Iterator[str]:
 
 
 def _dtype_of(original: Original, view: Tensor, runtime: Runtime, in_own: bool) -> torch.dtype:
-    if in_own or original.is_packed:
-        return view.dtype if original.is_packed else original.parameter.dtype
+    if in_own or is_packed(original.parameter):
+        return view.dtype if is_packed(original.parameter) else original.parameter.dtype
     main = runtime.context.setting.dtypes.main_dtype or torch.promote_types(
         original.parameter.dtype, torch.float32
     )

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from zeroshard.comm.watch.status import RankStatus, Sighting, Status, Wait, describe, find_lost, report
+from zeroshard.comm.watch.status import End, RankStatus, Sighting, Status, Wait, describe, find_lost, report
 
 GATHER = "all-gather of unit 'layers.3'"
 REDUCE = "reduce-scatter of the gradients of unit 'layers.3'"
 COMPUTES = Status("is in the forward of unit 'layers.7'", 2.0)
-EXITED = Status("has exited", 0.0, has_ended=True)
-FAILED = Status("has exited with LookupError: a row is missing", 0.0, has_ended=True, has_failed=True)
+EXITED = Status("has exited", 0.0, end=End.EXIT)
+FAILED = Status("has exited with LookupError: a row is missing", 0.0, end=End.FAILURE)
 
 
 def test_a_report_tells_where_each_rank_is():

@@ -133,18 +133,18 @@ def save_in_all_stages(where, folder):
     return [saved_after(where, stage, f"{folder}/{stage}") for stage in STAGES]
 
 
-@pytest.mark.long_where(num_ranks=[2], where=["forward", "forward of a closure"])
+@pytest.mark.long_where(num_ranks=[2], where=["forward"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("where", ["forward", "backward", "forward of a closure"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_ctrl_c_before_the_step_the_state_of_the_last_step_is_saved(ranks, num_ranks, where, tmp_path):
     results = ranks(num_ranks, save_in_all_stages, where, str(tmp_path))
     assert results == [[([], "")] * len(STAGES)] * num_ranks
 
 
 @pytest.mark.long_where(num_ranks=[1], where=["step", "plain step"])
-@pytest.mark.long_where(num_ranks=[2], where=["closure", "schedule"])
+@pytest.mark.long_where(num_ranks=[2], where=["closure", "forward of a closure", "schedule"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("where", ["step", "plain step", "closure", "schedule"])
+@pytest.mark.parametrize("where", ["step", "plain step", "closure", "forward of a closure", "schedule"])
 def test_after_ctrl_c_inside_a_step_nothing_is_saved(ranks, num_ranks, where, tmp_path):
     for stages in ranks(num_ranks, save_in_all_stages, where, str(tmp_path)):
         for found, message in stages:

@@ -20,10 +20,10 @@ def build():
 
 @contextlib.contextmanager
 def warned():
-    """The texts of the warnings of ours."""
+    """The texts of the warnings of ours, as Python shows them: each once for a line."""
     texts = []
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         yield texts
     texts += [
         str(one.message) for one in caught if "engine" in str(one.message) or "rank" in str(one.message)

@@ -194,8 +194,8 @@ PLANS = (
         name="a_tied_parameter_belongs_to_its_first_unit",
         says="A parameter of two units lies in the first of them, so the second one computes without it.",
         file="zeroshard/plan/units.py",
-        find="return [unit for unit in chains[0] if all(unit in chain for chain in chains[1:])][-1]",
-        replace="return chains[0][-1]",
+        find="lowest = [unit for unit in first if all(unit in chain for chain in others)][-1]",
+        replace="lowest = first[-1]",
         tests=("tests/sharding/test_units.py::test_a_parameter_tied_across_blocks_goes_to_the_root",),
     ),
     Break(

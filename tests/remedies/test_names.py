@@ -56,7 +56,7 @@ def keys(section):
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 KINDS = {
     r"\bengine\.(\w+)\(": (lambda name: hasattr(Engine, name), 60),
-    r"\bzeroshard\.(?!toml\b)((?:optim\.|data\.)?\w+)": (exists, 28),
+    r"\bzeroshard\.(?!toml\b)((?:optim\.|data\.)?\w+)": (exists, 26),
     r"zeroshard\[(\w+)\]": (EXTRAS.__contains__, 5),
     r"\bConfig\((\w+)=": (keys(Config).__contains__, 8),
     r"\bPrecision\((\w+)=": (keys(Precision).__contains__, 1),

@@ -25,7 +25,7 @@ from zeroshard.internals.autograd import (
     tracer_around,
     will_accumulate,
 )
-from zeroshard.internals.nested import cast_floats, find_tensors, view_tensors
+from zeroshard.internals.nested import cast_inputs, find_tensors, view_tensors
 
 
 class HookError(Exception):
@@ -323,6 +323,12 @@ def test_a_field_that_a_dataclass_has_not_been_given_is_no_error():
 
     tensors, _ = find_tensors(Partly(A))
     assert len(tensors) == 1
+
+
+def cast_floats(value, dtype):
+    (cast,), named = cast_inputs(None, (value,), {"again": value}, dtype=dtype)
+    assert named["again"] is cast or not isinstance(value, torch.Tensor)
+    return cast
 
 
 def test_casting_changes_the_floats_in_nested_containers_and_nothing_else():

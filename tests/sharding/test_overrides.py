@@ -111,7 +111,9 @@ def test_batch_norm_has_the_dtype_of_its_statistics():
 def casts_of(model, overrides, parts=()):
     """The outermost modules that are cast, by name."""
     casts = find_casts(model, find_overrides(model, overrides), HALF, parts)
-    return {name for name, module in model.named_modules() if module in casts and casts[module].is_outermost}
+    return {
+        name for name, module in model.named_modules() if module in casts and casts[module].without is HALF
+    }
 
 
 def test_the_largest_modules_are_cast_whose_parameters_all_have_one_such_dtype():

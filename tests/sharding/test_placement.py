@@ -48,11 +48,11 @@ def test_bytes_per_parameter_are_those_of_the_stage_formulas(num_ranks):
 
 
 def test_only_stage_3_frees_parameters():
-    assert [stage.frees_parameters for stage in STAGES] == [False, False, False, True]
+    assert [bool(stage.parameter) for stage in STAGES] == [False, False, False, True]
 
 
 def test_stages_0_and_1_add_micro_batches_up_locally():
-    assert [stage.accumulates_locally for stage in STAGES] == [True, True, False, False]
+    assert [stage.gradient == SUMMANDS for stage in STAGES] == [True, True, False, False]
 
 
 def test_a_stage_cannot_be_changed():

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from zeroshard.tiers.files import chunk_size, cut, ends_after, round_up
+from zeroshard.tiers.files import chunk_size, cut, ends_after
 
 BLOCK = 4
 BLOCKS = st.integers(0, 60).map(lambda count: count * BLOCK)
@@ -50,10 +50,3 @@ def test_each_thread_gets_a_chunk_where_chunks_are_not_too_small(padded, num_par
     num_chunks = -(-padded // size)
     assert num_chunks <= num_parts or size == most
     assert size in (least, most) or (num_chunks - 1) * size < padded <= num_parts * size
-
-
-@given(st.integers(0, 1000), st.integers(1, 64))
-def test_rounding_up_gives_the_next_multiple(number, multiple):
-    rounded = round_up(number, multiple)
-    assert rounded % multiple == 0
-    assert 0 <= rounded - number < multiple

@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.checkpoint import runs
 from tests.tiers.test_early import Failing
+from zeroshard.stepping import early
 from zeroshard.stepping.early import MOST_UNDER_WAY, Worker
 
 
@@ -71,7 +72,7 @@ def test_an_error_comes_back_once_with_its_traceback_and_ends_the_work():
 def test_work_after_an_interrupted_wait_is_done():
     worker, done, gate = Worker(), [], threading.Event()
     worker.give(gate.wait)
-    interrupted = mock.patch.object(Worker, "_await", side_effect=KeyboardInterrupt)
+    interrupted = mock.patch.object(early, "wait", side_effect=KeyboardInterrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):
         worker.finish()
     gate.set()

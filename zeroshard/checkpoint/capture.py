@@ -45,6 +45,7 @@ from zeroshard.data.given import GivenLoader
 from zeroshard.data.loader import EpochLoader
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
 from zeroshard.version import installed_version
@@ -230,7 +231,8 @@ def save_checkpoint(
     tag = f"step-{engine.global_step}" if tag is None else tag
     parts = engine._parts if optimizer else replace(engine._parts, optimizer=None, lr_scheduler=None)
     snapshot = capture(engine, parts, dir, tag, client_state)
-    is_blocking = blocking or engine._runtime.context.setting.tiers.has_files
+    tiers = engine._runtime.context.setting.tiers
+    is_blocking = blocking or Tier.DISK in (tiers.optimizer, tiers.parameters)
     (engine._saver.save if is_blocking else engine._saver.start)(snapshot)
 
 

@@ -23,10 +23,10 @@ import torch
 from torch.torch_version import TorchVersion
 
 from zeroshard.agreement import describe_versions
-from zeroshard.assemble import start_world
 from zeroshard.cli.options import DoctorOptions
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.device import available_backends, use_device
+from zeroshard.comm.lifecycle import start_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import mark_here
 from zeroshard.tables import format_bytes, render

@@ -48,7 +48,7 @@ class Activations:
 
     def sum(self, value: Tensor, label: str) -> Tensor:
         """Return the sum of a tensor over the ranks, of the same shape and dtype."""
-        if self.size == 1 or not value.numel():
+        if not value.numel():
             return value
         if not self._axis.exchanges:
             total = value.contiguous().clone()
@@ -88,8 +88,6 @@ class Activations:
 
     def gather(self, value: Tensor, dim: int, label: str) -> Tensor:
         """Return the tensors of all ranks, in rank order, as one along `dim`."""
-        if self.size == 1:
-            return value
         own = value.contiguous()
         flat = value.new_empty(self.size * own.numel())
         self._axis.all_gather(flat, own.view(-1), tag=self._tag, label=label).wait()
@@ -98,8 +96,6 @@ class Activations:
 
     def split(self, value: Tensor, dim: int) -> Tensor:
         """Return this rank's part along `dim`, a copy. Raises ValueError for a size that does not divide."""
-        if self.size == 1:
-            return value
         if value.shape[dim] % self.size:
             raise ValueError(
                 f"expected a multiple of the {self.size} tensor-parallel ranks in dimension {dim}, "
@@ -113,8 +109,6 @@ class Activations:
         Raises:
             ValueError: the size does not divide.
         """
-        if self.size == 1:
-            return value
         own = self.split(value, dim)
         flat = torch.stack(value.chunk(self.size, dim)).view(-1)
         return self._scattered(flat, label).view(own.shape)

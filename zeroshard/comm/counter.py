@@ -33,8 +33,6 @@ class CommReport:
     rank: int
     """This rank among the data-parallel ranks."""
     num_ranks: int
-    is_host_waiting: bool
-    """True on the CPU, where the host waits for every collective; False on accelerators."""
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [
@@ -50,14 +48,13 @@ class CommReport:
         )
         title = f"communication of rank {self.rank} of {self.num_ranks} in {self.elapsed_s:.3f} s"
         table = render(title, ("collective", "calls", "sent", "host waited"), [*rows, LINE, total])
-        note = "host waited: time in which the host stood still until a collective was over"
-        if not self.is_host_waiting:
-            note += ";\nfor gathers and reductions the device waits by itself, which is not in this time"
-        return f"{table}\n{note}"
+        return (
+            f"{table}\nhost waited: time in which the host stood still until a collective was over;\n"
+            "-: not at all, as for gathers and reductions where the device waits by itself"
+        )
 
     def _waited(self, kind: str) -> str:
-        is_known = self.is_host_waiting or self.waited_s[kind]
-        return f"{self.waited_s[kind]:.3f} s" if is_known else "-"
+        return f"{self.waited_s[kind]:.3f} s" if self.waited_s[kind] else "-"
 
 
 @dataclass
@@ -76,14 +73,8 @@ class Counter:
     def reset(self) -> None:
         vars(self).update(vars(Counter()))
 
-    def report(self, *, rank: int = 0, num_ranks: int = 1, is_host_waiting: bool = True) -> CommReport:
-        """Return the sums so far.
-
-        Args:
-            rank: the rank that the report names.
-            num_ranks: the number of ranks.
-            is_host_waiting: True if the host waits for every collective.
-        """
+    def report(self, *, rank: int = 0, num_ranks: int = 1) -> CommReport:
+        """Return the sums so far, for a report that names one rank of so many."""
         return CommReport(
             bytes_sent=dict(self.bytes_sent),
             calls=dict(self.calls),
@@ -91,5 +82,4 @@ class Counter:
             elapsed_s=time.monotonic() - self.since,
             rank=rank,
             num_ranks=num_ranks,
-            is_host_waiting=is_host_waiting,
         )

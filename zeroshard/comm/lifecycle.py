@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.mesh import Axes, shared_group, stop_process_group
+from zeroshard.comm.mesh import Axes, open_world, shared_group, start_process_group, stop_process_group
 from zeroshard.comm.watch.watchdog import Watchdog, open_watchdog
 
 _DRAIN_S = 5.0
@@ -29,7 +29,8 @@ _DRAIN_S = 5.0
 class _Lifecycle:
     def __init__(self) -> None:
         self.holders: WeakSet[Axes | Axis] = WeakSet()
-        self.owns_process_group = False
+        self.stop_group: Callable[[], object] = object
+        """Stops the default group, if it is ours."""
         self.watchdog: Watchdog | None = None
 
     def close(self) -> None:
@@ -39,9 +40,8 @@ class _Lifecycle:
         for holder in list(self.holders):
             holder.close(_DRAIN_S)
         self.holders.clear()
-        if self.owns_process_group:
-            self.owns_process_group = False
-            stop_process_group()
+        stop, self.stop_group = self.stop_group, object
+        stop()
         if self.watchdog is not None:  # last: errors of the other ranks are to find it
             self.watchdog.close()
             self.watchdog = None
@@ -55,14 +55,26 @@ def _register() -> None:
     atexit.register(_lifecycle.close)
 
 
-def close_at_exit(*holders: Axes | Axis, owns_process_group: bool = False) -> None:
-    """Close holders of process groups when the interpreter ends; then stop the default group if it is ours.
+def close_at_exit(*holders: Axes | Axis) -> None:
+    """Close holders of process groups when the interpreter ends.
 
     Each axis is a holder too: a model may keep one when its engine, and so the axes, are gone.
     """
     _register()
     _lifecycle.holders.update(holders)
-    _lifecycle.owns_process_group |= owns_process_group
+
+
+def start_world(device: torch.device, timeout_s: float) -> Axis:
+    """Return the axis of all ranks, watched and closed at exit; collective.
+
+    It starts the process group if nobody has; then this process stops it, too.
+    """
+    if start_process_group(device, timeout_s):
+        _lifecycle.stop_group = stop_process_group
+    world = open_world(device, Counter(), timeout_s)
+    close_at_exit(world)
+    watch(world)
+    return world
 
 
 def watch(axis: Axis) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Axis, Channel
 
 POINT_TO_POINT = "point_to_point"
-LAST_TAGS = (1 << 16) - 2
+_LAST_TAGS = (1 << 16) - 2
 """The last two tags of an engine's range, which serve all of its messages; buffers take the first tags."""
 _HEADER_BYTES = 4096
 """The forms of a message as bytes: some fifty tensors. Larger ones follow in a message of their own."""
@@ -112,17 +112,14 @@ class Messages:
 
     Args:
         axis: the axis.
-        tag: a tag that no other exchange of this engine uses; the next one is used too.
         groups: on an accelerator, the groups of this rank by (sender, receiver), see
             [Note: A communicator for each sender and receiver]. Without one, messages go one at a time over
             the group of the axis.
     """
 
-    def __init__(
-        self, axis: Axis, tag: int, groups: Mapping[tuple[int, int], dist.ProcessGroup] | None = None
-    ) -> None:
+    def __init__(self, axis: Axis, groups: Mapping[tuple[int, int], dist.ProcessGroup] | None = None) -> None:
         self.rank, self.size, self.device = axis.rank, axis.size, axis.device
-        self._axis, self._tag, self._groups = axis, axis.first_tag + tag, groups or {}
+        self._axis, self._tag, self._groups = axis, axis.first_tag + _LAST_TAGS, groups or {}
         self.most_sends = 1
         """The messages to each rank that may be on their way; a schedule may need more to go on."""
         self._sent: dict[int, deque[_Sent]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -24,8 +25,8 @@ class BufferPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._keeps = device, not streams.has_streams(device)
-        self._free: list[tuple[object, Tensor]] = []
+        self._device = device
+        self._free: deque[tuple[object, Tensor]] = deque(maxlen=0 if streams.has_streams(device) else None)
         """Kinds and buffers; the buffer that was given back last is at the end."""
         self._bytes_in_use = 0
         self._most_in_use = 0
@@ -51,7 +52,7 @@ class BufferPool:
         self._bytes_in_use += buffer.nbytes
         self._most_in_use = max(self._most_in_use, self._bytes_in_use)
         while self._free and self.num_bytes > self._most_in_use:
-            self._free.pop(0)
+            self._free.popleft()
         return buffer
 
     def give(self, buffer: Tensor, zeros: Ranges = ()) -> None:
@@ -62,8 +63,7 @@ class BufferPool:
             zeros: the ranges that were given to `take`, still zero.
         """
         self.forget(buffer)
-        if self._keeps:
-            self._free.append((_kind(buffer.dtype, buffer.numel(), zeros), buffer))
+        self._free.append((_kind(buffer.dtype, buffer.numel(), zeros), buffer))
 
     def forget(self, buffer: Tensor) -> None:
         """Forget a buffer of `take`: it has another owner now and will not be given back."""
@@ -80,8 +80,10 @@ class BufferPool:
 
     def _find(self, kind: object) -> Tensor | None:
         for place in reversed(range(len(self._free))):
-            if self._free[place][0] == kind:
-                return self._free.pop(place)[1]
+            found, buffer = self._free[place]
+            if found == kind:
+                del self._free[place]
+                return buffer
         return None
 
 

@@ -145,16 +145,6 @@ class Pipeline(Checked):
             return self.correction
         return ASYNCHRONOUS[self.schedule].correction if self.schedule in ASYNCHRONOUS else "none"
 
-    @property
-    def has_versions(self) -> bool:
-        """True if an action may compute with other weights than the newest ones."""
-        return self.is_asynchronous and self.chosen_weights not in NEWEST_WEIGHTS
-
-    @property
-    def moves_weights(self) -> bool:
-        """True if an action may compute with weights that are moved along a direction."""
-        return self.is_asynchronous and self.chosen_weights in MOVED_WEIGHTS
-
     def step_size(self, num_ranks: int) -> int:
         """Return the micro-batches of a step of an asynchronous schedule over so many pipeline ranks."""
         if self.microbatches_per_step is not None:

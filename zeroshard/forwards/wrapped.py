@@ -501,7 +501,7 @@ def cast_forwards(root: nn.Module, casts: Mapping[nn.Module, Cast], changes: Cha
         changes: the changes of the modules.
     """
     for module, cast in casts.items():
-        if cast.is_called:
+        if cast.without is not None:
             changes.set(module, "forward", casting(module, module.forward, cast, in_lists=module is root))
 
 
@@ -516,7 +516,7 @@ def casting(
         cast: the dtypes.
         in_lists: True also casts in lists and mappings, see `cast_inputs`.
     """
-    without = cast.without if cast.is_outermost else cast.dtype
+    without = cast.without or cast.dtype
 
     @functools.wraps(method)
     def cast_around(*args: Any, **kwargs: Any) -> Any:

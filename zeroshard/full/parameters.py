@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zeroshard.comm import moves
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.messages import LAST_TAGS, Messages
+from zeroshard.comm.messages import Messages
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes
@@ -211,18 +211,11 @@ def _names(runtime: Runtime) -> list[str]:
 
 def _describe_moves(before: Sequence[str], after: Sequence[str]) -> str:
     """The message about parameters that were added, removed or replaced inside the block."""
-    removed = [name for name in before if name not in set(after)]
-    added = [name for name in after if name not in set(before)]
-    if not removed and not added:
+    if not (moved := sorted(set(before) ^ set(after))):
         return ""
-    parts = [
-        f"{what} {', '.join(map(repr, names[:4]))}{' ...' if len(names) > 4 else ''}"
-        for what, names in (("removed", removed), ("added", added))
-        if names
-    ]
     return (
-        f"inside unsharded() the model was changed ({' and '.join(parts)}), but an engine keeps the "
-        f"parameters that it was made with: {_REMEDY}"
+        f"inside unsharded() the model was changed: {', '.join(map(repr, moved[:4]))} came or went, but an "
+        f"engine keeps the parameters that it was made with: {_REMEDY}"
     )
 
 
@@ -320,12 +313,6 @@ class _ShownGradient(NamedTuple):
     def sharded(self) -> ShardedParameter:
         return self.buffer.sharded[self.at]
 
-    @property
-    def has_changed(self) -> bool:
-        """True if another gradient is there, or this one was edited."""
-        now = self.parameter.grad
-        return now is not self.gradient or (now is not None and now._version != self.version)
-
 
 class ShownGradients:
     """Gathers the gradients that any rank has, and writes back those that were changed; collective.
@@ -359,20 +346,23 @@ class ShownGradients:
                 version = gradient._version if gradient is not None else 0
                 self._shown.append(_ShownGradient(buffer, index, parameter, gradient, version))
 
+    def _changed(self) -> Iterator[tuple[_ShownGradient, Tensor | None]]:
+        """The parameters with another gradient now, or with an edited one; and that gradient."""
+        for one in self._shown:
+            now = one.parameter.grad
+            if now is not one.gradient or (now is not None and now._version != one.version):
+                yield one, now
+
     def digests(self) -> list[tuple[str, bytes]]:
         """The names of the parameters whose gradients were changed, with digests of the gradients."""
-        return [
-            (one.sharded.fqn, b"" if (now := one.parameter.grad) is None else _digest([now]))
-            for one in self._shown
-            if one.has_changed
-        ]
+        changed = self._changed()
+        return [(one.sharded.fqn, b"" if now is None else _digest([now])) for one, now in changed]
 
     def write_back(self) -> None:
         """Keep the changes, each rank those of its slices."""
-        for one in self._shown:
-            if one.has_changed:
-                with past_guards():
-                    one.sharded.grad = _slice(one, self._tp)
+        for one, now in self._changed():
+            with past_guards():
+                one.sharded.grad = None if now is None else _slice(one, now, self._tp)
 
     def warn_of_changes(self) -> None:
         """Warn that changes are dropped."""
@@ -402,10 +392,8 @@ def _gather(buffer: FlatBuffer, axis: Axis) -> Tensor:
     return whole
 
 
-def _slice(one: _ShownGradient, tp: Axis) -> Tensor | None:
-    if one.parameter.grad is None:
-        return None
-    gradient = own_value(one.parameter.grad, one.buffer.originals[one.at], tp)
+def _slice(one: _ShownGradient, gradient: Tensor, tp: Axis) -> Tensor:
+    gradient = own_value(gradient, one.buffer.originals[one.at], tp)
     start = one.buffer.start(one.at)
     size = one.buffer.sharded_span(one.at).size
     part = gradient.detach().reshape(-1)[start : start + size]
@@ -431,7 +419,7 @@ def collect(axes: Axes, own: Iterator[Named]) -> Iterator[Named]:
     """
     if axes.pp.rank == 0:
         yield from own
-    messages = Messages(axes.pp, LAST_TAGS)
+    messages = Messages(axes.pp)
     for part in range(1, axes.pp.size):
         label = f"tensors of pipeline rank {part}"
         if axes.pp.rank == part:
@@ -469,7 +457,7 @@ def spread(axes: Axes, part: int, own: Any) -> Any:
     """
     if axes.pp.size == 1:
         return own
-    label, messages = f"values of pipeline rank {part}", Messages(axes.pp, LAST_TAGS)
+    label, messages = f"values of pipeline rank {part}", Messages(axes.pp)
     if axes.pp.rank == part:
         items = own if isinstance(own, dict) else {None: own}
         apart = {key: value for key, value in items.items() if _is_on(value, messages.device)}

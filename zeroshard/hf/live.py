@@ -224,7 +224,7 @@ def streamed_tensors(runtime: Runtime, merging: Merging | None) -> dict[str, Str
             if original.fqn not in names:
                 continue
             info = TensorInfo(buffer.plan.main_dtype, tuple(shape))
-            if original.is_packed:
+            if is_packed(original.parameter):
                 owner, _ = original.owners[0]
                 dtype, form = dequantized_form(owner, info.dtype, info.shape)
                 info = TensorInfo(dtype, form[::-1] if is_transposed(owner) else form)
@@ -287,7 +287,7 @@ def _gatherer(runtime: Runtime, unit: Unit, names: Mapping[str, str]) -> _Step:
             for original, values in zip(buffer.originals, wholes, strict=True):
                 if original.fqn in names:
                     owner, _ = original.owners[0]
-                    if original.is_packed:
+                    if is_packed(original.parameter):
                         values = _as_plain(owner, dequantized(owner, values))
                     found[names[original.fqn]] = values
         return found
@@ -314,7 +314,7 @@ def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list
                 assert shown is not None, "it is sharded"
                 if original.fqn in names:
                     values = shown.detach()
-                    if original.is_packed:  # peft would quantize the sum again
+                    if is_packed(original.parameter):  # peft would quantize the sum again
                         values = dequantized(owner, values)
                         if owner in of_codes:
                             Merging.add_to_weight(of_codes[owner], values, original.fqn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -41,43 +40,20 @@ def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
     return tensors, is_opaque
 
 
-def cast_floats(
-    value: Any,
-    dtype: torch.dtype,
-    *,
-    in_lists: bool = True,
-    done: dict[int, tuple[Tensor, Tensor]] | None = None,
-) -> Any:
-    """Cast floating-point tensors in nested containers and dataclasses to `dtype`.
-
-    Args:
-        in_lists: True also casts in lists and mappings, which become copies: later additions to them are
-            lost.
-        done: tensors and their casts, by id: a tensor that is found twice becomes one object.
-    """
-    done = {} if done is None else done
-
-    def cast(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or tensor.dtype == dtype:
-            return tensor
-        if id(tensor) not in done:
-            done[id(tensor)] = tensor, tensor.to(dtype)
-        return done[id(tensor)][1]
-
-    return _map(value, cast, None if in_lists else lambda part: isinstance(part, list | Mapping))
-
-
 def cast_inputs(
     module: torch.nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype, in_lists: bool = True
 ) -> tuple[Any, Any]:
     """Cast float tensors among the inputs to `dtype`: a forward pre-hook.
 
     Args:
-        in_lists: True also casts in lists and mappings. Blocks hand on lists to which later blocks add.
+        in_lists: True also casts in lists and mappings, which become copies: later additions to them are
+            lost, and blocks hand on lists to which later blocks add.
     """
-    # A tensor that is given twice stays one: MultiheadAttention asks if query, key and value are one.
-    cast = functools.partial(cast_floats, dtype=dtype, in_lists=in_lists, done={})
-    return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}
+    # All at once: MultiheadAttention asks if query, key and value are one tensor.
+    given = args, tuple(kwargs.values())
+    is_leaf = None if in_lists else lambda part: isinstance(part, list | Mapping)
+    cast, named = change_tensors(given, lambda t: t.to(dtype) if t.is_floating_point() else t, is_leaf)
+    return cast, dict(zip(kwargs, named, strict=True))
 
 
 def view_tensors(value: Any) -> Any:
@@ -92,11 +68,16 @@ def cast_outputs(value: Any, dtype: torch.dtype | None) -> Any:
     return change_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def change_tensors(
+    value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
     """Return the nested value with `change(tensor)` in the place of each tensor.
 
     A container or dataclass with a changed tensor becomes a copy: other holders of it see no change. One
     without stays the same object. A tensor that is found twice is changed once.
+
+    Args:
+        is_leaf: True for a container in which nothing is changed.
     """
     if type(value) is Tensor:
         return change(value)
@@ -107,10 +88,10 @@ def change_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             done[id(tensor)] = change(tensor)
         return done[id(tensor)]
 
-    return _map(value, once)
+    return _map(value, once, is_leaf)
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def _map(value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any], bool] | None) -> Any:
     """Change tensors; a part without a changed tensor stays the same object."""
 
     def visit(leaf: Any) -> Any:

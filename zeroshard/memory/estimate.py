@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import taken_apart
 from zeroshard.memory.activations import MicroBatch, Sizes, Tokens, typical_sizes
@@ -233,7 +234,7 @@ def _of_rank(
     """The estimate of a rank with some units."""
     setting, steps = planned.setting, config.gradient_accumulation_steps * config.pipeline.num_microbatches
     steps = min(steps, stale.microbatches_per_step or steps)
-    frees = setting.placements.kept or setting.has_versions
+    frees = setting.placements.kept or setting.weights not in NEWEST_WEIGHTS
     together = 1 + config.num_prefetch if frees else len(units)
     tiers = bytes_on_tiers(units, setting, steps, states)
     device = tiers[Tier.DEVICE]

@@ -156,8 +156,8 @@ def measure(
     scales = _by_tier(scales_in(runtime.module), context.memory)
     averaged = _by_tier((tensor for own in averages for tensor in own.tensors), context.memory)
     on_host = [kind[Tier.HOST] for kind in (parameters, gradients, states, averaged)]
-    staging = context.memory.staging_bytes
-    pinned_staging = staging if context.device.type == "cuda" else 0
+    buffers = context.memory.staging_bytes + context.host.num_bytes
+    pinned_buffers = buffers if context.device.type == "cuda" else 0
     return MemoryReport(
         parameters=parameters[Tier.DEVICE].all,
         gradients=gradients[Tier.DEVICE].all + runtime.reducer.local_bytes,
@@ -167,8 +167,8 @@ def measure(
         unsharded=context.meter.now,
         peak_unsharded=context.meter.peak,
         peak_versions=peak_versions,
-        host=sum(held.all for held in on_host) + staging + context.host.num_bytes,
-        pinned=sum(held.pinned for held in on_host) + pinned_staging + context.host.pinned,
+        host=sum(held.all for held in on_host) + buffers,
+        pinned=sum(held.pinned for held in on_host) + pinned_buffers,
         nvme=context.memory.nvme_bytes,
         rank=context.axes.world.rank,
         num_ranks=context.axes.world.size,

@@ -27,7 +27,8 @@ from zeroshard.optim.ranges import FLAG, Ranges, betas_range, called, check_rang
 from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.names import fitting
-from zeroshard.stepping.wholes import Deferred, Key, Shape, Wholes, name_of, whole_shape, wholes_here
+from zeroshard.stepping.norms import name_of
+from zeroshard.stepping.wholes import Deferred, Key, Shape, Wholes, whole_shape, wholes_here
 
 Split = int | tuple[int, ...] | None
 """The matrices that the rows of a fused one consist of: how many of equal size, or the rows of each."""

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from types import CodeType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,26 +51,30 @@ def move_values(parameter: Tensor, values: Tensor) -> None:
     set_gradient(parameter, gradient)
 
 
-class GradientReader(NamedTuple):
-    """A function of torch that reads `p.grad` and means more by it than this rank's slice."""
-
-    name: str
-    remedy: str = ""
-    """The call to use instead, if the function would take the slice for the whole gradient."""
-    drops: bool = False
-    """True if it drops gradients; it passes over a `grad` that is None, whose sums may wait elsewhere."""
+Answer = Callable[[Any], None]
+"""Answers a function of torch that reads the `p.grad` of a sharded parameter."""
 
 
-def _readers() -> dict[int, GradientReader]:
+def _refuses(name: str, remedy: str = "") -> Answer:
+    """Refuse a function that would take the slice for the whole gradient; `remedy` is the call to use."""
+    return lambda parameter: parameter.refuse_reader(name, remedy)
+
+
+def _drops(parameter: Any) -> None:
+    """Drop sums for a function that drops gradients: it passes over a `grad` that is None."""
+    parameter.drop_sums()
+
+
+def _readers() -> dict[int, Answer]:
     clip = "engine.clip_grad_norm_(max_norm) or Config(clip_grad_norm=...)"
     scale = "Precision(param_dtype='float16', loss_scale=...) with engine.backward(loss) and engine.step()"
-    readers: dict[Callable[..., Any], GradientReader] = {
-        clip_grad.clip_grad_norm_: GradientReader("clip_grad_norm_", clip),
-        clip_grad._clip_grads_with_norm_: GradientReader("clip_grads_with_norm_", clip),
-        clip_grad.clip_grad_value_: GradientReader("clip_grad_value_"),
-        torch.amp.GradScaler._unscale_grads_: GradientReader("GradScaler", scale),
-        nn.Module.zero_grad: GradientReader("zero_grad", drops=True),
-        torch.optim.Optimizer.zero_grad: GradientReader("zero_grad", drops=True),
+    readers: dict[Callable[..., Any], Answer] = {
+        clip_grad.clip_grad_norm_: _refuses("clip_grad_norm_", clip),
+        clip_grad._clip_grads_with_norm_: _refuses("clip_grads_with_norm_", clip),
+        clip_grad.clip_grad_value_: _refuses("clip_grad_value_"),
+        torch.amp.GradScaler._unscale_grads_: _refuses("GradScaler", scale),
+        nn.Module.zero_grad: _drops,
+        torch.optim.Optimizer.zero_grad: _drops,
     }
     found = {}
     for function, reader in readers.items():
@@ -82,4 +86,5 @@ def _readers() -> dict[int, GradientReader]:
 
 
 READERS = _readers()
-"""The reader by the id of its code, which lives as long as torch. The caller's frame has the code."""
+"""The answers to functions of torch that mean more by `p.grad` than this rank's slice, by the id of their
+code, which lives as long as torch. The caller's frame has the code."""

@@ -43,12 +43,6 @@ class OriginalParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OriginalParameter({self.fqn}, sharded)"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise RuntimeError(_describe(self, type(self).__deepcopy__))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(_describe(self, type(self).__reduce_ex__))
-
 
 def retire(parameter: nn.Parameter, fqn: str) -> None:
     """Make a parameter an `OriginalParameter`, so that any use of a reference to it raises an error.

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import compute_past_guards, past_guards
-from zeroshard.parameters.gradient import READERS, GradientReader, set_gradient
+from zeroshard.parameters.gradient import READERS, set_gradient
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import ModuleState, Phase, refuse_in_step
 from zeroshard.plan.cuts import Cut
@@ -147,8 +147,8 @@ class ShardedParameter(NotCopied, nn.Parameter):
     def grad(self) -> Tensor | None:
         """[n]: this rank's slice of the averaged gradient."""
         state = self.state
-        if (reader := READERS.get(id(sys._getframe(1).f_code))) is not None:
-            self._check_reader(reader)
+        if (answer := READERS.get(id(sys._getframe(1).f_code))) is not None:
+            answer(self)
         elif state.has_sums and self._gradient is not None:
             self._refuse_sums()
         state.has_shown_gradients = True
@@ -158,8 +158,8 @@ class ShardedParameter(NotCopied, nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if gradient is None and self.state.has_sums:
-            self.state.forget_gradient(self)
+        if gradient is None:
+            self.drop_sums()
         self.state.show_gradients()
         try:
             set_gradient(self, gradient)
@@ -182,18 +182,19 @@ class ShardedParameter(NotCopied, nn.Parameter):
                 "engine, the optimizer or the model"
             )
 
-    def _check_reader(self, reader: GradientReader) -> None:
-        """Answer a function of torch that takes the slice of the gradient for all of it."""
-        if reader.drops:
-            if self.state.has_sums:
-                self.state.forget_gradient(self)
-            return
-        refuse_in_step(self.state, f"{reader.name}()")
+    def drop_sums(self) -> None:
+        """Drop gradients of this parameter that wait for a later reduction."""
+        if self.state.has_sums:
+            self.state.forget_gradient(self)
+
+    def refuse_reader(self, name: str, remedy: str) -> None:
+        """Refuse a function of torch that takes the slice of the gradient for all of it."""
+        refuse_in_step(self.state, f"{name}()")
         self._refuse_sums()
-        if reader.remedy and self.is_partial:
+        if remedy and self.is_partial:
             raise RuntimeError(
-                f"{reader.name} of torch would see only this rank's slice of the gradient of '{self.fqn}'; "
-                f"use {reader.remedy} instead"
+                f"{name} of torch would see only this rank's slice of the gradient of '{self.fqn}'; "
+                f"use {remedy} instead"
             )
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:

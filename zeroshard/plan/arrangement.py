@@ -57,7 +57,7 @@ class Arrangement:
         shard_group_size: data-parallel ranks in a shard group. None: all of them are one group.
 
     Raises:
-        ValueError: a number below 1, or numbers that do not divide `num_ranks`.
+        ValueError: no rank, or numbers that do not divide `num_ranks`.
     """
 
     num_ranks: int
@@ -66,12 +66,8 @@ class Arrangement:
     shard_group_size: int | None = None
 
     def __post_init__(self) -> None:
-        given = {"num_ranks": self.num_ranks, "mesh.pp": self.pp, "mesh.tp": self.tp}
-        if self.shard_group_size is not None:
-            given["shard_group_size"] = self.shard_group_size
-        for name, number in given.items():
-            if number < 1:
-                raise ValueError(f"{name}: expected at least 1 rank, got {number}")
+        if self.num_ranks < 1:
+            raise ValueError(f"num_ranks: expected at least 1 rank, got {self.num_ranks}")
         along_model = f"with mesh.pp={self.pp} and mesh.tp={self.tp}"
         self._require_multiple(self.num_parts, along_model)
         if self.shard_group_size is not None:
@@ -106,44 +102,23 @@ class Arrangement:
         return PerAxis(*(prod(self.sizes[index + 1 :]) for index in range(len(AXES))))
 
     def coordinates(self, rank: int) -> PerAxis:
-        """Return the place of a rank on each axis. Raises ValueError for a rank that does not exist."""
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"expected a rank in [0, {self.num_ranks}), got {rank}")
+        """Return the place of a rank on each axis."""
         return PerAxis(
             *(rank // stride % size for stride, size in zip(self.strides, self.sizes, strict=True))
         )
-
-    def rank_at(self, coordinates: PerAxis) -> int:
-        """Return the rank at a place. Raises ValueError for a place that does not exist."""
-        for axis, place, size in zip(AXES, coordinates, self.sizes, strict=True):
-            if not 0 <= place < size:
-                raise ValueError(f"expected a coordinate in [0, {size}) on the axis {axis}, got {place}")
-        return sum(place * stride for place, stride in zip(coordinates, self.strides, strict=True))
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the groups that exchange along some axes together; each rank is in one of them.
 
         `groups(TP)` gives tensor groups. `groups(*DATA)` gives for each part of the model the ranks that
         train it, and `groups(PP, TP)` for each copy of the model the ranks that hold it.
-
-        Raises:
-            ValueError: there is no such axis.
         """
         offsets = self._spanned(axes)
         others = tuple(axis for axis in AXES if axis not in axes)
         return [[first + offset for offset in offsets] for first in self._spanned(others)]
 
-    def group_of(self, rank: int, *axes: str) -> list[int]:
-        """Return the one of `groups(*axes)` that a rank is in. Raises ValueError as these two do."""
-        offsets = self._spanned(axes)
-        first = self.rank_at(self.coordinates(rank)._replace(**dict.fromkeys(axes, 0)))
-        return [first + offset for offset in offsets]
-
     def _spanned(self, axes: tuple[str, ...]) -> list[int]:
         """Return the ranks, in order, whose coordinates on all other axes are 0."""
-        for axis in axes:
-            if axis not in AXES:
-                raise ValueError(f"expected axes among {', '.join(AXES)}, got {axis!r}")
         ranges = [
             range(0, stride * size, stride) if axis in axes else range(1)
             for axis, stride, size in zip(AXES, self.strides, self.sizes, strict=True)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from zeroshard.config.pipeline import MOVED_WEIGHTS, NEWEST_WEIGHTS
 from zeroshard.plan.exchange import Exchange, exchanges
 from zeroshard.plan.layout import Layout, Span
-from zeroshard.plan.originals import Original
+from zeroshard.plan.originals import Original, computes_in_own_dtype, is_packed
 from zeroshard.plan.placement import (
     DP_REPLICATE,
     DP_SHARD,
@@ -41,10 +42,13 @@ class DtypePolicy:
     """The dtype of main parameters; None: the given dtype, but at least float32. Frozen ones need none."""
 
     def of(self, original: Original) -> DtypePolicy:
-        """The policy for one parameter; BatchNorm computes with its parameters in their own dtype."""
-        if original.compute_dtype is not None and not original.is_packed:
-            return replace(self, param_dtype=original.compute_dtype)
-        return replace(self, param_dtype=None) if original.keeps_dtype else self
+        """The policy for one parameter. Codes keep their dtype; BatchNorm wants that of its statistics."""
+        asked = original.compute_dtype
+        if is_packed(original.parameter) or (
+            asked is None and any(computes_in_own_dtype(module) for module, _ in original.owners)
+        ):
+            return replace(self, param_dtype=None)
+        return self if asked is None else replace(self, param_dtype=asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +68,11 @@ class Setting:
     """Threads of an optimizer step on the host; None: as many as torch uses anyway."""
     steps_in_backward: bool = False
     """True if units may step during the backward."""
-    has_versions: bool = False
-    """True if forwards and backwards may compute with other values than the main parameters. Then trained
-    parameters that are gathered are so before each of them, at all stages, and freed after it."""
-    moves_weights: bool = False
-    """True if these values are computed from the main parameters. Where a stage frees parameters, they are
-    computed unit by unit then, also by a rank that has nothing to gather."""
+    weights: str = "latest"
+    """The values that forwards and backwards compute with, by their name in `config.pipeline.WEIGHTS`. With
+    others than the newest, trained parameters that are gathered are so before each forward and backward, at
+    all stages, and freed after it. Moved ones are computed unit by unit where a stage frees parameters, also
+    by a rank that has nothing to gather."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +221,7 @@ def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Origi
         # the order of modules, and their units, may differ.
         shared = original.holders and original.fqn
         placing = original.is_summed, original.is_replicated
-        key = (parameter.dtype, parameter.requires_grad, compute, original.is_packed, placing, shared)
+        key = (parameter.dtype, parameter.requires_grad, compute, is_packed(parameter), placing, shared)
         groups.setdefault(key, []).append(original)
     return list(groups.values())
 
@@ -234,14 +237,14 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     main = (dtypes.main_dtype or wide) if first.requires_grad else compute
     main_place = placements.optimizer if first.requires_grad else placements.parameter
     gathers = exchanges(main_place, {}, sizes)
-    is_sharded, tiers = placements.frees_parameters, setting.tiers
+    is_sharded, tiers = bool(placements.parameter), setting.tiers
     far = tiers.parameters if is_sharded else Tier.DEVICE
     main_tier = tiers.optimizer if first.requires_grad else far
     is_cast = main != compute and main_tier is Tier.DEVICE
-    is_computed = setting.moves_weights and first.requires_grad
+    is_computed = setting.weights in MOVED_WEIGHTS and first.requires_grad
     is_freed = is_sharded and (bool(gathers) or is_cast or is_computed or far is not Tier.DEVICE)
     is_filled = bool(gathers) or is_freed or main_tier is not Tier.DEVICE
-    has_versions = setting.has_versions and first.requires_grad and is_filled
+    has_versions = setting.weights not in NEWEST_WEIGHTS and first.requires_grad and is_filled
     summands = SUMMANDS_OF_PARTS if originals[0].is_summed else SUMMANDS
     num_replicas = sizes[DP_REPLICATE] * (sizes[TP] if originals[0].is_summed else 1)
     return BufferPlan(
@@ -252,7 +255,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
         reduce_dtype=dtypes.reduce_dtype or torch.promote_types(compute, torch.float32),
         is_resident=not (is_freed or has_versions),
         is_partial=sizes[DP_SHARD] > 1 and main_place.get(DP_SHARD) is Placement.SHARD,
-        is_packed=originals[0].is_packed,
+        is_packed=is_packed(first),
         gathers=gathers,
         regathers=gathers if has_versions else exchanges(placements.kept, {}, sizes) if is_freed else (),
         reductions=exchanges(summands, placements.optimizer, sizes) if first.requires_grad else (),

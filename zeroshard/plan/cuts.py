@@ -54,10 +54,6 @@ class Cut:
     sections: tuple[Section, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dim < len(self.shape):
-            raise ValueError(f"'{self.name}': expected a dimension of shape {self.shape}, got {self.dim}")
-        if self.num_ranks < 1:
-            raise ValueError(f"'{self.name}': expected at least 1 rank, got {self.num_ranks}")
         if sum(section.size for section in self._sections) != self.shape[self.dim]:
             sizes = [section.size for section in self._sections]
             raise ValueError(
@@ -85,13 +81,7 @@ class Cut:
             )
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The ranges of the dimension that a rank holds, one of each section, in order.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"expected a rank in [0, {self.num_ranks}), got {rank}")
+        """The ranges of the dimension that a rank holds, one of each section, in order."""
         spans, start = [], 0
         for section in self._sections:
             size = section.size // self.num_ranks

@@ -43,18 +43,10 @@ class Cast:
 
     dtype: torch.dtype
     """The dtype of the parameters, and of the float inputs."""
-    without: torch.dtype
-    """The dtype that the parameters would have otherwise. A module without float inputs, such as an
-    embedding, gives its outputs in it."""
-    is_outermost: bool
-    """True if the module around it is not cast."""
-    has_own: bool
-    """True if it holds parameters itself."""
-
-    @property
-    def is_called(self) -> bool:
-        """True if others may call it. Those that hold parameters are called directly by some models."""
-        return self.is_outermost or self.has_own
+    without: torch.dtype | None
+    """The dtype of its outputs if no input is float, as of an embedding: that which the parameters would have
+    otherwise; inside of another module that is cast, `dtype`. None if the module around casts for it: then it
+    holds no parameters, with which some models call a module directly."""
 
 
 def fitting(pattern: str, names: Collection[str]) -> list[str]:
@@ -203,8 +195,8 @@ def find_casts(
         for part in module.modules():
             own = next(part.parameters(recurse=False), None)
             given = own if own is not None else next(module.parameters())
-            is_outermost = part is module or (part in casts and casts[part].is_outermost)
-            casts[part] = Cast(dtype, param_dtype or given.dtype, is_outermost, own is not None)
+            inside = casts[part].without if part in casts else dtype if own is not None else None
+            casts[part] = Cast(dtype, param_dtype or given.dtype if part is module else inside)
 
     if overrides:
         collect(root)

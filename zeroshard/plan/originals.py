@@ -45,19 +45,6 @@ class Original:
         """Elements of what this rank computes with."""
         return self.shape.numel()
 
-    @property
-    def keeps_dtype(self) -> bool:
-        """True for a parameter that keeps its dtype in forward.
-
-        These are codes, and the parameters of BatchNorm, which wants the dtype of its statistics.
-        """
-        return self.is_packed or any(computes_in_own_dtype(module) for module, _ in self.owners)
-
-    @property
-    def is_packed(self) -> bool:
-        """True for codes, which are no numbers; see `is_packed`."""
-        return is_packed(self.parameter)
-
 
 def is_coded(parameter: Tensor) -> bool:
     """True for a weight whose layer knows what its codes stand for.

@@ -36,23 +36,14 @@ class Placements:
     """The places of all kinds of model state at one stage."""
 
     parameter: Placed
-    """The unsharded parameters in the compute dtype, at rest."""
+    """The unsharded parameters in the compute dtype, at rest. Those with a place are gathered before use and
+    freed after it."""
     kept: Placed
     """The unsharded parameters between a forward and its backward."""
     gradient: Placed
-    """Gradients between the micro-batches of a step."""
+    """Gradients between the micro-batches of a step; as `SUMMANDS`, each rank adds its own up until then."""
     optimizer: Placed
     """Main parameters, the gradients that the optimizer reads, and its states."""
-
-    @property
-    def frees_parameters(self) -> bool:
-        """True if parameters are gathered before use and freed after it."""
-        return Placement.SHARD in self.parameter.values()
-
-    @property
-    def accumulates_locally(self) -> bool:
-        """True if each rank adds its gradients up until the accumulation boundary."""
-        return Placement.PARTIAL in self.gradient.values()
 
 
 _WHOLE: Placed = {}
@@ -84,6 +75,6 @@ def place(stage: int, reshard_after_forward: bool | int, group_size: int) -> Pla
         group_size: ranks of the shard group.
     """
     row = STAGES[stage]
-    if not row.frees_parameters or reshard_after_forward is True or reshard_after_forward == group_size > 1:
+    if not row.parameter or reshard_after_forward is True or reshard_after_forward == group_size > 1:
         return row
     return replace(row, kept=_WHOLE if reshard_after_forward is False else {DP_INNER: Placement.SHARD})

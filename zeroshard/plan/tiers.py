@@ -46,17 +46,8 @@ class Tiers:
             parameters: `Config.offload.parameters`.
             host_computes: True for a rank on the CPU, whose device is host memory.
         """
-
-        def of(word: str) -> Tier:
-            tier = Tier(word)
-            return Tier.DEVICE if host_computes and tier is Tier.HOST else tier
-
-        return Tiers(of(optimizer), of(parameters))
-
-    @property
-    def has_files(self) -> bool:
-        """True if some values lie in files."""
-        return Tier.DISK in (self.optimizer, self.parameters)
+        asked = map(Tier, (optimizer, parameters))
+        return Tiers(*(Tier.DEVICE if host_computes and tier is Tier.HOST else tier for tier in asked))
 
     @property
     def on_device(self) -> Tiers:

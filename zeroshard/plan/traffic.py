@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan
 from zeroshard.plan.exchange import bytes_sent
+from zeroshard.plan.placement import SUMMANDS
 from zeroshard.plan.tiers import Tier
 
 
@@ -37,7 +39,7 @@ def gradient_bytes(
     of_one = buffer.main_size * buffer.main_dtype.itemsize if tier is place else 0
     if num_micro_batches == 1:
         return of_one
-    if setting.placements.accumulates_locally and (buffer.reductions or place is Tier.DEVICE):
+    if setting.placements.gradient == SUMMANDS and (buffer.reductions or place is Tier.DEVICE):
         of_sums = buffer.layout.total * buffer.wide_dtype.itemsize if tier is Tier.DEVICE else 0
         return of_sums if place is Tier.DEVICE else of_sums + of_one
     of_sums = buffer.main_size * buffer.wide_dtype.itemsize if tier is place else 0
@@ -98,7 +100,7 @@ def wire_bytes(units: Sequence[UnitPlan], setting: Setting, num_micro_batches: i
     total = 0
     for number, unit in enumerate(units):
         is_kept = unit.is_kept(setting.placements, is_root=number == 0, ends_forward=number == len(units) - 1)
-        if setting.has_versions:  # other micro-batches come between a forward and its backward
+        if setting.weights not in NEWEST_WEIGHTS:  # other micro-batches come before the backward
             is_kept = not unit.needs_parameters_in_backward
         gathers = _gathered(unit.buffers, setting, is_kept, num_micro_batches)
         total += gathers + _reduced(unit.buffers, setting, num_micro_batches)
@@ -117,7 +119,7 @@ def _gathered(buffers: Iterable[BufferPlan], setting: Setting, is_kept: bool, nu
 
 
 def _reduced(buffers: Iterable[BufferPlan], setting: Setting, num_micro_batches: int) -> int:
-    num = 1 if setting.placements.accumulates_locally else num_micro_batches
+    num = 1 if setting.placements.gradient == SUMMANDS else num_micro_batches
     return sum(
         num
         * bytes_sent(

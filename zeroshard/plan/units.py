@@ -32,6 +32,8 @@ _CHOSEN_FROM = frozenset(("experts", "routers"))
 _DROPS = ("layerdrop", "speech_encoder_layerdrop")
 """The chance to leave out a layer, in a config of transformers; a module may have the first one itself."""
 
+_LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+
 UnitPolicy = Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None
 """Class names and lists of module names, a predicate, or None: find the repeated blocks."""
 
@@ -117,7 +119,9 @@ def find_units(
             compute_dtype=compute_dtypes.get(parameter),
             is_replicated=parameter in replicated,
         )
-        specs[_lowest_common(chains[parameter])].originals.append(original)
+        first, *others = chains[parameter]
+        lowest = [unit for unit in first if all(unit in chain for chain in others)][-1]
+        specs[lowest].originals.append(original)
     return [spec for spec in specs.values() if spec.originals or root in spec.modules]
 
 
@@ -135,10 +139,6 @@ def _walk(
     for name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, chain, f"{prefix}{name}.", units)
-
-
-def _lowest_common(chains: list[tuple[nn.Module, ...]]) -> nn.Module:
-    return [unit for unit in chains[0] if all(unit in chain for chain in chains[1:])][-1]
 
 
 _WRAPPERS = {
@@ -223,20 +223,19 @@ def _choose(root: nn.Module, policy: UnitPolicy) -> Chosen:
     else:
         chosen = _by_class_name(root, policy)
     for name, module in root.named_modules():
-        if module in chosen:
+        if module in chosen and isinstance(module, _LISTS):
             _check_forward(module, name)
     return chosen
 
 
 def _check_forward(module: nn.Module, name: str) -> None:
-    """Refuse a list of modules: nobody calls it, so its parameters would never be gathered."""
-    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-    if is_list and type(module).forward is nn.Module.forward:
+    """Refuse a module such as a list: nobody calls it, so its parameters would never be gathered."""
+    if type(module).forward is nn.Module.forward:
         inside = sorted({type(child).__name__ for child in module.children()})
         raise ValueError(
             f"config key 'units': '{name}' is a {type(module).__name__}, whose forward is never called, so "
-            "its parameters would not be gathered: name the class of the modules inside "
-            f"({', '.join(inside)}) or of the module around it"
+            "its parameters would not be gathered: name the modules inside, or their class "
+            f"({', '.join(inside)}) or that of the module around it"
         )
 
 
@@ -304,9 +303,8 @@ def _chosen_among(module: nn.Module) -> set[str]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
     has_parameters = next(module.parameters(), None) is not None
-    return has_parameters and next(module.children(), None) is not None and not is_list
+    return has_parameters and next(module.children(), None) is not None and not isinstance(module, _LISTS)
 
 
 def _large_layers(root: nn.Module, blocks: Chosen) -> Chosen:
@@ -361,11 +359,7 @@ def _read_group(root: nn.Module, names: Sequence[str]) -> ModuleGroup:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise ValueError(f"config key 'units': the model has no module named '{name}'{hint}")
-        if type(known[name]).forward is nn.Module.forward:
-            raise ValueError(
-                f"config key 'units': '{name}' is a {type(known[name]).__name__}, whose forward is never "
-                "called; name the modules in it"
-            )
+        _check_forward(known[name], name)
     modules = {known[name]: name for name in sorted(names, key=list(known).index)}
     for module, name in modules.items():
         if not modules.keys().isdisjoint(set(module.modules()) - {module}):
@@ -446,30 +440,16 @@ class _Area(NamedTuple):
         length = (1 + sum((extent - 1) * step for extent, step in steps)) * size if tensor.numel() else 0
         return _Area(home, start, start + length, tensor, kind, name)
 
-    def overlaps(self, other: _Area) -> bool:
-        """True if the areas share an element. Two columns of a matrix do not: they lie between each other."""
-        if self.home != other.home or other.start >= self.stop or self.start >= other.stop:
-            return False
-        size, start = self.tensor.element_size(), min(self.start, other.start)
-        if size != other.tensor.element_size() or (self.start - other.start) % size:
-            return True
-        marks = torch.zeros((max(self.stop, other.stop) - start) // size, dtype=torch.bool)
-        self._within(marks, start).fill_(True)
-        return bool(other._within(marks, start).any())
-
-    def _within(self, marks: Tensor, start: int) -> Tensor:
-        offset = (self.start - start) // self.tensor.element_size()
-        return marks.as_strided(self.tensor.shape, self.tensor.stride(), offset)
-
 
 def _check_apart(areas: Iterable[_Area]) -> None:
     """Refuse memory that two names share, if one of them is trained."""
     before: list[_Area] = []
-    for area in sorted(areas, key=lambda area: (str(area.home), area.start)):
+    with_memory = (area for area in areas if area.stop > area.start)
+    for area in sorted(with_memory, key=lambda area: (str(area.home), area.start)):
         before = [one for one in before if one.home == area.home and one.stop > area.start]
         for one in before:
             is_trained = one.tensor.requires_grad or area.tensor.requires_grad
-            if is_trained and "parameter" in (one.kind, area.kind) and one.overlaps(area):
+            if is_trained and "parameter" in (one.kind, area.kind):
                 first, second = sorted((one, area), key=lambda area: area.kind == "buffer")
                 remedy = (
                     "assign one Parameter object to both modules (b.weight = a.weight)"

@@ -56,7 +56,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 def _casts_itself(runtime: Runtime, module: nn.Module) -> bool:
     """True for a module whose inputs nobody casts before its forward."""
     cast = runtime.casts.get(module)
-    return computes_in_own_dtype(module) if cast is None else cast.is_called
+    return computes_in_own_dtype(module) if cast is None else cast.without is not None
 
 
 class _Hooks(NamedTuple):

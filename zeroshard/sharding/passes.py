@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.internals.autograd import (
     at_end_of_backward,
     backward_task,
@@ -81,7 +82,7 @@ class Passes:
         gathered = [unit for unit in units[1:] if not (unit.is_resident or unit.gradients)]
         self._frozen = dict.fromkeys(unit for unit in gathered if unit.backward_needs_parameters)
         """Units without gradients: the graph decides if a backward gathers them."""
-        has_versions = context.setting.has_versions
+        has_versions = context.setting.weights not in NEWEST_WEIGHTS
         self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
         """Units whose modules may compute with other memory than the main parameters."""
         self.offloaded = [buffer for buffer in buffers if buffer.plan.main_tier is not Tier.DEVICE]
@@ -90,7 +91,7 @@ class Passes:
         self._called: list[Unit] = []
         """The units of the forward under way, in the order of their calls."""
         self.leases = Leases[Unit]()
-        keeps_units = not (context.setting.placements.kept or context.setting.has_versions)
+        keeps_units = not (context.setting.placements.kept or has_versions)
         self._after_call = self.leases.staying if keeps_units else self.leases.trailing
         """The lease that a unit gets after its forward."""
         self.last: frozenset[Unit] = frozenset()

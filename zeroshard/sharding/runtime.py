@@ -67,7 +67,7 @@ class Runtime:
         """Modules that compute in a dtype of their own."""
         setting = context.setting
         quiet = {u for u in units[1:] if not (u.plan.needs_turns or setting.steps_in_backward)}
-        frees = setting.placements.frees_parameters
+        frees = bool(setting.placements.parameter)
         self.order = UnitOrder(
             [unit for unit in units if unit not in quiet],
             is_common=frees and context.axes.dp_replicate.size == 1,

@@ -32,7 +32,6 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.clipping import Scaling, has_far_parameters
 from zeroshard.stepping.disk import DiskHome
-from zeroshard.stepping.guard import Arguments
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
 from zeroshard.stepping.parts import Home, PieceHome, StepByParts, is_divisible, is_known
 from zeroshard.stepping.rounding import InPlace, Rounding, RoundsItself, Widening, load_states_wide
@@ -43,8 +42,8 @@ from zeroshard.stepping.wholes import UsesWholes, WholesOverRanks
 class StepHooks:
     """An engine's part in the steps of its optimizer, which does not keep the engine alive."""
 
-    judge: WeakMethod[Callable[[tuple[Any, ...], dict[str, Any]], Arguments | None]]
-    """Takes the arguments of a step; it may raise an error, or return other arguments."""
+    judge: WeakMethod[Callable[[tuple[Any, ...], dict[str, Any]], None]]
+    """Takes the arguments of a step; it may raise an error."""
     count: WeakMethod[Callable[[], None]]
     scaling: Scaling | None
     """Clips the gradients of each part; None where they are clipped before the step."""
@@ -164,15 +163,15 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: 
     zero_grad = optimizer.zero_grad
     of_runtime = weakref.ref(runtime)
 
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (runtime := of_runtime()) is None or is_inner_step(optimizer):
-            return None
-        _check_sharded(optimizer, runtime.module, runtime.ignored)
+            return
         runtime.check_additions()
+        _check_sharded(optimizer, runtime.ignored)
         runtime.before_step()
         runtime.here.enter("the optimizer step")
-        judge = None if engine is None else engine.judge()
-        return None if judge is None else judge(args, kwargs)
+        if engine is not None and (judge := engine.judge()) is not None:
+            judge(args, kwargs)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         if is_inner_step(optimizer):
@@ -202,19 +201,15 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: 
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
 
 
-def _check_sharded(optimizer: Optimizer, model: nn.Module, ignored: Mapping[nn.Parameter, str]) -> None:
+def _check_sharded(optimizer: Optimizer, ignored: Mapping[nn.Parameter, str]) -> None:
     """Refuse a parameter that came after sharding: its gradient is this rank's alone."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if not isinstance(parameter, ShardedParameter) and parameter not in ignored:
-                names = (name for name, member in model.named_parameters() if member is parameter)
-                name = next(names, None)
-                which = (
-                    f"the parameter '{name}'" if name is not None else "a parameter that is not the model's"
-                )
                 raise RuntimeError(
-                    f"group {number} of the optimizer holds {which}, of shape {list(parameter.shape)}, "
-                    "added after the model was sharded: its gradient is this rank's alone. Add layers to "
-                    "the model, and their parameters to the optimizer, before initialize; to train some of "
-                    "them later, freeze them with requires_grad_(False) after initialize until then"
+                    f"group {number} of the optimizer holds a parameter that is not the model's, of shape "
+                    f"{list(parameter.shape)}, added after the model was sharded: its gradient is this "
+                    "rank's alone. Add layers to the model, and their parameters to the optimizer, before "
+                    "initialize; to train some of them later, freeze them with requires_grad_(False) after "
+                    "initialize until then"
                 )

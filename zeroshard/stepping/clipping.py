@@ -224,8 +224,7 @@ class Scaling(Home):
     def __init__(self, optimizer: Optimizer, state: ModuleState) -> None:
         self._optimizer, self._state = weakref.ref(optimizer), state
         self._factor: Tensor | None = None
-        """0-dim, float32; None if there is nothing to scale."""
-        self._is_read = False
+        """0-dim, float32, in host memory once the host has read it; None if there is nothing to scale."""
         self._left: dict[ShardedParameter, int] = {}
         """Elements at the end of each gradient that were not scaled yet: pieces come from the first on."""
 
@@ -238,7 +237,7 @@ class Scaling(Home):
         optimizer = self._optimizer()
         if optimizer is None or has_hooks_of_others(optimizer):
             return False
-        self._factor, self._is_read = factor, False
+        self._factor = factor
         self._left = {p: g.numel() for p in parameters if (g := gradient_of(p)) is not None}
         self._state.before_show = self.finish
         return True
@@ -270,12 +269,12 @@ class Scaling(Home):
 
     @torch.no_grad()
     def _scale(self, gradients: Sequence[Tensor]) -> None:
-        if self._factor is not None and not self._is_read:
-            self._is_read = True
+        if self._factor is not None:
+            self._factor = self._factor.cpu()
             if self._factor.item() == 1.0:
                 self._factor = None
-        if self._factor is not None and gradients:
-            scale_(gradients, self._factor)
+            elif gradients:
+                scale_(gradients, self._factor)
 
 
 def has_far_parameters(runtime: Runtime) -> bool:

@@ -26,9 +26,8 @@ from torch.optim import Optimizer
 from zeroshard.comm.streams import Mark
 from zeroshard.parameters.gradient import move_values
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.plan.layout import BLOCK
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.stepping.parts import Home
+from zeroshard.stepping.parts import Home, per_element
 from zeroshard.tiers.files import Extent, FileTransfer
 from zeroshard.tiers.places import TierMemory
 
@@ -260,7 +259,7 @@ class _DiskBlock:
             for parameter in self.buffer.sharded
             if parameter in states
             for name, value in states[parameter].items()
-            if isinstance(value, Tensor) and _is_large(value, parameter)
+            if per_element(value, parameter.numel()) is not None
         }
         is_moved = not self._fill(packed, present)
         if is_moved:
@@ -307,12 +306,6 @@ class _DiskBlock:
         self._places = {
             key: (starts[key], _over(self._states, starts[key], value)) for key, value in present.items()
         }
-
-
-def _is_large(value: Tensor, parameter: ShardedParameter) -> bool:
-    """True for a state with values for each element, or for each block of elements, of a slice."""
-    num = parameter.numel()
-    return value.dim() > 0 and value.shape[-1] in (num, -(-num // BLOCK)) and value.numel() > 0
 
 
 def _is_alike(value: Tensor, other: Tensor) -> bool:

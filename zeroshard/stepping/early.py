@@ -60,7 +60,7 @@ class Worker:
         self._failure = Event()
         """Set when a piece has failed; each run of pieces has its own, until `finish` or `abandon`."""
 
-    def give(self, work: Callable[[], None]) -> Callable[[], None]:
+    def give(self, work: Callable[[], None]) -> Callable[[], object]:
         """Hand work over; wait for older work while too much of it is under way.
 
         Returns:
@@ -70,11 +70,11 @@ class Worker:
             BaseException: the error of earlier work, with its traceback.
         """
         while self._under_way and (len(self._under_way) >= MOST_UNDER_WAY or self._under_way[0].done()):
-            self._await(self._under_way[0])
+            wait((self._under_way[0],))
             self._under_way.popleft().result()
         future = self._thread.submit(_do, work, self._failure)
         self._under_way.append(future)
-        return lambda: self._await(future)
+        return lambda: wait((future,))
 
     def finish(self) -> None:
         """Wait until all work is over.
@@ -83,8 +83,7 @@ class Worker:
             BaseException: the first error of the work, with its traceback.
         """
         try:
-            for future in self._under_way:
-                self._await(future)
+            wait(self._under_way)
         except BaseException:  # Ctrl-C: nobody may go on beside the thread
             self.abandon()
             raise
@@ -96,11 +95,7 @@ class Worker:
         """Leave out the work that has not begun, wait for the rest, and forget its errors."""
         self._failure.set()
         left, self._under_way, self._failure = self._under_way, deque(), Event()  # Ctrl-C may end the wait
-        for future in left:
-            self._await(future)
-
-    def _await(self, future: Future[None]) -> None:
-        wait((future,))
+        wait(left)
 
 
 def _do(work: Callable[[], None], failure: Event) -> None:
@@ -139,7 +134,6 @@ class EarlySteps:
         (self._parts,) = parts
         self._worker = Worker() if streams.has_streams(runtime.context.device) else None
         self._handed_over: list[Unit] = []
-        self._has_warned = False
         self._options: list[dict[str, Any]] = []
         """The options of each group with which units were stepped."""
 
@@ -148,7 +142,11 @@ class EarlySteps:
         self._reducer.check_begin()
         optimizer = self._optimizer()
         assert optimizer is not None, "the engine holds it"
-        self._warn_of_hooks(optimizer)
+        if has_hooks_of_others(optimizer):
+            warn_user(
+                "offload.step_in_backward: a hook of register_step_pre_hook() runs after units were "
+                "stepped, so it finds no gradients of them, and what it does to gradients has no effect"
+            )
         self._options = _options(optimizer)
         self._parts.begin_units()
         self._reducer.step_unit = self._step
@@ -166,7 +164,7 @@ class EarlySteps:
                 unit.step_under_way = object
             optimizer = self._optimizer()
             if self._state.is_in_step and optimizer is not None:  # on all ranks: any may have stepped units
-                self._halfway.begin((optimizer,), {})
+                self._halfway.begin()
                 self._state.has_failed_in_step = not has_ended
 
     def check(self) -> None:
@@ -201,22 +199,11 @@ class EarlySteps:
         self._state.has_failed_in_step = self._state.is_in_step = False
         return is_in_step
 
-    def _warn_of_hooks(self, optimizer: Optimizer) -> None:
-        """Warn once of hooks of others, which may be there to change gradients."""
-        if self._has_warned:
-            return
-        if has_hooks_of_others(optimizer):
-            self._has_warned = True
-            warn_user(
-                "offload.step_in_backward: a hook of register_step_pre_hook() runs after units were "
-                "stepped, so it finds no gradients of them, and what it does to gradients has no effect"
-            )
-
     def _step(self, unit: Unit) -> None:
         """Step a unit whose gradients are reduced, or hand it over to the worker."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the engine holds it"
-        self._halfway.begin((optimizer,), {})
+        self._halfway.begin()
         deliver = [gradients.hand_over() for gradients in unit.gradients]
         parameters = {p for gradients in unit.gradients for p in gradients.buffer.sharded}
         step = self._parts.step_of(optimizer, parameters)

@@ -14,9 +14,8 @@ overflow                        value / 2, at least the minimum; the first `hyst
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ from zeroshard.config.sections import Config, DynamicLossScale
 from zeroshard.internals.foreach import foreach_norm
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.gradient import gradient_of
-from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.clipping import (
     Scaling,
@@ -65,16 +63,6 @@ class LossScale:
         policy = asked if isinstance(asked, DynamicLossScale) else DynamicLossScale()
         return cls(value=policy.start, policy=policy)
 
-    @property
-    def is_dynamic(self) -> bool:
-        """True if overflows move the scale."""
-        return self.policy is not None
-
-    @property
-    def can_fall(self) -> bool:
-        """True if an overflow can lower the scale."""
-        return self.policy is not None and self.value > self.policy.minimum
-
     def after(self, *, overflow: bool) -> LossScale:
         """The scale of the next step."""
         if self.policy is None:
@@ -89,12 +77,12 @@ class LossScale:
 
     def state(self) -> dict[str, Any]:
         """The part that a checkpoint keeps; the policy is the config's."""
-        state = {"value": self.value, "is_dynamic": self.is_dynamic, "num_steps": self.num_steps}
+        state = {"value": self.value, "is_dynamic": self.policy is not None, "num_steps": self.num_steps}
         return state | {"num_spared": self.num_spared} if self.num_spared else state
 
     def resumed(self, saved: LossScale | None) -> LossScale:
         """This scale with the value and counts of a saved one, unless one of them is fixed."""
-        if saved is None or not self.is_dynamic:
+        if saved is None or self.policy is None:
             return self
         return replace(self, value=saved.value, num_steps=saved.num_steps, num_spared=saved.num_spared)
 
@@ -126,17 +114,10 @@ class StepGuard:
         """True if a step may have to be left out."""
         self._judges = self.may_skip or config.nonfinite == "error"
         self._watches = optimizer is not None and not self._judges
-        self._compares = runtime.context.axes.tp.size > 1
-        """True if tensor ranks compare gradients, now and then: some are zero at first."""
         self.loss: Tensor | None = None
-        """The loss of the last backward, for this comparison; None if it is not known."""
-        self._num_compared = 0
-        """The steps so far, if they do."""
-
-    @property
-    def needs_gradients(self) -> bool:
-        """True if gradients must be there before the optimizer's step begins."""
-        return self._judges or self._max_norm is not None
+        """The loss of the last backward, which tensor ranks compare; None if it is not known."""
+        self._num_steps = 0
+        """The steps so far of tensor ranks, which compare gradients now and then: some are zero at first."""
 
     def clip(self, max_norm: float, order: float, must_be_finite: bool) -> Tensor:
         """Scale all gradients by min(1, max_norm / (norm + 1e-6)).
@@ -171,9 +152,9 @@ class StepGuard:
                 ones of a parameter that each holds whole.
         """
         self._runtime.state.finish_scaling()  # the last step may have failed halfway
-        if self._compares:
-            self._num_compared += 1
-            if not self._num_compared & (self._num_compared - 1):  # 1, 2, 4, 8, ...
+        if self._runtime.context.axes.tp.size > 1:
+            self._num_steps += 1
+            if not self._num_steps & (self._num_steps - 1):  # 1, 2, 4, 8, ...
                 check_replicas(self._runtime, self.loss)
         norm = None
         if self._max_norm is not None:
@@ -200,7 +181,8 @@ class StepGuard:
 
     def _answer_nonfinite(self) -> None:
         """Raise or warn, unless a lower loss scale is the remedy."""
-        if self.loss_scale.can_fall or self._nonfinite == "skip":
+        policy = self.loss_scale.policy
+        if (policy is not None and self.loss_scale.value > policy.minimum) or self._nonfinite == "skip":
             return
         what = describe_nonfinite(self._runtime)
         if self._nonfinite == "error":
@@ -288,7 +270,8 @@ def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> None:
         RuntimeError: on all ranks, some of them differ.
     """
     axes = runtime.context.axes
-    parameters = list(_replicas(runtime))
+    trained = (buffer for buffer in runtime.buffers if buffer.trainable)
+    parameters = [p for buffer in trained for p in buffer.sharded if p.cut is None]
     own = [_see(gradient) if (gradient := gradient_of(p)) is not None else None for p in parameters]
     value = None if loss is None else loss.item()
     everyone = axes.tp.all_gather_object((value, own), "comparison of gradients")
@@ -297,7 +280,8 @@ def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> None:
         for first, *others in zip(*(seen for _, seen in everyone), strict=True)
     ]
     losses = [value for value, _ in everyone]
-    has_odd_loss = _are_apart([value for value in losses if value is not None])
+    finite = [value for value in losses if value is not None and math.isfinite(value)]
+    has_odd_loss = bool(finite) and max(finite) - min(finite) > _FAR_LOSS * max(map(abs, finite))
     is_finite = all(one is None or math.isfinite(one.norm) for one in own)
     flags = [*differs, not is_finite, has_odd_loss]
     label = "agreement on gradients of tensor ranks"
@@ -323,18 +307,6 @@ def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> None:
     )
 
 
-def _are_apart(losses: list[float]) -> bool:
-    """True if finite losses differ by more than rounding."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    return bool(finite) and max(finite) - min(finite) > _FAR_LOSS * max(map(abs, finite))
-
-
-def _replicas(runtime: Runtime) -> Iterator[ShardedParameter]:
-    for buffer in runtime.buffers:
-        if buffer.trainable:
-            yield from (p for p in buffer.sharded if p.cut is None)
-
-
 def _see(gradient: Tensor) -> _Fingerprint:
     values = gradient[:_LOOKED_AT].double()
     weights = torch.ones_like(values).cumsum_(0).cos_()
@@ -342,39 +314,15 @@ def _see(gradient: Tensor) -> _Fingerprint:
     return _Fingerprint(norm, product)
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 class InterruptedStep:
-    """The mark of a step that has begun and has not ended."""
+    """The mark of a step that has begun and has not ended; a closure is a part of its step."""
 
     def __init__(self) -> None:
         self._has_begun = False
 
-    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | None:
-        """Note that the optimizer's step begins; with a closure, when that has returned.
-
-        Returns:
-            The arguments for the step; None for the same ones.
-        """
-        optimizer, *others = args
-        if not any(map(callable, (*others, *kwargs.values()))):
-            self._has_begun = True
-            return None
-        watched = {key: self._watched(value) for key, value in kwargs.items()}
-        return (optimizer, *map(self._watched, others)), watched
-
-    def _watched(self, value: Any) -> Any:
-        if not callable(value):
-            return value
-
-        @functools.wraps(value)
-        def closure() -> Any:
-            loss = value()
-            self._has_begun = True
-            return loss
-
-        return closure
+    def begin(self) -> None:
+        """Note that the optimizer's step begins."""
+        self._has_begun = True
 
     def end(self) -> None:
         """Note the end of the step, or a load of a checkpoint that has replaced its values."""
@@ -388,6 +336,6 @@ class InterruptedStep:
         """
         if self._has_begun:
             raise RuntimeError(
-                f"{what} after a step that was interrupted: some parameters have been stepped and others "
-                "have not, so nothing was saved. Load the last checkpoint, or take a whole step before saving"
+                f"{what} after a step that was interrupted: some parameters may have been stepped and others "
+                "not, so nothing was saved. Load the last checkpoint, or take a whole step before saving"
             )

@@ -5,8 +5,8 @@ Squares are added up in float64, so that results of a norm do not depend on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from zeroshard.sharding.buffer import FlatBuffer
 
 Norms = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 """(parameters, tensors) -> [n] float64: the norm of each tensor, which has the shape of its parameter."""
+
+_Place = TypeVar("_Place")
 
 _CHUNK = 1 << 16
 """Elements that a CPU converts to float64 at a time. A whole tensor at once takes ten times as long: the copy
@@ -53,18 +55,43 @@ def sum_of_powers(tensors: Sequence[Tensor], order: float) -> Tensor:
 
 @torch.no_grad()
 def whole_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """`Norms` for a process that holds every parameter whole.
+    """`Norms` for a process that holds every parameter whole."""
+    refuse_slices(parameters, "norms of whole parameters")
+    return sum_of_squares(tensors).sqrt()
+
+
+def refuse_slices(parameters: Iterable[Tensor], what: str) -> None:
+    """Refuse parameters of which this rank holds a slice, where it computes by itself.
 
     Raises:
-        RuntimeError: it holds a slice.
+        RuntimeError: the name of the first one.
     """
     for parameter in parameters:
         if isinstance(parameter, ShardedParameter) and parameter.is_partial:
             raise RuntimeError(
-                f"norms of whole parameters: this rank holds a slice of '{parameter.fqn}'. Hand the "
-                "optimizer to zeroshard.initialize, or to attach() of what zeroshard.shard returns"
+                f"{what}: this rank holds a slice of '{parameter.fqn}'. Hand the optimizer to "
+                "zeroshard.initialize, or to attach() of what zeroshard.shard returns"
             )
-    return sum_of_squares(tensors).sqrt()
+
+
+def place_among(places: Mapping[ShardedParameter, _Place], parameter: Tensor, what: str) -> _Place:
+    """Return the place of a parameter among those of one module.
+
+    Raises:
+        RuntimeError: it is not one of them.
+    """
+    place = places.get(parameter) if isinstance(parameter, ShardedParameter) else None
+    if place is None:
+        raise RuntimeError(
+            f"{what}: expected parameters of the one sharded module that the optimizer was attached to last, "
+            f"got {name_of(parameter, 'one')} of shape {list(parameter.shape)} of another module"
+        )
+    return place
+
+
+def name_of(parameter: Tensor, otherwise: str = "a parameter") -> str:
+    """Return the name of a parameter for messages, or something else if it has none."""
+    return f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else otherwise
 
 
 class NormsOverRanks:
@@ -85,7 +112,9 @@ class NormsOverRanks:
 
     @torch.no_grad()
     def __call__(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
-        own = [tensor[self._slice(p)] for p, tensor in zip(parameters, tensors, strict=True)]
+        what = "norms of whole parameters"
+        places = [place_among(self._own, p, what) for p in parameters]
+        own = [tensor[place] for place, tensor in zip(places, tensors, strict=True)]
         squares: dict[int, Tensor] = {}
         for group in moves.by_device(own):
             found = moves.to_device(sum_of_squares([own[index] for index in group]), self._device)
@@ -94,15 +123,6 @@ class NormsOverRanks:
         for axis in self._axes:
             total = axis.sum(total, "sum of the squared norms of parameters")
         return total.sqrt()
-
-    def _slice(self, parameter: Tensor) -> slice:
-        own = self._own.get(parameter) if isinstance(parameter, ShardedParameter) else None
-        if own is None:
-            raise RuntimeError(
-                "norms of whole parameters: expected parameters of the one sharded module that the "
-                f"optimizer was attached to last, got one of shape {list(parameter.shape)} of another module"
-            )
-        return own
 
 
 def _sum_in_chunks(tensor: Tensor, order: float = 2.0) -> Tensor:

@@ -129,7 +129,6 @@ class PieceHome(Home):
                 span = buffer.sharded_span(index)
                 self._places[parameter] = _RestingPlace(buffer, span.start, span.size)
         self._flush = FileTransfer(())
-        self._has_stepped = False
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Wait until the pages of the last step are in the files.
@@ -146,8 +145,7 @@ class PieceHome(Home):
 
     def end_step(self) -> None:
         """Begin to flush the files."""
-        if self._has_stepped:
-            self._flush, self._has_stepped = self._memory.swap.flush(), False
+        self._flush = self._memory.swap.flush()
 
     def has(self, parameters: Sequence[ShardedParameter]) -> bool:
         """True if these are the parameters of a unit that is stepped in pieces."""
@@ -167,7 +165,6 @@ class PieceHome(Home):
         held: dict[ShardedParameter, _StateBefore] = {}
         whole: set[ShardedParameter] = set()
         """Parameters whose pieces have all been stepped."""
-        self._put_into_files(set(self._places) - set(parameters), states)
         try:
             for number, together in enumerate(cuts):
                 for piece in together:
@@ -183,7 +180,6 @@ class PieceHome(Home):
                     self._put_back(p, held, piece, states)
                     if piece.stop == self._places[p].size:
                         whole.add(p)
-            self._has_stepped = True
         finally:
             for p, before in held.items():
                 self._rest(p, before, states, is_whole=p in whole)
@@ -197,20 +193,11 @@ class PieceHome(Home):
         if p in states:
             size, others = self._places[p].size, {}
             for name, value in states[p].items():
-                if _per_element(value, size) is None:
+                if per_element(value, size) is None:
                     others[name] = value.clone() if isinstance(value, Tensor) else value
                 else:
                     files[name] = self._in_files(value)
         return _StateBefore(gradient, self._starts.get(p, 0), files, {}, others)
-
-    def _put_into_files(
-        self, parameters: set[ShardedParameter], states: Mapping[Any, dict[str, Any]]
-    ) -> None:
-        """Put states of elements that are elsewhere into files; these parameters have no gradient now."""
-        for p in parameters & states.keys():
-            for name, value in states[p].items():
-                if _per_element(value, self._places[p].size) is not None:
-                    states[p][name] = self._in_files(value)
 
     def _read_ahead(
         self, p: ShardedParameter, held: Mapping[ShardedParameter, _StateBefore], piece: pieces.StepPiece
@@ -269,7 +256,7 @@ class PieceHome(Home):
         place, files, new = self._places[p], held[p].files, held[p].new
         values = place.values[piece.start : piece.stop]
         for name, value in states[p].items() if p in states else ():
-            length = _per_element(value, piece.stop - piece.start)
+            length = per_element(value, piece.stop - piece.start)
             if length is None:
                 continue
             if name not in files and name not in new:
@@ -312,7 +299,7 @@ def _show(p: ShardedParameter, values: Tensor, gradient: Tensor) -> None:
     set_gradient(p, gradient)
 
 
-def _per_element(value: Any, size: int) -> int | None:
+def per_element(value: Any, size: int) -> int | None:
     """The last dimension of a state with a value for each element or block of a slice; None for others."""
     if not isinstance(value, Tensor) or not value.dim() or not value.numel():
         return None
@@ -495,8 +482,6 @@ def twin_of(optimizer: Optimizer, groups: Sequence[Sequence[ShardedParameter]]) 
         optimizer: the optimizer; its state is shared, and its options are those of this moment.
         groups: the parameters of each group of the twin.
 
-    Returns:
-        The twin, without hooks: a step that calls the step of its base class would run them in its middle.
     """
     twin: Any = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
@@ -507,6 +492,5 @@ def twin_of(optimizer: Optimizer, groups: Sequence[Sequence[ShardedParameter]]) 
         {**group, "params": list(parameters)}
         for group, parameters in zip(optimizer.param_groups, groups, strict=True)
     ]
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     stepped: Optimizer = twin
     return stepped

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 from zlib import crc32
 
@@ -38,6 +38,7 @@ from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import Layout, Span
 from zeroshard.plan.owners import Item, Send, choose_owners, inward, outward
 from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.stepping.norms import name_of, place_among, refuse_slices
 
 Shape = tuple[int, ...]
 
@@ -133,12 +134,7 @@ def wholes_here(
     cost: Cost = math.prod,
 ) -> list[Tensor]:
     """`Wholes` for a process that holds every parameter whole."""
-    for parameter in parameters:
-        if isinstance(parameter, ShardedParameter) and parameter.is_partial:
-            raise RuntimeError(
-                f"updates from whole parameters: this rank holds a slice of '{parameter.fqn}'. Hand the "
-                "optimizer to zeroshard.initialize, or to attach() of what zeroshard.shard returns"
-            )
+    refuse_slices(parameters, "updates from whole parameters")
     asked = shapes_asked(parameters, shapes)
     keys = [Key(number, part) for number, own in enumerate(asked) for part in range(len(own))]
     wholes = [
@@ -159,11 +155,6 @@ def made(tensor: Given) -> Tensor:
 def whole_shape(parameter: Tensor) -> Shape:
     """Return the shape of the parameter of the model, of which a rank may hold a slice."""
     return tuple(parameter.full_shape if isinstance(parameter, ShardedParameter) else parameter.shape)
-
-
-def name_of(parameter: Tensor, otherwise: str = "a parameter") -> str:
-    """Return the name of a parameter for messages, or something else if it has none."""
-    return f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else otherwise
 
 
 def shapes_asked(
@@ -231,15 +222,14 @@ class _BufferPlace(NamedTuple):
     """The place of a sharded parameter in its flat buffer."""
 
     layout: Layout
+    """Over the ranks that hold a slice each; over one rank where each holds all."""
     number: int
-    is_partial: bool
     cut: Cut | None
 
     def held(self, shard_rank: int, tp_rank: int) -> Span:
         """The range that a rank holds, in the parts of all tensor ranks one after another."""
-        numel = self.layout.sizes[self.number]
-        own = self.layout.owned(self.number, shard_rank) if self.is_partial else Span(0, numel)
-        return own.shifted(tp_rank * numel) if self.cut is not None else own
+        own = self.layout.owned(self.number, shard_rank % self.layout.num_ranks)
+        return own.shifted(tp_rank * self.layout.sizes[self.number]) if self.cut is not None else own
 
 
 class _OwnedPart(NamedTuple):
@@ -292,8 +282,9 @@ class WholesOverRanks:
         self._axis, self._device = axes.everyone, axes.everyone.device
         self._ranks = axes.places
         self._places = {
-            p: _BufferPlace(buffer.layout, index, buffer.is_partial, buffer.originals[index].cut)
+            p: _BufferPlace(layout, index, buffer.originals[index].cut)
             for buffer in buffers
+            for layout in [buffer.layout if buffer.is_partial else replace(buffer.layout, num_ranks=1)]
             for index, p in enumerate(buffer.sharded)
         }
         self._owners: dict[tuple[int, int, tuple[Shape, ...]], int] = {}
@@ -469,7 +460,7 @@ class WholesOverRanks:
         names: list[object] = []
         rank = self._axis.rank
         for number, (p, own, own_costs) in enumerate(zip(parameters, shapes, costs, strict=True)):
-            place = self._place_of(p)
+            place = place_among(self._places, p, "updates from whole parameters")
             held = [place.held(*at) for at in self._ranks]
             start = 0
             for first, run, run_cost in _runs(place.cut, own, own_costs):
@@ -497,16 +488,6 @@ class WholesOverRanks:
             outward=_of_rank(outward(items, owners), rank),
             label=f"{len(parts)} whole tensors ({digest:08x})",
         )
-
-    def _place_of(self, parameter: Tensor) -> _BufferPlace:
-        place = self._places.get(parameter) if isinstance(parameter, ShardedParameter) else None
-        if place is None:
-            raise RuntimeError(
-                "updates from whole parameters: expected parameters of the one sharded module that the "
-                f"optimizer was attached to last, got {name_of(parameter, 'one')} of shape "
-                f"{list(parameter.shape)} of another module"
-            )
-        return place
 
 
 def _joined(given: Given, pieces: Sequence[_UpdatePiece], device: torch.device) -> Tensor:

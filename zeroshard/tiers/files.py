@@ -41,7 +41,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.tiers.swapfile import SwapFile, warn_of_slow_place
+from zeroshard.plan.layout import round_up
+from zeroshard.tiers.swapfile import SwapFile
 
 
 class Chunk(NamedTuple):
@@ -53,11 +54,6 @@ class Chunk(NamedTuple):
     start: int
     """Bytes from the beginning of the extent."""
     num_bytes: int
-
-
-def round_up(num_bytes: int, multiple: int) -> int:
-    """Return the smallest multiple that is at least `num_bytes`."""
-    return -(-num_bytes // multiple) * multiple
 
 
 def chunk_size(padded: int, num_parts: int, least: int, most: int) -> int:
@@ -153,18 +149,15 @@ class Swap:
         Raises:
             ValueError: a folder is not there, may not be written to, or its file system has no locks.
         """
-        if not folders or num_threads < 1:
-            raise ValueError(f"Expected a folder and a thread, got {len(folders)} and {num_threads}")
         self._files: list[SwapFile] = []
+        """One in each folder; none once it is closed."""
         self._num_threads = num_threads * len(folders)
         # They end with this object. Nobody may wait for them, or start one, inside a garbage collection: it
         # may run in a thread that is just being started, under a lock of Python's own.
         self._threads = ThreadPoolExecutor(self._num_threads, "zeroshard-swap")
-        self._is_open = True
         try:
             for folder in map(Path, folders):
                 self._files.append(SwapFile(folder, rank))
-                warn_of_slow_place(folder, is_direct=self._files[-1].is_direct)
         except BaseException:
             self.close()
             raise
@@ -186,7 +179,7 @@ class Swap:
     @property
     def num_bytes(self) -> int:
         """Bytes in the files, those of freed extents too."""
-        return sum(file.end for file in self._files) if self._is_open else 0
+        return sum(file.end for file in self._files)
 
     @property
     def paths(self) -> list[Path]:
@@ -200,8 +193,6 @@ class Swap:
             RuntimeError: the disk is full. The message tells the bytes that were asked for and are free.
         """
         self._check_open()
-        if num_bytes < 0:
-            raise ValueError(f"Expected a number of bytes, got {num_bytes}")
         padded = round_up(num_bytes, self.alignment)
         with self._lock:
             chunks = self._free[padded].pop() if self._free[padded] else self._reserve(padded)
@@ -228,7 +219,6 @@ class Swap:
 
         The extent is freed when nobody holds the tensor any more. Use tensor and transfers in turns.
         """
-        self._check_extent(extent)
         ranges = [
             Range(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes)
             for chunk in extent.chunks
@@ -276,17 +266,11 @@ class Swap:
         # A garbage collection calls this anywhere, while another thread may change the dict.
         for place in places:
             self._mapped.pop(place, None)
-        if self._is_open:
+        if self._files:
             self.free(extent)
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back, after its transfers. The next one of the same size takes its space.
-
-        Raises:
-            ValueError: the extent is not of this Swap, or was freed before.
-        """
-        self._check_open()
-        self._check_extent(extent)
+        """Give an extent back, after its transfers. The next one of the same size takes its space."""
         self._join(extent)
         with self._lock:
             self._live.remove(extent)
@@ -304,10 +288,8 @@ class Swap:
 
         Raises:
             RuntimeError: the extent was never written, or its last write has failed.
-            ValueError: the tensor is not as expected.
         """
         self._check_open()
-        self._check_extent(extent)
         memory = self._view(extent, into)
         if extent not in self._writes:
             raise RuntimeError("Expected an extent that was written before it is read, got a new one")
@@ -323,12 +305,8 @@ class Swap:
         Args:
             extent: all of it is written.
             source: [extent.padded] or more of uint8 on the CPU, from the start of a page.
-
-        Raises:
-            ValueError: the tensor is not as expected.
         """
         self._check_open()
-        self._check_extent(extent)
         memory = self._view(extent, source)
         self._join(extent)
         transfer = self._writes[extent] = self._start(SwapFile.write, extent, memory)
@@ -365,43 +343,30 @@ class Swap:
 
     def _view(self, extent: Extent, tensor: Tensor) -> memoryview:
         """Return the bytes of a tensor that a transfer uses; the view keeps them."""
-        is_plain = tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.device.type == "cpu"
-        if not is_plain or not tensor.is_contiguous() or tensor.numel() < extent.padded:
-            raise ValueError(
-                f"Expected a contiguous uint8 tensor of [{extent.padded}] or more on the CPU, "
-                f"got {tensor.dtype} of {list(tensor.shape)} on {tensor.device}"
-            )
-        if extent.padded and tensor.data_ptr() % os.sysconf("SC_PAGE_SIZE"):
-            raise ValueError(
-                f"Expected memory that begins on a page, as that of host_memory, got {tensor.data_ptr():#x}"
-            )
+        assert tensor.dtype is torch.uint8, "memory is bytes"
+        assert tensor.numel() >= extent.padded, "it holds the extent"
         return tensor.detach().numpy().data[: extent.padded]
 
     def _check_open(self) -> None:
-        if not self._is_open:
+        if not self._files:
             raise RuntimeError("Expected an open Swap, got one that was closed, or that of a parent process")
-
-    def _check_extent(self, extent: Extent) -> None:
-        if extent not in self._live:
-            raise ValueError("Expected an extent of this Swap that was not freed")
 
     def close(self) -> None:
         """Wait for all transfers and remove the files. A second call does nothing.
 
         Without it, each file is removed when neither this object nor a transfer uses it any more, or at exit.
         """
-        if self._is_open:
-            self._is_open = False
+        files, self._files = self._files, []
+        if files:  # a forked process has none, nor the threads
             self._threads.shutdown(wait=True)
-            for file in self._files:
-                file.remove()
+        for file in files:
+            file.remove()
 
     def leave_to_parent(self) -> None:
         """Close the files and leave them on the disk: they are those of the process that forked this one."""
-        if self._is_open:
-            self._is_open = False
-            for file in self._files:
-                file.leave()
+        files, self._files = self._files, []
+        for file in files:
+            file.leave()
 
 
 def _attempt(calls: list[Callable[[], None]]) -> str:

@@ -141,13 +141,6 @@ class HostMeter:
     """Bytes of host memory for offloaded values, over all pools of an engine, free buffers included."""
 
     num_bytes: int = 0
-    pinned: int = 0
-    """The part of them that is pinned."""
-
-    def add(self, num_bytes: int, *, pinned: bool) -> None:
-        """Add bytes; a negative number takes them away."""
-        self.num_bytes += num_bytes
-        self.pinned += num_bytes if pinned else 0
 
 
 class HostBuffer:
@@ -213,10 +206,10 @@ class HostPool:
         while self._free and self._bytes_in_use + size + self._bytes_free > self._most_in_use:
             dropped = self._free.pop(0).nbytes
             self._bytes_free -= dropped
-            self._meter.add(-dropped, pinned=self._pinned)
+            self._meter.num_bytes -= dropped
         if buffer is None:
             buffer = self._allocate(size)
-            self._meter.add(size, pinned=self._pinned)
+            self._meter.num_bytes += size
         self._bytes_in_use += size
         return buffer
 

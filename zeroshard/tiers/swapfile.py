@@ -62,10 +62,11 @@ class SwapFile:
             except BaseException:
                 self.remove()
                 raise
-            if self.is_direct:
+            if self._data != self._lock:
                 self._descriptors.append(self._data)
         except OSError as error:
             raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {error.strerror}") from error
+        warn_of_slow_place(folder, is_direct=self._data != self._lock)
         self.end = 0
         """Bytes that are reserved."""
         self._damage = ""
@@ -76,11 +77,6 @@ class SwapFile:
     def descriptor(self) -> int:
         """The open file, through the page cache."""
         return self._lock
-
-    @property
-    def is_direct(self) -> bool:
-        """True if reads and writes go past the page cache."""
-        return self._data != self._lock
 
     def _open_data(self) -> tuple[int, int]:
         """Return a descriptor for data and its alignment: the first with which a block can be written.

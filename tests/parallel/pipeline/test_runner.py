@@ -110,7 +110,7 @@ def run(name, options, num_microbatches, uneven):
     axis = Axis(group, device=torch.device("cpu"), counter=Counter(), timeout_s=20.0)
     schedule = build_schedule(name, axis.size, num_microbatches, **options)
     parts = Parts(schedule.num_chunks, batch_of(num_microbatches, uneven=uneven))
-    runner, found = Runner(schedule, Messages(axis, 0), parts), []
+    runner, found = Runner(schedule, Messages(axis), parts), []
     for _ in range(2):
         parts.losses = {}
         runner.run(lambda: "shapes")

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from enum import StrEnum
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -161,6 +162,14 @@ _ON_ALL_RANKS = (
 _OUTSIDE = "is outside of forward, backward and optimizer step"
 
 
+class End(StrEnum):
+    """The ways in which a rank ends."""
+
+    EXIT = "exit"
+    FAILURE = "failure"
+    """By an exception."""
+
+
 class Status(NamedTuple):
     """The status of a rank, as it sends it to the others."""
 
@@ -170,9 +179,8 @@ class Status(NamedTuple):
     """The seconds since the rank is there."""
     beat: int = 0
     """The number of the heartbeat."""
-    has_ended: bool = False
-    has_failed: bool = False
-    """True if the rank ended with an exception."""
+    end: End | None = None
+    """The way in which the rank has ended."""
     issued: Entries | None = None
     """The last collectives of a rank that has waited for a while."""
 
@@ -190,18 +198,13 @@ class Sighting(NamedTuple):
     silent_s: float
     """Seconds since the heartbeat came."""
 
-    @property
-    def is_absent(self) -> bool:
-        """True when the rank is in no call of ours, or has ended without an exception."""
-        return self.status.text == _OUTSIDE or (self.status.has_ended and not self.status.has_failed)
-
 
 def describe(rank: int, sighting: Sighting | None, silence_s: float) -> str:
     """Describe the status of a rank; after `silence_s` without a heartbeat it counts as lost."""
     if sighting is None:
         return f"nothing is known of rank {rank}"
     status, silent_s = sighting
-    if status.has_ended:
+    if status.end is not None:
         return f"rank {rank} {status.text}"
     place = f"{status.text} since {status.seconds:.1f} s"
     if silent_s < silence_s:
@@ -212,11 +215,11 @@ def describe(rank: int, sighting: Sighting | None, silence_s: float) -> str:
 def report(sightings: Mapping[int, Sighting | None], silence_s: float) -> str:
     """Describe the status of all ranks in one line; with advice if they are not in the same call."""
     text = "; ".join(describe(rank, sighting, silence_s) for rank, sighting in sightings.items())
-    statuses = [sighting.status for sighting in sightings.values() if sighting is not None]
-    waits = [status.text for status in statuses if status.text.startswith(_WAITS)]
+    statuses = {rank: sighting.status for rank, sighting in sightings.items() if sighting is not None}
+    waits = [status.text for status in statuses.values() if status.text.startswith(_WAITS)]
     is_in_batch = any(_ACTION in text for text in waits)
-    absent = [rank for rank, sighting in sightings.items() if sighting is not None and sighting.is_absent]
-    is_any_inside = any(status.text.startswith((_WAITS, _IS_IN)) for status in statuses)
+    absent = [rank for rank, one in statuses.items() if one.text == _OUTSIDE or one.end == End.EXIT]
+    is_any_inside = any(status.text.startswith((_WAITS, _IS_IN)) for status in statuses.values())
     if is_any_inside and absent:
         text += f". If rank {absent[0]} is not on its way there, it {_ON_ALL_RANKS}"
     elif len(waits) == len(sightings) and len(set(waits)) > 1 and not is_in_batch:
@@ -229,7 +232,7 @@ def find_lost(sightings: Mapping[int, Sighting | None], limit_s: float) -> str |
     for rank, sighting in sightings.items():
         if sighting is None or sighting.silent_s <= limit_s:
             continue
-        if sighting.status.has_failed or not sighting.status.has_ended:
+        if sighting.status.end != End.EXIT:
             return f"rank {rank} is lost since {sighting.silent_s:.1f} s"
     return None
 

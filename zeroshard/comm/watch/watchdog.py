@@ -13,6 +13,7 @@ alarm         raised by a rank that gave up in a collective, is late in one, wat
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -35,6 +36,7 @@ import torch.distributed as dist
 from zeroshard.comm import streams
 from zeroshard.comm.counter import CONTROL, Counter
 from zeroshard.comm.watch.status import (
+    End,
     Ledger,
     RankStatus,
     Sighting,
@@ -63,7 +65,7 @@ _EXTRA_BEATS = 3
 _ERROR_WIDTH = 120
 _ALARM = "alarm"
 """The key of the alarm in the store; the key of a rank's heartbeat is its number."""
-_LOST = Status("has exited: the connection to it is lost", 0.0, has_ended=True, has_failed=True)
+_LOST = Status("has exited: the connection to it is lost", 0.0, end=End.FAILURE)
 """The status of rank 0, when the store does not answer."""
 
 
@@ -90,7 +92,8 @@ class Watchdog:
         self._alarm: str | None = None
         self._report: str | None = None
         self._has_report = threading.Event()
-        self._main_raises = False
+        self._grace_s = _GRACE_S
+        """Without end once the main thread raises an error by itself."""
         self._ending: Status | None = None
         self._closes_at: float | None = None
         self._wake = threading.Event()
@@ -123,7 +126,7 @@ class Watchdog:
             The first alarm, if it is another one, and the status of each rank. This takes some pauses, in
             which living ranks send a heartbeat.
         """
-        self._main_raises = True
+        self._grace_s = math.inf
         self._alarm = self._alarm or reason
         self._wake.set()
         if self._ending is None:
@@ -137,7 +140,7 @@ class Watchdog:
         text = "has exited"
         if error is not None:
             text += f" with {type(error).__name__}: {shorten(str(error), _ERROR_WIDTH)}"
-        self._ending = Status(text, 0.0, has_ended=True, has_failed=error is not None)
+        self._ending = Status(text, 0.0, end=End.EXIT if error is None else End.FAILURE)
         self._wake.set()
 
     def close(self, linger_s: float | None = None) -> None:
@@ -169,7 +172,7 @@ class Watchdog:
         return max(_MIN_PATIENCE_PAUSES * self._pause_s, _MIN_PATIENCE_S)
 
     def _run(self) -> None:
-        ends_at = float("inf")
+        reported_at = math.inf
         while not self._may_close():
             self._exchange({0, (self._rank + 1) % self._size})
             if self._ending is None and (limit_s := self._limit_s) is not None:
@@ -177,8 +180,8 @@ class Watchdog:
                 if self._alarm is not None and self._report is None:
                     self._collect_report()
                     self.rank_status.interrupt()
-                    ends_at = time.monotonic() + _GRACE_S
-                if not self._main_raises and time.monotonic() > ends_at:
+                    reported_at = time.monotonic()
+                if time.monotonic() - reported_at > self._grace_s:
                     self._end_process()
             self._rest()
 
@@ -192,7 +195,7 @@ class Watchdog:
         return all(other is not None and self._is_over(other) for other in others)
 
     def _is_over(self, sighting: Sighting) -> bool:
-        return sighting.status.has_ended or sighting.silent_s >= self._silence_s
+        return sighting.status.end is not None or sighting.silent_s >= self._silence_s
 
     def _rest(self) -> None:
         is_busy = self._closes_at is not None or (self._alarm is not None and self._limit_s is not None)
@@ -222,7 +225,8 @@ class Watchdog:
             return
         status, heard_at = self._heartbeats.get(0, (_LOST, time.monotonic()))
         is_collecting = self._alarm is not None and self._report is None
-        if status.has_ended and time.monotonic() - heard_at > self._pause_s and not is_collecting:
+        has_ended = status.end is not None
+        if has_ended and time.monotonic() - heard_at > self._pause_s and not is_collecting:
             self._forget_store()  # before it is gone: torch would print a stack
 
     def _send_heartbeat(self, store: dist.Store, status: Status) -> None:
@@ -231,14 +235,14 @@ class Watchdog:
 
     def _note_heartbeat(self, rank: int, status: Status) -> None:
         before = self._heartbeats.get(rank)
-        if before is None or (status.beat != before[0].beat and not before[0].has_ended):
+        if before is None or (status.beat != before[0].beat and before[0].end is None):
             self._heartbeats[rank] = status, time.monotonic()
 
     def _forget_store(self) -> None:
         """Forget the store after rank 0 has ended, which holds it: there are no more heartbeats."""
         self._store = None
         first = self._heartbeats.get(0)
-        self._heartbeats = {0: first if first and first[0].has_ended else (_LOST, time.monotonic())}
+        self._heartbeats = {0: first if first and first[0].end is not None else (_LOST, time.monotonic())}
 
     def _sightings(self) -> dict[int, Sighting | None]:
         now = time.monotonic()
@@ -356,16 +360,13 @@ def open_watchdog(
         store.set(str(rank), json.dumps(Status("is in initialize", 0.0)))
         problem = None
     except RuntimeError as error:
-        problem = f"rank {rank} cannot reach rank 0 at {address}:{ports[0]} ({_first_line(error)})"
+        reason = str(error).strip().splitlines()[0]
+        problem = f"rank {rank} cannot reach rank 0 at {address}:{ports[0]} ({reason})"
     problems = [problem for problem in gather(problem, label) if problem]
     if problems or store is None:
         warn_user(f"zeroshard runs without its watchdog: {problems[0]}")
         return None
     return Watchdog(store, rank, size, names[0])
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 _SHORTEST_S = 0.001

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import open_pairs
-from zeroshard.comm.messages import LAST_TAGS, Messages
+from zeroshard.comm.messages import Messages
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.data.microbatch import LossFunction, check_loss, loss_of, split_batch, to_device
 from zeroshard.internals import pytree
@@ -232,7 +232,7 @@ class PipelineTraining:
     ) -> None:
         self._part, self._runtime, self._loss_fn = part, runtime, loss_fn
         self._axes = runtime.context.axes
-        self._messages = Messages(self._axes.pp, LAST_TAGS, open_pairs(self._axes, part.pairs))
+        self._messages = Messages(self._axes.pp, open_pairs(self._axes, part.pairs))
         self._shared = Shared(runtime, self._messages, part.chunks_of())
         self._shared.start(optimizer)
         self._products: Products | None = None

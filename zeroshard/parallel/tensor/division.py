@@ -31,7 +31,7 @@ from zeroshard.parallel.tensor.styles import (
     with_heads,
 )
 from zeroshard.plan.cuts import Cut
-from zeroshard.plan.originals import Original
+from zeroshard.plan.originals import Original, is_packed
 from zeroshard.plan.units import UnitSpec
 
 _T5 = {
@@ -277,7 +277,7 @@ def plan_division(
 def _refuse_codes(specs: Sequence[UnitSpec]) -> None:
     """Refuse codes: their blocks go over the borders of rows and columns."""
     for original in (original for spec in specs for original in spec.originals):
-        if original.is_packed:
+        if is_packed(original.parameter):
             raise ValueError(
                 f"'{original.fqn}' holds codes of a quantized weight, which tensor ranks cannot divide: "
                 "expected mesh.tp=1, or a model that is not quantized"

@@ -72,7 +72,6 @@ def test_synchronous_steps_are_counted_over_lists() -> None:
 def test_a_synchronous_pipeline_has_neither_weights_nor_a_correction() -> None:
     pipeline = Pipeline(schedule="1f1b")
     assert not pipeline.is_asynchronous
-    assert not pipeline.has_versions
     assert (pipeline.chosen_weights, pipeline.chosen_correction) == ("latest", "none")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.config.pipeline import KEPT_WEIGHTS, NOTED_CHANGES
+from zeroshard.config.pipeline import KEPT_WEIGHTS, NEWEST_WEIGHTS, NOTED_CHANGES
 from zeroshard.config.sections import Config
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.pipeline.actions import Action, Schedule
@@ -138,7 +138,8 @@ class AsynchronousMethod:
     ) -> None:
         self._config, self._rank = config.pipeline, runtime.context.axes.pp.rank
         self._change, self._corrected = change, corrected
-        self.versions = WeightVersions(runtime, change) if self._config.has_versions else None
+        is_newest = self._config.chosen_weights in NEWEST_WEIGHTS
+        self.versions = None if is_newest else WeightVersions(runtime, change)
         """The versions of weights; None if all actions compute with the newest ones."""
         self._looked_at: set[nn.Module] = set()
         """The layers for which no hooks of saved tensors were found in this list."""
