@@ -27,20 +27,20 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 30784,
-    "statements of the package": 25079,
-    "tokens of the package": 287499,
-    "lines of code of the core": 10419,
-    "statements of the core": 8939,
-    "tokens of the core": 93558,
+    "lines of code of the package": 29497,
+    "statements of the package": 24138,
+    "tokens of the package": 278333,
+    "lines of code of the core": 10258,
+    "statements of the core": 8813,
+    "tokens of the core": 92358,
     "lines of code of examples, benchmarks and tools": 7669,
     "lines of the longest file": 600,
-    "booleans of the core": 91,
+    "booleans of the core": 48,
     "class names that are defined twice": 0,
-    "modules that one other module imports": 30,
-    "files of a step, two ranks": 40,
-    "files of a step, one rank, offload": 40,
-    "words in docs/": 54675,
+    "modules that one other module imports": 27,
+    "files of a step, two ranks": 39,
+    "files of a step, one rank, offload": 39,
+    "words in docs/": 54671,
 }
 
 CORE = (

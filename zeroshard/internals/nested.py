@@ -49,11 +49,16 @@ def cast_inputs(
         in_lists: True also casts in lists and mappings, which become copies: later additions to them are
             lost, and blocks hand on lists to which later blocks add.
     """
-    # All at once: MultiheadAttention asks if query, key and value are one tensor.
-    given = args, tuple(kwargs.values())
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
     is_leaf = None if in_lists else lambda part: isinstance(part, list | Mapping)
-    cast, named = change_tensors(given, lambda t: t.to(dtype) if t.is_floating_point() else t, is_leaf)
-    return cast, dict(zip(kwargs, named, strict=True))
+    if len(args) == 1 and not kwargs:  # a tensor alone takes no walk
+        return (change_tensors(args[0], cast, is_leaf),), kwargs
+    # All at once: MultiheadAttention asks if query, key and value are one tensor.
+    own, named = change_tensors((args, tuple(kwargs.values())), cast, is_leaf)
+    return own, dict(zip(kwargs, named, strict=True))
 
 
 def view_tensors(value: Any) -> Any:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 
 import torch
@@ -65,6 +65,8 @@ class Runtime:
         """Parameters that are not sharded; optimizers may step them beside the others."""
         self.casts: Mapping[nn.Module, Cast] = {}
         """Modules that compute in a dtype of their own."""
+        self.seen: list[tuple[Sized, int, Mapping[str, nn.Module | None], list[nn.Module | None]]] = []
+        """Parameters of each module, their number, and its modules, as `check_additions` last found them."""
         setting = context.setting
         quiet = {u for u in units[1:] if not (u.plan.needs_turns or setting.steps_in_backward)}
         frees = bool(setting.placements.parameter)
@@ -172,6 +174,8 @@ class Runtime:
         Raises:
             RuntimeError: the name of the first one, on the rank that has it.
         """
+        if self.seen and all(len(p) == num and [*m.values()] == inner for p, num, m, inner in self.seen):
+            return  # a walk over all modules takes ten times as long
         for path, module in self.module.named_modules():
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, _OURS) or parameter is None or parameter in self.ignored:
@@ -181,6 +185,8 @@ class Runtime:
                     "sharded, not be saved, and train differently on each rank. Add it before initialize; or "
                     "call engine.close() on all ranks, add it, and initialize again"
                 )
+        owners = ((module._parameters, module._modules) for module in self.module.modules())
+        self.seen = [(own, len(own), inner, [*inner.values()]) for own, inner in owners]
 
     def check_removals(self) -> None:
         """Refuse files of a model that lacks layers which were sharded: these would stand in the files.
