@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -69,6 +70,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if item.get_closest_marker("long") and not _is_named(item, config)}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that has been imported out of each `gc.collect()` and `gc.get_objects()` of a test."""
+    gc.collect()
+    gc.freeze()
 
 
 def _holds_for(item: pytest.Item, mark: pytest.Mark) -> bool:

@@ -868,6 +868,8 @@ def editing(stage, name, param_dtype):
     return failures
 
 
+@pytest.mark.long_where(stage=[1, 2])
+@pytest.mark.long_where(stage=[0], name=["loaded", "replaced", "through data"])
 @pytest.mark.parametrize("stage", ALL_STAGES)
 @pytest.mark.parametrize("name", EDITS)
 def test_written_back_edits_reach_the_shards_the_forward_and_the_next_step(ranks, stage, name):
@@ -1088,6 +1090,9 @@ def whole_state(stage, dtype, param_dtype):
     return failures
 
 
+@pytest.mark.long_where(stage=[1, 2])
+@pytest.mark.long_where(stage=[0], dtype=[torch.bfloat16, torch.float64])
+@pytest.mark.long_where(stage=[0], param_dtype=["bf16"])
 @pytest.mark.parametrize("stage", ALL_STAGES)
 @pytest.mark.parametrize(
     ("dtype", "param_dtype"),

@@ -158,6 +158,7 @@ def held_out_losses(printed: str) -> list[float]:
 # ------------------------------------------------------------------------------------------- the small Llama
 
 
+@pytest.mark.long
 def test_two_tensor_ranks_learn_what_one_process_does(run: Callable[..., Ended], text: Path) -> None:
     alone, together = (
         run(num_ranks, *TINY, "--hidden", "64", "--data", str(text), "--steps", "6", "--tp", str(num_ranks))
@@ -401,6 +402,7 @@ def batches_of(model: Any, held_out: zeroshard.data.Blocks) -> Iterator[tuple[di
     return zeroshard.data.evaluation_batches(held_out, 2, rank=0, num_ranks=1, collate_fn=collate)
 
 
+@pytest.mark.long_where(quantize=["nf4"])
 @pytest.mark.parametrize("quantize", [None, "nf4", pytest.param("int8", marks=pytest.mark.long)])
 def test_adapters_are_trained_alone_and_saved(
     run: Callable[..., Ended], chats: Path, pretrained: Path, tmp_path: Path, quantize: str | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import sys
 import threading
@@ -252,6 +253,7 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     return {line for node in documented for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
 
 
+@functools.cache  # the files of the core are also files of the package
 def code_lines(source: str) -> int:
     """The number of lines without blank lines, comments and docstrings."""
     left_out = docstring_lines(ast.parse(source))
@@ -268,6 +270,7 @@ def statements(tree: ast.Module) -> int:
 LAYOUT = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 
 
+@functools.cache
 def tokens(source: str) -> int:
     """The number of Python's tokens, without those of comments, docstrings and layout."""
     left_out = docstring_lines(ast.parse(source))
@@ -374,7 +377,7 @@ def files_of_a_step(*, offload: bool) -> list[str]:
         engine = zeroshard.initialize(model, make(model.parameters(), lr=1e-3), {"stage": 3, **config}).engine
         for number in range(2):
             found.clear()
-            sys.setprofile(note)
+            sys.setprofile(note if number else None)  # the first one compiles: seconds of notes
             engine.backward(token_loss(engine, number))
             engine.step()
             sys.setprofile(None)
@@ -389,11 +392,11 @@ def files_of_a_step(*, offload: bool) -> list[str]:
 def all_counts(trees: Trees, ranks: Ranks) -> dict[str, int]:
     """The present count of each budget."""
     core = {path: tree for path, tree in trees.items() if part_of(path) in CORE}
-    programs = {path: tree for folder in PROGRAMS for path, tree in modules(folder).items()}
+    programs = [(ROOT / path).read_text(encoding="utf-8") for folder in PROGRAMS for path in modules(folder)]
     pages = [file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")]
     counts = {f"{unit} of the package": count for unit, count in size(trees, trees).items()}
     counts |= {f"{unit} of the core": count for unit, count in size(core, trees).items()}
-    counts["lines of code of examples, benchmarks and tools"] = size(programs, programs)["lines of code"]
+    counts["lines of code of examples, benchmarks and tools"] = sum(map(code_lines, programs))
     counts["lines of the longest file"] = max(
         len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in trees
     )

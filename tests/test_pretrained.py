@@ -208,9 +208,8 @@ def train(folder: str, stage: int) -> tuple[list[float], list[float], bool]:
     return losses, expected, all(torch.equal(value, wanted[name]) for name, value in state.items())
 
 
+@pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.long_where(stage=[0, 1])
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.long_where(num_ranks=[1], stage=[0, 1])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_training_goes_on_as_in_plain_pytorch(ranks, tmp_path, num_ranks, stage):

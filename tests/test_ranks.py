@@ -168,6 +168,7 @@ def reset_signals() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
 
+@pytest.mark.long
 def test_stacks_are_told_also_after_somebody_has_reset_the_signals(ranks: Ranks) -> None:
     ranks(2, reset_signals)
     with pytest.raises(RankError) as caught:

@@ -370,7 +370,7 @@ def load_crafted(folder: str, kind: str) -> list[str]:
     return found
 
 
-@pytest.mark.long_where(kind=["values.safetensors", "places"])
+@pytest.mark.long_where(kind=["values.json", "values.safetensors", "places"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_crafted_file_is_one_error_that_names_it_before_anything_changes(ranks, tmp_path, kind):
     assert ranks(2, load_crafted, str(tmp_path), kind, timeout=300) == [[], []]

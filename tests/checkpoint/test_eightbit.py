@@ -97,6 +97,7 @@ def test_codes_and_scales_are_the_same_bits_at_any_layout_and_come_back(
         assert after.losses == end.losses
 
 
+@pytest.mark.long
 def test_another_stage_at_the_same_number_of_ranks_goes_on_to_the_bit(ranks, run):
     folder, want = run
     for (name, _), (loaded, after) in ranks(2, resume, folder, [0, 1, 2, 3])[0].items():

@@ -43,6 +43,7 @@ def load_weights(folder):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_weights_load_without_touching_optimizer_schedule_and_progress(ranks, tmp_path, num_ranks):
     assert ranks(num_ranks, load_weights, tmp_path) == [[]] * num_ranks

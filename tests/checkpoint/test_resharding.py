@@ -55,8 +55,7 @@ def run(ranks, tmp_path_factory):
     return folder, stop, end
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_what_two_ranks_saved_goes_on_at_another_number_of_ranks_and_comes_back(
     ranks, run, tmp_path, num_ranks
@@ -71,6 +70,7 @@ def test_what_two_ranks_saved_goes_on_at_another_number_of_ranks_and_comes_back(
         assert not differences(again, stop)
 
 
+@pytest.mark.long
 def test_another_stage_at_the_same_number_of_ranks_goes_on_to_the_bit(ranks, run):
     folder, stop, end = run
     for loaded, after in ranks(2, resume, folder, [0, 1, 2, 3])[0]:

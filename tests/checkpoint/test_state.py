@@ -89,6 +89,7 @@ def fixed_scale(folder):
     return [*scales, engine.loss_scale]
 
 
+@pytest.mark.long
 def test_a_fixed_loss_scale_and_other_precisions_keep_their_own(ranks, tmp_path):
     assert ranks(2, fixed_scale, tmp_path) == [[128.0, 1.0, 65536.0]] * 2
 
@@ -326,6 +327,7 @@ def take(folder, num_batches, micro_batch_size, save):
     return samples, made.dataloader.state_dict()["epoch"]
 
 
+@pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 4), (3, 2), (4, 1)])
 def test_every_sample_is_seen_once_by_the_stopped_and_the_resumed_run(
     ranks, tmp_path, num_ranks, micro_batch_size
@@ -397,6 +399,7 @@ def bad_client_state(folder, who):
     return said, written, start(3, seed=1).load_checkpoint(folder)
 
 
+@pytest.mark.long_where(who=[(0,), (0, 1)])
 @pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 def test_a_value_that_needs_code_on_any_rank_is_refused_by_its_key_on_all(ranks, tmp_path, who):
     for said, written, loaded in ranks(2, bad_client_state, tmp_path / "new", who):

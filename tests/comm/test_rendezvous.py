@@ -28,6 +28,7 @@ def start_again_and_again(late: int) -> list[tuple[bool, str]]:
     return seen
 
 
+@pytest.mark.long_where(late=[0])
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_start_does_not_see_what_the_one_before_left_in_the_store(ranks: Ranks, late: int) -> None:
     expected = [(False, str(number)) for number in range(STARTS)]

@@ -271,8 +271,8 @@ def stop_and_resume(kind, folder, stop):
     return losses[stop:], train(resumed, forever(resumed), 8)
 
 
+@pytest.mark.long_where(kind=["DataLoader", "workers"])
 @pytest.mark.long_where(stop=[6])
-@pytest.mark.long_where(kind=["workers"])
 @pytest.mark.parametrize("stop", [4, 6])
 @pytest.mark.parametrize("kind", ["DataLoader", "stateful", "workers"])
 def test_a_run_over_a_loader_of_the_user_goes_on_to_the_bit(ranks, tmp_path, kind, stop):

@@ -428,6 +428,7 @@ def want_accumulated():
     return by_hand("SGD", build(), (0, 5), mean_of_five)
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_micro_batches_add_up_in_float32_and_are_rounded_once(ranks, num_ranks):
     assert ranks(num_ranks, accumulated) == [[]] * num_ranks
@@ -515,8 +516,7 @@ def resume(kind, folder, stage):
 
 
 @pytest.mark.long
-@pytest.mark.long_where(kind=["fused AdamW"])
-@pytest.mark.long_where(kind=["LAMB", "bitsandbytes"])
+@pytest.mark.long_where(kind=["fused AdamW", "LAMB", "bitsandbytes"])
 @pytest.mark.parametrize("kind", ["fused AdamW", "AdamW8bit", "LAMB", "bitsandbytes"])
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped_at_any_number_of_ranks(ranks, tmp_path, kind):
     want = ranks(2, run_through, kind)[0]
@@ -624,6 +624,7 @@ def memory():
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_memory_at_rest_is_2_bytes_a_parameter_and_2_a_gradient_as_foretold(ranks, num_ranks):
     n = num_ranks

@@ -198,6 +198,7 @@ def test_8_bit_states_are_the_same_bits_at_every_number_of_ranks_and_stage(ranks
         check(found[f"{kind}8bit"], by_reference(kind.removeprefix("Paged")))
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_compiled_steps_are_the_same_bits_too(ranks, stage):
     pytest.importorskip("numba")
@@ -235,6 +236,7 @@ def learn_sharded(name, stage):
         return learn(engine, optimizer)
 
 
+@pytest.mark.long_where(stage=[0, 1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_each_forward_sees_the_parameters_of_the_step_before(ranks, stage):
     for name, kind in (("AdamW", bnb.AdamW), ("AdamW8bit", AdamW8bit)):
@@ -304,6 +306,7 @@ def with_overrides(own, stage):
     return gather(engine, optimizer), bits
 
 
+@pytest.mark.long_where(own=[False])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize(("num_ranks", "stage"), [(4, 3), (2, 0)])
 @pytest.mark.parametrize("own", [True, False])

@@ -121,6 +121,7 @@ def write_all(layouts):
         pair.check()
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_is_read_by_name_is_that_of_plain_pytorch(ranks, num_ranks):
     ranks(num_ranks, read_all, LAYOUTS)

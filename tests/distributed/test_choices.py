@@ -154,6 +154,7 @@ def without_units(grad):
     return str(error.value)
 
 
+@pytest.mark.long_where(grad=[False])
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_choice_that_units_cut_is_an_error_that_says_what_to_list(ranks, grad):
     for message in ranks(2, without_units, grad, process_group=False):

@@ -205,6 +205,7 @@ def other_norms(orders):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_norms_of_any_order_are_those_of_torch(ranks, num_ranks):
     """The norm is that of float64; what is left is that of torch, which adds up in float32."""
@@ -235,6 +236,7 @@ def nonfinite_norms():
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_norm_that_is_not_finite_may_be_an_error_that_names_the_parameter(ranks, num_ranks):
     assert ranks(num_ranks, nonfinite_norms) == [[]] * num_ranks
@@ -254,6 +256,7 @@ def clip_by_value():
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_clip_grad_value_of_torch_clips_slices_as_the_whole(ranks, num_ranks):
     for found in ranks(num_ranks, clip_by_value):

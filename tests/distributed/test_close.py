@@ -129,6 +129,7 @@ def all_closed_again():
     return [problem for option in options for problem in closed_again(**option)]
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @RANKS
 def test_a_closed_engine_gives_the_model_back_whole_and_plain(ranks, num_ranks):
     assert ranks(num_ranks, all_closed_again) == [[]] * num_ranks
@@ -194,6 +195,7 @@ def one_after_the_other(stages):
     return [name for name in want if not torch.allclose(got[name], want[name], rtol=1e-5, atol=1e-6)]
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @RANKS
 @pytest.mark.parametrize("stages", [(3, 0, 2), (1, 3, 3)])
 def test_a_second_engine_goes_on_with_the_model_of_a_closed_one(ranks, num_ranks, stages):

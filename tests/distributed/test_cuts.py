@@ -169,7 +169,7 @@ def one_cut(stage, recompute):
     return follow(Chain(6), Once(0), stage=stage, recompute=recompute)
 
 
-@pytest.mark.long_where(stage=[2])
+@pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.parametrize("recompute", ["none", "unit"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_one_rank_may_detach_a_block_that_all_ranks_call(ranks, stage, recompute):
@@ -367,6 +367,7 @@ def orders_of_groups():
     return {name for name, value in got.items() if not torch.allclose(value, want[name], atol=1e-5, rtol=0)}
 
 
+@pytest.mark.long
 def test_shard_groups_may_call_blocks_in_different_orders(ranks):
     """1e-5: two groups of two are summed in another order than four ranks."""
     assert ranks(4, orders_of_groups) == [set()] * 4
@@ -395,13 +396,15 @@ def packed_with_other_forwards(stage, how):
     return found
 
 
+@pytest.mark.long_where(stage=[2], how=["dropped"])
 @pytest.mark.parametrize(("stage", "how"), [(2, "dropped"), (3, "dropped"), (2, "reversed")])
 def test_other_forwards_leave_no_more_gradients_packed(ranks, stage, how):
     for alone, most in ranks(2, packed_with_other_forwards, stage, how):
         assert most <= alone
 
 
-@pytest.mark.long_where(stage=[2], cut=[()])
+@pytest.mark.long_where(stage=[2])
+@pytest.mark.long_where(sizes=[tuple(range(20, 420, 50))])
 @pytest.mark.parametrize("sizes", [(40,) * 8, tuple(range(20, 420, 50)), tuple(range(420, 20, -50))])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("cut", [(), (3, 4)])

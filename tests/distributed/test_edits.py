@@ -156,6 +156,7 @@ def edited_in_all_ways(units):
     return [(edit.__name__, stage, edited(stage, edit, units)) for edit, stage in cases]
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value(ranks, num_ranks):
     for units in (["Sequential"], []):
@@ -207,6 +208,7 @@ def edited_late(stage, block, edit, units):
     return refused(lambda: engine.backward(loss))
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("block", [InHook, InTensorHook, InSecondForward])
 def test_an_edit_in_a_backward_is_refused_by_name(ranks, num_ranks, block):
@@ -281,6 +283,7 @@ def unedited(act, units):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("act", [reads, moves_unseen])
 def test_a_parameter_whose_values_stay_trains_as_before(ranks, num_ranks, act):

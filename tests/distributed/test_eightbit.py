@@ -322,6 +322,7 @@ def check(ranks, want, config, **options):
         assert differences(of_ranks, want, used) == [], used
 
 
+@pytest.mark.long
 def test_computing_in_bf16_changes_nothing_where_gradients_are_the_same(ranks):
     check(ranks, plain_run("AdamW8bit"), {"precision": {"param_dtype": "bf16"}})
 
@@ -365,6 +366,7 @@ def skip(stage):
     return is_taken, before, after, held(engine, optimizer)
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_step_that_is_left_out_leaves_codes_and_counts_as_they_were(ranks, stage):
     answers = ranks(NUM_RANKS, skip, stage)

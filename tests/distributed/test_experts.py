@@ -91,6 +91,7 @@ def train_mixtral(implementation, **config):
     return same_as_replicated(model, num_steps=4, loss=mixtral_loss, find_unused=True, **config)
 
 
+@pytest.mark.long_where(implementation=["eager"])
 @pytest.mark.long_where(config=[{"recompute": "unit"}])
 @pytest.mark.parametrize(
     ("implementation", "config"), [("eager", {}), ("grouped_mm", {}), ("grouped_mm", {"recompute": "unit"})]
@@ -200,8 +201,8 @@ def train_experts(make, make_optimizer, **config):
     return found
 
 
+@pytest.mark.long_where(config=[{"recompute": "unit"}, {"num_prefetch": 3}])
 @pytest.mark.long_where(optimizer=[sgd])
-@pytest.mark.long_where(config=[{"num_prefetch": 3}])
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 @pytest.mark.parametrize("config", [{}, {"recompute": "unit"}, {"num_prefetch": 3}], ids=str)
 def test_experts_that_some_or_all_ranks_leave_out_train_as_in_ddp_to_the_bit(ranks, optimizer, config):

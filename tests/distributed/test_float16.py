@@ -100,6 +100,7 @@ def against_hand_written(kind, optimizer, reduce_dtype):
     return found
 
 
+@pytest.mark.long_where(kind=["Llama"])
 @pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "optimizer", "reduce_dtype"),

@@ -291,6 +291,7 @@ def reference_without_adapters(stage):
     return differences("", finish(engine, losses), replica), [torch.equal(r, want) for r in references]
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_adapters_can_be_disabled_for_a_reference_and_go_on_training(ranks, stage):
     assert ranks(2, reference_without_adapters, stage) == [([], [True, True])] * 2
@@ -382,6 +383,7 @@ def saved(stage, dtype):
     return found if losses[0] == losses[1] else [*found, losses]
 
 
+@pytest.mark.long_where(stage=[0, 2])
 @pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (2, torch.bfloat16), (3, torch.float32)])
 def test_adapters_can_be_read_saved_and_merged_under_unsharded(ranks, stage, dtype):
     assert ranks(2, saved, stage, dtype, timeout=120) == [[], []]

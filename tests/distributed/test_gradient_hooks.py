@@ -73,6 +73,7 @@ def called_by_step(accumulation, way):
     return seen, found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_post_accumulate_hook_gets_the_sharded_parameter_with_its_gradient(ranks, num_ranks):
     once = [(name, True) for name in NAMES]
@@ -177,6 +178,7 @@ def stepped_in_hooks():
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_optimizers_may_step_in_the_hooks(ranks, num_ranks):
     assert ranks(num_ranks, stepped_in_hooks) == [[]] * num_ranks
@@ -287,6 +289,7 @@ def masked(where):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("where", ["after initialize", "forward"])
 def test_a_tensor_hook_gets_the_whole_local_gradient_as_in_ddp(ranks, num_ranks, where):

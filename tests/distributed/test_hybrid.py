@@ -144,6 +144,8 @@ def wire(stage, size, k):
     return found, inside + across, estimate.wire_bytes_per_step // 4
 
 
+@pytest.mark.long_where(size=[4])
+@pytest.mark.long_where(size=[1], stage=[1])
 @pytest.mark.long_where(size=[2], k=[1])
 @pytest.mark.long_where(size=[1, 4], stage=[3])
 @pytest.mark.long_where(stage=[2])
@@ -169,6 +171,8 @@ def held(stage, size):
     return live_bytes() / P, (report.parameters + report.gradients + report.optimizer) / P
 
 
+@pytest.mark.long_where(stage=[2], size=[2])
+@pytest.mark.long_where(stage=[3], size=[4])
 @pytest.mark.long_where(size=[1])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("stage", [2, 3])

@@ -133,6 +133,7 @@ def save_in_all_stages(where, folder):
     return [saved_after(where, stage, f"{folder}/{stage}") for stage in STAGES]
 
 
+@pytest.mark.long_where(where=["backward"], num_ranks=[1])
 @pytest.mark.long_where(num_ranks=[2], where=["forward"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -141,6 +142,7 @@ def test_after_ctrl_c_before_the_step_the_state_of_the_last_step_is_saved(ranks,
     assert results == [[([], "")] * len(STAGES)] * num_ranks
 
 
+@pytest.mark.long_where(where=["plain step"])
 @pytest.mark.long_where(num_ranks=[1], where=["step", "plain step"])
 @pytest.mark.long_where(num_ranks=[2], where=["closure", "forward of a closure", "schedule"])
 @pytest.mark.parametrize("num_ranks", [1, 2])

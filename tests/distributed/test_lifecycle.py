@@ -227,6 +227,7 @@ def saved_by_two(folder):
     )
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @RANKS
 def test_a_background_save_of_a_dropped_engine_is_written_beside_those_of_others(ranks, num_ranks, tmp_path):
     for equal, names in ranks(num_ranks, saved_by_two, tmp_path):
@@ -256,6 +257,7 @@ def failure_of_a_dropped_engine(folder):
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @RANKS
 def test_a_background_save_that_fails_when_its_engine_is_gone_warns(ranks, num_ranks, tmp_path):
     for messages in ranks(num_ranks, failure_of_a_dropped_engine, tmp_path):

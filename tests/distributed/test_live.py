@@ -80,6 +80,7 @@ def left_between(stage, folder):
     return len(refused), list(unequal("after", got, {name: want[name] for name in got}))
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stream_does_not_mix_parameters_with_averages_or_later_ones(ranks, tmp_path, stage):
     assert ranks(2, left_between, stage, tmp_path) == [(5, [])] * 2

@@ -59,6 +59,7 @@ def held(kind, optimizer):
     return found
 
 
+@pytest.mark.long_where(kind=["Llama"])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize(("num_ranks", "kind"), [(1, "GPT"), (2, "tied GPT"), (2, "Llama"), (4, "GPT")])
 def test_after_a_step_with_its_gradients_a_rank_holds_what_the_formula_says(ranks, num_ranks, kind):
@@ -186,6 +187,7 @@ def gathered_units(num_prefetch):
     return results, peak <= 4 * (kept + (1 + num_prefetch) * largest) < 4 * P
 
 
+@pytest.mark.long_where(num_prefetch=[1])
 @pytest.mark.parametrize("num_prefetch", [0, 1, 2])
 def test_at_most_the_unit_at_work_and_those_prefetched_are_gathered_besides_the_kept(ranks, num_prefetch):
     for results, is_peak_bounded in ranks(2, gathered_units, num_prefetch):

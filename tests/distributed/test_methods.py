@@ -206,6 +206,7 @@ def generated(stage):
     return free == want, synced == want, same, sent, at_rest
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_generate_different_lengths_as_plain_pytorch_does(ranks, stage):
     pytest.importorskip("transformers")
@@ -250,6 +251,7 @@ def generated_in_parts(make, stage):
     return free == want, synced == want, engine.memory_report().unsharded
 
 
+@pytest.mark.long_where(make=[small_llama_with_adapter])
 @pytest.mark.parametrize("make", [small_t5, small_llama_with_adapter])
 def test_models_that_generate_through_their_parts_generate_as_plain_pytorch_does(ranks, make):
     pytest.importorskip("transformers")

@@ -203,6 +203,7 @@ def all_uneven_steps():
     }
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @RANKS
 def test_each_step_may_have_its_own_number_of_micro_batches(ranks, num_ranks):
     assert ranks(num_ranks, all_uneven_steps) == [{}] * num_ranks

@@ -134,7 +134,7 @@ def schedule(how):
     return found
 
 
-@pytest.mark.long_where(how=["given"])
+@pytest.mark.long_where(how=["by hand", "given"])
 @pytest.mark.parametrize("how", ["by hand", "given", "built"])
 def test_groups_keep_their_hyperparameters_and_schedulers_go_on_working(ranks, how):
     assert ranks(2, schedule, how) == [[], []]

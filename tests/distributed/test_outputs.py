@@ -122,6 +122,7 @@ def run(net, optimizer):
     return finish(net, losses)
 
 
+@pytest.mark.long_where(is_view=[False])
 @pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])

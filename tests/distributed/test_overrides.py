@@ -64,7 +64,8 @@ CASES = {
 }
 
 
-@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long_where(case=["norms of transformers", "a block and a layer"])
 @pytest.mark.long_where(num_ranks=[1], case=[case for case in CASES if case != "norms"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
@@ -72,6 +73,7 @@ def test_overridden_modules_compute_as_wrapped_by_hand_to_the_bit(ranks, num_ran
     assert ranks(num_ranks, against_hand_written, *CASES[case], ALL_STAGES) == [[]] * num_ranks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.long)])
 def test_so_they_do_in_units_that_are_recomputed(ranks, stages):
     config = {"recompute": "unit"}
@@ -85,6 +87,7 @@ def test_so_they_do_if_each_of_them_is_a_unit(ranks):
     assert ranks(2, against_hand_written, *CASES["norms"], (2, 3), **config) == [[], []]
 
 
+@pytest.mark.long
 def test_so_they_do_with_main_parameters_on_the_host(ranks):
     config = {"offload": {"optimizer": "cpu"}}
     assert ranks(2, against_hand_written, *CASES["norms"], STAGES, **config) == [[], []]

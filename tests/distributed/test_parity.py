@@ -43,6 +43,7 @@ def against_replicated(kinds, optimizers, num_steps):
     return found
 
 
+@pytest.mark.long_where(optimizer=["fused AdamW"])
 @pytest.mark.parametrize(
     ("optimizer", "kinds", "num_steps"),
     [

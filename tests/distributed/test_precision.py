@@ -42,6 +42,7 @@ def against_hand_written(kind, optimizer, **precision):
     return found
 
 
+@pytest.mark.long_where(kind=["Llama"])
 @pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(("kind", "optimizer"), [("tied GPT", "AdamW"), ("Llama", "SGD")])

@@ -62,6 +62,7 @@ def train_reparametrized(stage):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers_reparametrized_before_initialize_train_as_in_plain_pytorch(ranks, num_ranks):
     for stage in STAGES:
@@ -107,6 +108,7 @@ def change_on_one_rank():
     return True
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_model_that_is_changed_under_unsharded_is_refused_by_name(ranks, num_ranks):
     for stage in (0, 3):

@@ -71,7 +71,7 @@ def against_ddp(stages, **config):
     return same_as_replicated(build(), "AdamW", 3, loss_of, stages=stages, **config)
 
 
-@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_replicated_parameters_train_as_in_ddp_to_the_bit(ranks, num_ranks):
     if num_ranks < 4:
@@ -115,6 +115,7 @@ def adapters(**config):
     return found + differences("in bf16", *half)
 
 
+@pytest.mark.long
 def test_adapters_over_a_replicated_base_train_as_in_ddp(ranks):
     assert ranks(2, adapters, timeout=120) == [[], []]
     assert ranks(2, adapters, recompute="unit", timeout=120) == [[], []]

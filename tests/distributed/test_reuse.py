@@ -114,6 +114,7 @@ def loop_by_name(name, kind):
     return run_loop(build(kind), LOOPS[name])
 
 
+@pytest.mark.long_where(name=["dropped at last"])
 @pytest.mark.long_where(num_ranks=[1])
 @RANKS
 @pytest.mark.parametrize("name", LOOPS)
@@ -136,6 +137,7 @@ def discarded():
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @RANKS
 def test_forwards_whose_losses_are_dropped_change_nothing(ranks, num_ranks):
     assert ranks(num_ranks, discarded) == [[]] * num_ranks
@@ -272,6 +274,7 @@ def train_module(make, options):
     return same_as_replicated(make(), num_steps=3, **options)
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @RANKS
 @pytest.mark.parametrize(
     ("make", "options"),

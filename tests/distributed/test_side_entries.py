@@ -153,7 +153,7 @@ def train_both(make, loss, config):
     return differences(make.__name__, got, want)
 
 
-@pytest.mark.long_where(config=[{"stage": 2}])
+@pytest.mark.long_where(config=[{"stage": 3, "reshard_after_forward": False}, {"stage": 2}])
 @pytest.mark.parametrize("config", [{"stage": 3}, {"stage": 3, "reshard_after_forward": False}, {"stage": 2}])
 @pytest.mark.parametrize(
     ("make", "loss"),
@@ -201,6 +201,7 @@ def train_in_dtype(make, dtype, keep, stage):
     return differences(f"stage {stage}", only(got, dict(engine.named_parameters())), want)
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_add_to_the_lists_they_are_given_whatever_the_dtype_to_compute_in(ranks, dtype, stage):
@@ -214,6 +215,7 @@ class Normalized(nn.Sequential):
         super().__init__(*blocks, nn.Linear(7, 3))
 
 
+@pytest.mark.long_where(stage=[0, 1])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_batch_norm_keeps_its_dtype_where_the_rest_computes_in_bfloat16(ranks, stage):
     for found in ranks(2, train_in_dtype, Normalized, torch.bfloat16, nn.BatchNorm1d, stage):

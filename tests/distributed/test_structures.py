@@ -90,6 +90,7 @@ def of_transformers(name):
     return found, set(whole)
 
 
+@pytest.mark.long_where(name=["vision transformer"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_encoder_decoders_and_vision_transformers_train_as_in_ddp_to_the_bit(ranks, name):
     pytest.importorskip("transformers")
@@ -366,6 +367,7 @@ def test_odd_structures_train_as_in_ddp_to_the_bit(ranks, name):
     assert ranks(2, train_structure, name, {}) == [[], []]
 
 
+@pytest.mark.long_where(name=["weight norm", "shared modules"])
 @pytest.mark.parametrize("name", ["nested lists", "weight norm", "shared modules"])
 def test_odd_structures_with_each_layer_a_unit_train_as_in_ddp_to_the_bit(ranks, name):
     assert ranks(2, train_structure, name, {"units": is_linear}) == [[], []]

@@ -139,6 +139,7 @@ def trace_all(stage, around):
     return apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_tracers_and_transforms_are_refused_and_the_steps_between_them_are_right(ranks, num_ranks):
     for stage in STAGES:

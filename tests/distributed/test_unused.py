@@ -252,6 +252,7 @@ def differ_in_depth(calls):
     return found
 
 
+@pytest.mark.long_where(calls=[CALLS_OF_RANKS[2:], CALLS_OF_RANKS[1:] * 2])
 @pytest.mark.parametrize("calls", [CALLS_OF_RANKS, CALLS_OF_RANKS[2:], CALLS_OF_RANKS[1:] * 2])
 def test_below_stage_3_ranks_may_leave_out_different_units_from_the_first_step_on(ranks, calls):
     assert ranks(2, differ_in_depth, calls) == [[], []]
@@ -437,6 +438,7 @@ def two_forwards(plans, **config):
     return found
 
 
+@pytest.mark.long_where(num_prefetch=[0, 2])
 @pytest.mark.parametrize("num_prefetch", [0, 1, 2])
 def test_a_gradient_cut_on_one_rank_in_one_of_two_forwards_before_a_backward(ranks, num_prefetch):
     plans = ({2: "constant"}, {}), ({}, {})

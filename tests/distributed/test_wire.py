@@ -268,6 +268,7 @@ def traffic_of_two_optimizers(stage, together):
     return sent, padded_size(engine) // 2
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_are_gathered_once_after_the_steps_of_two_optimizers_together(ranks, stage, together):

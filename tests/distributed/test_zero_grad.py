@@ -74,6 +74,7 @@ def forgotten(precision):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1], precision=[{}])
 @pytest.mark.long_where(num_ranks=[2], precision=[{"main_dtype": "bf16"}])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("precision", [{}, {"main_dtype": "bf16"}])

@@ -84,6 +84,7 @@ def replace_accelerate(folder):
     return losses
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_accelerate_loop_becomes_one_with_the_same_losses_and_model(ranks, tmp_path, num_ranks):
     for (expected, lr), (losses, ours) in ranks(num_ranks, replace_accelerate, str(tmp_path)):

@@ -73,6 +73,7 @@ def test_without_clipping_losses_and_parameters_are_the_bits_of_ddp(ranks, tmp_p
         assert row["flos"][0] == row["flos"][1] > 0
 
 
+@pytest.mark.long_where(max_grad_norm=[0.0])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
 def test_accumulation_and_clipping_are_those_of_ddp(ranks, tmp_path, max_grad_norm):
     options = {"gradient_accumulation_steps": 4, "max_grad_norm": max_grad_norm}  # the last step has 2

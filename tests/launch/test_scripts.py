@@ -163,6 +163,7 @@ def no_namespaces():
     return None
 
 
+@pytest.mark.long_where(loss=["--cut-at"])
 @pytest.mark.parametrize(
     ("loss", "seen"), [("--cut-at", "cut off, and back"), ("--kill-at", "started again")]
 )

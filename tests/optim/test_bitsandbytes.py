@@ -54,6 +54,7 @@ def adopted(name, parameter, **options):
     return optimizer
 
 
+@pytest.mark.long_where(kernel=["numba"], name=["AdEMAMix8bit", "Lion8bit"])
 @pytest.mark.long_where(kernel=["torch"], name=["AdamW8bit", "Lion8bit", "AdEMAMix8bit"])
 @pytest.mark.long_where(kernel=["numba"], name=["SGD8bit", "RMSprop8bit", "Adagrad8bit"])
 @pytest.mark.parametrize("name", OPTIONS)
@@ -100,6 +101,7 @@ def test_steps_by_operators_are_those_of_the_class_itself(name, size, device, mo
     assert all(torch.equal(state[key], want[key]) for key in want.keys() - {"step"})
 
 
+@pytest.mark.long_where(name=["RMSprop8bit"])
 @pytest.mark.parametrize("name", ["RMSprop8bit", "Adagrad8bit"])
 def test_parameters_whose_gradients_are_zero_stay(name, kernel):
     parameter = nn.Parameter(torch.randn(5003))

@@ -448,6 +448,7 @@ def go_on(engine, steps):
         engine.step()
 
 
+@pytest.mark.long_where(kind=["LARS"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_saved_goes_on_at_other_numbers_of_ranks(ranks, tmp_path, kind):
     want = ranks(2, run_through, kind)[0]

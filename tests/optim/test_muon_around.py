@@ -72,6 +72,7 @@ def run_stages(configs, want):
     return found
 
 
+@pytest.mark.long_where(case=["plain", "bf16 main"])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
@@ -191,6 +192,7 @@ def beside_replicas():
     return found
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_llama_trains_to_the_bits_of_torchs_muon_over_replicas(ranks, num_ranks):
     assert ranks(num_ranks, beside_replicas) == [[]] * num_ranks
@@ -236,7 +238,7 @@ def trained_plainly():
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_llama_trains_as_in_one_process(ranks, num_ranks):
     """In float64: in float32 another order of sums flips roundings to bfloat16, by 1/256 of an update."""

@@ -86,7 +86,7 @@ def sharded(configs, want):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[3, 4])
+@pytest.mark.long_where(num_ranks=[1, 3, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_adafactor_of_transformers_steps_sharded_parameters_to_the_bits_of_one_process(ranks, num_ranks):
     configs = [{"stage": stage} for stage in ALL_STAGES]

@@ -110,9 +110,8 @@ def train_on_parts(kind, tp, stage):
     return along_sequence.divided(with_norms_on_parts, (kind,), {"stage": stage, "mesh": mesh}, plan)
 
 
+@pytest.mark.long_where(kind=["Llama", "Qwen2"])
 @pytest.mark.long_where(kind=["own"], stage=[1])
-@pytest.mark.long_where(kind=["Llama"], stage=[1])
-@pytest.mark.long_where(kind=["Qwen2"])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2)])
@@ -318,6 +317,7 @@ def loss_of_known(build):
     return loss.item()
 
 
+@pytest.mark.long_where(build=[t5])
 @pytest.mark.parametrize("build", [gpt2, t5])
 def test_our_own_plans_hold_behind_adapters(ranks, build):
     want = build()(input_ids=batch(0), labels=batch(0)).loss.item()

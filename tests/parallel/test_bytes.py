@@ -43,6 +43,7 @@ def measured(config):
     return memory.parameters, gradients, memory.optimizer, wire
 
 
+@pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.long_where(stage=[0, 1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2)])
@@ -61,6 +62,7 @@ def test_a_rank_holds_what_is_foretold_and_the_formula_with_fewer_parameters(ran
         assert parameters <= 1.02 * kept * num_parameters / tp
 
 
+@pytest.mark.long_where(recompute=["none"])
 @pytest.mark.parametrize("recompute", ["none", "unit"])
 def test_sums_over_tensor_ranks_are_counted(ranks, recompute):
     config = {"stage": 1, "mesh": {"tp": 2}, "recompute": recompute}

@@ -162,9 +162,9 @@ def with_masks(found, steps, parts=PARTS):
     return losses, model.state_dict()
 
 
+@pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.long_where(stage=[0, 1, 2])
 @pytest.mark.long_where(tp=[4])
-@pytest.mark.long_where(num_ranks=[4], by_sequence=[False])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("by_sequence", [False, True])

@@ -72,6 +72,7 @@ def batch(number):
     return {"input_ids": tokens, "labels": tokens}
 
 
+@pytest.mark.long_where(tp=[4])
 @pytest.mark.long_where(stage=[1])
 @pytest.mark.long_where(name=[name for name in MODELS if name != "Mixtral"])
 @pytest.mark.long_where(num_ranks=[2])

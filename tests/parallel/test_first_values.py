@@ -28,6 +28,7 @@ def values_of(how, stage):
     return offset, state
 
 
+@pytest.mark.long_where(how=["deferred"])
 @pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("how", ["in memory", "deferred"])

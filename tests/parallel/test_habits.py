@@ -162,6 +162,7 @@ def one_rank_fails(where, stage):
     return found, Run([], [], state, whole)
 
 
+@pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.long_where(stage=[2])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("num_ranks", [2, 4])

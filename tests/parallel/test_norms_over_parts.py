@@ -15,6 +15,7 @@ LAYERWISE = {
 }
 
 
+@pytest.mark.long_where(name=["LARS"])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.long_where(stage=[0, 1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -79,6 +80,7 @@ def states_of(stage):
     return found, count
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_thresholds_and_counts_are_of_whole_parameters(ranks, stage):
     want = {name: p.numel() >= 600 for name, p in build(0).named_parameters()}

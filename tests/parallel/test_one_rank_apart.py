@@ -52,6 +52,7 @@ def not_a_number(config):
     return found, whole
 
 
+@pytest.mark.long_where(options=[{"precision": HALF}])
 @pytest.mark.long_where(stage=[0, 1, 2])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

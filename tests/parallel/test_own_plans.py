@@ -46,6 +46,7 @@ def batch(name, number):
     return {"input_ids": tokens, "labels": tokens.flip(1)[:, 2:].contiguous() if "T5" in name else tokens}
 
 
+@pytest.mark.long_where(tp=[4])
 @pytest.mark.long_where(stage=[1])
 @pytest.mark.long_where(name=["T5"], num_ranks=[4])
 @pytest.mark.long_where(name=["GPT-2"], num_ranks=[2])

@@ -162,9 +162,10 @@ def check(found, want_losses, want_norms, want, tolerance):
 MESHES = [(2, 2), (4, 4), (4, 2)]
 
 
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.long_where(cls=[WithoutPlaces], stage=[1])
 @pytest.mark.long_where(cls=[WithoutPlaces], num_ranks=[4])
-@pytest.mark.long_where(num_ranks=[4], stage=[1])
 @pytest.mark.long_where(tp=[4])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), MESHES)
@@ -180,7 +181,7 @@ def test_a_model_trains_as_in_one_process(ranks, cls, num_ranks, tp, stage):
         assert all(torch.equal(value, first[name]) for name, value in replicated.items())
 
 
-@pytest.mark.long_where(kind=["GPTNeoX", "Phi", "Gemma", "Mistral", "Qwen2"])
+@pytest.mark.long_where(kind=["Qwen3", "GPTNeoX", "Phi", "Gemma", "Mistral", "Qwen2"])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.long_where(stage=[3])
 @pytest.mark.parametrize("stage", [1, 3])

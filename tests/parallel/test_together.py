@@ -57,6 +57,7 @@ CASES = {
 AT_STAGE_3 = ("steps in the backward", "parameters on the host")
 
 
+@pytest.mark.long_where(case=["a frozen block"])
 @pytest.mark.long_where(num_ranks=[2])
 @pytest.mark.long_where(stage=[0, 1, 2])
 @pytest.mark.long_where(case=[case for case in CASES if case not in ("two micro-batches", "a frozen block")])

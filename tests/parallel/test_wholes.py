@@ -95,6 +95,7 @@ def given_back(stage, tp):
     return want, dict(module.named_parameters()), output.detach()
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_closed_engine_gives_whole_parameters_and_layers_back(ranks, stage):
     found = ranks(4, given_back, stage, 2)

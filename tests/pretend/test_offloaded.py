@@ -60,6 +60,7 @@ def compared(number: int, stage: int, recompute: str) -> tuple[bool, list[int]]:
     return all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True)), held
 
 
+@pytest.mark.long_where(number=[1])
 @pytest.mark.parametrize(
     ("number", "stage", "recompute"),
     [

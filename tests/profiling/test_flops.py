@@ -56,8 +56,8 @@ def counted(attention, config, lora):
     return profile.flops, profile.model_flops
 
 
+@pytest.mark.long_where(attention=["eager"])
 @pytest.mark.long_where(stage=[0], recompute=["unit"])
-@pytest.mark.long_where(stage=[0], attention=["eager"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("recompute", ["none", "unit"])
 @pytest.mark.parametrize(("attention", "products"), [("eager", 4), ("sdpa", 5)])

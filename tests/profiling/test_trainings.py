@@ -102,6 +102,7 @@ def profiled(config, folder):
     return profile, around, is_clean, is_same
 
 
+@pytest.mark.long_where(case=["parameters in files", "states on the host"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_parts_of_steps_add_up_and_nothing_is_left(ranks, tmp_path, case):
     for profile, around, is_clean, is_same in ranks(2, profiled, CASES[case], str(tmp_path)):

@@ -89,8 +89,9 @@ def same(found, want):
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16", "main_dtype": "bf16"}
 
 
+@pytest.mark.long_where(num_ranks=[2])
+@pytest.mark.long_where(stage=[1], options=[{"precision": BF16}])
 @pytest.mark.long_where(num_ranks=[3], stage=[0, 2])
-@pytest.mark.long_where(num_ranks=[2], stage=[1, 3])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"precision": BF16}])
@@ -106,6 +107,7 @@ def test_units_that_are_done_are_reduced_in_their_last_backward_with_the_same_bi
         same(found, want)
 
 
+@pytest.mark.long
 def test_shard_groups_reduce_ahead_over_both_of_their_axes(ranks):
     options = {"shard_group_size": 2}
     [want, *_] = ranks(4, deferred, 3, options)
@@ -141,6 +143,7 @@ def between(stage, is_stepped):
     return under_way, run.gradients()
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("is_stepped", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_reductions_can_be_started_between_backwards_and_go_on(ranks, stage, is_stepped):
@@ -189,6 +192,7 @@ def again(stage, failing):
     return run.gradients()
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("failing", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_batch_can_be_run_again_after_an_exception(ranks, stage, failing):
@@ -211,6 +215,7 @@ def dropped(stage):
     return run.gradients()
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_under_way_can_be_dropped(ranks, stage):
     [want, *_] = ranks(2, deferred, stage, {})

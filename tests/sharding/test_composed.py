@@ -129,6 +129,7 @@ def trained(kind, stage, folder):
     return losses, stream, after, report
 
 
+@pytest.mark.long_where(kind=["float8"])
 @pytest.mark.parametrize("kind", MAKES)
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (2, 0), (1, 3), (4, 2)])
 @pytest.mark.long_where(kind=LONG)

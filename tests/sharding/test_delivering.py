@@ -89,6 +89,7 @@ def run(stage):
     return halves.gradients(), num_gathers
 
 
+@pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_second_halves_add_to_first_ones_and_gather_nothing(ranks, stage):
     gradients, num_gathers = zip(*ranks(2, run, stage), strict=True)
@@ -131,6 +132,7 @@ def run_after_failure(stage, has_more):
     return halves.gradients()
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("has_more", [True, False])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_can_be_dropped_after_an_exception(ranks, stage, has_more):

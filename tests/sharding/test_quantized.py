@@ -141,12 +141,12 @@ def trained(kind, stage, options):
     return losses, names, state
 
 
+@pytest.mark.long_where(stage=[0, 1, 2])
+@pytest.mark.long_where(kind=["nf4 twice in float32", "nf4"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.long_where(stage=[0, 1])
 @pytest.mark.long_where(num_ranks=[1, 4])
-@pytest.mark.long_where(stage=[2], kind=["nf4", "fp4 in bfloat16", "nf4 twice in float32"])
 def test_adapters_train_as_in_one_process_to_the_bit(ranks, kind, stage, num_ranks):
     model = build(kind)
     want = plain(model, range(3), num_ranks)
@@ -217,6 +217,7 @@ def in_half_precision(kind):
     return losses, {name: value for name, value in state.items() if "base_layer" in name or ".mlp." in name}
 
 
+@pytest.mark.long_where(kind=["int8"])
 @pytest.mark.parametrize("kind", ["int8", "nf4 twice in float32"])
 def test_codes_are_not_cast_to_the_compute_dtype(ranks, kind):
     want = build(kind).state_dict()
@@ -343,6 +344,7 @@ def evaluated(kind):
     return losses, train(engine, range(2))
 
 
+@pytest.mark.long_where(kind=["int8"])
 @pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
 def test_an_evaluation_leaves_the_codes_as_they_are(ranks, kind):
     want = plain(build(kind), range(2), 2)
@@ -374,6 +376,7 @@ def loaded(kind, stage, seed, directory):
     return train(engine, range(2, 4)), engine.full_state_dict()
 
 
+@pytest.mark.long_where(kind=["int8"], frozen=[True])
 @pytest.mark.long_where(kind=["nf4 twice"], frozen=[False])
 @pytest.mark.parametrize(
     "kind", ["nf4 twice", "int8", pytest.param("fp4 in bfloat16", marks=pytest.mark.long)]
@@ -694,6 +697,7 @@ def merged_inside(kind):
     return losses
 
 
+@pytest.mark.long_where(kind=["int8"])
 @pytest.mark.parametrize("kind", ["int8", "nf4 twice"])
 def test_adapters_are_not_merged_into_the_codes_of_an_engine(ranks, kind):
     model = with_layers_of_peft(kind)
@@ -725,6 +729,7 @@ def weight_of(layer):
     return bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
 
 
+@pytest.mark.long_where(kind=["int8"])
 @pytest.mark.parametrize("kind", ["nf4 twice in float32", "int8"])
 @pytest.mark.parametrize("merge_adapters", [True, False])
 def test_a_stream_has_weights_and_not_codes(ranks, kind, merge_adapters):
@@ -754,6 +759,7 @@ def dropped(kind, stage):
     return losses
 
 
+@pytest.mark.long_where(stage=[2])
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_closing_without_restoring_waits_for_no_gather(ranks, kind, stage):

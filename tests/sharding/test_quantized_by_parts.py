@@ -85,6 +85,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.long_where(build=[from_init])
 @pytest.mark.long_where(kind=["fp4 in bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("build", [from_file, from_init])
@@ -129,6 +130,7 @@ def started(folder, kind):
     return engine.full_state_dict()
 
 
+@pytest.mark.long_where(kind=["int8"])
 @pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
 def test_a_unit_with_a_weight_that_no_file_has_gets_the_scales_of_rank_0(ranks, folder, tmp_path, kind):
     lacking = "model.layers.1.mlp.up_proj.weight"
@@ -176,6 +178,7 @@ def _is_of_values(name):
     return name.endswith((".weight", ".absmax", "nested_absmax", "SCB", "nf4"))
 
 
+@pytest.mark.long_where(kind=["int8"])
 @pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
 def test_ignored_weights_are_quantized_whole_by_each_rank(ranks, folder, kind):
     model = theirs(folder, kind)
@@ -230,11 +233,11 @@ def trained_from_codes(stage, path):
     return losses, state, sum(num_codes)
 
 
+@pytest.mark.long_where(kind=["nf4 twice", "fp4 in bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (1, 3), (4, 2), (2, 0)])
 @pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.long_where(stage=[0])
-@pytest.mark.long_where(kind=["fp4 in bfloat16"])
 def test_a_quantized_folder_is_the_model_that_transformers_reads(
     ranks, folder, tmp_path, kind, num_ranks, stage
 ):
@@ -276,6 +279,7 @@ def biases_trained(folder, kind):
     return train(engine, range(2))
 
 
+@pytest.mark.long_where(kind=["int8"])
 @pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
 def test_biases_of_quantized_layers_are_trained_as_those_of_transformers(ranks, tmp_path, kind):
     torch.manual_seed(0)
@@ -464,6 +468,8 @@ def copied(build, stage, *arguments):
     return [train(zeroshard.initialize(m, adamw, {"stage": stage}).engine, range(2)) for m in (model, twin)]
 
 
+@pytest.mark.long_where(build=[from_file], kind=["nf4 twice"])
+@pytest.mark.long_where(build=[from_init], kind=["int8"])
 @pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
 @pytest.mark.parametrize("build", [from_file, from_init])
 def test_a_copy_of_a_model_without_memory_has_its_codes_and_scales(ranks, folder, kind, build):

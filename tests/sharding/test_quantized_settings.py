@@ -30,6 +30,7 @@ def train_loss(engine):
     return engine.eval_batch({"input_ids": tokens}, tokens).item()
 
 
+@pytest.mark.long_where(kind=["int8"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.long)])
 def test_an_average_has_the_codes_of_the_model(ranks, kind, stage):
@@ -64,6 +65,7 @@ def scaled(kind, stage):
     return found, engine.full_state_dict()
 
 
+@pytest.mark.long_where(kind=["nf4 twice"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_steps_that_overflow_in_float16_are_skipped_at_each_stage_alike(ranks, kind, stage):
@@ -122,6 +124,8 @@ def over_parts(build, schedule, stage, path, kind):
     return train(engine, range(3)), engine.full_state_dict()
 
 
+@pytest.mark.long_where(build=[from_file], kind=["nf4 twice"])
+@pytest.mark.long_where(build=[from_seed], kind=["int8"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("build", [from_file, from_seed])
 @pytest.mark.parametrize(

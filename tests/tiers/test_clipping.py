@@ -298,6 +298,7 @@ def with_and_without_notes(config, far):
         return want, trained(config | far)
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_units_that_some_backwards_leave_out_are_clipped_alike(ranks, tmp_path, stage, steps):
@@ -344,6 +345,7 @@ def bits_in_one_unit(config, far):
     return same, notes
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("precision", [{}, BF16_MAIN], ids=["fp32", "bf16 main"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_layers_that_some_backwards_leave_out_add_up_alike(ranks, tmp_path, stage, precision):

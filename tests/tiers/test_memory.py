@@ -48,6 +48,7 @@ def driver(monkeypatch):
     return driver
 
 
+@pytest.mark.long_where(num_bytes=[PAGE - 1, PAGE])
 @pytest.mark.parametrize("num_bytes", [1, PAGE - 1, PAGE, 5_000_001])
 def test_memory_has_the_size_that_was_asked_for_and_begins_on_a_page(num_bytes):
     before = held_bytes()

@@ -91,6 +91,7 @@ def fail(folder, how, num_good=0):
     return errors, outside, found
 
 
+@pytest.mark.long_where(how=["space"])
 @pytest.mark.long_where(num_good=[3])
 @pytest.mark.parametrize(("how", "num_good"), [("space", 0), ("optimizer", 0), ("write", 0), ("write", 3)])
 def test_a_step_that_fails_can_be_loaded_over(ranks, tmp_path, how, num_good):

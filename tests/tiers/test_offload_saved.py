@@ -225,6 +225,7 @@ def adapt(folder):
     return found, [end.losses == ends[0].losses for end in ends], sizes
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_frozen_base_lies_in_files(ranks, tmp_path, num_ranks):
     for found, are_equal, (none, *others) in ranks(num_ranks, adapt, tmp_path):
@@ -310,6 +311,7 @@ def two_engines(folder):
     return [*numbers_of_files, len(swap_files(folder))], losses[0] == losses[1]
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_files_of_an_engine_go_with_it(ranks, tmp_path, num_ranks):
     for num_files, is_equal in ranks(num_ranks, two_engines, tmp_path):

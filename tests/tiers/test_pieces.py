@@ -108,6 +108,7 @@ def interrupted(folder, how):
         return fail(folder, how)
 
 
+@pytest.mark.long_where(how=["space"])
 @pytest.mark.parametrize("how", ["optimizer", "space"])
 def test_a_step_that_fails_in_a_piece_leaves_whole_parameters_and_can_be_loaded_over(ranks, tmp_path, how):
     [((step, save), outside, found)] = ranks(1, interrupted, tmp_path, how)

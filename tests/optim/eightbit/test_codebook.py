@@ -38,6 +38,7 @@ def test_codes_are_the_nearest_at_and_around_every_value_and_midpoint(is_signed)
     assert torch.equal(book.nearest(x).long(), by_search(x, values))
 
 
+@pytest.mark.long_where(is_signed=[False])
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_codes_are_the_nearest_of_values_of_all_magnitudes(is_signed):
     book, values = codebook(is_signed, CPU), MAPS[is_signed]

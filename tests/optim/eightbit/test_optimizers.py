@@ -53,6 +53,7 @@ def check_states(state, reference):
         assert torch.equal(state[f"{name}_absmax"], blocks.absmax), name
 
 
+@pytest.mark.long_where(size=[70001])
 @pytest.mark.long_where(size=[5003], name=[name for name in KINDS if name != "AdamW8bit"])
 @pytest.mark.long_where(size=[70_001], name=[name for name in KINDS if name != "AdamW8bit"])
 @pytest.mark.parametrize("size", [4096, 5003, 70_001])

@@ -88,8 +88,8 @@ def compare(ranks, folder, layout, stage, name, **options):
     )
 
 
+@pytest.mark.long_where(name=["llama", "tied llama"])
 @pytest.mark.long_where(layout=["pp 2 x dp 2", "pp 2 x tp 2"])
-@pytest.mark.long_where(name=["tied llama"])
 @pytest.mark.parametrize("name", ["llama", "tied llama", "tied gpt"])
 @pytest.mark.parametrize(("layout", "stage"), [("pp 2", 3), ("pp 2 x dp 2", 1), ("pp 2 x tp 2", 3)])
 def test_adapters_train_as_in_one_process_and_peft_reads_them(ranks, tmp_path, layout, stage, name):

@@ -52,6 +52,7 @@ def plain(name):
     return losses
 
 
+@pytest.mark.long_where(schedule=["1f1b"])
 @pytest.mark.parametrize("name", ["llama", "tied gpt", "mixtral"])
 @pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 3), ("zbv", 0)])
 @pytest.mark.long_where(name=["tied gpt", "mixtral"])

@@ -392,6 +392,8 @@ def edited(kind, schedule):
     return trained(start(FIRST[kind], schedule))
 
 
+@pytest.mark.long_where(schedule=["gpipe"])
+@pytest.mark.long_where(kind=["doubles"])
 @pytest.mark.long_where(schedule=["1f1b", "interleaved", "zb-h1"], kind=["doubles", "shifts"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "varuna"])
 @pytest.mark.parametrize("kind", FIRST)

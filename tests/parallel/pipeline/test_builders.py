@@ -90,6 +90,7 @@ def test_zbv_has_torchs_order() -> None:
         )
 
 
+@pytest.mark.long_where(chunks=[4])
 @pytest.mark.parametrize("name", ["interleaved", "zb-h1"])
 @pytest.mark.parametrize("chunks", [2, 3, 4])
 def test_schedules_of_several_chunks_have_torchs_order_and_refuse_what_torch_refuses(

@@ -90,6 +90,7 @@ def exchange(ranks, tmp_path, before, after, name, kind="AdamW", stages=(3, 1)):
         assert torch.equal(value, tensors_again[key]), key
 
 
+@pytest.mark.long_where(before=["dp 4"])
 @pytest.mark.parametrize(
     ("before", "after"), [("pp 2", "1x1x1"), ("dp 4", "pp 2 x dp 2"), ("pp 2 x tp 2", "pp 4")]
 )
@@ -114,8 +115,7 @@ def test_checkpoints_go_to_and_from_three_dimensions_to_the_bit(ranks, tmp_path,
     exchange(ranks, tmp_path, before, after, name)
 
 
-@pytest.mark.long_where(before=["pp 2"])
-@pytest.mark.long_where(before=["dp 4"])
+@pytest.mark.long_where(before=["pp 2", "dp 4"])
 @pytest.mark.parametrize(("before", "after"), [("pp 2", "dp 4"), ("dp 4", "pp 4")])
 def test_states_of_8_bits_go_from_layout_to_layout_to_the_bit(ranks, tmp_path, before, after):
     exchange(ranks, tmp_path, before, after, "tied llama", "8-bit")
@@ -133,7 +133,7 @@ def export(folder, layout, name):
     return state
 
 
-@pytest.mark.long_where(layout=["pp 2 x dp 2"])
+@pytest.mark.long_where(layout=["pp 2 x tp 2", "pp 2 x dp 2"])
 @pytest.mark.parametrize(
     ("layout", "name"), [("pp 2", "tied gpt"), ("pp 2 x tp 2", "llama"), ("pp 2 x dp 2", "tied llama")]
 )

@@ -40,8 +40,8 @@ def trained(layout, name, how, balance):
     return found
 
 
+@pytest.mark.long_where(name=["llama", "tied llama", "mixtral"])
 @pytest.mark.long_where(layout=["pp 2 x tp 2"])
-@pytest.mark.long_where(name=["tied llama", "mixtral"])
 @pytest.mark.parametrize(
     ("name", "balance"),
     [("llama", "time"), ("tied gpt", "memory"), ("tied llama", "time"), ("mixtral", "time")],

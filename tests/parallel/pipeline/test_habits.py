@@ -56,6 +56,8 @@ def run(kind, schedule, stage):
     return losses, state
 
 
+@pytest.mark.long_where(schedule=["interleaved"], stage=[0])
+@pytest.mark.long_where(schedule=["varuna"], kind=["one block"])
 @pytest.mark.long_where(schedule=["1f1b", "varuna"], stage=[0])
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "varuna"])
@@ -286,6 +288,7 @@ def left_out(schedule):
     return losses
 
 
+@pytest.mark.long_where(schedule=["1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_shared_parameter_may_be_left_out_by_a_data_parallel_rank(ranks, schedule):
     model, want = with_ends(), []

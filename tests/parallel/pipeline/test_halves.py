@@ -157,10 +157,11 @@ def joined(found):
     return {name: value for state in found for name, value in state.items()}
 
 
+@pytest.mark.long_where(kind=["Llama"], schedule=["zb-h1"])
+@pytest.mark.long_where(kind=["GPT-2"])
 @pytest.mark.long_where(stage=[0, 1, 2])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.long_where(schedule=["gpipe", "1f1b", "interleaved"])
-@pytest.mark.long_where(kind=["GPT-2"], schedule=["zb-h1"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
@@ -170,6 +171,7 @@ def test_all_schedules_have_the_bits_of_one_process(ranks, kind, schedule, num_r
     require_bits(found, *ranks(1, plain, kind, num_ranks // 2))
 
 
+@pytest.mark.long_where(schedule=["zb-h1"])
 @pytest.mark.long_where(stage=[1])
 @pytest.mark.long_where(kind=["Mixtral", "Llama with adapters"])
 @pytest.mark.parametrize("stage", [1, 3])
@@ -180,6 +182,7 @@ def test_frozen_layers_adapters_and_experts_train_by_divided_backwards(ranks, ki
     require_bits(found, *ranks(1, plain, kind, 1))
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_tied_weight_gets_the_gradients_of_both_chunks_of_a_rank(ranks, stage):
     # One process adds both of a micro-batch first, so the order of the sum differs.

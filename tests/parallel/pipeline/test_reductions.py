@@ -104,8 +104,7 @@ def with_reduces(name, behind):
     return str(Schedule(schedule.placement, 4, frozen(lists)))
 
 
-@pytest.mark.long_where(name=["tied gpt"])
-@pytest.mark.long_where(name=["llama", "tied llama", "mixtral"])
+@pytest.mark.long_where(name=["tied gpt", "llama", "tied llama", "mixtral"])
 @pytest.mark.parametrize(
     ("num_ranks", "name", "options"),
     [
@@ -121,6 +120,7 @@ def test_all_places_of_a_reduce_give_the_same_bits(ranks, num_ranks, name, optio
     compare_bits(ranks, num_ranks, name, ["1f1b", "interleaved", "zb-h1", "zbv", *own], options)
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_block_that_several_chunks_share_is_reduced_when_all_have_ended(ranks, stage):
     want = ranks(4, run, "one block", "1f1b", stage)

@@ -56,6 +56,7 @@ def test_states_and_main_parameters_in_host_memory(ranks, stage, tmp_path):
     agree(ranks, 4, "tied gpt", {"stage": stage, "offload": {"optimizer": "cpu"}})
 
 
+@pytest.mark.long
 def test_states_in_files(ranks, tmp_path):
     offload = {"optimizer": "nvme", "parameters": "nvme", "nvme_path": str(tmp_path)}
     agree(ranks, 4, "tied gpt", {"stage": 3, "offload": offload})
@@ -131,6 +132,7 @@ def with_bad_gradients(bad, config):
     return told + "".join(str(one.message) for one in caught), steps
 
 
+@pytest.mark.long_where(config=[{"precision": {"param_dtype": "fp16", "loss_scale": 8.0}}])
 @pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
@@ -196,14 +198,15 @@ OF_WHOLES = {
 }
 
 
-@pytest.mark.long_where(stage=[1, 2])
-@pytest.mark.long_where(name=["LARS8bit", "LAMB8bit", "Muon"], stage=[0])
+@pytest.mark.long_where(stage=[0, 1, 2])
+@pytest.mark.long_where(name=["LARS", "LARS8bit", "LAMB8bit"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", OF_WHOLES)
 def test_each_holder_of_a_tied_weight_steps_it_by_the_whole(ranks, name, stage):
     check_wholes(ranks, name, {"stage": stage})
 
 
+@pytest.mark.long
 @pytest.mark.long_where(name=["LARS", "LARS8bit", "LAMB8bit", "Muon"])
 @pytest.mark.parametrize("name", OF_WHOLES)
 def test_each_tensor_rank_of_each_holder_steps_a_tied_weight_by_the_whole(ranks, name):

@@ -42,9 +42,8 @@ def compare(found, name):
     assert names == want.keys()
 
 
-@pytest.mark.long_where(pipeline=[{"schedule": "gpipe", "num_microbatches": 2}], stage=[0])
-@pytest.mark.long_where(stage=[1, 2])
-@pytest.mark.long_where(mesh=[{"pp": 2, "tp": 2}], stage=[0])
+@pytest.mark.long_where(stage=[0, 1, 2])
+@pytest.mark.long_where(mesh=[{"pp": 2, "tp": 2}])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("num_ranks", "mesh", "pipeline"),
@@ -115,6 +114,7 @@ def compare_bits(ranks, num_ranks, name, schedules, options):
             assert torch.equal(value, whole[0][parameter]), parameter
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize(("name", "stage"), [("llama", 0), ("tied gpt", 3)])
 def test_all_synchronous_schedules_give_the_same_bits(ranks, name, stage):
     schedules = ["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"]
@@ -146,6 +146,7 @@ def evaluated(schedule):
     return losses
 
 
+@pytest.mark.long_where(schedule=["1f1b"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_evaluation_gives_the_loss_of_one_process_without_dropout(ranks, schedule):
     model, want = build("tied gpt"), []
@@ -211,6 +212,7 @@ def of_each_rank(schedule, stage, is_longer):
     return str(caught.value), losses, norms, parameters_of(engine)
 
 
+@pytest.mark.long_where(is_longer=[True])
 @pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 3), pytest.param("zbv", 0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("is_longer", [True, False])
 def test_different_batches_are_refused_on_all_ranks_and_training_goes_on(ranks, schedule, stage, is_longer):
@@ -246,6 +248,7 @@ def halving(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("trained", ["model.layers.3", "model.layers.0"])
 def test_a_rank_without_trained_parameters_takes_part(ranks, trained, stage):

@@ -71,6 +71,7 @@ def grows(lr: float, tau: int) -> bool:
     return max(map(abs, history[-half:])) > max(map(abs, history[half : half + 100]))
 
 
+@pytest.mark.long_where(tau=[10])
 @pytest.mark.parametrize(("tau", "limit"), [(0, 2.0), (1, 1.0), (2, 0.618034), (5, 0.284630), (10, 0.149460)])
 def test_descent_over_a_steady_list_is_stable_up_to_the_limit(tau: int, limit: float) -> None:
     """lr * L <= 2 sin(pi / (4 tau + 2)); Yang et al. 2021, "PipeMare", lemma 1."""

@@ -44,6 +44,7 @@ def executed(num_stages, method, k, maker, numbers):
     return losses, dict(model.named_parameters())
 
 
+@pytest.mark.long_where(name=["pipedream", "pipemare"])
 @pytest.mark.long_where(name=[name for name in METHODS if name not in ("pipedream", "2bw", "pipemare")])
 @pytest.mark.long_where(num_stages=[2])
 @pytest.mark.parametrize("num_stages", [2, 4])
@@ -75,6 +76,7 @@ def case(task, ranks, method):
     )
 
 
+@pytest.mark.long_where(task=["digits"])
 @pytest.mark.parametrize("task", ["digits", "text"])
 def test_synchronous_runs_are_the_same_at_every_depth_and_differ_in_time(task):
     whole, *rows = (train(case(task, *one)) for one in ((1, "1f1b"), (2, "gpipe"), (4, "1f1b")))

@@ -80,7 +80,8 @@ def assert_same(found, want):
 # ------------------------------------------------------------------------------------ lists in a row
 
 
-@pytest.mark.long_where(stage=[0], name=["2bw", "spectrain"])
+@pytest.mark.long_where(stage=[0])
+@pytest.mark.long_where(name=["2bw", "spectrain"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", ["pipemare", "spectrain", "2bw", "lwp, spike"])
 def test_a_pipeline_drains_at_the_end_of_each_list(ranks, name, stage):
@@ -105,6 +106,7 @@ def of_lengths(pipeline, maker):
     return losses, state, steps
 
 
+@pytest.mark.long_where(name=["lwp-weights"])
 @pytest.mark.parametrize("name", ["pipemare", "lwp-weights"])
 def test_changes_are_noted_at_each_step_of_lists_of_any_length(ranks, name):
     """In a list of one micro-batch nothing is late, and its step belongs to the changes all the same."""
@@ -120,6 +122,7 @@ def test_changes_are_noted_at_each_step_of_lists_of_any_length(ranks, name):
     compare(ranks(3, of_lengths, pipeline, maker), (losses, dict(model.named_parameters()), taken))
 
 
+@pytest.mark.long_where(num_stages=[4])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_2bw_is_descent_that_is_one_step_late_at_any_depth(ranks, num_stages):
     """Narayanan et al. 2021, section 3.1: W(t+1) = W(t) - lr * grad f(W(t-1)); here with momentum.
@@ -167,6 +170,8 @@ def synchronous(schedule, stage):
     return found, want, steps
 
 
+@pytest.mark.long_where(stage=[0])
+@pytest.mark.long_where(schedule=["pb"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("schedule", ["pb", "pipedream", "spectrain"])
 def test_synchronous_steps_are_those_of_1f1b(ranks, schedule, stage):
@@ -230,8 +235,9 @@ def resumed(folder, pipeline, maker, stage):
     return state, noted, steps
 
 
+@pytest.mark.long_where(maker=["adamw 8-bit", "plain sgd", "sgd 8-bit"])
+@pytest.mark.long_where(stage=[0], maker=["sgd"])
 @pytest.mark.long_where(stage=[3], maker=["adamw"])
-@pytest.mark.long_where(maker=["plain sgd", "sgd 8-bit"])
 @pytest.mark.long_where(stage=[0], maker=["plain sgd", "adamw", "adamw 8-bit"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
@@ -293,9 +299,7 @@ def eight_bit(pipeline, maker, stage):
     return losses, state
 
 
-@pytest.mark.long_where(name=["spectrain"])
-@pytest.mark.long_where(maker=["adamw 8-bit"], name=["pipemare"])
-@pytest.mark.long_where(name=["lwp", "2bw", "pb"])
+@pytest.mark.long_where(name=["pipemare", "spectrain", "lwp", "2bw", "pb"])
 @pytest.mark.long_where(maker=["sgd 8-bit"], name=["pipedream"])
 @pytest.mark.parametrize("name", ["pipedream", "spectrain", "lwp", "pipemare", "2bw", "pb"])
 @pytest.mark.parametrize("maker", ["adamw 8-bit", "sgd 8-bit"])
@@ -326,7 +330,7 @@ def in_bfloat16(name, stage, group=None):
     return losses, state, report.peak_versions, size
 
 
-@pytest.mark.long_where(name=["vertical", "2bw", "pb"])
+@pytest.mark.long_where(name=["pipemare", "vertical", "2bw", "pb"])
 @pytest.mark.parametrize("name", ["pipedream", "vertical", "2bw", "pipemare", "pb"])
 def test_bfloat16_gives_the_same_bits_at_all_stages_and_in_shard_groups(ranks, name):
     want = ranks(4, in_bfloat16, name, 0)
@@ -338,6 +342,7 @@ def test_bfloat16_gives_the_same_bits_at_all_stages_and_in_shard_groups(ranks, n
             assert_same(state, expected_state)
 
 
+@pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize(("stage", "num_parts"), [(0, 1), (1, 2), (3, 2)])
 def test_a_version_is_kept_as_the_shard_of_this_rank_in_the_compute_dtype(ranks, stage, num_parts):
     """PipeDream keeps p - s versions at stage s, one of which is the newest: at p = 2, one more or none."""
@@ -390,6 +395,8 @@ def test_the_memory_of_versions_is_that_of_the_papers(ranks, pipeline, stage, ve
     assert [peak / size for peak, size in found] == versions
 
 
+@pytest.mark.long_where(stage=[0], name=["2bw", "spectrain", "pipemare"])
+@pytest.mark.long_where(name=["2bw", "pipemare"])
 @pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["pipedream", "2bw", "spectrain", "pipemare"])
@@ -416,6 +423,7 @@ def evaluated(schedule):
     return loss, again, state
 
 
+@pytest.mark.long_where(schedule=["pb", "pipemare"])
 @pytest.mark.parametrize("schedule", ["pipedream", "spectrain", "pipemare", "pb"])
 def test_evaluation_has_the_newest_weights(ranks, schedule):
     found = ranks(2, evaluated, schedule)
@@ -480,6 +488,7 @@ def frozen_part(schedule):
     return losses, state, steps
 
 
+@pytest.mark.long_where(schedule=["lwp", "pipedream"])
 @pytest.mark.parametrize("schedule", ["pipedream", "pipemare", "lwp"])
 def test_a_rank_whose_parameters_are_all_frozen_takes_part(ranks, schedule):
     (losses, first, steps), (others, second, other_steps) = ranks(2, frozen_part, schedule)
@@ -671,6 +680,8 @@ def with_checkpoints(kind, schedule, stage):
     return losses, state
 
 
+@pytest.mark.long_where(stage=[0])
+@pytest.mark.long_where(schedule=["2bw"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_a_recomputation_has_the_version_of_its_forward(ranks, schedule, stage):
@@ -726,7 +737,8 @@ def in_one_list(name, stage, numbers):
     return losses, state, steps
 
 
-@pytest.mark.long_where(stage=[0], name=["pipedream", "pb"])
+@pytest.mark.long_where(stage=[0])
+@pytest.mark.long_where(name=["spectrain", "pb"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", ["pipedream", "pipemare", "spectrain", "pb"])
 def test_batches_in_a_row_are_one_list_that_drains_at_its_end(ranks, name, stage):

@@ -43,6 +43,8 @@ def trained(kind, schedule, stage):
     return losses, state
 
 
+@pytest.mark.long_where(schedule=["2bw"])
+@pytest.mark.long_where(stage=[3], schedule=["lwp"])
 @pytest.mark.long_where(stage=[1])
 @pytest.mark.long_where(stage=[0], schedule=["spectrain"])
 @pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (4, 1), (4, 3)])
@@ -82,6 +84,7 @@ def assert_says(endings, text):
     assert any(line.startswith(text) for line in found), found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "num_ranks"), [(3, 4), pytest.param(0, 2, marks=pytest.mark.long)])
 def test_a_forward_that_edits_weights_that_are_no_main_parameters_is_refused(run, stage, num_ranks):
     cases = [(how, first) for how in EDITS for first in (0, 2)]
@@ -118,7 +121,7 @@ def with_hook(schedule, through):
     return state
 
 
-@pytest.mark.long_where(schedule=["pb", "pipemare", "spectrain"])
+@pytest.mark.long_where(schedule=["2bw", "lwp", "pb", "pipemare", "spectrain"])
 @pytest.mark.parametrize("schedule", ["pb", "pipedream", "2bw", "lwp", "pipemare", "spectrain"])
 def test_a_hook_of_the_optimizer_has_the_main_parameters(ranks, schedule):
     for groups in ranks(2, with_hook, schedule, "the groups"):
@@ -157,6 +160,7 @@ def in_groups(schedule, adds, stage):
     return losses, state
 
 
+@pytest.mark.long_where(schedule=["lwp"])
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("schedule", ["lwp", "pipemare"])
 def test_parameters_that_are_added_to_the_optimizer_are_moved_too(ranks, schedule, stage):

@@ -168,6 +168,11 @@ OTHERS = sorted(METHODS.keys() - {"pipedream", "2bw", "pipemare", "spectrain, ad
 """Methods that a few ranks test as well; the fast selection runs them at 2 ranks."""
 
 
+@pytest.mark.long_where(
+    num_ranks=[4], name=[name for name in METHODS if name not in ("pipedream", "lwp, spike")]
+)
+@pytest.mark.long_where(stage=[0], name=["pipemare"])
+@pytest.mark.long_where(name=["pipemare, adamw", "pipedream, 2 per step", "lwp-weights"])
 @pytest.mark.long_where(num_ranks=[4], num_stages=[2])
 @pytest.mark.long_where(stage=[0], name=[name for name in METHODS if name not in ("pipedream", "pipemare")])
 @pytest.mark.long_where(stage=[1, 2])
