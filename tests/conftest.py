@@ -14,7 +14,8 @@ from tests.worker import ask_no_name_server
 
 # The ranks of a test share few cores, so an example's time says nothing; in CI, examples don't change.
 settings.register_profile("zeroshard", deadline=None, derandomize="CI" in os.environ)
-settings.load_profile("zeroshard")
+settings.register_profile("few examples", settings.get_profile("zeroshard"), max_examples=40)
+settings.load_profile("few examples")
 
 torch.set_num_threads(1)  # as in the ranks: two processes run tests, and a thread that waits is busy
 ask_no_name_server()
@@ -49,9 +50,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell tests, and the ranks that they start, to go through all stages."""
+    """Tell tests, and the ranks that they start, to go through all stages; take as many examples as usual."""
     if config.option.all:
         os.environ["ALL_STAGES"] = "1"
+        settings.load_profile("zeroshard")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest applies -m

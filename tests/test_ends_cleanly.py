@@ -10,6 +10,8 @@ until then: so what happens to one run in five happens to every other one.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import re
@@ -18,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -304,11 +305,17 @@ class Forks:
         self._process.communicate()
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    forks = Forks(tmp_path_factory.mktemp("endings"))
-    yield forks
-    forks.stop()
+@functools.cache
+def forks_of(session: pytest.TempPathFactory) -> Forks:
+    """The process that forks, one for all files of a session: it takes seconds to start."""
+    forks = Forks(session.mktemp("endings"))
+    atexit.register(forks.stop)
+    return forks
+
+
+@pytest.fixture
+def run(tmp_path_factory: pytest.TempPathFactory) -> Forks:
+    return forks_of(tmp_path_factory)
 
 
 def script(*parts: str, stage: int = 3, watchdog_s: float = 60.0) -> str:

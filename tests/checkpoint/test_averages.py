@@ -61,12 +61,13 @@ def run(ranks, tmp_path_factory):
     return folder, saved, end
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
-def test_averages_load_at_another_number_of_ranks_and_come_back(ranks, run, tmp_path, num_ranks):
+@pytest.mark.long_where(num_ranks=[1, 4])
+@pytest.mark.long_where(configs=[[1, 2]])
+@pytest.mark.parametrize(
+    ("num_ranks", "configs"), [(1, [0, 1, 2, 3]), (3, [0, 3]), (3, [1, 2]), (4, [0, 1, 2, 3, HYBRID])]
+)
+def test_averages_load_at_another_number_of_ranks_and_come_back(ranks, run, tmp_path, num_ranks, configs):
     folder, saved, end = run
-    configs = [0, 1, 2, 3, HYBRID][: 5 if num_ranks == 4 else 4]
     assert BATCH % num_ranks == 0
     for loaded, after in ranks(num_ranks, load, folder, configs, tmp_path)[0]:
         assert not differences(loaded, saved)
@@ -78,6 +79,7 @@ def test_averages_load_at_another_number_of_ranks_and_come_back(ranks, run, tmp_
         assert not differences(again, saved)
 
 
+@pytest.mark.long
 def test_averages_go_on_at_another_stage_to_the_bit(ranks, run):
     folder, saved, end = run
     for loaded, after in ranks(2, load, folder, [0, 1, 2, 3])[0]:

@@ -56,12 +56,14 @@ def run(ranks, tmp_path_factory):
 
 
 @pytest.mark.long_where(num_ranks=[1, 4])
-@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+@pytest.mark.long_where(configs=[[1, 2]])
+@pytest.mark.parametrize(
+    ("num_ranks", "configs"), [(1, [0, 1, 2, 3]), (3, [0, 3]), (3, [1, 2]), (4, [0, 1, 2, 3, HYBRID])]
+)
 def test_what_two_ranks_saved_goes_on_at_another_number_of_ranks_and_comes_back(
-    ranks, run, tmp_path, num_ranks
+    ranks, run, tmp_path, num_ranks, configs
 ):
     folder, stop, end = run
-    configs = [0, 1, 2, 3, HYBRID][: 5 if num_ranks == 4 else 4]
     found = ranks(num_ranks, resume, folder, configs, tmp_path)[0]
     for loaded, after in found:
         assert not differences(loaded, stop)

@@ -59,6 +59,7 @@ def in_precision(folder, precision, loss):
     return found, stop.values["loss scale"], stop.values["steps"]
 
 
+@pytest.mark.long
 def test_bfloat16_goes_on_to_the_bit(ranks, tmp_path):
     for found, _, steps in ranks(2, in_precision, tmp_path, {"param_dtype": "bf16"}, token_loss):
         assert (found, steps) == ([], (3, 0))

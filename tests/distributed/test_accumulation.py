@@ -253,5 +253,6 @@ def zeroed_under_no_sync():
     return found
 
 
+@pytest.mark.long
 def test_zero_grad_of_engine_and_of_optimizer_forget_what_no_sync_left(ranks):
     assert ranks(2, zeroed_under_no_sync) == [[], []]

@@ -123,8 +123,11 @@ def write_all(layouts):
 
 @pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_is_read_by_name_is_that_of_plain_pytorch(ranks, num_ranks):
-    ranks(num_ranks, read_all, LAYOUTS)
+@pytest.mark.parametrize(
+    "layouts", [LAYOUTS[::3], pytest.param(LAYOUTS[1:3] + LAYOUTS[4:], marks=pytest.mark.long)]
+)
+def test_what_is_read_by_name_is_that_of_plain_pytorch(ranks, num_ranks, layouts):
+    ranks(num_ranks, read_all, layouts)
 
 
 @pytest.mark.long

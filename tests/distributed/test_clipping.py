@@ -79,7 +79,7 @@ def clip(kind, optimizer):
     return max(off), max(off_loss), off_parameters, found, min(wanted_norms)
 
 
-@pytest.mark.long_where(num_ranks=[3])
+@pytest.mark.long_where(num_ranks=[1, 3])
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "optimizer"), [(1, "GPT", "SGD"), (2, "tied GPT", "AdamW"), (3, "Llama", "SGD")]
 )

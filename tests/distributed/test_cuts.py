@@ -248,6 +248,7 @@ def cut_segments(num_prefetch):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.long_where(num_prefetch=[0])
 @pytest.mark.parametrize("num_prefetch", [0, 2])
 def test_cuts_inside_checkpoints_around_several_units(ranks, num_prefetch):
@@ -396,6 +397,7 @@ def packed_with_other_forwards(stage, how):
     return found
 
 
+@pytest.mark.long_where(how=["reversed"])
 @pytest.mark.long_where(stage=[2], how=["dropped"])
 @pytest.mark.parametrize(("stage", "how"), [(2, "dropped"), (3, "dropped"), (2, "reversed")])
 def test_other_forwards_leave_no_more_gradients_packed(ranks, stage, how):

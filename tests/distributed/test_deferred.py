@@ -53,6 +53,7 @@ def train(how: str, config: dict) -> list:
     return [losses, {name: value.tolist() for name, value in engine.full_state_dict().items()}]
 
 
+@pytest.mark.long_where(how=["meta"], config=[{"stage": 0}])
 @pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(

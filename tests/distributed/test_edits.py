@@ -208,6 +208,7 @@ def edited_late(stage, block, edit, units):
     return refused(lambda: engine.backward(loss))
 
 
+@pytest.mark.long_where(block=[InHook])
 @pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("block", [InHook, InTensorHook, InSecondForward])

@@ -327,6 +327,7 @@ def test_computing_in_bf16_changes_nothing_where_gradients_are_the_same(ranks):
     check(ranks, plain_run("AdamW8bit"), {"precision": {"param_dtype": "bf16"}})
 
 
+@pytest.mark.long
 def test_gradients_of_micro_batches_are_averaged_before_the_step(ranks):
     means = []
     for first in range(0, 2 * NUM_STEPS, 2):
@@ -346,6 +347,7 @@ def test_gradients_are_clipped_before_the_step(ranks):
     check(ranks, by_reference("AdamW8bit", clipped), {"clip_grad_norm": MAX_NORM})
 
 
+@pytest.mark.long
 def test_a_schedule_of_learning_rates_reaches_every_group(ranks):
     given = [gradients(step) for step in range(NUM_STEPS)]
     want = by_reference("AdamW8bit", given, rate=lambda step: 0.5**step)

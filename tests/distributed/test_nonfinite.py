@@ -83,6 +83,7 @@ def is_told(clip, backward, nonfinite, numbers_of_steps):
     return said
 
 
+@pytest.mark.long_where(clip=[None])
 @pytest.mark.long_where(backward=["plain"])
 @pytest.mark.parametrize(
     ("clip", "backward"),
@@ -126,6 +127,7 @@ def refuse(way, **config):
     return told, found
 
 
+@pytest.mark.long_where(num_ranks=[2], way=["engine"])
 @pytest.mark.long_where(num_ranks=[3])
 @pytest.mark.parametrize(
     ("num_ranks", "way", "config"),

@@ -82,6 +82,7 @@ def test_so_they_do_in_units_that_are_recomputed(ranks, stages):
     assert ranks(2, against_hand_written, *CASES["a block and a layer"], stages, **config) == [[], []]
 
 
+@pytest.mark.long
 def test_so_they_do_if_each_of_them_is_a_unit(ranks):
     config = {"units": ["LayerNorm"], "reshard_after_forward": False, "num_prefetch": 2}
     assert ranks(2, against_hand_written, *CASES["norms"], (2, 3), **config) == [[], []]

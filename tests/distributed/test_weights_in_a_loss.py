@@ -137,6 +137,7 @@ def remedies(stage):
     torch.testing.assert_close(read, engine.full_parameter("head.weight").norm())
 
 
+@pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("stage", ALL_STAGES)

@@ -445,7 +445,7 @@ def shard(configs, want):
     return found, num_unowned
 
 
-@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.long_where(num_ranks=[3, 4], group=[None])
 @pytest.mark.parametrize(("num_ranks", "group"), [(1, None), (2, None), (3, None), (4, None), (4, 2)])
 def test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way(ranks, num_ranks, group):

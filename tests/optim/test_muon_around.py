@@ -72,7 +72,7 @@ def run_stages(configs, want):
     return found
 
 
-@pytest.mark.long_where(case=["plain", "bf16 main"])
+@pytest.mark.long_where(case=["on the host", "plain", "bf16 main"])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
@@ -238,6 +238,7 @@ def trained_plainly():
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_llama_trains_as_in_one_process(ranks, num_ranks):
@@ -296,9 +297,10 @@ def divided(configs, want):
 
 
 @pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.long)])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_tensor_ranks_compute_with_whole_matrices(ranks, num_ranks):
-    configs = [{"stage": stage, "mesh": {"tp": 2}} for stage in range(4)]
+def test_tensor_ranks_compute_with_whole_matrices(ranks, num_ranks, stages):
+    configs = [{"stage": stage, "mesh": {"tp": 2}} for stage in stages]
     assert ranks(num_ranks, divided, configs, divided_plainly()) == [[]] * num_ranks
 
 

@@ -98,6 +98,7 @@ def train(loop, config):
     return Run([], [], state, whole)
 
 
+@pytest.mark.long_where(loop=["engine"])
 @pytest.mark.long_where(
     stage=[1, 2, 3], loop=["optimizer", "evaluation", "clip_grad_norm_", "failed forward"]
 )

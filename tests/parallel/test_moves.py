@@ -56,6 +56,7 @@ def exchanged(dtype):
     return found
 
 
+@pytest.mark.long_where(num_ranks=[3])
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_sums_are_taken_in_the_order_of_ranks_and_rounded_once(ranks, num_ranks, dtype):
@@ -167,6 +168,7 @@ def looked_up(dtype):
     return torch.equal(got, want), torch.equal(mine.grad, whole.grad[own.slice])
 
 
+@pytest.mark.long_where(num_ranks=[3])
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_embedding_has_the_bits_of_one_process(ranks, num_ranks, dtype):

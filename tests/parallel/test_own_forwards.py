@@ -99,6 +99,7 @@ def told_and_trained(case, stage):
     return str(caught.value), divided(config, adamw, changing(case), plan=plan | PLAN | plan)
 
 
+@pytest.mark.long_where(case=["a hook of queries", "a statistic of columns", "a statistic of tokens"])
 @pytest.mark.long_where(case=["a patch of columns", "a patch of rows", "a patch of the head"], stage=[1])
 @pytest.mark.long_where(stage=[3])
 @pytest.mark.parametrize("stage", [1, 3])

@@ -45,8 +45,8 @@ LONG = {
     *("pipeline_varuna", "pipeline_interleaved", "pipeline_of_4", "muon_hybrid", "ema_stage3"),
     *("pipeline_stage0", "pipeline_reduce_apart"),
     *("asynchronous_2bw", "asynchronous_lwp", "asynchronous_pb", "asynchronous_of_4"),
-    *("asynchronous_spectrain", "asynchronous_newest_host"),
-    *("asynchronous_alone_versions", "asynchronous_alone_moved"),
+    *("asynchronous_spectrain", "asynchronous_newest_host", "asynchronous_pipemare"),
+    *("asynchronous_alone", "asynchronous_alone_versions", "asynchronous_alone_moved", "stage1_norms_fp32"),
     *("pipeline_recompute", "pipeline_chunks_host", "pipeline_kept", "muon_tensor", "muon_on_host"),
     *("tensor_sequence", "host_stage3_clip_accumulate", "ema_stage3_on_host", "log_stage3"),
 }

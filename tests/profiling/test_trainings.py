@@ -198,6 +198,7 @@ def interrupted(fail, inside):
     return profile, around, message, is_clean, later.num_steps
 
 
+@pytest.mark.long_where(inside=[False])
 @pytest.mark.long_where(inside=[False], fail=[fail_in_forward, fail_in_step])
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward, fail_in_step])

@@ -89,6 +89,7 @@ def same(found, want):
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16", "main_dtype": "bf16"}
 
 
+@pytest.mark.long_where(options=[{"precision": BF16}])
 @pytest.mark.long_where(num_ranks=[2])
 @pytest.mark.long_where(stage=[1], options=[{"precision": BF16}])
 @pytest.mark.long_where(num_ranks=[3], stage=[0, 2])
@@ -192,6 +193,7 @@ def again(stage, failing):
     return run.gradients()
 
 
+@pytest.mark.long_where(failing=[2])
 @pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("failing", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 3])

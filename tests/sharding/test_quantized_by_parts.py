@@ -85,8 +85,8 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.long_where(kind=["int8", "fp4 in bfloat16"])
 @pytest.mark.long_where(build=[from_init])
-@pytest.mark.long_where(kind=["fp4 in bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("build", [from_file, from_init])
 @pytest.mark.parametrize(
@@ -158,6 +158,7 @@ def closed(build, folder, kind):
     return kinds, plain(model, range(1, 3))
 
 
+@pytest.mark.long_where(build=[from_init])
 @pytest.mark.parametrize(
     ("build", "kind"),
     [

@@ -247,6 +247,7 @@ def norms(config, order=2.0):
     return found
 
 
+@pytest.mark.long_where(precision=[{}])
 @pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("precision", [{}, BF16_MAIN], ids=["fp32", "bf16 main"])
@@ -345,6 +346,7 @@ def bits_in_one_unit(config, far):
     return same, notes
 
 
+@pytest.mark.long_where(precision=[{}])
 @pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("precision", [{}, BF16_MAIN], ids=["fp32", "bf16 main"])
 @pytest.mark.parametrize("stage", [1, 3])

@@ -278,7 +278,7 @@ GROUPED = {
 }
 
 
-FIRST_WAYS = {"micro-batches", "bf16 main, edits", "float16", "mixed", "parameters", "kept", "in backward"}
+FIRST_WAYS = {"micro-batches", "bf16 main, edits", "mixed", "parameters", "in backward"}
 """Those of make test; make test-all has the others too."""
 
 

@@ -132,6 +132,7 @@ def lose(folder, how, tier):
     return errors, file, runs.differences(runs.state(other), want)
 
 
+@pytest.mark.long_where(how=["truncate"])
 @pytest.mark.parametrize("how", ["unlink", "truncate"])
 def test_lost_files_are_an_error_that_names_them_and_end_no_process(ranks, tmp_path, how):
     for tier in ({}, FILES):

@@ -90,7 +90,7 @@ def exchange(ranks, tmp_path, before, after, name, kind="AdamW", stages=(3, 1)):
         assert torch.equal(value, tensors_again[key]), key
 
 
-@pytest.mark.long_where(before=["dp 4"])
+@pytest.mark.long_where(before=["pp 2 x tp 2", "dp 4"])
 @pytest.mark.parametrize(
     ("before", "after"), [("pp 2", "1x1x1"), ("dp 4", "pp 2 x dp 2"), ("pp 2 x tp 2", "pp 4")]
 )

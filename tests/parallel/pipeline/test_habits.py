@@ -56,9 +56,8 @@ def run(kind, schedule, stage):
     return losses, state
 
 
-@pytest.mark.long_where(schedule=["interleaved"], stage=[0])
-@pytest.mark.long_where(schedule=["varuna"], kind=["one block"])
-@pytest.mark.long_where(schedule=["1f1b", "varuna"], stage=[0])
+@pytest.mark.long_where(schedule=["varuna"])
+@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "varuna"])
 @pytest.mark.parametrize("stage", [0, 3])

@@ -74,10 +74,9 @@ def in_one_process(habit):
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.long_where(schedule=["interleaved", "zb-h1"])
 @pytest.mark.long_where(stage=[0])
-@pytest.mark.long_where(schedule=["zb-h1"])
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-@pytest.mark.long_where(schedule=["zb-h1", "interleaved"], habit=["frozen", "ignored", "autocast"])
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])

@@ -56,6 +56,7 @@ EARLY = [
 ]
 
 
+@pytest.mark.long_where(schedule=["interleaved"])
 @pytest.mark.long_where(stage=[0, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(("schedule", "num_microbatches", "first", "last"), EARLY)
@@ -72,6 +73,7 @@ def test_the_units_of_a_chunk_are_reduced_with_it_and_the_root_at_last(
         assert list(started) == list(found[number // 2 * 2][0])
 
 
+@pytest.mark.long
 def test_with_units_that_stay_gathered_reductions_begin_in_the_same_backwards(ranks):
     options = {"stage": 3, "reshard_after_forward": False}
     found = ranks(4, reductions, "interleaved", 2, "llama", options)

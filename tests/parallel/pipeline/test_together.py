@@ -78,6 +78,7 @@ def test_activations_in_host_memory(ranks):
     agree(ranks, 2, "tied llama", {"stage": 3, "recompute": "unit", "offload": {"activations": "cpu"}})
 
 
+@pytest.mark.long
 @pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_main_parameters_in_bfloat16_are_rounded_alike(ranks, stage):

@@ -149,11 +149,9 @@ CASES = {
 }
 
 
-@pytest.mark.long_where(case=["in a block"])
-@pytest.mark.long_where(stage=[1, 2])
-@pytest.mark.long_where(case=["in a block", "four chunks"], stage=[0])
+@pytest.mark.long_where(stage=[0, 1, 2])
+@pytest.mark.long_where(case=["in a block", "halves", "two copies", "recomputed"])
 @pytest.mark.long_where(case=["two chunks"], stage=[3])
-@pytest.mark.long_where(case=["halves", "two copies", "recomputed"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_a_traced_model_trains_as_in_one_process(ranks, case, stage):

@@ -89,7 +89,9 @@ def test_full_lists_cross_as_many_steps_as_long_ones(p: int, k: int, synchronous
         assert full.most_crossed(s) == long.most_crossed(s) == -(-(p - 1 - s) // k)
 
 
-@pytest.mark.long_where(weights=["double", "bounded", "vertical", "lwp", "lwp-weights", "predict"])
+@pytest.mark.long_where(
+    weights=["estimate", "double", "bounded", "vertical", "lwp", "lwp-weights", "predict"]
+)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @given(st.integers(2, 6), PER_STEP)
 def test_the_largest_lists_hold_as_much_as_long_ones(weights: str, p: int, k: int) -> None:

@@ -338,7 +338,7 @@ def expected(case):
     return log, dict(model.named_parameters())
 
 
-FAST, ALL = 2, 40
+FAST, ALL = 1, 40
 
 
 @pytest.mark.parametrize(

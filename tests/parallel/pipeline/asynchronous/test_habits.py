@@ -80,8 +80,8 @@ def assert_same(found, want):
 # ------------------------------------------------------------------------------------ lists in a row
 
 
+@pytest.mark.long_where(name=["lwp, spike", "2bw", "spectrain"])
 @pytest.mark.long_where(stage=[0])
-@pytest.mark.long_where(name=["2bw", "spectrain"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", ["pipemare", "spectrain", "2bw", "lwp, spike"])
 def test_a_pipeline_drains_at_the_end_of_each_list(ranks, name, stage):
@@ -395,6 +395,7 @@ def test_the_memory_of_versions_is_that_of_the_papers(ranks, pipeline, stage, ve
     assert [peak / size for peak, size in found] == versions
 
 
+@pytest.mark.long_where(stage=[0], name=["pipedream"])
 @pytest.mark.long_where(stage=[0], name=["2bw", "spectrain", "pipemare"])
 @pytest.mark.long_where(name=["2bw", "pipemare"])
 @pytest.mark.long_where(stage=[1, 2])

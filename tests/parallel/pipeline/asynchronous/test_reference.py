@@ -164,22 +164,17 @@ def expected_of(name, num_stages):
     return expected(num_stages, method, k, maker)
 
 
-OTHERS = sorted(METHODS.keys() - {"pipedream", "2bw", "pipemare", "spectrain, adam", "lwp, spike"})
+OTHERS = sorted(METHODS.keys() - {"pipedream", "lwp, spike"})
 """Methods that a few ranks test as well; the fast selection runs them at 2 ranks."""
 
 
-@pytest.mark.long_where(
-    num_ranks=[4], name=[name for name in METHODS if name not in ("pipedream", "lwp, spike")]
-)
-@pytest.mark.long_where(stage=[0], name=["pipemare"])
-@pytest.mark.long_where(name=["pipemare, adamw", "pipedream, 2 per step", "lwp-weights"])
-@pytest.mark.long_where(num_ranks=[4], num_stages=[2])
-@pytest.mark.long_where(stage=[0], name=[name for name in METHODS if name not in ("pipedream", "pipemare")])
+@pytest.mark.long_where(name=["pipemare, adamw", "pipedream, 2 per step", "lwp, adamw", "spectrain, adam"])
 @pytest.mark.long_where(stage=[1, 2])
-@pytest.mark.long_where(stage=[0], num_ranks=[3, 4])
-@pytest.mark.long_where(num_ranks=[4], name=OTHERS)
-@pytest.mark.long_where(stage=[0], name=OTHERS)
+@pytest.mark.long_where(stage=[0], num_ranks=[4])
+@pytest.mark.long_where(stage=[0], name=[*OTHERS, "lwp, spike"])
 @pytest.mark.long_where(num_ranks=[3])
+@pytest.mark.long_where(num_ranks=[4], num_stages=[2])
+@pytest.mark.long_where(num_ranks=[4], name=OTHERS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_ranks", "num_stages"), [(2, 2), (3, 3), (4, 4), (4, 2)])
 @pytest.mark.parametrize("name", METHODS)
