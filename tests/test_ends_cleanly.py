@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -306,16 +307,18 @@ class Forks:
 
 
 @functools.cache
-def forks_of(session: pytest.TempPathFactory) -> Forks:
-    """The process that forks, one for all files of a session: it takes seconds to start."""
-    forks = Forks(session.mktemp("endings"))
+def forks() -> Forks:
+    """The process that forks, one for the tests of all files: it takes seconds to start."""
+    folder = tempfile.mkdtemp(prefix="endings")
+    forks = Forks(Path(folder))
+    atexit.register(shutil.rmtree, folder)
     atexit.register(forks.stop)
     return forks
 
 
 @pytest.fixture
-def run(tmp_path_factory: pytest.TempPathFactory) -> Forks:
-    return forks_of(tmp_path_factory)
+def run() -> Forks:
+    return forks()
 
 
 def script(*parts: str, stage: int = 3, watchdog_s: float = 60.0) -> str:

@@ -244,6 +244,7 @@ def test_examples_and_benchmarks_use_only_the_public_api(folder: str) -> None:
 # ---------------------------------------------------------------------------------------------- the budgets
 
 
+@functools.cache  # three counts ask for it
 def docstring_lines(tree: ast.Module) -> set[int]:
     """The lines of all docstrings of a module."""
     scopes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -253,14 +254,18 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     return {line for node in documented for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
 
 
+parsed = functools.cache(ast.parse)
+
+
 @functools.cache  # the files of the core are also files of the package
 def code_lines(source: str) -> int:
     """The number of lines without blank lines, comments and docstrings."""
-    left_out = docstring_lines(ast.parse(source))
+    left_out = docstring_lines(parsed(source))
     lines = enumerate(map(str.strip, source.splitlines()), start=1)
     return sum(bool(line) and not line.startswith("#") and number not in left_out for number, line in lines)
 
 
+@functools.cache
 def statements(tree: ast.Module) -> int:
     """The number of statements, those in the body of another one too, without docstrings."""
     left_out = docstring_lines(tree)
@@ -273,18 +278,18 @@ LAYOUT = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDE
 @functools.cache
 def tokens(source: str) -> int:
     """The number of Python's tokens, without those of comments, docstrings and layout."""
-    left_out = docstring_lines(ast.parse(source))
+    left_out = docstring_lines(parsed(source))
     found = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(token.type not in LAYOUT and token.start[0] not in left_out for token in found)
 
 
-def size(paths: Iterable[str], trees: Trees) -> dict[str, int]:
+def size(paths: Iterable[str]) -> dict[str, int]:
     """Lines of code, statements and tokens of some files."""
-    sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
+    sources = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
     return {
-        "lines of code": sum(map(code_lines, sources.values())),
-        "statements": sum(statements(trees[path]) for path in sources),
-        "tokens": sum(map(tokens, sources.values())),
+        "lines of code": sum(map(code_lines, sources)),
+        "statements": sum(statements(parsed(source)) for source in sources),
+        "tokens": sum(map(tokens, sources)),
     }
 
 
@@ -394,8 +399,8 @@ def all_counts(trees: Trees, ranks: Ranks) -> dict[str, int]:
     core = {path: tree for path, tree in trees.items() if part_of(path) in CORE}
     programs = [(ROOT / path).read_text(encoding="utf-8") for folder in PROGRAMS for path in modules(folder)]
     pages = [file.read_text(encoding="utf-8") for file in (ROOT / "docs").rglob("*.md")]
-    counts = {f"{unit} of the package": count for unit, count in size(trees, trees).items()}
-    counts |= {f"{unit} of the core": count for unit, count in size(core, trees).items()}
+    counts = {f"{unit} of the package": count for unit, count in size(trees).items()}
+    counts |= {f"{unit} of the core": count for unit, count in size(core).items()}
     counts["lines of code of examples, benchmarks and tools"] = sum(map(code_lines, programs))
     counts["lines of the longest file"] = max(
         len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in trees

@@ -26,7 +26,7 @@ def parts():
             yield pytest.param(num_ranks, seeds[begin : begin + FEW], marks=marks, id=f"{num_ranks}-{begin}")
 
 
-@pytest.mark.parametrize(("num_ranks", "seeds"), parts())
+@pytest.mark.parametrize(("num_ranks", "seeds"), list(parts()))
 def test_random_models_and_configs_train_as_plain_pytorch_to_the_bit(ranks, num_ranks, seeds):
     results = ranks(num_ranks, run_cases, seeds, timeout=200)
     failed = failures(results)
