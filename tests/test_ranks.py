@@ -156,7 +156,7 @@ def test_hang_ends_soon_with_the_stacks_of_the_ranks(ranks: Ranks) -> None:
     ranks(2, describe)
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
-        ranks(2, sleep_for_long, timeout=2.0)
+        ranks(2, sleep_for_long, timeout=1.0)
     assert time.monotonic() - start < 20
     assert [error and error[0] for error in caught.value.errors] == ["TimeoutError", "TimeoutError"]
     assert str(caught.value).count("in sleep_for_long") == 2

@@ -53,13 +53,15 @@ def run(config, make, *, num_steps=4, loss=runs.token_loss):
 
 
 def equal_bits(folder):
-    """Where runs differ; each optimizer at each precision, or in a short run each at one."""
-    found = []
+    """Where runs differ; each optimizer at each precision and tier, or each at one precision."""
+    found, tiers = [], tiers_of(folder)
+    if not os.environ.get("ALL_STAGES"):
+        del tiers["nvme"]  # "all nvme" has its states in files too
     for number, (precision, options) in enumerate(PRECISIONS.items()):
         chosen = list(MAKERS.items())
         for name, make in chosen if os.environ.get("ALL_STAGES") else chosen[number : number + 1]:
             want, _ = run(options, make)
-            for tier, offload in tiers_of(folder).items():
+            for tier, offload in tiers.items():
                 got, stepped = run(options | {"offload": offload | {"step_in_backward": True}}, make)
                 what = f"{precision}, {name}, {tier}"
                 found += [f"{what}: losses"] * (got.losses != want.losses)

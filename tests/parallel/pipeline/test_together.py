@@ -44,7 +44,7 @@ def eightbit(parameters):
     return AdamW8bit(parameters, lr=1e-3, min_8bit_size=0)
 
 
-@pytest.mark.long_where(stage=[1])
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [1, 3])
 def test_8_bit_states(ranks, stage):
     agree(ranks, 4, "tied gpt", {"stage": stage}, eightbit, absolute=1e-5)
