@@ -794,6 +794,7 @@ def test_one_block_can_be_written_while_another_is_shown(ranks):
     assert ranks(2, write_beside) == [((1, 30, 1), ["blocks.1.0.bias"])] * 2
 
 
+@pytest.mark.long_where(stage=[1, 2])
 @RANKS
 @pytest.mark.parametrize("stage", ALL_STAGES)
 def test_unsharded_shows_full_parameters_and_edits_are_dropped(ranks, num_ranks, stage):

@@ -206,6 +206,7 @@ def test_compiled_steps_are_the_same_bits_too(ranks, stage):
     check(found["AdamW8bit"], by_reference("AdamW"))
 
 
+@pytest.mark.long
 @pytest.mark.long_where(num_ranks=[1, 3, 4])
 @pytest.mark.long_where(num_ranks=[2], stage=[1])
 @pytest.mark.parametrize(("num_ranks", "stage", "kinds"), AT)

@@ -89,7 +89,7 @@ def evaluated(name, units):
     return found, engine.memory_report().unsharded
 
 
-@pytest.mark.long_where(name=["layers"], units=[None])
+@pytest.mark.long_where(units=[None])
 @pytest.mark.long_where(name=["encoder"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:.*enable_nested_tensor is True")

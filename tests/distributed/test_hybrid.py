@@ -213,6 +213,7 @@ def unused():
     return max(far.values()), names
 
 
+@pytest.mark.long
 def test_parameters_that_some_ranks_or_none_use_are_agreed_on_by_all_groups(ranks):
     for far, unused_names in ranks(4, unused):
         assert far <= 5e-6

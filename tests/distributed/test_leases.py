@@ -77,6 +77,7 @@ def backward_between_steps(stage):
     return model(batch(2)).sum().item()
 
 
+@pytest.mark.long_where(stage=[0, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_backward_between_steps_that_belong_together_leaves_them_together(ranks, stage):
     model = Routed()

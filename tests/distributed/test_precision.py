@@ -63,6 +63,7 @@ def far_from_fp32():
     return off, distance_of_all(got.parameters, want.parameters) if got.parameters else 0.0
 
 
+@pytest.mark.long
 def test_bf16_stays_close_to_fp32(ranks):
     """bf16 has 8 bits, so a rounding is up to 0.4%."""
     for losses, parameters in ranks(2, far_from_fp32):

@@ -274,6 +274,7 @@ def train_module(make, options):
     return same_as_replicated(make(), num_steps=3, **options)
 
 
+@pytest.mark.long_where(make=[Attending])
 @pytest.mark.long_where(num_ranks=[1])
 @RANKS
 @pytest.mark.parametrize(

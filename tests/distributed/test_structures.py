@@ -362,7 +362,7 @@ def train_structure(name, config):
     return same_as_replicated(STRUCTURES[name](), num_steps=2, loss=square_loss, **config)
 
 
-@pytest.mark.long_where(name=["orthogonal", "spectral norm", "nested lists"])
+@pytest.mark.long_where(name=["weight norm", "orthogonal", "spectral norm", "nested lists"])
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_odd_structures_train_as_in_ddp_to_the_bit(ranks, name):
     assert ranks(2, train_structure, name, {}) == [[], []]

@@ -117,6 +117,7 @@ def derive_all(stage):
     return found + apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.long_where(num_ranks=[2], stage=[0, 2])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -110,6 +110,7 @@ def refused(stage):
     return said
 
 
+@pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("stage", ALL_STAGES)

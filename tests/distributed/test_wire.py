@@ -313,6 +313,7 @@ def reductions_of_groups():
     return [label for line, number, label in entries if (line, number, label) not in before]
 
 
+@pytest.mark.long
 def test_exchanges_between_shard_groups_go_on_while_the_backward_does(ranks):
     """A reduction is one exchange in its group and two between groups."""
     for labels in ranks(4, reductions_of_groups):

@@ -334,6 +334,7 @@ def pipeline_plainly():
     return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
+@pytest.mark.long
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_pipeline_ranks_step_the_matrices_of_their_own_part(ranks, num_ranks):

@@ -45,7 +45,7 @@ def train(stage, tp):
 
 
 @pytest.mark.long_where(stage=[0, 1, 2])
-@pytest.mark.long_where(num_ranks=[2])
+@pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2)])
 def test_adapters_of_divided_layers_train_as_in_one_process(ranks, num_ranks, tp, stage):

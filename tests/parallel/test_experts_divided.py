@@ -72,10 +72,9 @@ def batch(number):
     return {"input_ids": tokens, "labels": tokens}
 
 
-@pytest.mark.long_where(tp=[4])
 @pytest.mark.long_where(stage=[1])
 @pytest.mark.long_where(name=[name for name in MODELS if name != "Mixtral"])
-@pytest.mark.long_where(num_ranks=[2])
+@pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("name", MODELS)

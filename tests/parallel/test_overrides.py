@@ -85,6 +85,7 @@ def pipeline(config, steps):
     return found, dtypes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_pipeline_ranks_compute_as_one_rank(ranks, stage):
     """`lm_head` is tied to the embedding, which the first rank has under another name."""

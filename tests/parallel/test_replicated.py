@@ -49,6 +49,7 @@ def pipeline(frozen):
     return found, names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_pipeline_ranks_replicate_a_tied_parameter_by_any_of_its_names(ranks, num_ranks):
     """`lm_head` is the embedding, which the first pipeline rank has under that name alone."""

@@ -122,6 +122,7 @@ def over_pipeline(config, folder):
     return profile, around, is_clean
 
 
+@pytest.mark.long
 @pytest.mark.long_where(case=["accumulated"])
 @pytest.mark.parametrize("case", ["accumulated", "states in files"])
 def test_the_parts_of_a_batch_over_a_pipeline_add_up(ranks, tmp_path, case):

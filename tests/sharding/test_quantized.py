@@ -159,6 +159,7 @@ def test_adapters_train_as_in_one_process_to_the_bit(ranks, kind, stage, num_ran
     assert all(other[0] == want for other in others)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "options",
@@ -182,6 +183,7 @@ def over_parts(kind, schedule, stage):
     return train(engine, range(3)), engine.full_state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "schedule", "stage"),
     [("nf4 twice", "1f1b", 3), pytest.param("int8", "zb-h1", 0, marks=pytest.mark.long)],

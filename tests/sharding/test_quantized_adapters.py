@@ -41,6 +41,7 @@ def trained(kind, adapter, stage):
     return train(engine, range(3)), engine.full_state_dict()
 
 
+@pytest.mark.long_where(kind=["int8"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("kind", "adapter"),

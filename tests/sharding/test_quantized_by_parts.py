@@ -469,6 +469,7 @@ def copied(build, stage, *arguments):
     return [train(zeroshard.initialize(m, adamw, {"stage": stage}).engine, range(2)) for m in (model, twin)]
 
 
+@pytest.mark.long_where(build=[from_file])
 @pytest.mark.long_where(build=[from_file], kind=["nf4 twice"])
 @pytest.mark.long_where(build=[from_init], kind=["int8"])
 @pytest.mark.parametrize("kind", ["nf4 twice", "int8"])

@@ -95,6 +95,7 @@ def evaluated_and_trained(threshold):
     return train_loss(engine), train(engine, range(2)), train_loss(engine)
 
 
+@pytest.mark.long_where(threshold=[0.5])
 @pytest.mark.parametrize("threshold", [0.5, 6.0])
 def test_outliers_of_8_bits_are_computed_as_in_one_process(ranks, threshold):
     model = with_threshold("int8", threshold)
@@ -124,6 +125,7 @@ def over_parts(build, schedule, stage, path, kind):
     return train(engine, range(3)), engine.full_state_dict()
 
 
+@pytest.mark.long_where(build=[from_seed])
 @pytest.mark.long_where(build=[from_file], kind=["nf4 twice"])
 @pytest.mark.long_where(build=[from_seed], kind=["int8"])
 @pytest.mark.parametrize("kind", KINDS)

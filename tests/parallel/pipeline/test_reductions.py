@@ -56,7 +56,7 @@ EARLY = [
 ]
 
 
-@pytest.mark.long_where(schedule=["interleaved"])
+@pytest.mark.long_where(schedule=["1f1b", "interleaved"])
 @pytest.mark.long_where(stage=[0, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(("schedule", "num_microbatches", "first", "last"), EARLY)

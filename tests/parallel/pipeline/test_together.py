@@ -108,6 +108,7 @@ def overflowing(scale):
     return facts
 
 
+@pytest.mark.long
 def test_all_ranks_leave_out_a_step_that_overflows_on_one(ranks):
     first, *others = ranks(4, overflowing, 1e4)
     assert others == [first] * 3

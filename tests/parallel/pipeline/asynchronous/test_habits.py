@@ -375,6 +375,7 @@ COPIED = [1, 1, 1, 0]
 """Not versions: the copy in which weights are moved where they are shown. The last rank crosses no step."""
 
 
+@pytest.mark.long_where(pipeline=[{"schedule": "pb"}, {"schedule": "pipedream", "weights": "vertical"}])
 @pytest.mark.parametrize(
     ("pipeline", "stage", "versions"),
     [
