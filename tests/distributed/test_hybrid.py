@@ -170,7 +170,7 @@ def held(stage, size):
     return live_bytes() / P, (report.parameters + report.gradients + report.optimizer) / P
 
 
-@pytest.mark.long_where(stage=[2], size=[2])
+@pytest.mark.long_where(stage=[2])
 @pytest.mark.long_where(stage=[3], size=[4])
 @pytest.mark.long_where(size=[1])
 @pytest.mark.parametrize("size", [1, 2, 4])

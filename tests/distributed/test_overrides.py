@@ -114,6 +114,7 @@ def in_float16():
     return found
 
 
+@pytest.mark.long
 def test_in_float16_the_loss_is_scaled_for_all_of_them(ranks):
     assert ranks(2, in_float16) == [[], []]
 

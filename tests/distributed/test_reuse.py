@@ -114,7 +114,7 @@ def loop_by_name(name, kind):
     return run_loop(build(kind), LOOPS[name])
 
 
-@pytest.mark.long_where(name=["dropped at last"])
+@pytest.mark.long_where(name=["two summed", "dropped at last"])
 @pytest.mark.long_where(num_ranks=[1])
 @RANKS
 @pytest.mark.parametrize("name", LOOPS)

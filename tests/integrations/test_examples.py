@@ -43,6 +43,7 @@ def numbers(printed):
     return [float(number) for number in re.findall(r"^step \d+: \w+ ([\d.]+)$", printed, re.MULTILINE)]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_of_lightning_fabric_and_a_loader_of_the_user_print_the_same_losses(ranks, cache):
     pytest.importorskip("lightning")

@@ -65,6 +65,7 @@ def scaled(kind, stage):
     return found, engine.full_state_dict()
 
 
+@pytest.mark.long
 @pytest.mark.long_where(kind=["nf4 twice"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])

@@ -184,6 +184,7 @@ def saved(path, stage):
     return same
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_a_checkpoint_goes_on_under_another_cut(ranks, tmp_path, stage):
     for one, other in ranks(2, saved, str(tmp_path), stage):

@@ -235,10 +235,8 @@ def resumed(folder, pipeline, maker, stage):
     return state, noted, steps
 
 
-@pytest.mark.long_where(maker=["adamw 8-bit", "plain sgd", "sgd 8-bit"])
-@pytest.mark.long_where(stage=[0], maker=["sgd"])
-@pytest.mark.long_where(stage=[3], maker=["adamw"])
-@pytest.mark.long_where(stage=[0], maker=["plain sgd", "adamw", "adamw 8-bit"])
+@pytest.mark.long_where(stage=[0])
+@pytest.mark.long_where(maker=["adamw", "adamw 8-bit", "plain sgd", "sgd 8-bit"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("pipeline", "maker", "extra"),
