@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.sharding.changes import Changes
-from zeroshard.sharding.passes import Passes
+from zeroshard.sharding.passes import Passes, closed_error
 from zeroshard.sharding.post_accumulate import redirect_hooks
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -88,8 +88,7 @@ def _hook_quiet(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
 
     def at_last(module: nn.Module, args: Any, output: Any) -> None:
         runtime.passes.hide(unit)
-        if output is not None:  # else the forward has failed
-            unit.edits.check()
+        unit.edits.check()
 
     runtime.changes.hook(module.register_forward_pre_hook(before, prepend=True))
     runtime.changes.hook(module.register_forward_hook(at_last, always_call=True))
@@ -110,7 +109,8 @@ def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parame
     def arrived(parameter: Tensor) -> None:
         passes = of_passes()
         gradient, parameter.grad = parameter.grad, None
-        assert passes is not None, "the module's hooks hold it"
+        if passes is None:
+            raise closed_error()
         assert gradient is not None, "called when it has been accumulated"
         passes.receive(number, index, gradient)
 

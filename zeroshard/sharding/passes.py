@@ -209,6 +209,8 @@ class Passes:
         """
         if self._state.phase is not _FORWARD:
             refuse_tracers()
+        if self._state.phase is _REST:  # else the root's forward, or its backward, has begun with it
+            unit.refresh()
         refuse_transforms()
         unit.num_shown += 1
         if not is_in_backward():
@@ -222,9 +224,10 @@ class Passes:
         """End a forward of a quiet unit, perhaps after an exception."""
         if unit.num_shown:  # else a hook before ours has failed
             unit.num_shown -= 1
+        is_needed = unit.num_shown or self.leases.held.units or self._state.phase is _BACKWARD
+        if not is_needed:  # by a call of itself, a method, or the end of the backward
+            unit.slots.uninstall()
         if not is_in_backward():
-            if not (unit.num_shown or self.leases.held.units):  # else the unit has called itself
-                unit.slots.uninstall()
             self._end_call()
 
     def _end_call(self) -> None:
@@ -355,9 +358,7 @@ class Passes:
 
     def _begin_backward(self, unit: Unit) -> None:
         if self._state.phase is Phase.CLOSED:
-            raise RuntimeError(
-                "backward through a forward of an engine that has been closed: call backward before close()"
-            )
+            raise closed_error()
         if self._state.phase is _FORWARD:
             raise RuntimeError(
                 f"autograd ran through {unit.described} inside the model's own forward, which "
@@ -493,3 +494,10 @@ class Passes:
             unit.slots.uninstall()
             if not unit.leases:
                 unit.reshard()
+
+
+def closed_error() -> RuntimeError:
+    """Return the error for a backward of an engine that is closed or gone."""
+    return RuntimeError(
+        "backward through a forward of an engine that has been closed: call backward before close()"
+    )
