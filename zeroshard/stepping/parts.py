@@ -165,6 +165,7 @@ class PieceHome(Home):
         held: dict[ShardedParameter, _StateBefore] = {}
         whole: set[ShardedParameter] = set()
         """Parameters whose pieces have all been stepped."""
+        self._put_into_files(set(self._places) - set(parameters), states)
         try:
             for number, together in enumerate(cuts):
                 for piece in together:
@@ -198,6 +199,15 @@ class PieceHome(Home):
                 else:
                     files[name] = self._in_files(value)
         return _StateBefore(gradient, self._starts.get(p, 0), files, {}, others)
+
+    def _put_into_files(
+        self, parameters: set[ShardedParameter], states: Mapping[Any, dict[str, Any]]
+    ) -> None:
+        """Put states of elements that are elsewhere into files; these parameters have no gradient now."""
+        for p in parameters & states.keys():
+            for name, value in states[p].items():
+                if per_element(value, self._places[p].size) is not None:
+                    states[p][name] = self._in_files(value)
 
     def _read_ahead(
         self, p: ShardedParameter, held: Mapping[ShardedParameter, _StateBefore], piece: pieces.StepPiece
@@ -481,7 +491,6 @@ def twin_of(optimizer: Optimizer, groups: Sequence[Sequence[ShardedParameter]]) 
     Args:
         optimizer: the optimizer; its state is shared, and its options are those of this moment.
         groups: the parameters of each group of the twin.
-
     """
     twin: Any = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
