@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 29510,
-    "statements of the package": 24149,
-    "tokens of the package": 278469,
-    "lines of code of the core": 10271,
-    "statements of the core": 8824,
-    "tokens of the core": 92494,
+    "lines of code of the package": 29511,
+    "statements of the package": 24150,
+    "tokens of the package": 278493,
+    "lines of code of the core": 10272,
+    "statements of the core": 8825,
+    "tokens of the core": 92518,
     "lines of code of examples, benchmarks and tools": 7669,
     "lines of the longest file": 600,
     "booleans of the core": 48,
