@@ -149,7 +149,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
         state = self.state
         if (answer := READERS.get(id(sys._getframe(1).f_code))) is not None:
             answer(self)
-        elif state.has_sums and self._gradient is not None:
+        elif state.has_sums and self._gradient is not None and not state.is_in_step:
             self._refuse_sums()
         state.has_shown_gradients = True
         if state.before_show is not None:
