@@ -30,10 +30,10 @@ ROOT = Path(__file__).parents[1]
 BUDGETS = {
     "lines of code of the package": 29511,
     "statements of the package": 24150,
-    "tokens of the package": 278493,
+    "tokens of the package": 278498,
     "lines of code of the core": 10272,
     "statements of the core": 8825,
-    "tokens of the core": 92518,
+    "tokens of the core": 92523,
     "lines of code of examples, benchmarks and tools": 7669,
     "lines of the longest file": 600,
     "booleans of the core": 48,
