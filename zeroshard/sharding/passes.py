@@ -209,8 +209,8 @@ class Passes:
         """
         if self._state.phase is not _FORWARD:
             refuse_tracers()
-        if self._state.phase is _REST:  # else the root's forward, or its backward, has begun with it
-            unit.refresh()
+            if self._state.phase is _REST:  # else the root's forward, or its backward, has begun with it
+                unit.refresh()
         refuse_transforms()
         unit.num_shown += 1
         if not is_in_backward():
