@@ -24,6 +24,8 @@ from typing import NoReturn
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    # Memory of 1 MiB or more goes back to the system when it is freed, so tests see what one of them takes.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a fork can use no GPU that its parent has asked CUDA for

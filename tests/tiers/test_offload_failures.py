@@ -184,8 +184,6 @@ WIDTH, NUM_UNITS = 1024, 16
 UNIT = 3 * 4 * WIDTH**2
 """Bytes of a unit: main parameters and two states."""
 SLACK = 8 << 20
-_M_MMAP_THRESHOLD = -3
-"""The number of this option in malloc.h."""
 
 
 class Wide(nn.Module):
@@ -237,8 +235,7 @@ def measure(folder, num_units):
             with engine.unsharded(block, write_back=True), torch.no_grad():
                 block[0].weight.add_(1)
 
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)  # memory that is freed goes back at once
-    ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)  # smaller memory that was freed before
     before = status("VmRSS") - status("RssFile")
     engine = peak("build", build)
     peak("steps", train)

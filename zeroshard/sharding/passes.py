@@ -13,7 +13,7 @@ them. `lease.py` lists the reasons to keep a unit gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -65,7 +65,7 @@ class Passes:
         order: UnitOrder,
         reducer: Reducer,
         *,
-        quiet: Collection[Unit],
+        quiet: Sequence[Unit],
         num_prefetch: int,
         output_dtype: torch.dtype | None,
     ) -> None:

@@ -68,7 +68,7 @@ class Runtime:
         self.seen: list[tuple[Sized, int, Mapping[str, nn.Module | None], list[nn.Module | None]]] = []
         """Parameters of each module, their number, and its modules, as `check_additions` last found them."""
         setting = context.setting
-        quiet = {u for u in units[1:] if not (u.plan.needs_turns or setting.steps_in_backward)}
+        quiet = [u for u in units[1:] if not (u.plan.needs_turns or setting.steps_in_backward)]
         frees = bool(setting.placements.parameter)
         self.order = UnitOrder(
             [unit for unit in units if unit not in quiet],
