@@ -157,7 +157,7 @@ class Gradients:
         """
         if gradient.requires_grad:
             gradient = gradient.detach()
-        if gradient.ndim != 1:
+        if gradient.ndim != 1 or gradient.layout is not torch.strided:
             gradient = self._flatten(index, gradient)
         self.missing.discard(index)
         self.used[index] = True
@@ -170,7 +170,10 @@ class Gradients:
     def _flatten(self, index: int, gradient: Tensor) -> Tensor:
         if gradient.layout is not torch.strided:
             name = self.buffer.originals[index].fqn
-            raise RuntimeError(f"the gradient of '{name}' is {gradient.layout}; expected a dense one")
+            raise RuntimeError(
+                f"the gradient of '{name}' is {gradient.layout}; expected a dense one: build the layer with "
+                "sparse=False, or call the function without sparse_grad=True"
+            )
         return gradient.reshape(-1)
 
     def _keep(self, index: int, gradient: Tensor) -> None:
@@ -179,7 +182,8 @@ class Gradients:
         It is cast at once: on a CPU its values are still in the cache.
         """
         if self._unscale != 1.0:
-            gradient = gradient.to(self.buffer.plan.wide_dtype).mul_(self._unscale)
+            # Autograd may give two parameters views of one memory: nothing is multiplied in place.
+            gradient = gradient.to(self.buffer.plan.wide_dtype) * self._unscale
         total = self._reduced.get(index)
         if total is None and not self.is_kept:
             total = self.buffer.sharded[index]._gradient

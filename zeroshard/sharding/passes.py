@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -299,21 +300,14 @@ class Passes:
                 "dataclasses, or name in units= the class of a module around it that does"
             )
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
-        if any(tensor.is_leaf or tensor._backward_hooks for tensor in tensors):
-            # A unit may return its input: two hooks of one tensor would run in the order of the forward. It
-            # may return a parameter, which lives on: a hook on it would run in later backwards too.
+        if any(tensor.is_leaf for tensor in tensors):
+            # A unit may return a parameter, which lives on: a hook on it would run in later backwards too.
             output = view_tensors(output)
             tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
-        if tensors:
-            call, before_backward = unit.call, self._before_backward
-            if unit in self._frozen:
-                unit.open_calls.add(call)
-
-            def enter(gradient: Tensor) -> None:
-                before_backward(call)
-
-            for tensor in tensors:
-                tensor.register_hook(enter)
+        if tensors and unit in self._frozen:
+            unit.open_calls.add(unit.call)
+        for tensor in tensors:
+            _hook_output(tensor, partial(self._before_backward, unit.call))
         return output
 
     def watch_layer(self, unit: Unit, output: Any) -> None:
@@ -494,6 +488,25 @@ class Passes:
             unit.slots.uninstall()
             if not unit.leases:
                 unit.reshard()
+
+
+def _hook_output(tensor: Any, enter: Callable[[], None]) -> None:
+    """Call a function when the gradient of an output arrives.
+
+    A unit may return its input, or the output of a unit inside. The backward comes to the outer or later one
+    first, and torch calls hooks in the order of the forward. So a tensor gets one hook, with a list. The user
+    holds the same tensor: hooks on it change the gradients of all that has made it.
+    """
+    if (calls := getattr(tensor, "_zeroshard_calls", None)) is not None:
+        calls.insert(0, enter)
+        return
+    tensor._zeroshard_calls = calls = [enter]
+
+    def arrived(gradient: Tensor) -> None:
+        for each in calls:
+            each()
+
+    tensor.register_hook(arrived)
 
 
 def closed_error() -> RuntimeError:

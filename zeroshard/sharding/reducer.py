@@ -90,8 +90,10 @@ class Reducer:
     ) -> None:
         self._all = tuple(gradients for unit in units for gradients in unit.gradients)
         self._num_summands = axes.dp.size
-        self.is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
-        """True if gradients pass through float16, where small ones vanish: the loss must be scaled."""
+        is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
+        self.is_half = any(axes.pp.all_gather_object(is_half, "dtypes of parameters"))
+        """True if gradients pass through float16, where small ones vanish: the loss must be scaled. Pipeline
+        ranks agree on it: some may have no parameter of float16."""
         self._asked = self._role = Role()
         """The roles of the next backward, as `next_backward` sets it around it, and of that under way."""
         self.receive: Receive = _refuse

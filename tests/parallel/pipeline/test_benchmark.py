@@ -38,7 +38,7 @@ def test_steps_and_makespans_take_the_time_for_which_blocks_sleep(ranks):
             row = rows[name]
             least = sleeping(chunks_per_rank)
             assert row["zeroshard, s a makespan"]["value"] >= least
-            assert row["zeroshard, s a step"]["value"] >= least  # of other steps, on a machine with other work
+            assert row["zeroshard, s a step"]["value"] >= least  # other steps than those of the makespan
             assert row["torch layers, s a step"]["value"] >= least
             assert row["predicted, s a makespan"] >= least
 
