@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+
+from zeroshard.internals.warn import warn_user
 
 
 @cache
@@ -15,12 +17,23 @@ def is_usable(library: str, what: str) -> bool:
         library: the name to import, and to install.
         what: the work that the library makes fast, for the warning.
     """
+    return works(lambda: import_module(library), library, what)
+
+
+def works(trial: Callable[[], object], library: str, what: str) -> bool:
+    """True if a trial raises no error; else warn.
+
+    Args:
+        trial: uses the library.
+        library: the name to install.
+        what: the work that the library makes fast, for the warning.
+    """
     try:
-        import_module(library)
+        trial()
     except Exception as error:  # a library that was built for another one may raise anything
-        warnings.warn(
-            f"{what} without {library} ({error}): steps take several times as long. pip install {library}",
-            stacklevel=3,
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warn_user(
+            f"{what} without {library} ({reason}): steps take several times as long. pip install {library}"
         )
         return False
     return True

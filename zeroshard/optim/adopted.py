@@ -165,6 +165,7 @@ def take_over(
     if isinstance(optimizer, BlockwiseOptimizer):
         optimizer.overrides.clear()
         optimizer.overrides.update(own)
+        optimizer.compile_kernels()
     elif is_bitsandbytes(optimizer):
         adopt(optimizer, own)
 
@@ -412,8 +413,13 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
         gradient = p.grad
         assert gradient is not None, "it is stepped because of it"
         if "absmax1" in state and _steps_by_rule(self, p):
-            values = blocks.flat(p)
-            take_step(rule, values, blocks.flat(gradient), blocks.read(rule, to_common(self, state)), numbers)
+            values, states = blocks.flat(p), blocks.read(rule, to_common(self, state))
+            if p.is_cpu:
+                take_step(rule, values, blocks.flat(gradient), states, numbers)
+            else:
+                from zeroshard.optim.eightbit import operators
+
+                operators.step(rule, values, blocks.flat(gradient), states, numbers)
             if values.data_ptr() != p.data_ptr():
                 p.copy_(values)
         else:
@@ -427,7 +433,7 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
 
 
 def _steps_by_rule(optimizer: Any, p: Tensor) -> bool:
-    """True if an 8-bit step is not one of bitsandbytes' operators."""
+    """True if an 8-bit step is not one call of an operator of bitsandbytes."""
     return p.is_cpu or _is_cut(optimizer, p.numel())
 
 

@@ -34,7 +34,14 @@ from zeroshard.stepping.clipping import Scaling, has_far_parameters
 from zeroshard.stepping.disk import DiskHome
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
 from zeroshard.stepping.parts import Home, PieceHome, StepByParts, is_divisible, is_known
-from zeroshard.stepping.rounding import InPlace, Rounding, RoundsItself, Widening, load_states_wide
+from zeroshard.stepping.rounding import (
+    InPlace,
+    Rounding,
+    RoundsItself,
+    Widening,
+    has_kernels,
+    load_states_wide,
+)
 from zeroshard.stepping.wholes import UsesWholes, WholesOverRanks
 
 
@@ -124,6 +131,8 @@ def _homes(
     if scaling is not None:
         homes.append(scaling)
     if rounding is not None:
+        for p in starts:
+            has_kernels(p.device)  # a warning comes before training
         # An optimizer of another class may compute with values.
         if isinstance(optimizer, RoundsItself) and is_known(optimizer):
             in_place = InPlace(starts, rounding)

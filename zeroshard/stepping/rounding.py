@@ -14,8 +14,8 @@ The random bits are a hash, not a generator's: the same at any number of ranks, 
 Tensor ranks that hold parts of a parameter draw for each part by itself, with its number behind the name.
 Those that hold the same parameter draw the same bits, so that it stays the same.
 
-On a CPU numba compiles one pass over memory (`bfloat16.py`). Without it, on a GPU and for small slices, torch
-operations give the same bits.
+On a CPU numba compiles one pass over memory (`bfloat16.py`), on a GPU Triton (`bfloat16_gpu.py`). Without
+them, and for small slices on a CPU, torch operations give the same bits.
 
 An optimizer steps main parameters of bfloat16 in float32, or rounds by itself. `Widening` serves any
 optimizer. For the time of a step a parameter holds its values and its gradient in float32. It is the same
@@ -31,6 +31,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -40,7 +41,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.internals.libraries import is_usable
+from zeroshard.internals.libraries import is_usable, works
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.stepping.parts import Home
@@ -118,13 +119,31 @@ def round_into(out: Tensor, values: Tensor, key: int, start: int) -> None:
         key: the key of the parameter in this step.
         start: the place of the first value in the whole parameter.
     """
-    is_plain = values.is_cpu and values.is_contiguous() and out.is_contiguous()
-    if is_plain and values.numel() >= _FEWEST and is_usable("numba", "stochastic rounding"):
+    is_plain = values.is_contiguous() and out.is_contiguous()
+    is_large = values.is_cpu and values.numel() >= _FEWEST
+    if is_plain and is_large and is_usable("numba", "stochastic rounding"):
         from zeroshard.stepping import bfloat16
 
         bfloat16.round_into(out, values, key, start)
+    elif is_plain and has_kernels(values.device):
+        from zeroshard.stepping import bfloat16_gpu
+
+        bfloat16_gpu.round_into(out, values, key, start)
     else:
         round_in_chunks(out, values, key, start)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """True for a GPU for which Triton compiles; tried once, with a warning where it does not."""
+
+    def round_one() -> None:
+        from zeroshard.stepping import bfloat16_gpu
+
+        values = torch.zeros(1, device=device)
+        bfloat16_gpu.round_into(values.bfloat16(), values, 0, 0)
+
+    return device.type == "cuda" and works(round_one, "triton", f"optimizer steps on {device}")
 
 
 def round_in_chunks(out: Tensor, values: Tensor, key: int, start: int) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.rule import Rule
-from zeroshard.optim.eightbit.step import take_step
+from zeroshard.optim.eightbit.step import has_kernel, take_step
 from zeroshard.optim.ranges import RANGES, called, check_ranges
 from zeroshard.stepping.rounding import Bits, BitsOf, no_bits
 from zeroshard.stepping.threads import BlockBatch
@@ -96,6 +96,14 @@ class BlockwiseOptimizer(Optimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a hyperparameter that is out of its range."""
         check_ranges(group, {**RANGES, **self.rule.ranges})
+
+    def compile_kernels(self) -> None:
+        """Compile the step of parameters on a GPU, or warn that it cannot be: before the first backward."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.is_cuda:
+                    numbers = self.rule.numbers(self.settings(parameter, group), 1)
+                    has_kernel(self.rule, parameter.device, len(self.rule.scalars(numbers)))
 
     def _step_by_rule(
         self,

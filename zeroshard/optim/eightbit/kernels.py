@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zeroshard.optim.eightbit.blocks import QuantizedState
-from zeroshard.optim.eightbit.rule import Rule, Scalars, root, sign
+from zeroshard.optim.eightbit.rule import Rule, Scalars, quotient, root, sign
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.bfloat16 import NUM_WORDS, compiled, round_block, widen_block
 from zeroshard.stepping.rounding import Bits
@@ -126,6 +126,7 @@ def quantize_block(typing: Any, codes: Any, x: Any, table: Any, inverse: Any, nu
 
 
 # Their forms for numbers, in the same roundings.
+overload(quotient)(lambda a, b: lambda a, b: a / b)
 overload(root)(lambda x: lambda x: np.sqrt(x))
 overload(sign)(lambda x: lambda x: np.sign(x))
 

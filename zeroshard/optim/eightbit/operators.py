@@ -1,6 +1,6 @@
-"""bitsandbytes' operators on a GPU: a step of theirs on the whole parameter, to the bit.
+"""bitsandbytes' operators, for its own optimizers on a GPU: their step on the whole parameter, to the bit.
 
-AdEMAMix is the exception: its operator wants both averages in one tensor, and lets their scales overlap where
+AdEMAMix is the exception: the operator wants both averages in one tensor, and lets their scales overlap where
 the size is no multiple of 256. So the last block goes by itself.
 """
 
@@ -19,12 +19,7 @@ from zeroshard.plan.layout import BLOCK
 
 
 def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[StateValues], numbers: Numbers) -> None:
-    """Take a step by the operators of bitsandbytes, on a GPU; arguments as `take_step`."""
-    if not p.numel():
-        return
-    if len(states) < 3:
-        call(rule, p, g, states[0], states[1] if len(states) > 1 else None, numbers)
-        return
+    """Take a step of AdEMAMix, on a GPU; arguments as `take_step`."""
     whole = p.numel() // BLOCK
     for first, last in ((0, whole), (whole, whole + 1)):
         part = slice(first * BLOCK, last * BLOCK)

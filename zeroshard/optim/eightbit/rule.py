@@ -2,8 +2,8 @@
 
     states        their zeros, their codebooks, their names in checkpoints
     ranges        the checks of parameter groups and overrides
-    update        the step: of tensors in step.py, of numbers in the kernel that kernels.py compiles from it
-    operator      the step on a GPU, and bitsandbytes' optimizers that go on over slices
+    update        the step: of tensors in step.py; kernels.py and kernels_gpu.py compile their kernels from it
+    operator      bitsandbytes' optimizers that go on over slices
     optimizers    which optimizers may load each other's checkpoints, and with which hyperparameters
 
 An optimizer is a class with a `rule`, derived from `ElementWise8bit`. CONTRIBUTING.md shows one.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from dis import get_instructions
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,9 @@ Tensors = tuple[Tensor, ...]
 Update = Callable[[Tensor, Tensor, Tensors, Scalars], tuple[Tensor, Tensors]]
 """(parameter, gradient, states, scalars) -> (new parameter, new states), element by element.
 
-It is run on [n] float32 tensors, and numba compiles it for single numbers: only + - * /, `root` and `sign`.
-Each operation is rounded to float32 by itself, without fused multiply-add: both ways give the same bits.
+It is run on [n] float32 tensors; numba compiles it for single numbers, Triton for blocks of them. It has only
++ - *, `quotient`, `root` and `sign` under these names: the / of Triton is not exact. Each operation is
+rounded to float32 by itself, without fused multiply-add: all ways give the same bits.
 """
 
 
@@ -77,7 +79,7 @@ class Rule:
     A rule is known to checkpoints and to bitsandbytes' optimizers once it is made.
 
     Raises:
-        ValueError: more than three states, or an optimizer that another rule has.
+        ValueError: more than three states, an update with /, or an optimizer that another rule has.
     """
 
     optimizers: tuple[str, ...]
@@ -105,6 +107,8 @@ class Rule:
     def __post_init__(self) -> None:
         if len(self.states) not in (1, 2, 3):  # the loops of kernels.py
             raise ValueError(f"states: expected 1 to 3, got {len(self.states)}")
+        if any(step.argrepr in {"/", "/="} for step in get_instructions(self.update)):
+            raise ValueError("update: expected quotient(a, b), which is exact on any device, got a / b")
         if taken := [name for name in self.optimizers if name in _RULES]:
             raise ValueError(f"optimizers: expected those that have no rule yet, got {taken[0]!r}")
         if self.operator in rules_by_operator():
@@ -158,6 +162,11 @@ def root(x: Tensor) -> Tensor:
         return x.sqrt()
     with np.errstate(invalid="ignore"):  # nan goes on as nan
         return torch.from_numpy(np.sqrt(x.numpy()))
+
+
+def quotient(a: Tensor, b: Tensor) -> Tensor:
+    """Return a / b for each element, of one shape, rounded exactly."""
+    return a / b
 
 
 def sign(x: Tensor) -> Tensor:

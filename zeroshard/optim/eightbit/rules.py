@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer, ElementWise8bit, Params
 from zeroshard.optim.eightbit.blocks import MIN_8BIT_SIZE
-from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule, Scalars, Tensors, root, sign
+from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule, Scalars, Tensors, quotient, root, sign
 from zeroshard.optim.layerwise import LAMB, LARS, GroupStep, LayerWise
 from zeroshard.optim.ranges import betas_range
 
@@ -27,7 +27,7 @@ def _adam(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tens
     m, v = states
     m = m * beta1 + g * rest1
     v = v * beta2 + (g * g) * rest2
-    return p * decay - (m / (root(v) * correction2 + eps)) * step_size, (m, v)
+    return p * decay - quotient(m, root(v) * correction2 + eps) * step_size, (m, v)
 
 
 ADAM = Rule(
@@ -172,7 +172,7 @@ def _rmsprop(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[T
     (s,) = states
     decayed = p * weight_decay + g
     s = s * beta + (decayed * decayed) * rest
-    return p - (decayed / (root(s) + eps)) * lr, (s,)
+    return p - quotient(decayed, root(s) + eps) * lr, (s,)
 
 
 RMSPROP = Rule(
@@ -192,7 +192,7 @@ def _adagrad(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[T
     (s,) = states
     decayed = p * weight_decay + g
     s = s + decayed * decayed
-    return p - (decayed / (root(s) + eps)) * lr, (s,)
+    return p - quotient(decayed, root(s) + eps) * lr, (s,)
 
 
 ADAGRAD = Rule(
@@ -225,7 +225,7 @@ def _ademamix(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[
     slow = slow * beta3 + g * rest3
     v = v * beta2 + (g * g) * rest2
     mixed = m * correction1 + slow * alpha
-    return p * decay - (mixed / (root(v) * correction2 + eps)) * lr, (m, slow, v)
+    return p * decay - quotient(mixed, root(v) * correction2 + eps) * lr, (m, slow, v)
 
 
 ADEMAMIX = Rule(
@@ -313,7 +313,7 @@ def _lamb(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tens
     m, v = states
     m = m * beta1 + g * rest1
     v = v * beta2 + (g * g) * rest2
-    return (m * correction1) / (root(v) * correction2 + eps) + p * weight_decay, (m, v)
+    return quotient(m * correction1, root(v) * correction2 + eps) + p * weight_decay, (m, v)
 
 
 LAMB_RULE = Rule(

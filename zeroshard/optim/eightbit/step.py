@@ -1,21 +1,22 @@
 """One step of a slice, by what its device has for it.
 
-On a GPU these are bitsandbytes' operators, on the CPU one pass over memory compiled by numba. Without these,
-torch operations do it a chunk at a time: slower, and on the CPU with the same bits.
+It is one pass over memory, compiled by Triton on a GPU and by numba on the CPU. Without these, torch
+operations do it a chunk at a time: slower, with the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from zeroshard.internals.libraries import is_usable
-from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, num_blocks
+from zeroshard.internals.libraries import is_usable, works
+from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, codebook, num_blocks
 from zeroshard.optim.eightbit.rule import Numbers, Rule
 from zeroshard.plan.layout import BLOCK
-from zeroshard.stepping.rounding import Bits, round_into
+from zeroshard.stepping.rounding import Bits, has_kernels, round_into
 from zeroshard.stepping.threads import BlockBatch
 
 _CHUNK = 1 << 10
@@ -34,8 +35,8 @@ def take_step(
 ) -> None:
     """Change a parameter and its states.
 
-    A parameter of bfloat16 gets the bits of a step in float32 that `round_into` rounds. On the CPU the
-    compiled pass widens and rounds a block in the caches. Elsewhere the parameter is widened.
+    A parameter of bfloat16 gets the bits of a step in float32 that `round_into` rounds. A compiled pass
+    widens and rounds a block in the caches. Without one the parameter is widened.
 
     Args:
         rule: the rule of the update.
@@ -53,16 +54,30 @@ def take_step(
         from zeroshard.optim.eightbit import kernels
 
         kernels.step(rule, p, g, quantized, rule.scalars(numbers), bits, batch)
+    elif has_kernel(rule, p.device, len(scalars := rule.scalars(numbers))):
+        from zeroshard.optim.eightbit import kernels_gpu
+
+        kernels_gpu.step(rule, p, g, states, scalars, bits)
     elif bits is not None:
         wide = p.float()
         take_step(rule, wide, g.float(), states, numbers)
         round_into(p, wide, *bits)
-    elif p.is_cuda and rule.operator is not None and _has("bitsandbytes"):
-        from zeroshard.optim.eightbit import operators
-
-        operators.step(rule, p, g, states, numbers)
     else:
         step_in_chunks(rule, p, g, states, numbers)
+
+
+@cache
+def has_kernel(rule: Rule, device: torch.device, num_scalars: int) -> bool:
+    """True for a GPU for which Triton compiles a rule; tried once, with a warning where it does not."""
+
+    def step_one() -> None:
+        from zeroshard.optim.eightbit import kernels_gpu
+
+        p, g = torch.zeros(1, device=device), torch.zeros(1, device=device)
+        states = [QuantizedState.zeros(1, codebook(is_signed, device)) for is_signed in rule.states.values()]
+        kernels_gpu.step(rule, p, g, states, (1.0,) * num_scalars)
+
+    return has_kernels(device) and works(step_one, "triton", f"{rule.optimizers[0]} with 8-bit states")
 
 
 def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[StateValues], numbers: Numbers) -> None:
