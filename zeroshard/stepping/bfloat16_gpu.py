@@ -51,9 +51,13 @@ def round_slice(
     size: tl.constexpr,
 ) -> None:
     """Round [count] values; each program takes `size` of them."""
-    at = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
-    here = at < count
-    tl.store(out + at, rounded(tl.load(values + at, here, 0.0), at, key, start), here)
+    first = tl.program_id(0).to(tl.int64) * size
+    at = first + tl.arange(0, size)
+    if first + size <= count:  # without a mask memory goes in vectors
+        tl.store(out + at, rounded(tl.load(values + at), at, key, start))
+    else:
+        here = at < count
+        tl.store(out + at, rounded(tl.load(values + at, here, 0.0), at, key, start), here)
 
 
 def round_into(out: Tensor, values: Tensor, key: int, start: int) -> None:

@@ -107,25 +107,23 @@ def _store(
         tl.store(state[1] + block, largest, is_block)
 
 
-@triton.jit(do_not_specialize=["count", "key", "start", "scalars"])
-def step_slice(  # noqa: PLR0913 (a kernel has no other place for its numbers)
+@triton.jit
+def _step_blocks(  # noqa: PLR0913
     p: tl.tensor,
     g: tl.tensor,
     states: tl.tuple,
     scalars: tl.tuple,
-    count: tl.int64,
-    key: tl.uint64,
-    start: tl.int64,
+    key: tl.tensor,
+    start: tl.tensor,
+    block: tl.tensor,
+    is_block: tl.tensor,
+    at: tl.tensor,
+    here: tl.tensor,
     update: tl.constexpr,
     constants: tl.constexpr,
     gives_update: tl.constexpr,
-    rows: tl.constexpr,
 ) -> None:
-    """Step the blocks of a slice of [count]; each program takes `rows` of them."""
-    block = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-    at = block[:, None] * 256 + tl.arange(0, 256)[None, :]
-    here = at < count
-    is_block = block * 256 < count
+    """Step [blocks] and their elements at [blocks, 256], as far as they are there."""
     old = ()
     for i in tl.static_range(len(states)):
         one = _load(states[i], at, here, block, is_block, constants[i][0])
@@ -140,6 +138,38 @@ def step_slice(  # noqa: PLR0913 (a kernel has no other place for its numbers)
         tl.store(g + at, result, here)
     else:
         tl.store(p + at, result, here)
+
+
+# Numbers have the types that are written here: another value compiles nothing anew.
+
+
+@triton.jit(do_not_specialize=["count", "key", "start", "scalars"])
+def step_slice(  # noqa: PLR0913 (a kernel has no other place for its numbers)
+    p: tl.tensor,
+    g: tl.tensor,
+    states: tl.tuple,
+    scalars: tl.tuple,
+    count: tl.int64,
+    key: tl.uint64,
+    start: tl.int64,
+    update: tl.constexpr,
+    constants: tl.constexpr,
+    gives_update: tl.constexpr,
+    rows: tl.constexpr,
+) -> None:
+    """Step a slice of [count]; each program takes `rows` blocks of it."""
+    block = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    at = block[:, None] * 256 + tl.arange(0, 256)[None, :]
+    if (tl.program_id(0).to(tl.int64) + 1) * (rows * 256) <= count:  # without masks memory goes in vectors
+        is_block, here = tl.full((rows,), True, tl.int1), tl.full((rows, 256), True, tl.int1)
+        _step_blocks(
+            p, g, states, scalars, key, start, block, is_block, at, here, update, constants, gives_update
+        )
+    else:
+        is_block, here = block * 256 < count, at < count
+        _step_blocks(
+            p, g, states, scalars, key, start, block, is_block, at, here, update, constants, gives_update
+        )
 
 
 def step(
