@@ -101,9 +101,8 @@ class BlockwiseOptimizer(Optimizer):
         """Compile the step of parameters on a GPU, or warn that it cannot be: before the first backward."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.is_cuda:
-                    numbers = self.rule.numbers(self.settings(parameter, group), 1)
-                    has_kernel(self.rule, parameter.device, len(self.rule.scalars(numbers)))
+                numbers = self.rule.numbers(self.settings(parameter, group), 1)
+                has_kernel(self.rule, parameter.device, len(self.rule.scalars(numbers)))
 
     def _step_by_rule(
         self,

@@ -60,6 +60,14 @@ def constants(rule: Rule) -> tuple[tuple[int, int], ...]:
     return tuple((book.zero, book.num_lower) for book in books)
 
 
+@triton.jit
+def _widened(x: tl.tensor) -> tl.tensor:
+    if x.dtype == tl.bfloat16:  # by its bits: Triton's interpreter converts denormals wrongly
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
 # A state is a tuple: (values,), or (codes, absmax, values of the codebook, table of the codebook).
 
 
@@ -128,8 +136,8 @@ def _step_blocks(  # noqa: PLR0913
     for i in tl.static_range(len(states)):
         one = _load(states[i], at, here, block, is_block, constants[i][0])
         old = old + (one,)  # type: ignore[assignment]  # noqa: RUF005 (Triton's form)
-    x = tl.load(p + at, here, 0.0).to(tl.float32)
-    result, new = update(x, tl.load(g + at, here, 0.0).to(tl.float32), old, scalars)
+    x, gradient = _widened(tl.load(p + at, here, 0.0)), _widened(tl.load(g + at, here, 0.0))
+    result, new = update(x, gradient, old, scalars)
     for i in tl.static_range(len(states)):
         _store(states[i], new[i], at, here, block, is_block, constants[i][1])
     if p.dtype.element_ty == tl.bfloat16:

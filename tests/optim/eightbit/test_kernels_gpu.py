@@ -1,0 +1,243 @@
+"""The kernels of a GPU: in Triton's interpreter, compiled without a GPU, and on one."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.runs import start
+from tests.optim.eightbit.interpreted import (
+    KEYS,
+    RULES,
+    STARTS,
+    begin,
+    compare,
+    scalars_of,
+    words,
+)
+from tests.optim.eightbit.test_optimizers import KINDS, OPTIONS, gradients
+from zeroshard.optim.eightbit import base
+from zeroshard.optim.eightbit.rules import ADAM, LION
+from zeroshard.stepping import rounding
+from zeroshard.stepping.rounding import Bits, has_kernels
+
+pytest.importorskip("triton", reason="torch comes with Triton on Linux alone")
+pytest.importorskip("numba")
+
+# One whole program and one that is cut; a part of a block; a block more than a program.
+STEPS = [*(f"{name}:2309" for name in RULES), "Adam:255", "Lion:1", "LAMB:300"]
+EXACT = ["exact Adam:300", "exact LAMB:300", "exact AdEMAMix:2309"]
+ROUNDING = ["round:1", "round:7", "round:2048", "round:5001"]
+LONG = [f"{name}:{size}" for name in RULES for size in (1, 256, 2048, 2304, 4096, 10_007)]
+
+
+def interpret(cases):
+    """The differences of each case, in a process whose Triton interprets."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.optim.eightbit.interpreted", *cases],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    return interpret([*STEPS, *EXACT, *ROUNDING])
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_interpreted_steps_have_the_bits_of_the_cpu(interpreted, case):
+    assert not interpreted[case]
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_interpreted_steps_with_float32_states_have_the_bits_of_torch(interpreted, case):
+    assert not interpreted[case]
+
+
+@pytest.mark.parametrize("case", ROUNDING)
+def test_interpreted_rounding_has_the_bits_of_the_cpu(interpreted, case):
+    assert not interpreted[case]
+
+
+@pytest.mark.long
+def test_interpreted_steps_of_other_sizes_have_the_bits_of_the_cpu():
+    assert not {case: found for case, found in interpret(LONG).items() if found}
+
+
+# --------------------------------------------------------------------------------- compiled without a GPU
+
+
+class Pretended:
+    """A driver of Triton that names an architecture, and is good for compiling alone."""
+
+    def __init__(self, arch):
+        self.arch = arch
+
+    def get_current_device(self):
+        return self.arch  # compiled kernels are kept by device
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+
+def only_compile(kernel, run, *args, warmup, **kwargs):
+    return run(kernel, *args, warmup=True, **kwargs)
+
+
+@pytest.fixture
+def kernels_for(monkeypatch, tmp_path):
+    """(architecture) -> the modules whose kernels are compiled for it, and not launched."""
+    from triton.runtime import driver
+
+    from zeroshard.optim.eightbit import kernels_gpu
+    from zeroshard.stepping import bfloat16_gpu
+
+    def compile_for(arch):
+        monkeypatch.setattr(driver, "_active", Pretended(arch))
+        for kernel in (kernels_gpu.step_slice, bfloat16_gpu.round_slice):
+            kernel.device_caches.pop(arch, None)
+
+            run = functools.partial(only_compile, kernel, type(kernel).run)
+            monkeypatch.setattr(kernel, "run", run)
+        return kernels_gpu, bfloat16_gpu
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return compile_for
+
+
+def compiled(kernel, arch):
+    """All that was compiled of a kernel."""
+    return list(kernel.device_caches[arch][0].values())
+
+
+@pytest.mark.long_where(arch=[80])
+@pytest.mark.long_where(dtype=[torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("name", RULES)
+def test_a_compiled_step_rounds_each_operation_to_nearest(name, arch, dtype, kernels_for):
+    rule, (kernels, _) = RULES[name], kernels_for(arch)
+    if dtype is torch.bfloat16 and rule.gives_update:
+        dtype = torch.float32
+    p, states = begin(rule, 2309, dtype)
+    bits = Bits(3, 256) if dtype is torch.bfloat16 else None
+    kernels.step(rule, p, p.clone(), states, scalars_of(rule, 1)[0], bits)
+    (one,) = compiled(kernels.step_slice, arch)
+    assert one.asm["cubin"]
+    used = set(re.findall(r"\b(?:div|sqrt|rcp|rsqrt|fma|ex2)\.[a-z.]*f32", one.asm["ptx"]))
+    has_root = "root" in rule.update.__code__.co_names
+    assert used == {"div.rn.f32", *(["sqrt.rn.f32"] if has_root else [])}
+    assert ".ftz" not in one.asm["ptx"], "denormals stay"
+    assert one.metadata.enable_fp_fusion is False, "the assembler fuses nothing either"
+
+
+def test_a_whole_program_moves_memory_in_vectors(kernels_for):
+    kernels, rounds = kernels_for(90)
+    p, states = begin(ADAM, 2048, torch.bfloat16)
+    kernels.step(ADAM, p, p.clone(), states, scalars_of(ADAM, 1)[0], Bits(3, 0))
+    rounds.round_into(p, p.float(), 3, 0)
+    for kernel in (kernels.step_slice, rounds.round_slice):
+        (one,) = compiled(kernel, 90)
+        assert "ld.global.v" in one.asm["ptx"]
+        assert "st.global.v" in one.asm["ptx"]
+
+
+def test_other_counts_keys_starts_and_hyperparameters_compile_nothing(kernels_for):
+    kernels, rounds = kernels_for(90)
+    for size, lr in ((16, 1e-2), (256, 1), (2048, 1.0), (5003, 0.0)):
+        for bits in map(Bits, KEYS, STARTS):
+            p, states = begin(LION, size, torch.bfloat16)
+            kernels.step(LION, p, p.clone(), states, scalars_of(LION, 1, lr)[0], bits)
+            rounds.round_into(p, p.float(), *bits)
+    assert len(compiled(kernels.step_slice, 90)) == 1
+    assert len(compiled(rounds.round_slice, 90)) == 1
+
+
+# ------------------------------------------------------------------------------------- where it is decided
+
+
+def test_a_device_without_triton_is_warned_of_once():
+    nowhere = torch.device("cuda", 99)
+    with pytest.warns(UserWarning, match=r"optimizer steps on cuda:99 without triton \(.*pip install triton"):
+        assert not has_kernels(nowhere)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not has_kernels(nowhere)
+        assert not has_kernels(torch.device("cpu"))
+
+
+def tried_at_initialize():
+    tried = []
+    base.has_kernel = lambda rule, device, num_scalars: tried.append((rule is ADAM, device.type, num_scalars))
+    start(3, lambda model: KINDS["AdamW8bit"](model.parameters()))
+    return sorted(set(tried))
+
+
+def test_initialize_tries_the_kernel_of_each_rule(ranks):
+    assert ranks(1, tried_at_initialize) == [[(True, "cpu", 8)]]
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*STEPS, *EXACT, *ROUNDING, *LONG, "Adam:1000003", "round:1000003"])
+def test_steps_on_a_gpu_have_the_bits_of_the_cpu(case):
+    assert not compare(case, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KINDS)
+def test_optimizers_on_a_gpu_have_the_bits_of_the_cpu(name):
+    torch.manual_seed(0)
+    cpu = nn.Parameter(torch.randn(50_003))
+    gpu = nn.Parameter(cpu.detach().cuda())
+    first, second = KINDS[name]([cpu], **OPTIONS[name]), KINDS[name]([gpu], **OPTIONS[name])
+    for g in gradients((50_003,), 4):
+        cpu.grad, gpu.grad = g, g.cuda()
+        first.step()
+        second.step()
+        assert torch.equal(words(cpu.detach()), words(gpu.detach().cpu()))
+        for key, value in first.state[cpu].items():
+            other = second.state[gpu][key]
+            assert other == value if key == "step" else torch.equal(words(other.cpu()), words(value))
+
+
+@pytest.mark.gpu
+def test_rounding_on_a_gpu_takes_the_kernel(monkeypatch):
+    monkeypatch.setattr(rounding, "round_in_chunks", None)
+    out = torch.empty(10, dtype=torch.bfloat16, device="cuda")
+    rounding.round_into(out, torch.ones(10, device="cuda"), 1, 0)
+    assert (out == 1).all()
+
+
+@pytest.mark.gpu
+def test_nothing_is_compiled_for_other_counts_keys_and_starts_on_a_gpu():
+    from zeroshard.optim.eightbit import kernels_gpu
+
+    def num_compiled():
+        return len(compiled(kernels_gpu.step_slice, torch.cuda.current_device()))
+
+    counts = []
+    for size, key, start_, lr in ((16, 0, 0, 1), (256, 1, 16, 1.0), (5003, 2**64 - 1, 2**40, 0.1)):
+        p, states = begin(ADAM, size, torch.bfloat16, "cuda")
+        kernels_gpu.step(ADAM, p, p.clone(), states, scalars_of(ADAM, 1, lr)[0], Bits(key, start_))
+        counts.append(num_compiled())
+    assert counts[0] == counts[-1]
