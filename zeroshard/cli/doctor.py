@@ -143,7 +143,7 @@ RANGES: Mapping[str, tuple[str, str | None]] = {
 }
 """The least version of a package, as `pyproject.toml` has it, and the first one that is too new."""
 
-_BINARY = ("bitsandbytes", "numba")
+_BINARY = ("bitsandbytes", "numba", "triton")
 """Packages with machine code of their own, which may be installed and yet not load. One rank of a node
 imports them, as that takes seconds."""
 
@@ -302,7 +302,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "bfloat16 on the GPU": ("GPU", "bfloat16"),
     "compile=true on CPUs": ("compiler",),
     "8-bit states on CPUs, fast": ("numba",),
-    "8-bit states on GPUs, fast": ("GPU", "bitsandbytes"),
+    "8-bit states on GPUs, fast": ("GPU", "triton"),
     "optimizers of bitsandbytes; QLoRA": ("bitsandbytes", "transformers"),
     "models of transformers": ("transformers", "safetensors"),
     "LoRA": ("peft",),

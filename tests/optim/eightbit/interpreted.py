@@ -1,8 +1,9 @@
 """Triton's kernels in its interpreter, on the CPU, against those of numba: the same bits.
 
-    TRITON_INTERPRET=1 python -m tests.optim.eightbit.interpreted Adam:2309 round:5000
+    TRITON_INTERPRET=1 python -m tests.optim.eightbit.interpreted 'bf16 Adam:2309' round:5000
 
-Each case is a rule and a size, or `round` and a size; the output is JSON: the differences of each case.
+Each case is a rule and a size, or `round` and a size; `bf16` before a rule means parameters that are rounded,
+`exact` means float32 states. The output is JSON: the differences of each case.
 """
 
 import json
@@ -68,29 +69,28 @@ def differences(what, values, wanted):
     return [f"{what}: {num} of {one.numel()} differ"] if num else []
 
 
-def compare_steps(rule, size, device="cpu"):
-    """Differences over some steps, in float32 and, where they can be rounded, in bfloat16."""
+def compare_steps(rule, size, device, dtype):
+    """Differences over some steps; with stochastic rounding in bfloat16."""
     found = []
-    for dtype in (torch.float32,) if rule.gives_update else (torch.float32, torch.bfloat16):
-        p, states = begin(rule, size, dtype)
-        q, others = begin(rule, size, dtype, device)
-        for step, g in enumerate(gradients(size, dtype), 1):
-            bits = Bits(Rounding(7, step).key("p"), 256 * 3 + 1) if dtype is torch.bfloat16 else None
-            h, (scalars, _) = g.to(device, copy=True), scalars_of(rule, step)
-            changed = h if rule.gives_update else q
-            version = changed._version
-            kernels.step(rule, p, g, states, scalars, bits)
-            kernels_gpu.step(rule, q, h, others, scalars, bits)
-            found += [] if changed._version > version else ["the version of what is changed"]
-            place = f"step {step}, {dtype}"
-            found += differences(f"{place}, parameter", q, p) + differences(f"{place}, gradient", h, g)
-            for name, state, other in zip(rule.states, states, others, strict=True):
-                found += differences(f"{place}, codes of {name}", other.codes, state.codes)
-                found += differences(f"{place}, scales of {name}", other.absmax, state.absmax)
+    p, states = begin(rule, size, dtype)
+    q, others = begin(rule, size, dtype, device)
+    for step, g in enumerate(gradients(size, dtype), 1):
+        bits = Bits(Rounding(7, step).key("p"), 256 * 3 + 1) if dtype is torch.bfloat16 else None
+        h, (scalars, _) = g.to(device, copy=True), scalars_of(rule, step)
+        changed = h if rule.gives_update else q
+        version = changed._version
+        kernels.step(rule, p, g, states, scalars, bits)
+        kernels_gpu.step(rule, q, h, others, scalars, bits)
+        found += [] if changed._version > version else ["the version of what is changed"]
+        place = f"step {step}, {dtype}"
+        found += differences(f"{place}, parameter", q, p) + differences(f"{place}, gradient", h, g)
+        for name, state, other in zip(rule.states, states, others, strict=True):
+            found += differences(f"{place}, codes of {name}", other.codes, state.codes)
+            found += differences(f"{place}, scales of {name}", other.absmax, state.absmax)
     return found
 
 
-def compare_exact(rule, size, device="cpu"):
+def compare_exact(rule, size, device):
     """Differences of steps with float32 states, against torch operations."""
     p, states = begin(rule, size, torch.float32, is_exact=True)
     q, others = begin(rule, size, torch.float32, device, is_exact=True)
@@ -106,23 +106,23 @@ def compare_exact(rule, size, device="cpu"):
     return found
 
 
-def compare_rounding(size, device="cpu"):
+def compare_rounding(size, device):
     """Differences of rounded values: normal ones, denormals, infinities and nan of every kind."""
     generator = torch.Generator().manual_seed(size)
     patterns = torch.randint(-(2**31), 2**31, (size,), generator=generator).int().view(torch.float32)
     normal = torch.randn(size, generator=generator)
     small = torch.randint(-(2**23), 2**23, (size,), generator=generator).int().view(torch.float32)
     special = torch.tensor([0x7F800000, -0x800000, 0x7F800001, -1, -(2**31), 0, 0x7F7FFFFF, 0x7FFFFFFF])
-    values = torch.cat([patterns, special.int().view(torch.float32), normal, small])[:size]
+    third = size // 3
+    values = torch.cat([special.int().view(torch.float32), patterns[:third], small[:third], normal])[:size]
     found = []
-    for key in KEYS:
-        for start in STARTS:
-            wanted, out = (torch.empty(size, dtype=torch.bfloat16, device=where) for where in ("cpu", device))
-            version = out._version
-            bfloat16.round_into(wanted, values, key, start)
-            bfloat16_gpu.round_into(out, values.to(device), key, start)
-            found += [] if out._version > version else ["the version of what is changed"]
-            found += differences(f"key {key}, start {start}", out, wanted)
+    for key, start in zip(KEYS, STARTS, strict=True):
+        wanted, out = (torch.empty(size, dtype=torch.bfloat16, device=where) for where in ("cpu", device))
+        version = out._version
+        bfloat16.round_into(wanted, values, key, start)
+        bfloat16_gpu.round_into(out, values.to(device), key, start)
+        found += [] if out._version > version else ["the version of what is changed"]
+        found += differences(f"key {key}, start {start}", out, wanted)
     return found
 
 
@@ -131,7 +131,10 @@ def compare(case, device="cpu"):
     if name == "round":
         return compare_rounding(int(size), device)
     kind, _, name = name.rpartition(" ")
-    return (compare_exact if kind else compare_steps)(RULES[name], int(size), device)
+    if kind == "exact":
+        return compare_exact(RULES[name], int(size), device)
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    return compare_steps(RULES[name], int(size), device, dtype)
 
 
 if __name__ == "__main__":

@@ -32,10 +32,12 @@ pytest.importorskip("triton", reason="torch comes with Triton on Linux alone")
 pytest.importorskip("numba")
 
 # One whole program and one that is cut; a part of a block; a block more than a program.
-STEPS = [*(f"{name}:2309" for name in RULES), "Adam:255", "Lion:1", "LAMB:300"]
+ROUNDED = [name for name, rule in RULES.items() if not rule.gives_update]
+STEPS = [*(f"bf16 {name}:2309" for name in ROUNDED), "LAMB:2309", "Adam:2309", "bf16 Adam:255", "bf16 Lion:1"]
 EXACT = ["exact Adam:300", "exact LAMB:300", "exact AdEMAMix:2309"]
 ROUNDING = ["round:1", "round:7", "round:2048", "round:5001"]
-LONG = [f"{name}:{size}" for name in RULES for size in (1, 256, 2048, 2304, 4096, 10_007)]
+SIZES = (1, 256, 2048, 2304, 4096, 10_007)
+LONG = [f"{name}:{size}" for name in [*RULES, *(f"bf16 {name}" for name in ROUNDED)] for size in SIZES]
 
 
 def interpret(cases):

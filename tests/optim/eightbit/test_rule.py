@@ -13,14 +13,15 @@ from torch import nn
 
 from tests.checkpoint.runs import differences, start, state, train
 from tests.optim.eightbit.reference import UNSIGNED as SQUARES
-from tests.optim.eightbit.reference import Reference, root
+from tests.optim.eightbit.reference import Reference
+from tests.optim.eightbit.reference import root as exact_root
 from tests.optim.eightbit.test_optimizers import check_states, gradients
 from zeroshard.optim import AdamW8bit
 from zeroshard.optim.adopted import check_optimizer
 from zeroshard.optim.eightbit import rule as rules
 from zeroshard.optim.eightbit import step as steps
 from zeroshard.optim.eightbit.base import ElementWise8bit
-from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule
+from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule, quotient, root
 
 # ------------------------------------------------------------------------------------------------ the rule
 
@@ -30,7 +31,7 @@ def update(p, g, states, scalars):
     v, m = states
     g = p * weight_decay + g
     v = v * alpha + (g * g) * rest
-    m = m * momentum + g / (rules.root(v) + eps)
+    m = m * momentum + quotient(g, root(v) + eps)
     return p - m * lr, (v, m)
 
 
@@ -69,7 +70,7 @@ class Expected(Reference):
     def toy8bit(self, g, lr, alpha, eps, weight_decay, momentum):
         g = self.p * weight_decay + g
         v = self.read("square_avg", SQUARES) * alpha + (g * g) * (1 - alpha)
-        m = self.read("momentum_buffer") * momentum + g / (root(v) + eps)
+        m = self.read("momentum_buffer") * momentum + g / (exact_root(v) + eps)
         self.p = self.p - m * lr
         self.keep("square_avg", v, SQUARES)
         self.keep("momentum_buffer", m)
@@ -143,6 +144,8 @@ def test_an_optimizer_has_one_rule_and_a_rule_some_states():
     for number in (0, 4):
         with pytest.raises(ValueError, match=f"states: expected 1 to 3, got {number}"):
             Rule(optimizers=("Many",), states=dict.fromkeys("abcd"[:number], SIGNED), **fields)
+    with pytest.raises(ValueError, match=r"update: expected quotient\(a, b\).*, got a / b"):
+        Rule(optimizers=("Many",), states={"m": SIGNED}, scalars=TOY.scalars, update=lambda p, *_: p / 2)
     assert rules.rule_named("PagedToy8bit") is TOY
     assert rules.rule_named("Many") is None
 
