@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.optim.eightbit.interpreted import (
 )
 from tests.optim.eightbit.test_optimizers import KINDS, OPTIONS, gradients
 from zeroshard.optim.eightbit import base
+from zeroshard.optim.eightbit import step as steps
 from zeroshard.optim.eightbit.rules import ADAM, LION
 from zeroshard.stepping import rounding
 from zeroshard.stepping.rounding import Bits, has_kernels
@@ -40,11 +42,15 @@ SIZES = (1, 256, 2048, 2304, 4096, 10_007)
 LONG = [f"{name}:{size}" for name in [*RULES, *(f"bf16 {name}" for name in ROUNDED)] for size in SIZES]
 
 
+ROOT = Path(__file__).resolve().parents[3]
+
+
 def interpret(cases):
     """The differences of each case, in a process whose Triton interprets."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.optim.eightbit.interpreted", *cases],
         env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
@@ -220,6 +226,33 @@ def test_optimizers_on_a_gpu_have_the_bits_of_the_cpu(name):
         for key, value in first.state[cpu].items():
             other = second.state[gpu][key]
             assert other == value if key == "step" else torch.equal(words(other.cpu()), words(value))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KINDS)
+def test_slices_on_a_gpu_have_the_bits_of_the_whole(name):
+    size, options = 256 * 37 + 11, OPTIONS[name] | {"min_8bit_size": 0}
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(size, device="cuda"))
+    cuts = [256 * 5, 256 * 20, size - 256 * 25]
+    parts = [nn.Parameter(part.clone()) for part in whole.detach().split(cuts)]
+    optimizer, other = KINDS[name]([whole], **options), KINDS[name](parts, **options)
+    for g in gradients((size,), 4):
+        whole.grad = g.cuda()
+        for part, slice_ in zip(parts, whole.grad.split(cuts), strict=True):
+            part.grad = slice_.clone()
+        optimizer.step()
+        other.step()
+    assert torch.equal(torch.cat([part.detach() for part in parts]), whole)
+    for key, value in optimizer.state[whole].items():
+        joined = [other.state[part][key] for part in parts]
+        assert joined == [value] * 3 if key == "step" else torch.equal(torch.cat(joined), value)
+
+
+@pytest.mark.gpu
+def test_without_triton_a_gpu_has_the_bits_of_the_cpu(monkeypatch):
+    monkeypatch.setattr(steps, "has_kernel", lambda rule, device, num_scalars: False)
+    test_optimizers_on_a_gpu_have_the_bits_of_the_cpu("AdamW8bit")
 
 
 @pytest.mark.gpu
