@@ -27,7 +27,7 @@ from tests.optim.eightbit.test_optimizers import KINDS, OPTIONS, gradients
 from zeroshard.optim.eightbit import base
 from zeroshard.optim.eightbit import step as steps
 from zeroshard.optim.eightbit.rules import ADAM, LION
-from zeroshard.stepping import rounding
+from zeroshard.stepping import attach, rounding
 from zeroshard.stepping.rounding import Bits, has_kernels
 
 pytest.importorskip("triton", reason="torch comes with Triton on Linux alone")
@@ -192,14 +192,18 @@ def test_a_device_without_triton_is_warned_of_once():
 
 
 def tried_at_initialize():
-    tried = []
+    """The kernels of 8-bit steps that are tried, and the devices for which rounding is tried."""
+    tried, devices = [], []
     base.has_kernel = lambda rule, device, num_scalars: tried.append((rule is ADAM, device.type, num_scalars))
+    attach.has_kernels = lambda device: devices.append(device.type)
     start(3, lambda model: KINDS["AdamW8bit"](model.parameters()))
-    return sorted(set(tried))
+    assert not devices
+    start({"stage": 3, "precision": {"main_dtype": "bf16"}})
+    return set(tried), set(devices)
 
 
-def test_initialize_tries_the_kernel_of_each_rule(ranks):
-    assert ranks(1, tried_at_initialize) == [[(True, "cpu", 8)]]
+def test_initialize_tries_the_kernel_of_each_rule_and_of_rounding(ranks):
+    assert ranks(1, tried_at_initialize) == [({(True, "cpu", 8)}, {"cpu"})]
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
