@@ -13,7 +13,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from zeroshard.stepping.disk import DiskHome
+from zeroshard.stepping.stored import StoreHome
 from zeroshard.tiers.files import Extent, FileTransfer, Swap
 
 KINDS = ("read", "step", "write")
@@ -50,7 +50,7 @@ class Recording:
 def recorded() -> Iterator[Recording]:
     """Record all transfers and steps of nvme tiers in this process."""
     recording = Recording()
-    fetched = DiskHome.fetched
+    fetched = StoreHome.fetched
 
     def timed(kind: str, move: Callable[..., FileTransfer]) -> Callable[..., FileTransfer]:
         def call(swap: Swap, extent: Extent, memory: Tensor) -> FileTransfer:
@@ -68,7 +68,7 @@ def recorded() -> Iterator[Recording]:
         return call
 
     @contextmanager
-    def step(tier: DiskHome, parameters: Sequence[Any]) -> Iterator[None]:
+    def step(tier: StoreHome, parameters: Sequence[Any]) -> Iterator[None]:
         with fetched(tier, parameters):
             start = time.perf_counter()
             yield
@@ -77,7 +77,7 @@ def recorded() -> Iterator[Recording]:
     with (
         mock.patch.object(Swap, "read", timed("read", Swap.read)),
         mock.patch.object(Swap, "write", timed("write", Swap.write)),
-        mock.patch.object(DiskHome, "fetched", step),
+        mock.patch.object(StoreHome, "fetched", step),
     ):
         yield recording
 

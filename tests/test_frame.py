@@ -28,20 +28,20 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 29511,
-    "statements of the package": 24150,
-    "tokens of the package": 278498,
-    "lines of code of the core": 10272,
-    "statements of the core": 8825,
-    "tokens of the core": 92523,
+    "lines of code of the package": 30013,
+    "statements of the package": 24511,
+    "tokens of the package": 283854,
+    "lines of code of the core": 10566,
+    "statements of the core": 9068,
+    "tokens of the core": 95698,
     "lines of code of examples, benchmarks and tools": 7669,
     "lines of the longest file": 600,
-    "booleans of the core": 48,
+    "booleans of the core": 50,
     "class names that are defined twice": 0,
-    "modules that one other module imports": 27,
+    "modules that one other module imports": 29,
     "files of a step, two ranks": 39,
     "files of a step, one rank, offload": 39,
-    "words in docs/": 54671,
+    "words in docs/": 54670,
 }
 
 CORE = (

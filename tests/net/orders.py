@@ -9,8 +9,8 @@ ORDERS = (
         name="gathers_read_the_values_before_the_step",
         says="A gather starts from the copy of main parameters on the host as it was before the step.",
         file="zeroshard/sharding/source.py",
-        find="        self.transfer(values, self.copy[start : start + values.numel()])\n",
-        replace="",
+        find="            self.transfer(values, self.copy[start : start + values.numel()])\n",
+        replace="            pass\n",
         tests=("tests/tiers/test_offload.py::test_each_way_of_training_gives_the_same_bits",),
     ),
     Break(
@@ -149,8 +149,8 @@ ORDERS = (
     Break(
         name="steps_in_files_are_not_written_back",
         says="A unit that was read from files and stepped in memory is not written back.",
-        file="zeroshard/stepping/disk.py",
-        find="        staging.transfers.append(swap.write(block.main_extent, main))\n",
+        file="zeroshard/stepping/stored.py",
+        find="            piece.transfers.append(self._memory.swap.write(place.extent, part))\n",
         replace="",
         tests=("seed 16",),
     ),
@@ -159,9 +159,9 @@ ORDERS = (
         says=(
             "The next unit is read into a host buffer while the last one in it is still written to its file."
         ),
-        file="zeroshard/stepping/disk.py",
-        find="        staging.wait()\n        staging.reserve(",
-        replace="        staging.reserve(",
+        file="zeroshard/stepping/stored.py",
+        find="            self._store.ready(piece)\n            self._store.reserve(",
+        replace="            self._store.reserve(",
         tests=(
             "tests/pretend/test_scenarios.py::"
             "test_an_accelerator_would_run_it_without_mistakes[files_stage3_clip]",

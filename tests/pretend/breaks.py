@@ -24,11 +24,13 @@ from zeroshard.comm import collectives, mesh, streams
 from zeroshard.comm.collectives import Axis, Channel, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
-from zeroshard.sharding import gradients, runtime, storage
-from zeroshard.sharding.gradients import Gradients, Landing
+from zeroshard.sharding import landing, runtime, storage
+from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.early import Worker
+from zeroshard.stepping.stored import HostStore, Piece
 from zeroshard.tiers.memory import HostBuffer, HostCopy
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
@@ -53,7 +55,7 @@ class Break:
 
 
 BREAKS: dict[str, Break] = {}
-_EARLY = ("host_stepped_in_backward", "files_stepped_in_backward")
+_EARLY = ("host_steps_in_backward", "files_stepped_in_backward")
 
 
 def _must_show(*kinds: Kind, scenarios: tuple[str, ...]) -> Callable[[Damage], Damage]:
@@ -195,7 +197,7 @@ def _activations_go_under_their_copies(bench: Bench, patch: pytest.MonkeyPatch) 
     Kind.RACE,
     scenarios=(
         *("host_stage3_bf16", "fraction_stage3_clip", "host_gradients_forgotten"),
-        *(*_EARLY, "stepped_in_backward_accumulate"),
+        *(*_EARLY, "host_steps_in_backward_accumulate"),
     ),
 )
 def _no_wait_for_gradients_on_the_host(bench: Bench, patch: pytest.MonkeyPatch) -> None:
@@ -211,7 +213,7 @@ def _gradients_are_overwritten_before_their_step(bench: Bench, patch: pytest.Mon
         _let_steps_end(bench)
         return storage.count_views(memory)
 
-    patch.setattr(gradients, "count_views", count)
+    patch.setattr(landing, "count_views", count)
 
 
 def _let_steps_end(bench: Bench) -> None:
@@ -220,13 +222,13 @@ def _let_steps_end(bench: Bench) -> None:
     futures.wait(() if early is None else early._worker._under_way)
 
 
-@_must_show(Kind.RACE, scenarios=("host_stepped_in_backward",))
+@_must_show(Kind.RACE, scenarios=("host_steps_in_backward",))
 def _no_wait_for_steps_at_the_end(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A backward ends while another thread still steps units."""
     patch.setattr(Worker, "finish", lambda worker: _let_steps_end(bench))
 
 
-@_must_show(Kind.RACE, scenarios=("host_stepped_in_backward",))
+@_must_show(Kind.RACE, scenarios=("host_steps_in_backward",))
 def _no_wait_for_a_step_under_way(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A unit is gathered while another thread steps it."""
     give = Worker.give
@@ -236,6 +238,18 @@ def _no_wait_for_a_step_under_way(bench: Bench, patch: pytest.MonkeyPatch) -> No
         return lambda: _let_steps_end(bench)
 
     patch.setattr(Worker, "give", gives)
+
+
+@_must_show(Kind.RACE, scenarios=("host_stage3", "host_stepped_in_backward", "host_in_parts"))
+def _no_wait_for_what_is_stepped(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """The device steps values before they have come from the host, and reads others into their memory."""
+    patch.setattr(HostStore, "ready", lambda store, piece: piece.copies.clear())
+
+
+@_must_show(Kind.RACE, scenarios=("host_stage3", "host_edited", "parameters_on_host_saved"))
+def _no_wait_until_stepped_values_rest(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """A step ends while values are still copied back to the host, where others look at them."""
+    patch.setattr(Piece, "join", lambda piece: [])
 
 
 @_must_show(Kind.RACE, scenarios=("stepped_in_backward_evaluated",))
@@ -291,13 +305,13 @@ def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios:
 
 _no_wait_in("settle", Source, "await_copies", Kind.RACE, "host_saved_stage1")
 _no_wait_in("finish_gathers", Source, "await_copies", Kind.RACE, "parameters_on_host_kept", "host_edited")
-_no_wait_in("release", Source, "await_copies", Kind.FREED, "host_dropped")
 _no_wait_in("forget", Gradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
 _no_wait_in("drop", Gradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
-# Two more calls of await_copies, in Edits and in EarlySteps, are not needed as the engine is now, so nothing
-# shows their absence. Before an edit in a forward is kept, the host waits for a copy of the edited values on
-# compute. Before a unit is stepped in the backward, it waits for the gradient's copy, which began after all
-# compute so far. In both cases compute had waited for the gathers of the unit: it has computed with them.
+# Three more calls of await_copies, in Source.release, Edits and EarlySteps, are not needed as the engine is
+# now, so nothing shows their absence. Steps hold main parameters until the streams have ended. Before an edit
+# in a forward is kept, the host waits for a copy of the edited values on compute. Before a unit is stepped in
+# the backward, it waits for the gradient's copy, which began after all compute so far. In both cases compute
+# had waited for the gathers of the unit: it has computed with them.
 
 
 @_must_show(Kind.RACE, scenarios=("files_stage3", "files_stepped_in_backward"))

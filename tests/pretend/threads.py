@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.pretend.clocks import Clock
 from tests.pretend.trace import Trace, TraceMode
-from zeroshard.sharding import gradients
+from zeroshard.sharding import landing
 from zeroshard.stepping import early
 
 
@@ -46,7 +46,7 @@ def install_threads(patch: pytest.MonkeyPatch, trace: Trace) -> None:
             wait_for((future,))
             trace.timeline.host.join(ends[future])
 
-    count_views = gradients.count_views
+    count_views = landing.count_views
 
     def counted(memory: Tensor) -> int:
         num = count_views(memory)
@@ -56,4 +56,4 @@ def install_threads(patch: pytest.MonkeyPatch, trace: Trace) -> None:
 
     patch.setattr(early, "ThreadPoolExecutor", Noted)
     patch.setattr(early, "wait", wait)
-    patch.setattr(gradients, "count_views", counted)
+    patch.setattr(landing, "count_views", counted)

@@ -9,7 +9,7 @@ import torch
 
 from tests.tiers.held import held_bytes
 from zeroshard.comm.streams import Streams
-from zeroshard.sharding.gradients import Landing
+from zeroshard.sharding.landing import Landing
 from zeroshard.tiers.places import TierMemory
 
 SIZE = 1024

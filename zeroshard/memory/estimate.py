@@ -242,7 +242,7 @@ def _of_rank(
     return Estimate(
         parameters=device.parameters,
         gradients=device.gradients,
-        optimizer=device.optimizer + stale.states * traffic.main_bytes(units),
+        optimizer=device.optimizer + device.buffers + stale.states * traffic.main_bytes(units),
         peak_versions=traffic.version_bytes(units, stale.versions, moves=stale.moves),
         unsharded=0,
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),

@@ -161,7 +161,7 @@ def measure(
     return MemoryReport(
         parameters=parameters[Tier.DEVICE].all,
         gradients=gradients[Tier.DEVICE].all + runtime.reducer.local_bytes,
-        optimizer=states[Tier.DEVICE].all,
+        optimizer=states[Tier.DEVICE].all + context.memory.piece_bytes,
         averages=averaged[Tier.DEVICE].all,
         scales=scales[Tier.DEVICE].all,
         unsharded=context.meter.now,

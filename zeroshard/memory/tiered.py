@@ -21,8 +21,8 @@ from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_units
 from zeroshard.plan.placement import DP_SHARD
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
-from zeroshard.stepping.disk import NUM_BUFFERS
 from zeroshard.stepping.early import MOST_UNDER_WAY
+from zeroshard.stepping.stored import NUM_PIECES
 from zeroshard.tiers.budget import Alternative, check_budget
 
 
@@ -44,7 +44,8 @@ class TierBytes:
     gradients: int
     optimizer: int
     buffers: int = 0
-    """Host buffers through which units of files pass."""
+    """Memory in which units of a farther tier are stepped: host buffers for those in files, pieces of the
+    device for those on the host."""
 
     @property
     def total(self) -> int:
@@ -69,15 +70,18 @@ def bytes_on_tiers(
             parameters=sum(traffic.parameter_bytes(buffer, tier) for buffer in buffers),
             gradients=_gradient_bytes(units, setting, num_micro_batches, tier),
             optimizer=_state_bytes((b for b in buffers if b.main_tier is tier), setting, states),
-            buffers=_staging_bytes(units, setting, states) if tier is Tier.HOST else 0,
+            buffers=_piece_bytes(units, setting, states, tier),
         )
         for tier in Tier
     }
 
 
 def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier: Tier) -> int:
-    each = [sum(traffic.gradient_bytes(b, setting, num, tier) for b in unit.buffers) for unit in units]
-    if not setting.steps_in_backward or num > 1:
+    is_early = setting.steps_in_backward and num == 1
+    each = [
+        sum(_bytes_of_gradients(b, setting, num, tier, is_early=is_early) for b in u.buffers) for u in units
+    ]
+    if not is_early:
         return sum(each)
     late = {number for number, unit in enumerate(units) if any(b.is_alias for b in unit.buffers)}
     """The units that compute with main parameters, which are stepped after the backward."""
@@ -87,15 +91,35 @@ def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier:
     return sum(each[number] for number in late) + sum(early[-num_units:])
 
 
-def _staging_bytes(units: Sequence[UnitPlan], setting: Setting, states: States) -> int:
-    """Bytes of the buffers of the tier of files, for its largest unit that is not stepped in pieces."""
+def _bytes_of_gradients(buffer: BufferPlan, setting: Setting, num: int, tier: Tier, *, is_early: bool) -> int:
+    """Bytes on a tier; gradients with which the device steps in the backward stay there."""
+    if not is_early or setting.host_computes or not pieces.near_parts(buffer):
+        return traffic.gradient_bytes(buffer, setting, num, tier)
+    return traffic.gradient_bytes(buffer, setting, num, Tier.HOST) if tier is Tier.DEVICE else 0
+
+
+def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, tier: Tier) -> int:
+    """Bytes of the pieces of memory on a tier in which values of the next tier are stepped."""
     parts = []
-    are_cut = pieces.are_cut([pieces.main_bytes(unit.buffers) for unit in units])
-    for unit in (unit for unit, is_cut in zip(units, are_cut, strict=True) if not is_cut):
-        trained = [b for b in unit.buffers if b.trainable and b.main_tier is Tier.DISK]
-        main = sum(b.main_size * b.main_dtype.itemsize for b in trained)
-        parts.append(main + _state_bytes(trained, setting, states))
-    return NUM_BUFFERS * max(parts, default=0)
+    if tier is Tier.DEVICE and not setting.host_computes:
+        for buffer in (buffer for unit in units for buffer in unit.buffers):
+            sizes = pieces.slice_sizes(buffer)
+            parts += [
+                sum(_bytes_of_a_step(buffer, sizes[index], index, states) for index in indices)
+                for indices in pieces.near_parts(buffer)
+            ]
+    elif tier is Tier.HOST:
+        are_cut = pieces.are_cut([pieces.main_bytes(unit.buffers) for unit in units])
+        for unit in (unit for unit, is_cut in zip(units, are_cut, strict=True) if not is_cut):
+            trained = [b for b in unit.buffers if b.trainable and b.main_tier is Tier.DISK]
+            parts.append(pieces.main_bytes(trained) + _state_bytes(trained, setting, states))
+    return NUM_PIECES * max(parts, default=0)
+
+
+def _bytes_of_a_step(buffer: BufferPlan, num: int, index: int, states: States) -> int:
+    """Bytes of some elements of a parameter and of their states."""
+    of_states = states.num * _bytes_of_a_state(buffer, num, buffer.layout.sizes[index], states)
+    return num * buffer.main_dtype.itemsize + of_states
 
 
 def _state_bytes(buffers: Iterable[BufferPlan], setting: Setting, states: States) -> int:

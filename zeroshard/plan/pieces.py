@@ -12,6 +12,7 @@ stepped in pieces, and need no buffers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from zeroshard.plan.buffers import BufferPlan
@@ -27,6 +28,35 @@ _SHARE = 1 / 2
 I/O. In typical models of 1B to 70B, embedding and head have 3 to 26%; see `memory/activations.py`."""
 _MARGIN = 1.25
 """A unit that is larger by less than this saves too little."""
+
+
+NEAR_BYTES = 64 << 20
+"""Bytes of main parameters from which parameters travel to the device together, for their step."""
+MOST_NEAR = 1 << 30
+"""Bytes of main parameters of one slice that are too many for the device: the host steps them."""
+
+
+def near_parts(plan: BufferPlan) -> list[range]:
+    """Return the parameters of a buffer on the host that are stepped together on the device, by index.
+
+    Parts are the same on all ranks. There is none if the host steps the buffer.
+    """
+    sizes = [size * plan.main_dtype.itemsize for size in slice_sizes(plan)]
+    if plan.main_tier is not Tier.HOST or not plan.trainable or max(sizes, default=0) > MOST_NEAR:
+        return []
+    starts, so_far = [0], 0
+    for index, size in enumerate(sizes):
+        if so_far and so_far + size > NEAR_BYTES:
+            starts.append(index)
+            so_far = 0
+        so_far += size
+    return [range(start, stop) for start, stop in pairwise([*starts, len(sizes)])]
+
+
+def slice_sizes(plan: BufferPlan) -> list[int]:
+    """Return the elements of each parameter that the rank has which holds most of it."""
+    most = plan.layout.shard_size if plan.is_partial else plan.layout.total
+    return [min(size, most) for size in plan.layout.sizes]
 
 
 class StepPiece(NamedTuple):

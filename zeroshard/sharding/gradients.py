@@ -10,43 +10,32 @@ they live on if p.grad is narrower than float32 and a later backward of the same
 A p.grad never has the loss scale in it; `flat` has.
 
 A plan without exchanges needs no flat buffer: its gradients count as reduced when they arrive.
-
-[Note: Gradients leave the device] Where the optimizer reads gradients in host memory, reduced gradients leave
-the device. The copies run on a stream of their own, along with the rest of the backward. The host waits for
-them before it hands them to the parameters. Sums of micro-batches lie on the host. They come to the device
-on the same stream, which adds to them and sends them back, so the host adds nothing. Values of a few buffers
-are on their way at a time: compute waits for older copies, so that their memory on the device is free again
-within the backward. The device also takes the sum of squares before they leave: the host would have to read
-all of them once more for their norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm import streams
+from zeroshard.comm import moves
 from zeroshard.comm.collectives import Channel
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.streams import Mark
 from zeroshard.internals.foreach import foreach_sum_of_squares
-from zeroshard.parameters.gradient import gradient_of, set_gradients
+from zeroshard.parameters.gradient import gradient_of, set_gradient, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.exchange import Collective, Exchange
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.storage import count_views
+from zeroshard.sharding.landing import Landing, leaves_device
 
 _Place = tuple[int, int]
 """The address of a gradient, and the number of its changes that torch has counted."""
 
-_MOST_UNDER_WAY = 2
-"""Reduced gradients of flat buffers that hold memory on the device while they are copied."""
+Deliver = Callable[[Set[ShardedParameter] | None], None]
+"""Sets the gradients of some parameters; None: of all."""
 
 
 class GradientState(Enum):
@@ -98,8 +87,11 @@ class Gradients:
         """The sum of squares of the `p.grad` that were set last, if the device took it, and their places."""
         self._unscale = 1.0
         """One over the loss scale."""
-        self.is_kept = False
-        """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits."""
+        self.is_kept = self._stays = False
+        """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits; and while
+        gradients stay on the device, which steps with them in this backward."""
+        self.is_stepped_near = False
+        """True if main parameters on the host are stepped on the device."""
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -130,19 +122,21 @@ class Gradients:
         flat = () if self._flat is None else (self._flat,)
         return sum(tensor.nbytes for tensor in (*flat, *self._reduced.values()))
 
-    def begin(self, more: bool, defer: bool, scale: float | None = None) -> None:
+    def begin(self, more: bool, defer: bool, scale: float | None = None, *, steps: bool = False) -> None:
         """Begin a backward. New gradients are added to those that exist.
 
         Args:
             more: True if a later backward is to add to the gradients of this one.
             defer: True if a later backward is to reduce them.
             scale: the loss scale; None: nobody gives one, and that of the last backward holds.
+            steps: True if units are stepped in this backward.
         """
         if scale is not None:
             self._unscale = 1.0 / scale
         self._defer, plan = defer, self.buffer.plan
         self._sum_dtype = plan.wide_dtype if more else plan.main_dtype
         self.is_kept = self._sum_dtype != plan.main_dtype
+        self._stays = steps and self.is_stepped_near
 
     def pack(self, index: int, gradient: Tensor) -> None:
         """Take over this rank's gradient of one parameter.
@@ -352,6 +346,9 @@ class Gradients:
         dtype = result.dtype if self.is_kept else self.buffer.plan.main_dtype
         # The last micro-batch replaces sums that were kept in more bits.
         new = [index for index in places if index not in sums or sums[index].dtype is not dtype]
+        if self._stays:
+            self._stay(result, dtype, sums)
+            return
         if self.landing is not None:
             self._leave(result, dtype, sums, new, self.landing)
             return
@@ -361,6 +358,27 @@ class Gradients:
         if new:
             result = result.to(dtype)
             self._reduced.update((index, result[self._own_slices[index]]) for index in new)
+
+    def _stay(self, result: Tensor, dtype: torch.dtype, sums: Mapping[int, Tensor]) -> None:
+        """Keep gradients on the device, with the sums that lie on the host."""
+        values, own = result.to(dtype), self._own_slices
+        for index, total in sums.items():
+            near = moves.to_device(total, result.device)
+            values[own[index]].copy_(near.add_(result[own[index]]))
+            set_gradient(self.buffer.sharded[index], None)
+        self._reduced.update((index, values[part]) for index, part in enumerate(own))
+
+    def _land_rest(self, landing: Landing) -> None:
+        """Send gradients that have stayed to the host: their unit is not stepped in this backward."""
+        staying = [*self._reduced.items()]
+        with landing.beside(*(gradient for _, gradient in staying)):
+            whole = torch.zeros(
+                self.buffer.plan.main_size, dtype=staying[0][1].dtype, device=staying[0][1].device
+            )
+            for index, gradient in staying:
+                whole[self._own_slices[index]].copy_(gradient)
+            landed = landing.land(whole)
+        self._reduced = {index: landed[self._own_slices[index]] for index, _ in staying}
 
     def _leave(
         self,
@@ -418,15 +436,18 @@ class Gradients:
         self.complete()
         if not self.is_kept:
             self._move(GradientState.EMPTY)
+            if self._stays and self._reduced and self.landing is not None:
+                self._land_rest(self.landing)
             deliver = self._detach(used)
             self._wait_on_host()
-            deliver()
+            deliver(None)
 
-    def hand_over(self) -> Callable[[], None]:
+    def hand_over(self) -> Deliver:
         """Take reduced gradients out before the end of the backward: this rank has all of the buffer.
 
         Returns:
-            A call that sets `p.grad`, once, in any thread; it waits until the gradients are on the host.
+            A call that sets `p.grad` of some parameters, once, in any thread; it waits until gradients lie
+            where the parameters are stepped.
         """
         self._move(GradientState.STEPPED)
         used = self.used
@@ -434,7 +455,7 @@ class Gradients:
         self.used = used  # for the agreement of all ranks
         return deliver
 
-    def _detach(self, used: Sequence[bool]) -> Callable[[], None]:
+    def _detach(self, used: Sequence[bool]) -> Deliver:
         """Take all gradients out, and return a call that sets `p.grad`; see `hand_over`."""
         arrives = self.landing.arrival() if self.landing is not None else None
         reduced, squares = self._reduced, self._squares
@@ -442,12 +463,12 @@ class Gradients:
         self.used, self.missing = [False] * len(self.used), set(range(len(self.used)))
         sharded, dtype = self.buffer.sharded, self.buffer.plan.main_dtype
 
-        def deliver() -> None:
+        def deliver(chosen: Set[ShardedParameter] | None) -> None:
             if arrives is not None:
                 arrives()
             new: list[tuple[ShardedParameter, Tensor]] = []
             adds = False
-            for index in tuple(reduced):
+            for index in [at for at in reduced if chosen is None or sharded[at] in chosen]:
                 gradient = reduced.pop(index)  # nobody else is to keep its memory
                 if used[index]:
                     if gradient.dtype is not dtype:  # a sum that was kept has more bits
@@ -503,93 +524,6 @@ class Gradients:
             where, now = self.buffer.describe(), self.state.value
             raise RuntimeError(f"the gradients of {where} cannot go from {now} to {state.value}")
         self.state = state
-
-
-def leaves_device(buffer: FlatBuffer, context: Context) -> bool:
-    """True if the optimizer reads gradients in host memory, and the device is another one."""
-    return (
-        buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
-    )
-
-
-class Landing:
-    """Host memory for the reduced gradients of one buffer.
-
-    Memory is used again as soon as nobody else holds a view of it, by any buffer of the same size. So steps
-    during the backward need the memory of a few units.
-
-    Args:
-        context: the objects that all buffers share; its `landed` is the memory of all of them.
-        size: elements of the reduced gradients.
-    """
-
-    def __init__(self, context: Context, size: int) -> None:
-        self._context, self._size = context, size
-        self._under_way: list[tuple[Mark, tuple[Tensor, ...]]] = []
-        """The ends of copies that the host has not waited for, and the memory of the host that they use."""
-
-    @contextmanager
-    def beside(self, values: Tensor, *on_host: Tensor) -> Iterator[None]:
-        """Issue work on the stream of the copies to the host, after all compute so far.
-
-        Args:
-            values: the tensor of the device that this work reads; its memory is kept until the work is over.
-            on_host: memory of the host that this work reads or writes; kept likewise.
-        """
-        to_host = self._context.streams.to_host
-        try:
-            with to_host.after_compute():
-                yield
-        finally:
-            self._under_way = [one for one in self._under_way if not one[0].is_over()]
-            self._under_way.append((to_host.hold(values, most=_MOST_UNDER_WAY), on_host))
-
-    def fetched(self, sums: Sequence[tuple[slice, Tensor]]) -> Tensor:
-        """Copy sums to the device, called `beside`; return them in place, [size], in the widest dtype."""
-        device = self._context.device
-        dtype = max((values.dtype for _, values in sums), key=lambda dtype: dtype.itemsize)
-        whole = torch.zeros(self._size, dtype=dtype, device=device)
-        for place, values in sums:
-            whole[place].copy_(values, non_blocking=True)
-        return whole
-
-    def land(self, values: Tensor) -> Tensor:
-        """Copy `values`, [size], to the host, called `beside`.
-
-        Returns:
-            The host's tensor, to be read after `wait`.
-        """
-        target = self._find(values)
-        target.copy_(values, non_blocking=True)
-        return target
-
-    def arrival(self) -> Callable[[], None]:
-        """Return a call that lets the host wait until the values so far have landed, in any thread."""
-        marks = tuple(mark for mark, _ in self._under_way)
-
-        def wait() -> None:
-            for mark in marks:
-                mark.synchronize()
-
-        return wait
-
-    def wait(self) -> None:
-        """Let the host wait until all values have landed."""
-        self.arrival()()
-        for mark, _ in self._under_way:
-            self._context.streams.to_host.let_go(mark)
-        self._under_way.clear()
-
-    def _find(self, values: Tensor) -> Tensor:
-        """A view of free memory: whoever holds it, or a view of it, keeps the memory from other use."""
-        landed = self._context.landed
-        free = [m for m in landed if m.numel() == self._size and count_views(m) == 1]
-        for memory in free:
-            if memory.dtype == values.dtype:
-                return memory[:]
-        landed[:] = [memory for memory in landed if all(memory is not other for other in free)]
-        landed.append(self._context.memory.empty(self._size, values.dtype, Tier.HOST))
-        return landed[-1][:]
 
 
 def _place_of(parameter: ShardedParameter) -> _Place | None:

@@ -198,9 +198,10 @@ class Reducer:
             self.receive = self._pack_or_set_aside
         if not accumulates:
             return
-        self._state.is_in_step |= self.step_unit is not None and not role.has_more
+        steps = self.step_unit is not None and not role.has_more
+        self._state.is_in_step |= steps
         for gradients in self._all:
-            gradients.begin(role.has_more, role.defers, role.scale)
+            gradients.begin(role.has_more, role.defers, role.scale, steps=steps)
         if not role.defers:
             self._open()
         elif role.ending or self._ahead:

@@ -41,7 +41,7 @@ class Source:
         self._copies: list[Mark] = []
         """The ends of copies out of host memory, which the host must not write to before."""
         self._stepped: Mark | None = None
-        """The end of the copy of stepped values into `copy`, until a gather waits for it."""
+        """The end of the copies of stepped values, to their place and into `copy`; then a gather may read."""
         self._use: tuple[Hashable, Callable[[], Tensor]] | None = None
         """The name of the values that gathers start from, and the call that gives them; None: `main`."""
         self.copy = self._make_copy(unsharded)
@@ -110,11 +110,10 @@ class Source:
         is_current = self._copied_at == self.main._version
         self.changed()
         is_in_use = self._plan.is_resident and self._context.state.phase is Phase.BACKWARD
-        if self.copy is None or is_in_use:
-            return mark_here(self._context.device)
-        self.transfer(values, self.copy[start : start + values.numel()])
-        if is_current or values.numel() == self.main.numel():
-            self._copied_at = self.main._version
+        if self.copy is not None and not is_in_use:
+            self.transfer(values, self.copy[start : start + values.numel()])
+            if is_current or values.numel() == self.main.numel():
+                self._copied_at = self.main._version
         self._stepped = mark_here(self._context.device)
         return self._stepped
 
@@ -175,6 +174,11 @@ class Source:
         copies, self._copies = self._copies, []
         for mark in copies:
             mark.synchronize()
+
+    def follow_copies(self) -> None:
+        """Let the current stream wait for the copies out of host memory, before it writes there."""
+        for mark in self._copies:
+            mark.wait()
 
     def copy_to(self, values: Tensor, target: Tensor) -> Tensor:
         """Copy main parameters, or their copy, on the current stream; note it if they lie on the host."""

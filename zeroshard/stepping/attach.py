@@ -29,9 +29,11 @@ from zeroshard.parameters.state import refuse_to_drop
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.landing import leaves_device
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import Scaling, has_far_parameters
-from zeroshard.stepping.disk import DiskHome
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
 from zeroshard.stepping.parts import Home, PieceHome, StepByParts, is_divisible, is_known
 from zeroshard.stepping.rounding import (
@@ -42,6 +44,7 @@ from zeroshard.stepping.rounding import (
     has_kernels,
     load_states_wide,
 )
+from zeroshard.stepping.stored import FileStore, HostStore, StoreHome
 from zeroshard.stepping.wholes import UsesWholes, WholesOverRanks
 
 
@@ -87,12 +90,13 @@ def attach(
         starts = {p: start for unit in units for p, start in unit.items()}
         in_pieces = _in_pieces(runtime, optimizer, starts)
         scaling = None if engine is None else engine.scaling
-        homes = _homes(runtime, optimizer, rounding, starts, in_pieces, scaling)
+        near = _stepped_near(runtime, optimizer)
+        homes = _homes(runtime, optimizer, rounding, starts, in_pieces, near, scaling)
         setting = runtime.context.setting
         computes_on_host = has_far_parameters(runtime) or setting.host_computes
         sets_threads = setting.num_threads is not None and computes_on_host
         if homes or setting.steps_in_backward or sets_threads:
-            divided = [list(unit) for unit in units]
+            divided = [part for unit in runtime.units for part in _divided(unit, near)]
             parts.append(StepByParts(optimizer, divided, homes, setting.num_threads, in_pieces))
         if rounding is not None:
             load_states_wide(optimizer, [p for unit in units for p in unit])
@@ -121,18 +125,25 @@ def _homes(
     rounding: Rounding | None,
     starts: dict[ShardedParameter, int],
     in_pieces: PieceHome | None,
+    near: Mapping[Gradients, list[range]],
     scaling: Scaling | None,
 ) -> list[Home]:
     """The homes that parameters pass on the way to an optimizer, the farthest first."""
     homes: list[Home] = [] if in_pieces is None else [in_pieces]
     in_files = [buffer for buffer in runtime.buffers if _is_in_files(buffer) and buffer.main.numel()]
     if whole := [b for b in in_files if in_pieces is None or not in_pieces.has(b.sharded)]:
-        homes.append(DiskHome(optimizer, whole, runtime.context.memory))
+        ranges = ((buffer, range(len(buffer.sharded))) for buffer in whole)
+        homes.append(StoreHome(optimizer, ranges, FileStore(runtime.context.memory)))
     if scaling is not None:
         homes.append(scaling)
+    if near:
+        store = HostStore(runtime.context.memory, runtime.context.streams)
+        parts = ((g.buffer, indices) for g, found in near.items() for indices in found)
+        homes.append(StoreHome(optimizer, parts, store))
+        for gradients in near:
+            gradients.is_stepped_near = True
     if rounding is not None:
-        for p in starts:
-            has_kernels(p.device)  # a warning comes before training
+        has_kernels(runtime.context.device)  # a warning comes before training
         # An optimizer of another class may compute with values.
         if isinstance(optimizer, RoundsItself) and is_known(optimizer):
             in_place = InPlace(starts, rounding)
@@ -141,6 +152,22 @@ def _homes(
         else:
             homes.append(Widening(starts, rounding))
     return homes
+
+
+def _stepped_near(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, list[range]]:
+    """The buffers that rest on the host and are stepped on the device; and their parameters part by part."""
+    if not is_divisible(optimizer):
+        return {}
+    far = [g for unit in runtime.units for g in unit.gradients if leaves_device(g.buffer, runtime.context)]
+    found = {g: pieces.near_parts(g.buffer.plan) for g in far if g.buffer.main.numel()}
+    return {gradients: parts for gradients, parts in found.items() if parts}
+
+
+def _divided(unit: Unit, near: Mapping[Gradients, list[range]]) -> list[list[ShardedParameter]]:
+    """The parameters of a unit that are stepped together."""
+    together = [p for b in unit.buffers if all(g.buffer is not b for g in near) for p in b.sharded]
+    parts = [[g.buffer.sharded[i] for i in indices] for g in unit.gradients for indices in near.get(g, ())]
+    return [together, *parts] if together else parts
 
 
 class _StepGroup:

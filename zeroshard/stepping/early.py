@@ -5,7 +5,7 @@ those of a step after the backward, if there is one backward for each micro-batc
 the one that steps. A unit is left to `optimizer.step()` if this rank has no gradient for a part of it, or if
 its gradient may come in several parts.
 
-Beside an accelerator, units whose main parameters lie on the host or in files are stepped by a thread of
+Beside an accelerator, units that the host steps (those in files, and large ones on the host) have a thread of
 their own. The thread of the backward goes on to launch kernels:
 
     backward   hands a unit over, with the marks of the copies of its gradients to the host
@@ -13,8 +13,8 @@ their own. The thread of the backward goes on to launch kernels:
                the copy to the device, on the stream `to_device`
     gather     the next one of the unit waits for that copy
 
-Units on the device are stepped by the thread of the backward, which is ordered with compute. So are all units
-on CPU ranks: there the backward itself needs the cores.
+All other units are stepped by the thread of the backward, which is ordered with compute: the device steps
+those on the host, too (see `stored.py`). On CPU ranks the backward itself needs the cores.
 
 The thread takes the steps in the order in which units are handed over:
 
@@ -41,6 +41,7 @@ from zeroshard.comm import streams
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.plan.tiers import Tier
+from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import has_hooks_of_others
@@ -206,27 +207,25 @@ class EarlySteps:
         self._halfway.begin()
         deliver = [gradients.hand_over() for gradients in unit.gradients]
         parameters = {p for gradients in unit.gradients for p in gradients.buffer.sharded}
-        step = self._parts.step_of(optimizer, parameters)
-        if self._worker is None or any(g.buffer.plan.main_tier is Tier.DEVICE for g in unit.gradients):
-            _take(unit, deliver, step)
+        step = self._parts.step_of(optimizer, parameters, deliver)
+        if self._worker is None or all(_is_near(gradients) for gradients in unit.gradients):
+            with torch.no_grad(), past_guards():
+                step()
             return
 
         def take() -> None:
             self._to_device.use_here()
-            _take(unit, deliver, step)
+            for gradients in unit.gradients:
+                gradients.buffer.source.await_copies()
+            with torch.no_grad(), past_guards():
+                step()
 
         unit.step_under_way = self._worker.give(take)
         self._handed_over.append(unit)
 
 
-def _take(unit: Unit, deliver: Sequence[Callable[[], None]], step: Callable[[], None]) -> None:
-    """Take the step of a unit, in any thread."""
-    for gradients in unit.gradients:
-        gradients.buffer.source.await_copies()
-    with torch.no_grad(), past_guards():
-        for set_gradients in deliver:
-            set_gradients()
-        step()
+def _is_near(gradients: Gradients) -> bool:
+    return gradients.is_stepped_near or gradients.buffer.plan.main_tier is Tier.DEVICE
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ from zeroshard.plan import pieces
 from zeroshard.plan.layout import BLOCK
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.gradients import Deliver
 from zeroshard.stepping.norms import UsesNorms
 from zeroshard.stepping.wholes import UsesWholes
 from zeroshard.tiers.files import FileTransfer
@@ -62,6 +63,9 @@ _OTHERS = -1
 
 class Home:
     """A place of parameters, which fetches them for the step of an optimizer; this one leaves them alone."""
+
+    needs_gradients = True
+    """False for a home from which gradients are delivered after it has fetched their parameters."""
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Prepare for parts that are likely to be fetched next: the parameters of each, in their order."""
@@ -239,7 +243,7 @@ class PieceHome(Home):
         place = self._places[p]
         if place.size:
             self._memory.check(place.buffer.main)
-        _show(p, place.values[piece.start : piece.stop], held.gradient[piece.start : piece.stop])
+        show(p, place.values[piece.start : piece.stop], held.gradient[piece.start : piece.stop])
         if p in self._starts:
             self._starts[p] = held.start + piece.start
         if held.others is None:
@@ -290,7 +294,7 @@ class PieceHome(Home):
         is_whole: bool,
     ) -> None:
         """Show all elements again; after an exception without new states, which some pieces do not have."""
-        _show(p, self._places[p].values, held.gradient)
+        show(p, self._places[p].values, held.gradient)
         if p in self._starts:
             self._starts[p] = held.start
         if is_whole:
@@ -302,7 +306,8 @@ class PieceHome(Home):
             states[p] = held.others | held.files
 
 
-def _show(p: ShardedParameter, values: Tensor, gradient: Tensor) -> None:
+def show(p: ShardedParameter, values: Tensor, gradient: Tensor | None) -> None:
+    """Let a parameter show other values, with a gradient of their size and device."""
     set_gradient(p, None)  # torch wants one of the same shape
     with past_guards():
         p.data = values
@@ -386,44 +391,62 @@ class StepByParts:
         for home in self._homes:
             home.expect(expected)
 
-    def step_of(self, optimizer: Optimizer, unit: Collection[ShardedParameter]) -> Callable[[], None]:
+    def step_of(
+        self, optimizer: Optimizer, unit: Collection[ShardedParameter], deliver: Sequence[Deliver]
+    ) -> Callable[[], None]:
         """Prepare the step of one unit ahead of the step of the others.
 
         Args:
             optimizer: an optimizer for which `is_divisible`.
             unit: the parameters of the unit; those of other optimizers are left alone.
+            deliver: calls that set the gradients of the unit, when it is where it is stepped.
 
         Returns:
             The step, for any thread: it steps parameters with gradients, and takes these gradients away.
         """
-        groups = _groups_of(optimizer, unit)
-        part = [p for group in groups for p in group]
-        if not part:
-            return lambda: None
-        self._units.append(part)
-        twin = twin_of(optimizer, groups)
+        numbers = sorted({self._unit_of[p] for p in unit})
+        divided = [_groups_of(optimizer, {p for p in unit if self._unit_of[p] == each}) for each in numbers]
+        groups_of_parts = [groups for groups in divided if any(groups)]
+        parts = [[p for group in groups for p in group] for groups in groups_of_parts]
+        self._units += parts
+        twins = [twin_of(optimizer, groups) for groups in groups_of_parts]
 
         def step() -> None:
-            self._step_part(twin, part)
-            for p in part:
-                set_gradient(p, None)
+            for twin, part in zip(twins, parts, strict=True):
+                self._step_part(twin, part, deliver)
+                for p in part:
+                    set_gradient(p, None)
 
         return step
 
-    def _step_part(self, optimizer: Optimizer, part: list[ShardedParameter]) -> None:
+    def _step_part(
+        self, optimizer: Optimizer, part: list[ShardedParameter], deliver: Sequence[Deliver] = ()
+    ) -> None:
         if self._pieces is None or not self._pieces.has(part):
-            self._step_at_once(optimizer, part)
+            self._step_at_once(optimizer, part, deliver)
             return
+        _deliver(deliver, part)
         with closing(self._pieces.of(part, optimizer.state)) as all_pieces:  # ends at once after an exception
             for present in all_pieces:
                 self._step_at_once(twin_of(optimizer, _groups_of(optimizer, set(present))), present)
 
-    def _step_at_once(self, optimizer: Optimizer, part: list[ShardedParameter]) -> None:
+    def _step_at_once(
+        self, optimizer: Optimizer, part: list[ShardedParameter], deliver: Sequence[Deliver] = ()
+    ) -> None:
         with _without_hooks(optimizer), ExitStack() as stack:
             stack.enter_context(_threads(self._num_threads))
             for home in self._homes:
+                if home.needs_gradients:
+                    deliver = _deliver(deliver, part)
                 stack.enter_context(home.fetched(part))
+            _deliver(deliver, part)
             self._own_step(optimizer)
+
+
+def _deliver(calls: Sequence[Deliver], part: Sequence[ShardedParameter]) -> Sequence[Deliver]:
+    for set_gradients in calls:
+        set_gradients(set(part))
+    return ()
 
 
 def is_divisible(optimizer: Optimizer) -> bool:

@@ -39,6 +39,8 @@ class TierMemory:
         self._swap: Swap | None = None
         self.staging_bytes = 0
         """Bytes of host buffers through which units of files pass."""
+        self.piece_bytes = 0
+        """Bytes on the device in which units of the host are stepped."""
 
     @property
     def nvme_bytes(self) -> int:

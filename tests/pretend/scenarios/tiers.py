@@ -7,12 +7,16 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
 from tests.pretend.scenarios.plain import BF16, READS_NORM
-from zeroshard.optim import LAMB
+from zeroshard.optim import LAMB, AdamW8bit
+from zeroshard.optim.eightbit import rules, step
+from zeroshard.plan import pieces
+from zeroshard.stepping.parts import is_divisible
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
 NARROW = BF16 | {"main_dtype": "bfloat16"}
@@ -50,12 +54,22 @@ def _add(
     *,
     optimizer: MakeOptimizer = adamw,
     num_ranks: int = 2,
+    near_bytes: int = pieces.NEAR_BYTES,
+    most_near: int = pieces.MOST_NEAR,
     may_sync: Iterable[str] = (),
     **config: Any,
 ) -> None:
     """A scenario that trains a language model with and without offload, and compares all values."""
 
     def run(bench: Bench) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pieces, "NEAR_BYTES", near_bytes)
+            patch.setattr(pieces, "MOST_NEAR", most_near)
+            patch.setattr(step, "is_usable", lambda *_: False)  # numba, which steps on a CPU
+            patch.setattr(rules, "root", torch.sqrt)  # the exact one of CPUs goes through NumPy
+            compare(bench)
+
+    def compare(bench: Bench) -> None:
         is_in_files = "nvme" in offload.values()
         tiers = offload | ({"nvme_path": str(bench.folder)} if is_in_files else {})
         is_early = "step_in_backward" in offload
@@ -66,6 +80,9 @@ def _add(
         assert "to_host" in used, "gradients leave the device"
         if is_in_files and is_early:
             assert "to_device" in used, "stepped values come back beside compute"
+        on_device = bench.engine._runtime.context.memory.piece_bytes
+        is_stepped_near = not is_in_files and most_near > 0 and is_divisible(bench.engine.optimizer)
+        assert bool(on_device) is is_stepped_near, "who steps"
         plain = _values(bench, model, train, optimizer, config)
         with bench.trace.syncs_allowed():
             assert all(torch.equal(one, other) for one, other in zip(moved, plain, strict=True))
@@ -203,6 +220,20 @@ def _with_readers(bench: Bench) -> list[Tensor]:
     return losses
 
 
+def _frozen_for_a_step(bench: Bench) -> list[Tensor]:
+    """A unit with a parameter without a gradient is stepped after the backward."""
+    bias = bench.engine.module.blocks[1].mlp[0].bias
+    losses = plainly(bench, 1)
+    bias.requires_grad_(False)
+    losses += plainly(bench, 2)
+    bias.requires_grad_(True)
+    return losses + plainly(bench, 1)
+
+
+def _fused(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
 _EARLY = {"step_in_backward": True}
 _MOST_ON_DEVICE = {**HOST, "device_fraction": 0.7}
 """The root stays on the device, and one block of five."""
@@ -266,6 +297,17 @@ for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files"
     _add(f"{_name}_saved", _offload, _saved, stage=3, precision=BF16, may_sync=("zeroshard/checkpoint/",))
 _add("host_saved_stage1", HOST, _saved, stage=1, precision=BF16, may_sync=("zeroshard/checkpoint/",))
 _add("files_stepped_in_backward", FILES | _EARLY, stage=3, precision=BF16)
+_add("host_steps_in_backward", HOST | _EARLY, _with_readers, most_near=0, stage=3, precision=BF16)
+_add(
+    "host_steps_in_backward_accumulate",
+    HOST | _EARLY,
+    _accumulated,
+    most_near=0,
+    stage=3,
+    precision=BF16,
+    gradient_accumulation_steps=2,
+)
+_add("host_steps_after_backward", HOST, most_near=0, stage=3, precision=BF16)
 _add("host_stepped_in_backward", HOST | _EARLY, _with_readers, stage=3, precision=BF16)
 _add("fraction_stepped_in_backward", _MOST_ON_DEVICE | _EARLY, stage=3, precision=BF16)
 _add(
@@ -277,6 +319,46 @@ _add(
     gradient_accumulation_steps=2,
 )
 _add("stepped_in_backward_evaluated", FILES | _EARLY, _evaluated, stage=3, precision=BF16)
+_add("host_stepped_in_backward_one_rank", HOST | _EARLY, stage=3, num_ranks=1, precision=NARROW)
+_add(
+    "parameters_on_host_stepped_in_backward",
+    _WHOLE | _EARLY,
+    _accumulated,
+    stage=3,
+    precision=NARROW,
+    gradient_accumulation_steps=2,
+)
+_add(
+    "host_in_parts",
+    HOST,
+    _saved,
+    near_bytes=4096,
+    stage=3,
+    precision=BF16,
+    may_sync=("zeroshard/checkpoint/",),
+)
+_add("host_in_parts_stepped_in_backward", HOST | _EARLY, near_bytes=4096, stage=3, precision=BF16)
+_add(
+    "host_8bit",
+    HOST | _EARLY,
+    _saved,
+    optimizer=lambda p: AdamW8bit(p, 1e-3, min_8bit_size=512),
+    near_bytes=4096,
+    stage=3,
+    precision=NARROW,
+    may_sync=("zeroshard/checkpoint/", "zeroshard/optim/eightbit/"),
+)
+_add("host_saved_fused", HOST, _saved, optimizer=_fused, stage=3, may_sync=("zeroshard/checkpoint/",))
+_add(
+    "host_saved_stepped_in_backward",
+    HOST | _EARLY,
+    _saved,
+    optimizer=_fused,
+    stage=3,
+    precision=BF16,
+    may_sync=("zeroshard/checkpoint/",),
+)
+_add("host_frozen_for_a_step", HOST | _EARLY, _frozen_for_a_step, stage=3, precision=BF16)
 _add("host_edited_stage1", HOST, _edited, stage=1, precision=BF16)
 _add("parameters_on_host_kept", _WHOLE, _edited_after_forwards, stage=3, reshard_after_forward=False)
 _add("host_gradients_forgotten", HOST, _forgotten, stage=3, precision=NARROW, gradient_accumulation_steps=2)
