@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from launch import inside_rank, leave, process_group, run_ranks
+from launch import end_rank, inside_rank, process_group, run_ranks
 
 NAME = "zeroshard_before"
 FOLDER = "ZEROSHARD_BEFORE"
@@ -63,7 +63,7 @@ def run_on_cpu(script: str, args: argparse.Namespace, measure: Callable[[argpars
     if inside_rank():
         with process_group("cpu"):
             measure(args)
-        leave()
+        end_rank()
     with package_of(args.before):
         return run_ranks(script, sys.argv[1:], args.ranks)
 

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import record
 from engines import Setting, Step, fsdp2_parts, fsdp2_step, zeroshard_engine, zeroshard_step
-from launch import inside_rank, leave, process_group, run_ranks
+from launch import end_rank, inside_rank, process_group, run_ranks
 from medians import Median, median_of, median_ratio
 from model import add_shape_arguments, build_tokens, shape_from
 
@@ -242,7 +242,7 @@ def main() -> int:
     if inside_rank():
         with process_group("cpu") as device, common_folder(args.folder) as folder:
             measure(args, folder, device)
-        leave()
+        end_rank()
     return run_ranks(__file__, sys.argv[1:], args.ranks)
 
 

@@ -45,7 +45,7 @@ def process_group(device_type: str, threads: int = 1) -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def leave() -> NoReturn:
+def end_rank() -> NoReturn:
     """End a rank whose work is done and written, without running destructors.
 
     Some engines keep references to process groups, and about one interpreter in five that ends with

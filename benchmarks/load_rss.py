@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import record
 import zeroshard
-from launch import inside_rank, leave, process_group, run_ranks
+from launch import end_rank, inside_rank, process_group, run_ranks
 
 WAYS = ("from_pretrained", "deferred_init")
 
@@ -95,7 +95,7 @@ def main() -> int:
     args = parse()
     if inside_rank():
         load(args)
-        leave()
+        end_rank()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(shape(args, layers=args.layers)).save_pretrained(folder)

@@ -27,7 +27,7 @@ from torch import Tensor
 import record
 import zeroshard
 from engines import adamw
-from launch import inside_rank, leave, process_group, run_ranks
+from launch import end_rank, inside_rank, process_group, run_ranks
 from model import add_shape_arguments, build_model, build_tokens, next_token_loss, shape_from
 
 STAGES = (0, 1, 2, 3)
@@ -222,7 +222,7 @@ def main() -> int:
     args = parse()
     if inside_rank():
         measure_ranks(args)
-        leave()
+        end_rank()
     if args.redraw:
         path = record.RESULTS / f"{args.name}.json"
         draw(json.loads(path.read_text())["rows"], path.with_suffix(".png"))

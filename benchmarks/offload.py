@@ -34,7 +34,7 @@ from torch import Tensor
 
 import record
 from engines import Setting, Step
-from launch import inside_rank, leave, process_group, run_ranks
+from launch import end_rank, inside_rank, process_group, run_ranks
 from medians import median_of, median_ratio
 from model import add_shape_arguments, build_tokens, shape_from
 from offload_engines import BASE, ENGINES, TIERS, why_not
@@ -202,7 +202,7 @@ def main() -> int:
     if inside_rank():
         with process_group(args.device, args.threads) as device:
             measure(args, device, args.folder)
-        leave()
+        end_rank()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         return run_ranks(__file__, [*sys.argv[1:], "--folder", folder], args.ranks)
 

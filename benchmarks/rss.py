@@ -21,7 +21,7 @@ from rich.table import Table
 
 import record
 from engines import ENGINES, LABELS, Setting, select
-from launch import inside_rank, leave, process_group, run_ranks
+from launch import end_rank, inside_rank, process_group, run_ranks
 from model import add_shape_arguments, build_tokens, shape_from
 
 
@@ -118,7 +118,7 @@ def main() -> int:
     args = parse()
     if inside_rank():
         train(args)
-        leave()
+        end_rank()
     measure(args)
     return 0
 

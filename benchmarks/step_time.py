@@ -28,7 +28,7 @@ from torch import Tensor
 import record
 from before import package_of
 from engines import ENGINES, LABELS, Setting, Step, select
-from launch import inside_rank, leave, process_group, run_ranks
+from launch import end_rank, inside_rank, process_group, run_ranks
 from medians import median_of, median_ratio
 from model import add_shape_arguments, build_tokens, shape_from
 
@@ -224,7 +224,7 @@ def main() -> int:
     if inside_rank():
         with process_group(args.device, args.threads) as device:
             measure(args, device)
-        leave()
+        end_rank()
     with package_of(args.before):
         return run_ranks(__file__, sys.argv[1:], args.ranks)
 

@@ -46,7 +46,7 @@ def open_group_from_environment() -> tuple[bool, str, int]:
     return was_open, os.environ["LOCAL_RANK"], dist.get_world_size()
 
 
-def leave_traces() -> None:
+def make_traces() -> None:
     os.environ["TRACE"] = "left"
     torch.set_default_dtype(torch.float64)
 
@@ -129,7 +129,7 @@ def test_function_can_open_the_process_group_as_under_torchrun(ranks: Ranks) -> 
 
 
 def test_environment_and_default_dtype_are_restored(ranks: Ranks) -> None:
-    ranks(1, leave_traces)
+    ranks(1, make_traces)
     assert ranks(1, find_traces) == [(None, torch.float32)]
 
 

@@ -113,7 +113,7 @@ def test_a_module_that_was_closed_is_plain_and_can_be_sharded_again(ranks, num_r
     assert ranks(num_ranks, closed_and_sharded_again) == [[]] * num_ranks
 
 
-def dismantled():
+def closed_alone():
     model = build()
     sharded = zeroshard.shard(model, {"stage": 3})
     if dist.get_rank() == 0:
@@ -125,7 +125,7 @@ def dismantled():
 
 
 def test_a_rank_can_close_alone_to_give_back_memory(ranks):
-    assert ranks(2, dismantled) == [0, 0]
+    assert ranks(2, closed_alone) == [0, 0]
 
 
 def refused(hybrid):

@@ -31,7 +31,7 @@ from zeroshard.forwards.quantized import (
 from zeroshard.forwards.wrapped import (
     cast_forwards,
     compile_forwards,
-    leave_untraced,
+    exclude_from_tracing,
     offload_activations,
     recompute_forwards,
 )
@@ -154,7 +154,7 @@ def shard_over(
         recompute_forwards(units, changes)
     if config.offload.activations == "cpu":
         offload_activations(units, changes, context, warns=config.recompute == "none")
-    leave_untraced()
+    exclude_from_tracing()
     runtime = Runtime(
         units,
         context,

@@ -42,7 +42,7 @@ class EMA:
                 raise ValueError(
                     f"EMA: the engine has an average '{name}' already: give this one another name"
                 )
-            runtime.settle()
+            runtime.wait()
             runtime.require_slices("EMA()")
             refuse_averages(runtime.state, "EMA()")
             self._averages = Averages(runtime, decay)

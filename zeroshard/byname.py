@@ -326,7 +326,7 @@ def _agree(
     Raises:
         ValueError: there is no parameter of that name, or the ranks give different names.
     """
-    runtime.settle()
+    runtime.wait()
     runtime.require_slices(call)
     if reduces:
         runtime.before_step()

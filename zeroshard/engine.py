@@ -100,7 +100,7 @@ class Engine(NotCopied, nn.Module):
             self._pipeline = PipelineTraining(part, parts.runtime, loss_fn, parts.optimizer, *chosen)
         self._is_ready = False
         """True if `step()` has made the gradients ready for the optimizer."""
-        weakref.finalize(self, saver.leave_alone)
+        weakref.finalize(self, saver.run_alone)
         if parts.optimizer is not None:
             judge, count = self._judge_step, self._count_step
             own = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count), self._guard.scaling)
@@ -121,7 +121,7 @@ class Engine(NotCopied, nn.Module):
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            self._runtime.passes.abandon_forward()
+            self._runtime.passes.drop_forward()
             raise
 
     def backward(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
@@ -239,7 +239,7 @@ class Engine(NotCopied, nn.Module):
         self._halfway.end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, local sums included, and the micro-batches behind them.
+        """Drop all gradients, local sums included, and the micro-batches behind them.
 
         Raises:
             RuntimeError: a backward has stepped units, with `offload.step_in_backward`, and step() is to end
@@ -528,8 +528,8 @@ class Engine(NotCopied, nn.Module):
 
     # -- the end --------------------------------------------------------------------------------------
 
-    def _let_go(self, restore: bool, closed: Any) -> None:
+    def _release(self, restore: bool, closed: Any) -> None:
         """Give the last save back, and put a stand-in for parts that are closed into their places."""
         saver, self._early = self._saver, None  # with its thread
         self._parts = self._axes = self._saver = closed
-        saver.finish() if restore else saver.leave_alone()
+        saver.finish() if restore else saver.run_alone()

@@ -56,12 +56,12 @@ def restore_module(runtime: Runtime) -> None:
         RuntimeError: a forward, a backward or `unsharded()` is running; or a parameter was replaced on any
             rank since the module was sharded. Then nothing has changed.
     """
-    runtime.settle()
+    runtime.wait()
     runtime.require_slices("close()")
     refuse_averages(runtime.state, "close()")
     _check_replaced(runtime)
     runtime.drop_deferred()
-    runtime.passes.put_away()
+    runtime.passes.reshard_all()
     in_own = any(form_of(layer) is not None for layer in runtime.module.modules())
     for unit in runtime.units:
         for buffer in unit.buffers:
@@ -75,8 +75,8 @@ def restore_module(runtime: Runtime) -> None:
     )
 
 
-def dismantle(runtime: Runtime) -> None:
-    """Let go of everything without an exchange; the module is not usable afterwards."""
+def drop_module(runtime: Runtime) -> None:
+    """Drop everything without an exchange; the module is not usable afterwards."""
     runtime.context.axes.drain(DRAIN_S)  # a wait that ends too early would close connections of all engines
     runtime.context.streams.join()
     for unit in runtime.units:
@@ -245,12 +245,12 @@ def close(owner: Engine | Sharded, restore: bool = True) -> None:
     if isinstance(owner._runtime, Closed):
         return
     runtime = owner._runtime
-    restore_module(runtime) if restore else dismantle(runtime)
+    restore_module(runtime) if restore else drop_module(runtime)
     runtime.context.axes.world.unwatch()
     closed: Any = Closed()
     owner._runtime = owner._guard = closed  # any use is an error from now on
     if not isinstance(owner, Sharded):
-        owner._let_go(restore, closed)
+        owner._release(restore, closed)
 
 
 class Sharded(NotCopied):

@@ -111,7 +111,7 @@ def test_ranges_that_were_asked_for_are_zero_and_are_cleared_once(pool):
 
 def test_a_buffer_that_somebody_keeps_is_no_longer_counted(pool):
     kept = pool.take(torch.float32, 8)
-    pool.forget(kept)
+    pool.drop(kept)
     assert pool.num_bytes == 0
     assert pool.take(torch.float32, 8) is not kept
 

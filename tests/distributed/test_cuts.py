@@ -263,13 +263,13 @@ class PackedBytes:
         pool = engine._runtime.reducer._pool
         for buffer in engine._runtime.buffers:
             self._count_takes(buffer.layout.total, pool)
-        forget = pool.forget
+        drop = pool.drop
 
-        def forgotten(buffer):
+        def dropped(buffer):
             self._live.pop(id(buffer), None)
-            forget(buffer)
+            drop(buffer)
 
-        pool.forget = forgotten
+        pool.drop = dropped
         self._pool = pool
 
     def _count_takes(self, size, pool):

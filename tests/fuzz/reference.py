@@ -228,7 +228,7 @@ class Reference:
         dist.all_gather(everyone, total)
         return _add(everyone[:: self.case.tp]) / self.size
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """zero_grad(), after a failure too."""
         self._waiting, self._micro_step, self._hooked = {}, 0, set()
         self.module.zero_grad()
@@ -268,7 +268,7 @@ class Reference:
         is_loaded = self.checkpoint.load(self, optimizer=optimizer)
         if is_loaded:
             self._copy_back()
-            self.forget()
+            self.drop_gradients()
         return is_loaded
 
     # -- by name ------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def _fail(case: Case, trainer: Reference | Sharded, step: Step, number: int) -> 
     is_plain = isinstance(trainer, Reference)  # which has nothing to exchange for a step that failed
     with suppress(BurnedError), _others_fail(), _burning(trainer.module.blocks[block], where):
         trainer.backward(mean_loss(trainer.forward(inputs, step.blocks), targets), unsynced=is_plain)
-    trainer.forget()
+    trainer.drop_gradients()
 
 
 def _batch(case: Case, step: int, micro: int, forward: int, size: int | None = None) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ class Sharded:
     def train_batch(self, inputs: Tensor, targets: Tensor, blocks: Blocks) -> Tensor:
         return self.engine.train_batch({"inputs": inputs, **blocks}, targets)
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         (self.module if self.case.habits.zeroes_model else self.engine).zero_grad()
 
     def edit(self, number: int) -> None:

@@ -52,7 +52,7 @@ class Halves:
     def first(self, number):
         """Run a forward and the first half of its backward; return the second half."""
         waiting, rank = Waiting(), self.engine.dp_rank
-        with self.products.leaving(waiting):
+        with self.products.deferring(waiting):
             loss = self.engine.module(values_of(number, rank)).square().mean()
             with self.runtime.reducer.next_backward(True):
                 loss.backward()

@@ -229,7 +229,7 @@ WAYS = {
 
 def norms(config, order=2.0):
     found = []
-    with mock.patch.object(sharding_gradients, "leaves_device", leaves):
+    with mock.patch.object(sharding_gradients, "sends_to_host", leaves):
         engine = runs.start({"stage": 3, "clip_grad_norm": 1.0} | config)
         for way, is_noted in WAYS.items():
             way(engine)
@@ -295,7 +295,7 @@ def trained(config):
 
 def with_and_without_notes(config, far):
     want = trained(config)
-    with mock.patch.object(sharding_gradients, "leaves_device", leaves):
+    with mock.patch.object(sharding_gradients, "sends_to_host", leaves):
         return want, trained(config | far)
 
 
@@ -340,7 +340,7 @@ def in_one_unit(config):
 
 def bits_in_one_unit(config, far):
     want, _ = in_one_unit(config)
-    with mock.patch.object(sharding_gradients, "leaves_device", leaves):
+    with mock.patch.object(sharding_gradients, "sends_to_host", leaves):
         got, notes = in_one_unit(config | far)
     same = [one is other or torch.equal(one, other) for one, other in zip(want, got, strict=True)]
     return same, notes
@@ -369,7 +369,7 @@ class Overflowing(nn.Module):
 def judged(folder, precision):
     """Which of some steps are taken."""
     config = {"stage": 3, "precision": precision, "nonfinite": "skip", **offload(folder)}
-    with mock.patch.object(sharding_gradients, "leaves_device", leaves):
+    with mock.patch.object(sharding_gradients, "sends_to_host", leaves):
         engine = runs.start(config, model=Overflowing())
         taken = []
         for number, factor in enumerate((1.0, float("nan"), 1.0, float("inf"), 1.0)):

@@ -59,7 +59,7 @@ def test_an_error_comes_back_once_with_its_traceback_and_ends_the_work():
     with pytest.raises(KeyError, match="made to fail") as caught:
         worker.give(lambda: done.append("after the error"))
     assert "in fail" in "".join(traceback.format_exception(caught.value))
-    worker.abandon()
+    worker.cancel()
     worker.give(fail)
     worker.give(lambda: done.append("after the error"))
     with pytest.raises(KeyError, match="made to fail"):

@@ -300,7 +300,7 @@ def _check_moment(runtime: Runtime) -> None:
     Raises:
         RuntimeError: in a `with` block of full parameters, or with gradients that no checkpoint keeps.
     """
-    runtime.settle()
+    runtime.wait()
     runtime.check_slots()
     runtime.require_slices("save_checkpoint()")
     if any(gradients.has_deferred for unit in runtime.units for gradients in unit.gradients):

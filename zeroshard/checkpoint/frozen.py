@@ -55,7 +55,7 @@ def measure(part: TensorSlice, memory: TierMemory) -> SliceSum:
         own = rows.contiguous().view(-1).view(torch.uint8).numpy().data
         sum_of_rows = zlib.crc32(own) ^ crc_of_zeros(len(own))
         crc ^= _moved(sum_of_rows, (total - last) * itemsize)
-        memory.rest(values)
+        memory.evict(values)
     return SliceSum(part.name, total * itemsize, crc)
 
 

@@ -150,7 +150,7 @@ def _load(
     """Read parameters, states and all else; collective. Return what was found."""
     runtime = parts.runtime
     axis = runtime.context.axes.world
-    runtime.settle()
+    runtime.wait()
     runtime.require_slices("load_checkpoint()")
     prepared: list[tuple[_LoadPlan, PartNames]] = []
 
@@ -359,7 +359,7 @@ def _read_tensors(parts: EngineState, plan: _LoadPlan, targets: Targets) -> None
     runtime = parts.runtime
     converted = {plan.names[p.fqn]: p for p, saved in plan.states.items() if saved.converted is not None}
     as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
-    with TensorReader(plan.stored, runtime.context.memory.rest) as reader:
+    with TensorReader(plan.stored, runtime.context.memory.evict) as reader:
         for part in held_slices(runtime, as_they_are, plan.names):
             if part.name in plan.stored.manifest.frozen:
                 continue

@@ -173,7 +173,7 @@ class Saver:
 
         self._thread = background.start(run, "zeroshard-checkpoint")
 
-    def leave_alone(self) -> None:
+    def run_alone(self) -> None:
         """Let the save in the background go on when its engine is gone; a failure becomes a warning."""
         self._is_alone = True
         self._warn()

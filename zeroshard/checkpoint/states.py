@@ -313,7 +313,7 @@ def read_converted(
                 QuantizedState(target, targets[key + ABSMAX][blocks_of(span).slice], book).store(values)
             else:
                 target.copy_(values)
-            reader.rest(target)
+            reader.evict(target)
 
 
 def _read_state(reader: TensorReader, part: TensorSlice, span: Span, key: str, dtype: torch.dtype) -> Tensor:

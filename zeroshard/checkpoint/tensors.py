@@ -369,11 +369,11 @@ class TensorReader:
 
     Args:
         stored: the checkpoint.
-        rest: called with each piece of memory that was filled; see `TierMemory.rest`.
+        evict: called with each piece of memory that was filled; see `TierMemory.evict`.
     """
 
-    def __init__(self, stored: Stored, rest: Callable[[Tensor], None] = lambda _: None) -> None:
-        self._stored, self.rest = stored, rest
+    def __init__(self, stored: Stored, evict: Callable[[Tensor], None] = lambda _: None) -> None:
+        self._stored, self.evict = stored, evict
         self._files: dict[str, BinaryIO] = {}
         self._stack = ExitStack()
 
@@ -399,7 +399,7 @@ class TensorReader:
                     num_read += run.numel
             if in_order is not values:
                 values.copy_(in_order)
-                self.rest(part.data)
+                self.evict(part.data)
         if num_read != part.data.numel():
             raise RuntimeError(
                 f"{self._stored.directory}: expected {part.data.numel()} elements of '{part.name}' from "
@@ -419,7 +419,7 @@ class TensorReader:
                 raise RuntimeError(f"{self._stored.directory / source.file}: ends too early")
             if not direct:
                 piece.copy_(raw)
-            self.rest(piece)
+            self.evict(piece)
 
     def _open(self, name: str) -> BinaryIO:
         if name not in self._files:
@@ -459,7 +459,7 @@ def read_offsets(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) -
         ValueError: a weight is quantized in another way.
     """
     offsets: Offsets = {}
-    with TensorReader(stored, runtime.context.memory.rest) as reader:
+    with TensorReader(stored, runtime.context.memory.evict) as reader:
         for name, buffer in buffers.items():
             if not is_description(name):
                 continue

@@ -80,7 +80,7 @@ def write_part(
                 torch.save(_over_own_memory(values), archive)
                 archive.truncate()
                 if memory is not None:
-                    memory.rest(values)
+                    memory.evict(values)
                 offset = file.tell()
                 place = StoredBox(box, rank, offset + find_elements(archive, values.nbytes))
                 size = file.write(archive.getbuffer())

@@ -36,7 +36,7 @@ class _Lifecycle:
     def close(self) -> None:
         """End everything in the order that the module describes; a second call does nothing."""
         if self.watchdog is not None:
-            self.watchdog.leave()
+            self.watchdog.announce_end()
         for holder in list(self.holders):
             holder.close(_DRAIN_S)
         self.holders.clear()

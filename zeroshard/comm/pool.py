@@ -62,11 +62,11 @@ class BufferPool:
             buffer: [size], as `take` returned it; its former user does not touch it again.
             zeros: the ranges that were given to `take`, still zero.
         """
-        self.forget(buffer)
+        self.drop(buffer)
         self._free.append((_kind(buffer.dtype, buffer.numel(), zeros), buffer))
 
-    def forget(self, buffer: Tensor) -> None:
-        """Forget a buffer of `take`: it has another owner now and will not be given back."""
+    def drop(self, buffer: Tensor) -> None:
+        """Drop a buffer of `take`: it has another owner now and will not be given back."""
         self._bytes_in_use -= buffer.nbytes
 
     def release(self) -> None:

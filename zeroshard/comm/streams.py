@@ -133,7 +133,7 @@ class SideStream:
             most: the number of tensors that are kept; the current stream waits for the reads of older ones.
 
         Returns:
-            The mark after the work so far; see `let_go`.
+            The mark after the work so far; see `release`.
         """
         mark = self.mark()
         self._held.append((tensor, mark))
@@ -142,8 +142,8 @@ class SideStream:
             self._held.popleft()
         return mark
 
-    def let_go(self, mark: Mark) -> None:
-        """Let tensors go that were held up to a mark, which the host has waited for."""
+    def release(self, mark: Mark) -> None:
+        """Release tensors that were held up to a mark, which the host has waited for."""
         if any(other is mark for _, other in self._held):
             while self._held.popleft()[1] is not mark:
                 pass

@@ -45,7 +45,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
                 runtime.passes.is_in_method = False
             return runtime.passes.after_forward(root, output)
         finally:
-            runtime.passes.leave_forward(root)
+            runtime.passes.exit_forward(root)
 
     return called
 
@@ -139,7 +139,7 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
             passes.before_forward(unit, sys._getframe())
             return passes.after_forward(unit, method(*args, **kwargs))
         finally:
-            passes.leave_forward(unit)
+            passes.exit_forward(unit)
 
     return called
 
@@ -212,7 +212,7 @@ def held_unsharded(runtime: Runtime) -> Iterator[None]:
 
     Parts of the model may be called by themselves, as transformers calls the encoder of an encoder-decoder.
     """
-    runtime.settle()
+    runtime.wait()
     for unit in runtime.units:
         unit.refresh()
         unit.unshard()
@@ -224,7 +224,7 @@ def held_unsharded(runtime: Runtime) -> Iterator[None]:
         yield
     finally:
         runtime.passes.leases.held.end()
-        runtime.passes.put_away()
+        runtime.passes.reshard_all()
 
 
 @torch.no_grad()

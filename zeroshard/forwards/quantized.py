@@ -67,7 +67,7 @@ class QuantizedLayers:
             if layer.weight not in self._pending and layer.weight not in ignored:
                 self._share_scales(name, layer)
             if has_8_bits(layer):
-                _let_go_of_codes(layer, changes)
+                _drop_codes(layer, changes)
             else:
                 changes.set(layer, "support_avx512bf16_for_cpu", False)
 
@@ -302,7 +302,7 @@ def find_scb(layer: Layer) -> Tensor | None:
     return found
 
 
-def _let_go_of_codes(layer: Layer, changes: Changes) -> None:
+def _drop_codes(layer: Layer, changes: Changes) -> None:
     layer.weight.CB = layer.state.CB = None
     changes.when_undone(functools.partial(_take_codes_back, layer))
 

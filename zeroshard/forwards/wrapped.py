@@ -80,7 +80,7 @@ def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
 
 
 @functools.cache
-def leave_untraced() -> None:
+def exclude_from_tracing() -> None:
     """Let torch.compile leave this package out. It compiles the model's own code, and hooks run as they are.
 
     Dynamo would trace collectives and the memory of units. torch has no public name for this; a decorator
@@ -296,7 +296,7 @@ class SavedActivations:
         Raises:
             RuntimeError: the host has not enough memory.
         """
-        self._copies.settle()
+        self._copies.release_dead()
         copying, self._copying = self._copying, []
         for reference in copying:
             if (memory := reference()) is not None:
@@ -351,7 +351,7 @@ class SavedActivations:
         Raises:
             RuntimeError: the device has not enough memory.
         """
-        self._copies.settle()
+        self._copies.release_dead()
         if segment.number == self._entered:
             return
         self._entered = segment.number

@@ -120,7 +120,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         RuntimeError: `write_back`, and the ranks made different edits; then none is kept. Or parameters were
             added or removed.
     """
-    runtime.settle()
+    runtime.wait()
     runtime.check_slots()
     names = _names(runtime)
     members = {member for module in modules for member in module.modules()}
@@ -252,7 +252,7 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
     float32 or wider, buffers in their own dtype. Where pipeline ranks hold parts of the model, the names of
     the first part come first, then those of the second, and so on.
     """
-    runtime.settle()
+    runtime.wait()
     runtime.check_slots()
     axes = runtime.context.axes
     fqns = {id(parameter): parameter.fqn for parameter in runtime.parameters}

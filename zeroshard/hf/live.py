@@ -79,7 +79,7 @@ def save_pretrained(
             "save_pretrained(dequantize=True): the model has adapters, which are written alone: expected "
             "merge_adapters=True with it"
         )
-    runtime.settle()
+    runtime.wait()
     runtime.require_slices("save_pretrained()")
     if merge_adapters or dequantize:
         export_merged(runtime, dir, how, engine._parts.described)
@@ -120,7 +120,7 @@ def named_full_parameters(
 def _stream_parameters(
     runtime: Runtime, dtype: torch.dtype | None, *, merge_adapters: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    runtime.settle()
+    runtime.wait()
     begun = runtime.state.num_changes
     _check_moment(runtime, begun)
     runtime.check_removals()
@@ -169,7 +169,7 @@ def _check_moment(runtime: Runtime, begun: int) -> None:
     Raises:
         RuntimeError: they have changed, or others stand in for them.
     """
-    runtime.settle()
+    runtime.wait()
     if runtime.state.num_changes != begun:
         raise RuntimeError(
             "named_full_parameters(): parameters have changed since the stream began, which would mix old "

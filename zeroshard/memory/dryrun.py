@@ -159,11 +159,11 @@ class LiveBytes(TorchDispatchMode):
         if key in self._alive:
             return
 
-        def forget(_: Any) -> None:
+        def drop(_: Any) -> None:
             del self._alive[key]
             self.now -= num_bytes
 
-        self._alive[key] = weakref.ref(storage, forget)
+        self._alive[key] = weakref.ref(storage, drop)
         self.now += num_bytes
 
 

@@ -120,7 +120,7 @@ class RandomStates:
             yield
         finally:
             if self._owner is scope:
-                self.leave()
+                self.exit()
             if scope in self._scopes:
                 self._scopes.remove(scope)
 
@@ -136,7 +136,7 @@ class RandomStates:
             set_random_state(self._over.device, own)
             self._region = shared, random_state(self._over.device)
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """End the region, if there is one: go on with the shared numbers.
 
         If numbers were drawn in the region, one of the shared ones is left out: the next region would begin
@@ -191,9 +191,9 @@ def share_random_states(
         if layer.training:
             states.enter(scope)
 
-    def leave(layer: nn.Module, *_: Any) -> None:
+    def exit_region(layer: nn.Module, *_: Any) -> None:
         if layer.training:
-            states.leave()
+            states.exit()
 
     for scope in dict.fromkeys(layer.parent for layer in first):
         changes.set(scope, "forward", _in_scope(scope, states))
@@ -201,9 +201,9 @@ def share_random_states(
         module = layer.adapter or layer.module
         changes.hook(module.register_forward_hook(functools.partial(enter, layer.parent)))
         if layer.adapter is not None:
-            changes.hook(module.register_forward_pre_hook(leave))
+            changes.hook(module.register_forward_pre_hook(exit_region))
     for layer in last:
-        changes.hook((layer.adapter or layer.module).register_forward_hook(leave))
+        changes.hook((layer.adapter or layer.module).register_forward_hook(exit_region))
 
 
 def _in_scope(module: nn.Module, states: RandomStates, regions: Regions | None = None) -> Callable[..., Any]:

@@ -185,7 +185,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
     def drop_sums(self) -> None:
         """Drop gradients of this parameter that wait for a later reduction."""
         if self.state.has_sums:
-            self.state.forget_gradient(self)
+            self.state.drop_gradient(self)
 
     def refuse_reader(self, name: str, remedy: str) -> None:
         """Refuse a function of torch that takes the slice of the gradient for all of it."""

@@ -57,7 +57,7 @@ class ModuleState:
     """How often main parameters were written: by steps, loads, and averages that were shown or taken away."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
-    forget_gradient: Callable[[Any], object]
+    drop_gradient: Callable[[Any], object]
     """Drops these sums for one parameter; set by the runtime."""
 
     def show_gradients(self) -> None:

@@ -166,7 +166,7 @@ _VERBS: dict[str, tuple[str, str, Callable[[Unit], bool]]] = {
     "wait": ("wait", "gather of ", lambda unit: unit.state is UnitState.UNSHARDED),
     "reshard": ("free", "", lambda unit: unit.is_resident or unit.state is UnitState.SHARDED),
     "start_reduce": ("reduce", "", _never),
-    "settle_reduce": ("wait", "reduction of ", _never),
+    "wait_reduce": ("wait", "reduction of ", _never),
     "progress_reduce": ("reduce", "", _never),
 }
 """For each verb of a unit its kind, the name before that of the unit, and a function that is true if a call

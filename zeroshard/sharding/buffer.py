@@ -75,7 +75,7 @@ class FlatBuffer:
         own = self.full.detach()[self.main_span.slice] if self.is_resident else None
         self.source = Source(main, plan, own, context)
         """The main parameters, where gathers start."""
-        self.source.rest()
+        self.source.evict()
         for original in self.originals:
             retire(original.parameter, original.fqn)
         self.sharded = self._make_sharded()
@@ -191,7 +191,7 @@ class FlatBuffer:
             for index, parameter in enumerate(self.unsharded):
                 set_data(parameter, self.view(index))
 
-    def leave(self) -> Tensor:
+    def detach(self) -> Tensor:
         """Go on in new memory with the same values; return the memory so far, which graphs may read.
 
         So a step changes nothing that was computed before it. The plan of the buffer `shows_versions`.
@@ -253,7 +253,7 @@ class FlatBuffer:
         )
 
     def drop_second(self) -> None:
-        """Forget the copy that a few ranks keep among them."""
+        """Drop the copy that a few ranks keep among them."""
         self._keep_second(False)
 
     def _keep_second(self, keep: bool) -> None:
@@ -267,7 +267,7 @@ class FlatBuffer:
             self._second = None
 
     def release(self) -> None:
-        """Forget all values; tensors that others hold keep theirs."""
+        """Drop all values; tensors that others hold keep theirs."""
         self.drop_second()
         self.source.release()
         self.full, self._hidden = self.main, None
@@ -347,7 +347,7 @@ def _read(
     main = full[own.slice]
     if not plan.is_alias:
         main = _empty_main(plan, own, context).zero_()
-        context.memory.rest(main)
+        context.memory.evict(main)
     kept = Span(0, plan.layout.total) if plan.is_resident else own
     for index, original in enumerate(originals):
         whole = plan.layout.parameter(index)
@@ -364,7 +364,7 @@ def _read(
                 part = place.intersect(own)
                 main[part.shifted(-own.start).slice].copy_(data[part.shifted(-place.start).slice])
         original.parameter.data = original.parameter.new_empty(0)
-        context.memory.rest(main)
+        context.memory.evict(main)
     return full, main
 
 

@@ -29,7 +29,7 @@ from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.landing import Landing, leaves_device
+from zeroshard.sharding.landing import Landing, sends_to_host
 
 _Place = tuple[int, int]
 """The address of a gradient, and the number of its changes that torch has counted."""
@@ -78,7 +78,7 @@ class Gradients:
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
         self._zeros = tuple(gap.slice for gap in buffer.layout.gaps)
         """The padding of `flat`: zeros from the pool, and nothing else is written there."""
-        self.landing = Landing(context, plan.main_size) if leaves_device(buffer, context) else None
+        self.landing = Landing(context, plan.main_size) if sends_to_host(buffer, context) else None
         """The host memory of gradients that leave the device; None if they do not."""
         packed = range(num) if plan.reductions or self.landing is not None else ()
         self._slices = [buffer.layout.parameter(index).slice for index in packed]
@@ -92,9 +92,9 @@ class Gradients:
         gradients stay on the device, which steps with them in this backward."""
         self.is_stepped_near = False
         """True if main parameters on the host are stepped on the device."""
-        self._forget_all()
+        self._reset()
 
-    def _forget_all(self) -> None:
+    def _reset(self) -> None:
         self.state = GradientState.EMPTY
         self.used = [False] * len(self.buffer.sharded)
         """Parameters that got a gradient since the last delivery, on this rank."""
@@ -235,7 +235,7 @@ class Gradients:
         in_place = plan.main_size == plan.layout.total and flat.dtype == plan.wide_dtype
         if in_place:
             result = flat
-            self._pool.forget(flat)
+            self._pool.drop(flat)
         else:
             result = torch.empty(plan.main_size, dtype=plan.wide_dtype, device=flat.device)
             if not plan.reductions:  # it only leaves the device
@@ -295,7 +295,7 @@ class Gradients:
         self._pool.give(flat, self._zeros)
         return reduced
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the exchange under way, so that the packed buffer is free."""
         if self._is_exchanging:
             self._advance()
@@ -306,7 +306,7 @@ class Gradients:
         Returns:
             True while the reduction has not come to its end.
         """
-        self.settle()
+        self.wait()
         self._advance()
         return self._reduction is not None
 
@@ -350,7 +350,7 @@ class Gradients:
             self._stay(result, dtype, sums)
             return
         if self.landing is not None:
-            self._leave(result, dtype, sums, new, self.landing)
+            self._send(result, dtype, sums, new, self.landing)
             return
         for index, total in sums.items():
             part = result[self._own_slices[index]]
@@ -368,7 +368,7 @@ class Gradients:
             set_gradient(self.buffer.sharded[index], None)
         self._reduced.update((index, values[part]) for index, part in enumerate(own))
 
-    def _land_rest(self, landing: Landing) -> None:
+    def _land_stayed(self, landing: Landing) -> None:
         """Send gradients that have stayed to the host: their unit is not stepped in this backward."""
         staying = [*self._reduced.items()]
         with landing.beside(*(gradient for _, gradient in staying)):
@@ -380,7 +380,7 @@ class Gradients:
             landed = landing.land(whole)
         self._reduced = {index: landed[self._own_slices[index]] for index, _ in staying}
 
-    def _leave(
+    def _send(
         self,
         result: Tensor,
         dtype: torch.dtype,
@@ -437,7 +437,7 @@ class Gradients:
         if not self.is_kept:
             self._move(GradientState.EMPTY)
             if self._stays and self._reduced and self.landing is not None:
-                self._land_rest(self.landing)
+                self._land_stayed(self.landing)
             deliver = self._detach(used)
             self._wait_on_host()
             deliver(None)
@@ -501,15 +501,15 @@ class Gradients:
         return squares if places == [_place_of(parameter) for parameter in sharded] else None
 
     def drop(self) -> None:
-        """Forget all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
+        """Drop all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
         self.complete()
         self._wait_on_host()
         if self._flat is not None:
-            self._pool.forget(self._flat)
-        self._forget_all()
+            self._pool.drop(self._flat)
+        self._reset()
 
-    def forget(self, index: int) -> None:
-        """Forget the sum of gradients of one parameter that is not in its p.grad yet."""
+    def drop_sum(self, index: int) -> None:
+        """Drop the sum of gradients of one parameter that is not in its p.grad yet."""
         self.used[index] = False
         self._filled.discard(index)
         if index in self._reduced:

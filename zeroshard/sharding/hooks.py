@@ -1,6 +1,6 @@
 """The hooks on modules and parameters that drive a `Runtime` in ordinary training.
 
-They call its verbs and decide nothing themselves: `before_forward`, `after_forward` and `leave_forward`
+They call its verbs and decide nothing themselves: `before_forward`, `after_forward` and `exit_forward`
 around a forward, `watch_layer` after a layer inside it, `receive` when autograd has accumulated a gradient.
 """
 
@@ -31,7 +31,7 @@ def hook(runtime: Runtime) -> None:
         for index, parameter in enumerate(gradients.buffer.unsharded):
             _hook_gradient(runtime.passes, number, index, parameter)
             redirect_hooks(parameter, gradients.buffer.sharded[index])
-    _leave_fast_paths(runtime.module, runtime.changes)
+    _avoid_fast_paths(runtime.module, runtime.changes)
 
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
@@ -75,7 +75,7 @@ def _forward_hooks(runtime: Runtime, unit: Unit) -> _Hooks:
         return runtime.passes.after_forward(unit, output)
 
     def at_last(module: nn.Module, args: Any, output: Any) -> None:
-        runtime.passes.leave_forward(unit)
+        runtime.passes.exit_forward(unit)
 
     return _Hooks(before, after, at_last)
 
@@ -117,7 +117,7 @@ def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parame
     parameter.register_post_accumulate_grad_hook(arrived)
 
 
-def _leave_fast_paths(root: nn.Module, changes: Changes) -> None:
+def _avoid_fast_paths(root: nn.Module, changes: Changes) -> None:
     """Let torch's encoders compute in evaluation as in training: their fast paths allow no hooks."""
     for module in root.modules():
         if isinstance(module, nn.TransformerEncoderLayer):

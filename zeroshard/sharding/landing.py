@@ -28,7 +28,7 @@ _MOST_UNDER_WAY = 2
 """Reduced gradients of flat buffers that hold memory on the device while they are copied."""
 
 
-def leaves_device(buffer: FlatBuffer, context: Context) -> bool:
+def sends_to_host(buffer: FlatBuffer, context: Context) -> bool:
     """True if the optimizer reads gradients in host memory, and the device is another one."""
     return (
         buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
@@ -100,7 +100,7 @@ class Landing:
         """Let the host wait until all values have landed."""
         self.arrival()()
         for mark, _ in self._under_way:
-            self._context.streams.to_host.let_go(mark)
+            self._context.streams.to_host.release(mark)
         self._under_way.clear()
 
     def _find(self, values: Tensor) -> Tensor:

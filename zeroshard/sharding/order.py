@@ -60,7 +60,7 @@ class UnitOrder:
             self._set(merge([called, self.units] if is_other else [self.units, called]))
             self.has_changed = not self._is_common
 
-    def leave(self, units: Sequence[Unit]) -> None:
+    def follow_backward(self, units: Sequence[Unit]) -> None:
         """Take in the order in which a new backward leaves units."""
         if self._is_common:
             self._reduce([unit for unit in units if unit is not self._by_name[""]])

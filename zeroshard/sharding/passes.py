@@ -186,7 +186,7 @@ class Passes:
                 self._after_call.take(unit)
         return output
 
-    def leave_forward(self, unit: Unit) -> None:
+    def exit_forward(self, unit: Unit) -> None:
         """End a forward, perhaps after an exception; then the root's forward has failed, too."""
         if unit is self._root and self.is_in_method:
             return
@@ -199,7 +199,7 @@ class Passes:
                 if not self.leases.held.units:
                     unit.slots.uninstall()
             if unit is self._root:
-                self.abandon_forward()
+                self.drop_forward()
             self._end_call()
 
     def show(self, unit: Unit) -> None:
@@ -235,10 +235,10 @@ class Passes:
         if self._state.phase is _FORWARD:
             self._here.enter("the forward of ", self._root.described)
         else:
-            self._here.leave()
+            self._here.exit()
 
     def _begin_forward(self) -> None:
-        self.abandon_forward()
+        self.drop_forward()
         self.recover()
         self._state.move(_FORWARD)
         self._reducer.num_forwards += torch.is_grad_enabled()
@@ -265,7 +265,7 @@ class Passes:
         self.leases.end_forward()
         self.free(self._units, for_backward=may_have_backward)
 
-    def abandon_forward(self) -> None:
+    def drop_forward(self) -> None:
         """Clean up after a forward that has ended in an exception, if there is one. Gradients stay."""
         if self._state.phase is _FORWARD and not is_in_backward():
             self._state.move(_REST)
@@ -273,7 +273,7 @@ class Passes:
             self._called = []
             for unit in self.quiet:
                 unit.num_shown = 0
-            self.put_away()
+            self.reshard_all()
 
     def free(self, units: Sequence[Unit], *, for_backward: bool) -> None:
         for unit in units:
@@ -340,7 +340,7 @@ class Passes:
 
     def _enter_backward(self, unit: Unit) -> None:
         if self._state.phase is _BACKWARD and self._backward() is None:
-            self._abandon_backward()
+            self._drop_backward()
         if self._state.phase is not _BACKWARD:
             self._begin_backward(unit)
 
@@ -369,7 +369,7 @@ class Passes:
             self.leases.second_graph.take(*self._units)
         self.calls.collect()
         self._walk = self._begin_walk(makes_graph)
-        self._order.leave(self._walk.left)
+        self._order.follow_backward(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(accumulates)
         agree_on_frozen(self._frozen, self._context.axes.everyone)
@@ -424,9 +424,9 @@ class Passes:
         if not self._walk.makes_graph:
             self.calls.end_backward()
         completes = self._reducer.end()
-        self.put_away()
+        self.reshard_all()
         torch.clear_autocast_cache()  # gradients of old casts would arrive at the end of the next backward
-        self._here.leave()
+        self._here.exit()
         for unit in self._copied:
             unit.edits.check()  # of hooks in the backward, too
         if completes:
@@ -459,25 +459,25 @@ class Passes:
     def recover(self) -> None:
         """Clean up after a backward that ended in an exception."""
         if self._state.phase is _BACKWARD and not is_in_backward():
-            self._abandon_backward()
+            self._drop_backward()
 
-    def _abandon_backward(self) -> None:
+    def _drop_backward(self) -> None:
         self._walk.finish()  # as the other ranks do
         self._state.move(self._around_backward)
         self.calls.end_backward()
         self.leases.second_graph.end()
-        self._reducer.abandon()
-        self.put_away()
-        self._here.leave()
+        self._reducer.drop_backward()
+        self.reshard_all()
+        self._here.exit()
 
     def drop_graphs(self) -> None:
-        """Let go of earlier forwards and backwards: after a step no backward goes through them."""
+        """Drop earlier forwards and backwards: after a step no backward goes through them."""
         if self.leases.second_graph.units:
             self.leases.second_graph.end()
             self.calls.end_backward()
-            self.put_away()
+            self.reshard_all()
 
-    def put_away(self) -> None:
+    def reshard_all(self) -> None:
         """Show sharded parameters and free the others, unless they are held or a graph needs them."""
         if self.leases.held.units:
             return

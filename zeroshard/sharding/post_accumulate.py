@@ -44,7 +44,7 @@ class PostAccumulateHooks:
                     hook(parameter)
 
     def drop(self) -> None:
-        """Forget the parameters that wait: their gradients were dropped."""
+        """Drop the parameters that wait: their gradients were dropped."""
         self._waiting.clear()
 
 

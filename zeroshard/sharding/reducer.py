@@ -210,7 +210,7 @@ class Reducer:
     def _pack(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
         if self.under_way and gradients.state is not GradientState.PACKING:
             for older in self.under_way[:-1]:  # see [Note: Two packed units]
-                older.settle_reduce()
+                older.wait_reduce()
         gradients.pack(index, gradient)
 
     def _pack_or_set_aside(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
@@ -290,7 +290,7 @@ class Reducer:
         """
         if self._num_summands > 1:
             self._open_ahead(units)
-            self._start_rest_ahead()
+            self._start_others_ahead()
 
     def _start(self, unit: Unit) -> None:
         self._progress(but=1)
@@ -330,12 +330,12 @@ class Reducer:
         while self.under_way:
             self._progress(but=0)
 
-    def _start_rest(self) -> None:
+    def _start_others(self) -> None:
         """Start the reductions that this backward has not started, the root's last."""
         while self._to_start:
             self._start(self._to_start.popleft())
 
-    def _start_rest_ahead(self) -> None:
+    def _start_others_ahead(self) -> None:
         """Start the reductions ahead that are left, and wait for none."""
         if self._ahead:
             while self._to_start:
@@ -352,7 +352,7 @@ class Reducer:
         role = self._role
         if role is not _BYSTANDER:
             if role.defers:
-                self._start_rest_ahead()
+                self._start_others_ahead()
                 self._state.has_sums = True
                 for gradients in self._all:
                     gradients.keep_deferred()
@@ -383,8 +383,8 @@ class Reducer:
         """Call the hooks of gradients after a backward to which no later one adds."""
         self._hooks.call()
 
-    def forget(self, parameter: ShardedParameter) -> None:
-        """Forget the sum of one gradient that was not reduced yet, as `p.grad = None` does."""
+    def drop_sum(self, parameter: ShardedParameter) -> None:
+        """Drop the sum of one gradient that was not reduced yet, as `p.grad = None` does."""
         if not self._places:
             for gradients in self._all:
                 places = enumerate(gradients.buffer.sharded)
@@ -392,10 +392,10 @@ class Reducer:
         if (place := self._places.get(id(parameter))) is not None:
             self._finish()  # of reductions ahead
             gradients, index = place
-            gradients.forget(index)
+            gradients.drop_sum(index)
 
     def drop_deferred(self) -> None:
-        """Forget gradients that were not reduced yet, as zero_grad() does."""
+        """Drop gradients that were not reduced yet, as zero_grad() does."""
         self._is_tainted = self._state.has_sums = False
         self._hooks.drop()
         if self._ahead:
@@ -405,13 +405,13 @@ class Reducer:
                 gradients.drop()
         self._ahead = {}
 
-    def abandon(self) -> None:
-        """Forget the gradients that have not been delivered: the backward has ended in an exception.
+    def drop_backward(self) -> None:
+        """Drop the gradients that have not been delivered: the backward has ended in an exception.
 
         Other ranks may have started reductions that this one has not, and may come to their end. So the rest
         is reduced here as well, and the agreement tells the other ranks.
         """
-        self._start_rest()
+        self._start_others()
         if self._is_open:
             self._agree(has_failed=True)
         if self._role is not _BYSTANDER:
@@ -438,7 +438,7 @@ class Reducer:
             RuntimeError: the backward of another rank has ended in an exception; or the ranks have issued
                 different collectives, which a communicator may have mixed up.
         """
-        self._start_rest()
+        self._start_others()
         agreed, ended = self._agree(has_failed=False)
         if agreed.has_failed:
             self._drop()

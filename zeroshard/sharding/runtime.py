@@ -85,9 +85,9 @@ class Runtime:
             output_dtype=output_dtype,
         )
         # Parameters call these functions, without a strong reference to the runtime.
-        finish, forget = weakref.WeakMethod(self.finish_gathers), weakref.WeakMethod(self._forget_gradient)
+        finish, drop = weakref.WeakMethod(self.finish_gathers), weakref.WeakMethod(self._drop_gradient)
         self.state.before_edit = lambda: (call := finish()) is not None and call()
-        self.state.forget_gradient = lambda parameter: (call := forget()) is not None and call(parameter)
+        self.state.drop_gradient = lambda parameter: (call := drop()) is not None and call(parameter)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
         weakref.finalize(self, _drain, self.context, bool(self.passes.offloaded)).atexit = False
 
@@ -280,9 +280,9 @@ class Runtime:
             self.end_parts()
         self.check_edits()
 
-    def forget_part(self, name: Hashable) -> None:
-        """Forget a forward with a name: no backward comes to it any more."""
-        self.passes.calls.forget(name)
+    def drop_part(self, name: Hashable) -> None:
+        """Drop a forward with a name: no backward comes to it any more."""
+        self.passes.calls.drop(name)
 
     def unshard(self, units: Iterable[Unit]) -> None:
         """Start to gather units, and keep them until `reshard`."""
@@ -298,12 +298,12 @@ class Runtime:
         self.passes.free(ended, for_backward=True)
 
     def end_parts(self) -> None:
-        """Forget the forwards with names, and keep no units for them: a batch is over, or has failed."""
-        self.passes.calls.forget_named()
+        """Drop the forwards with names, and keep no units for them: a batch is over, or has failed."""
+        self.passes.calls.drop_named()
         self.reshard()
 
     def drop_deferred(self) -> None:
-        """Forget gradients that were not reduced yet, as zero_grad() does."""
+        """Drop gradients that were not reduced yet, as zero_grad() does."""
         self.passes.recover()
         self.passes.drop_graphs()
         self.reducer.drop_deferred()
@@ -323,7 +323,7 @@ class Runtime:
                 cleared.append((parameter, None))
         set_gradients(cleared)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for every exchange and copy under way, and clean up after an exception.
 
         Raises:
@@ -341,11 +341,11 @@ class Runtime:
         for buffer in self.passes.offloaded:
             buffer.source.await_copies()
 
-    def _forget_gradient(self, parameter: ShardedParameter) -> None:
-        """Forget the sum of gradients of one parameter that was not reduced yet."""
+    def _drop_gradient(self, parameter: ShardedParameter) -> None:
+        """Drop the sum of gradients of one parameter that was not reduced yet."""
         if not is_in_backward():
             self.passes.recover()
-            self.reducer.forget(parameter)
+            self.reducer.drop_sum(parameter)
 
 
 def _drain(context: Context, is_offloaded: bool) -> None:

@@ -198,7 +198,7 @@ class Slots:
                 raise RuntimeError(self._describe(owner, attribute, current))
 
     def clear(self) -> None:
-        """Forget modules and parameters."""
+        """Drop modules and parameters."""
         self._places, self._at_rest, self._plain, self._watched, self._stand_ins = [], [], [], [], {}
 
     def _check_shown(self) -> None:

@@ -91,11 +91,11 @@ class Source:
         """Write main parameters, [n] of any dtype on any device."""
         self._context.memory.check(self.main)
         self.main.copy_(values)  # the host waits: it may read them at once
-        self.rest()
+        self.evict()
 
-    def rest(self) -> None:
+    def evict(self) -> None:
         """Take main parameters in files out of host memory, after somebody has read or written them."""
-        self._context.memory.rest(self.main)
+        self._context.memory.evict(self.main)
 
     def stepped(self, values: Tensor, start: int = 0) -> Mark:
         """Note that main parameters were written while they were on another tier; from any thread.
@@ -198,11 +198,11 @@ class Source:
         if values.is_cpu and not target.is_cpu:  # torch would cast on the host, and wait
             values = values.to(target.device, non_blocking=True)
         target.copy_(values, non_blocking=True)
-        memory.rest(values)
-        memory.rest(target)
+        memory.evict(values)
+        memory.evict(target)
 
     def release(self) -> None:
-        """Forget all values; tensors that others hold keep theirs."""
+        """Drop all values; tensors that others hold keep theirs."""
         self.await_stepped()
         self.await_copies()
         self.main, self.copy = self.main.new_empty(0), None

@@ -280,10 +280,10 @@ class Unit:
         """
         return sum(gradients.start_reduce() for gradients in self.gradients) > 0
 
-    def settle_reduce(self) -> None:
+    def wait_reduce(self) -> None:
         """Wait for the exchanges under way, so that packed buffers are free."""
         for gradients in self.gradients:
-            gradients.settle()
+            gradients.wait()
 
     def progress_reduce(self) -> bool:
         """Wait for the exchanges under way, and start the next ones. Returns as `start_reduce`."""
@@ -295,7 +295,7 @@ class Unit:
         return {p: buffer.start(index) for buffer in trained for index, p in enumerate(buffer.sharded)}
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of a backward that failed."""
+        """Drop the gradients of a backward that failed."""
         for gradients in self.gradients:
             gradients.drop()
         for buffer in self.buffers:
@@ -304,7 +304,7 @@ class Unit:
         self.open_calls.clear()
 
     def release(self) -> None:
-        """Forget the module and all parameters, when the engine is closed."""
+        """Drop the module and all parameters, when the engine is closed."""
         self.leases.clear()
         self.modules, self.layers = (nn.Identity(),), set()  # at once: unit and call hold each other
         for gradients in self.gradients:

@@ -133,20 +133,20 @@ class CallLog:
                 for unit, visit in forward.visits.items():
                     unit.visit = visit if unit.visit is None else unit.visit.and_then(visit)
 
-    def forget(self, name: Hashable) -> None:
-        """Forget a forward with a name: no backward comes to it any more."""
+    def drop(self, name: Hashable) -> None:
+        """Drop a forward with a name: no backward comes to it any more."""
         self._named.pop(name, None)
 
-    def forget_named(self) -> None:
-        """Forget all forwards with names."""
+    def drop_named(self) -> None:
+        """Drop all forwards with names."""
         self._named.clear()
 
     def drop_failed(self) -> None:
-        """Forget the root's forward, which has ended in an exception and will have no backward."""
+        """Drop the root's forward, which has ended in an exception and will have no backward."""
         self._forwards = [forward for forward in self._forwards if forward() is not self._now]
         self._now = None
         self._num_open = 0
-        self._forget_frames()
+        self._drop_frames()
 
     def end_backward(self) -> None:
         """Note that the calls so far have had their backward: the next call forgets them."""
@@ -159,7 +159,7 @@ class CallLog:
             call.region.ended = call.ended
         self._num_open -= 1
         if not self._num_open:
-            self._forget_frames()
+            self._drop_frames()
 
     def _find_region(self, unit: Unit, caller: FrameType) -> Region | None:
         checkpoint = outermost_checkpoint(caller, self._root_caller)
@@ -170,7 +170,7 @@ class CallLog:
             return self._regions.setdefault(checkpoint, Region(unit.call.began))
         return self._root.call.region if is_in_root else None
 
-    def _forget_frames(self) -> None:
+    def _drop_frames(self) -> None:
         """Drop the frames, which hold the variables of their functions."""
         self._root_caller = None
         self._regions.clear()
@@ -294,7 +294,7 @@ class Walk:
         while self._next < len(self._turns) and self._turns[self._next].tick >= tick:
             turn = self._turns[self._next]
             self._next += 1
-            (self._enter if turn.enters else self._leave)(turn.unit)
+            (self._enter if turn.enters else self._exit)(turn.unit)
         self._now = min(self._now, tick)
 
     def _enter(self, unit: Unit) -> None:
@@ -302,7 +302,7 @@ class Walk:
         self._num_entered += 1
         self._gather(self._num_entered + self._num_prefetch)
 
-    def _leave(self, unit: Unit) -> None:
+    def _exit(self, unit: Unit) -> None:
         self._inside.discard(unit)
         self._reducer.start(unit)
         if unit.visit is not None and unit.visit.regions:

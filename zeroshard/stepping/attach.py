@@ -30,7 +30,7 @@ from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.landing import leaves_device
+from zeroshard.sharding.landing import sends_to_host
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import Scaling, has_far_parameters
@@ -158,7 +158,7 @@ def _stepped_near(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, lis
     """The buffers that rest on the host and are stepped on the device; and their parameters part by part."""
     if not is_divisible(optimizer):
         return {}
-    far = [g for unit in runtime.units for g in unit.gradients if leaves_device(g.buffer, runtime.context)]
+    far = [g for unit in runtime.units for g in unit.gradients if sends_to_host(g.buffer, runtime.context)]
     found = {g: pieces.near_parts(g.buffer.plan) for g in far if g.buffer.main.numel()}
     return {gradients: parts for gradients, parts in found.items() if parts}
 
@@ -214,7 +214,7 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: 
             return
         if (runtime := of_runtime()) is not None:
             runtime.after_step(together.step(optimizer))
-            runtime.here.leave()
+            runtime.here.exit()
         if engine is not None and (count := engine.count()) is not None:
             count()
 

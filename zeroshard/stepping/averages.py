@@ -106,7 +106,7 @@ class Averages:
         yield from self._copies.values()
 
     def begin_anew(self) -> None:
-        """Forget the updates: averages are the present values until the next one."""
+        """Drop the updates: averages are the present values until the next one."""
         self.num_updates = 0
         self._update(is_copy=True)
 
@@ -146,7 +146,7 @@ class Averages:
         runtime, what = self._runtime, "EMA.applied()"
         if runtime.is_closed:
             raise RuntimeError(f"{what} after close(): the averages are of the engine's slices")
-        runtime.settle()
+        runtime.wait()
         runtime.check_slots()
         runtime.require_slices(what)
         refuse_averages(runtime.state, what)
@@ -160,8 +160,8 @@ class Averages:
         finally:
             try:
                 if not runtime.is_closed:  # wait for all that reads main parameters
-                    runtime.passes.abandon_forward()
-                    runtime.settle()
+                    runtime.passes.drop_forward()
+                    runtime.wait()
             finally:
                 if not runtime.is_closed:
                     self._write(trained, buffers)

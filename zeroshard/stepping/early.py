@@ -59,7 +59,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-step")
         self._under_way: deque[Future[None]] = deque()
         self._failure = Event()
-        """Set when a piece has failed; each run of pieces has its own, until `finish` or `abandon`."""
+        """Set when a piece has failed; each run of pieces has its own, until `finish` or `cancel`."""
 
     def give(self, work: Callable[[], None]) -> Callable[[], object]:
         """Hand work over; wait for older work while too much of it is under way.
@@ -86,14 +86,14 @@ class Worker:
         try:
             wait(self._under_way)
         except BaseException:  # Ctrl-C: nobody may go on beside the thread
-            self.abandon()
+            self.cancel()
             raise
         done, self._under_way, self._failure = self._under_way, deque(), Event()
         for future in done:
             future.result()
 
-    def abandon(self) -> None:
-        """Leave out the work that has not begun, wait for the rest, and forget its errors."""
+    def cancel(self) -> None:
+        """Cancel the work that has not begun, wait for the other work, and drop its errors."""
         self._failure.set()
         left, self._under_way, self._failure = self._under_way, deque(), Event()  # Ctrl-C may end the wait
         wait(left)
@@ -157,7 +157,7 @@ class EarlySteps:
         has_ended = False
         try:
             if self._worker is not None:
-                self._worker.finish() if exc_type is None else self._worker.abandon()
+                self._worker.finish() if exc_type is None else self._worker.cancel()
             has_ended = exc_type is None
         finally:
             handed_over, self._handed_over = self._handed_over, []

@@ -187,7 +187,7 @@ class PieceHome(Home):
                         whole.add(p)
         finally:
             for p, before in held.items():
-                self._rest(p, before, states, is_whole=p in whole)
+                self._show_all(p, before, states, is_whole=p in whole)
 
     def _hold(self, p: ShardedParameter, states: Mapping[Any, dict[str, Any]]) -> _StateBefore:
         """Note the state of a parameter; states of elements that are elsewhere are put into files."""
@@ -226,7 +226,7 @@ class PieceHome(Home):
         if self._memory.is_in_files(value):
             return value
         found = self._new(value.shape, value.dtype).copy_(value)
-        self._memory.rest(found)
+        self._memory.evict(found)
         return found
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -280,12 +280,12 @@ class PieceHome(Home):
             target = _part(whole, piece, place.size)
             if target.data_ptr() != value.data_ptr():
                 target.copy_(value)
-            self._memory.rest(whole)
+            self._memory.evict(whole)
         if values.numel():
             place.buffer.source.stepped(values, place.start + piece.start)
-            self._memory.rest(values)
+            self._memory.evict(values)
 
-    def _rest(
+    def _show_all(
         self,
         p: ShardedParameter,
         held: _StateBefore,

@@ -83,7 +83,7 @@ class Piece:
             transfer.join()
         return transfers
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Let the host wait; raise the error of the first transfer that failed, after all have ended."""
         for transfer in self.join():
             transfer.wait()
@@ -169,7 +169,7 @@ class FileStore(Store):
 
     def ready(self, piece: Piece) -> None:
         """Let the host wait; raise the error of the first transfer that failed, after all have ended."""
-        piece.settle()
+        piece.wait()
 
     def reserve(self, piece: Piece, num_bytes: int) -> None:
         """Make a piece as large as that."""
@@ -200,7 +200,7 @@ class FileStore(Store):
         values = self._memory.host(place.padded)
         for start, value in parts:
             _over(values, start, value).copy_(value)
-            self._memory.rest(value)
+            self._memory.evict(value)
         self._memory.swap.write(place.extent, values).wait()
 
 
@@ -302,7 +302,7 @@ class StoreHome(Home):
         Args:
             parts: the parameters that are fetched together, in their probable order. Others may come, too.
         """
-        self._settle()  # of steps before
+        self._wait()  # of steps before
         self._parts = [blocks for blocks in map(self._blocks, parts) if blocks]
         self._read_ahead()
 
@@ -331,11 +331,11 @@ class StoreHome(Home):
                 for block, (main, packed) in zip(blocks, places, strict=True):
                     self._store.write(block, block.pack(main, packed, optimizer.state), piece)
         except BaseException:
-            self._abandon()
+            self._join()
             raise
         finally:
             for block in blocks:
-                block.rest(optimizer.state)
+                block.release(optimizer.state)
 
     def end_step(self) -> None:
         """Let the host wait until all parts are at rest.
@@ -343,7 +343,7 @@ class StoreHome(Home):
         Raises:
             RuntimeError: a part could not be written; the message names the file.
         """
-        self._settle()
+        self._wait()
 
     def _fetch(self, blocks: list[_Block]) -> Piece:
         """Wait for the blocks of a part, and begin to read those of the part that is expected next."""
@@ -356,18 +356,18 @@ class StoreHome(Home):
         self._read_ahead()
         return piece
 
-    def _settle(self) -> None:
+    def _wait(self) -> None:
         if self._ahead is not None:
             self._ahead[1].join()  # nobody needs what was read, nor its error
         self._parts, self._ahead = [], None
         try:
             for piece in self._pieces:
-                piece.settle()
+                piece.wait()
         except BaseException:
-            self._abandon()
+            self._join()
             raise
 
-    def _abandon(self) -> None:
+    def _join(self) -> None:
         """End all transfers. Reads of an extent whose write has failed will raise its error."""
         self._parts, self._ahead = [], None
         for piece in self._pieces:
@@ -460,7 +460,7 @@ class _Block:
                 elif (value.dim() or p in counting) and (near := self._store.near(value)) is not value:
                     value.data = near
 
-    def rest(self, states: Mapping[Any, dict[str, Any]]) -> None:
+    def release(self, states: Mapping[Any, dict[str, Any]]) -> None:
         """Make parameters and states tensors at rest again; after an exception, those that were held."""
         for p, gradient in self._gradients.items():
             show(p, self._main[self.span_of[p]], gradient)

@@ -249,7 +249,7 @@ class Swap:
         self._writes[extent] = write
 
     def renew(self, extent: Extent) -> None:
-        """Forget the error of the last write, since all values will be written through the mapping.
+        """Drop the error of the last write, since all values will be written through the mapping.
 
         Raises:
             RuntimeError: a file was removed or truncated.
@@ -362,11 +362,11 @@ class Swap:
         for file in files:
             file.remove()
 
-    def leave_to_parent(self) -> None:
-        """Close the files and leave them on the disk: they are those of the process that forked this one."""
+    def close_in_child(self) -> None:
+        """Close the files and keep them on the disk: they are those of the process that forked this one."""
         files, self._files = self._files, []
         for file in files:
-            file.leave()
+            file.close()
 
 
 def _attempt(calls: list[Callable[[], None]]) -> str:
@@ -387,11 +387,11 @@ def _swaps() -> weakref.WeakSet[Swap]:
     """Return the set of all open ones, which a forked process leaves alone."""
     swaps: weakref.WeakSet[Swap] = weakref.WeakSet()
 
-    def leave() -> None:
+    def close_all() -> None:
         for swap in list(swaps):
-            swap.leave_to_parent()
+            swap.close_in_child()
 
-    os.register_at_fork(after_in_child=leave)
+    os.register_at_fork(after_in_child=close_all)
     return swaps
 
 
@@ -452,7 +452,7 @@ def map_ranges(ranges: Sequence[Range], when_gone: Callable[[], None]) -> Tensor
     return memory
 
 
-def let_go(tensor: Tensor) -> None:
+def evict(tensor: Tensor) -> None:
     """Take the pages of a mapped tensor out of this process; the files keep the values.
 
     Args:

@@ -30,7 +30,7 @@ Memory of the device is copied to the host, and comes back:
 
 Memory of the device is allocated and freed on compute. A copy reads and writes it on a side stream, so it is
 held until compute has been told to wait for that copy. A copy that nobody needs any more may die at any
-moment, in any thread and stream. Then the memory that its streams still use is left to `HostCopies.settle`,
+moment, in any thread and stream. Then its memory is left to `HostCopies.release_dead`,
 or to the end of the buffer if nobody calls that any more.
 """
 
@@ -272,7 +272,7 @@ class HostCopies:
         """
         return HostCopy(source, self._pool.take(source.numel()), self)
 
-    def settle(self) -> None:
+    def release_dead(self) -> None:
         """Take back the memory of copies that have died. Called on the compute stream."""
         while self.left:
             leftover = self.left.popleft()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.plan.tiers import Tier
-from zeroshard.tiers.files import FileTransfer, Swap, let_go, read_ahead
+from zeroshard.tiers.files import FileTransfer, Swap, evict, read_ahead
 from zeroshard.tiers.memory import host_memory, return_freed_memory
 
 
@@ -83,10 +83,10 @@ class TierMemory:
         """True if a tensor shows a part of the files."""
         return self._swap is not None and self._swap.extent_of(tensor) is not None
 
-    def rest(self, tensor: Tensor) -> None:
+    def evict(self, tensor: Tensor) -> None:
         """Take pages of files that were read or written through a tensor out of memory."""
         if self.is_in_files(tensor):
-            let_go(tensor)
+            evict(tensor)
 
     def fetch(self, tensor: Tensor) -> None:
         """Let the system read a tensor in files ahead of its use.

@@ -204,8 +204,8 @@ class SwapFile:
             "then go on from the last checkpoint."
         )
 
-    def leave(self) -> None:
-        """Close the file and leave it on the disk, as a forked process must. The lock stays its owner's."""
+    def close(self) -> None:
+        """Close the file and keep it on the disk, as a forked process must. The lock stays its owner's."""
         if self._finalizer.detach() is not None:
             _close(self._descriptors)
 

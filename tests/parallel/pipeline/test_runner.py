@@ -55,8 +55,8 @@ class Parts:
         if is_last:
             self.ended.append(chunk)
 
-    def leaving(self, waiting):
-        return self.products.leaving(waiting)
+    def deferring(self, waiting):
+        return self.products.deferring(waiting)
 
     def act(self, action):
         raise AssertionError(action)

@@ -45,7 +45,7 @@ def in_halves(model, compute):
     """Run a forward and the first half of its backward; return the second half."""
     changes, waiting = Changes(), Waiting()
     products = Products(model, changes)
-    with products.leaving(waiting):
+    with products.deferring(waiting):
         compute().backward()
     changes.undo()
     return waiting
@@ -207,7 +207,7 @@ def kept_bytes(waiting):
 def test_nothing_waits_outside_of_a_forward_that_is_asked_for_it():
     model, x = block()
     products, waiting = Products(model, Changes()), Waiting()
-    with products.leaving(waiting), torch.no_grad():
+    with products.deferring(waiting), torch.no_grad():
         model(x)
     assert not kept_bytes(waiting)
     loss_of(model, x).backward()
@@ -217,7 +217,7 @@ def test_nothing_waits_outside_of_a_forward_that_is_asked_for_it():
 def test_an_exception_ends_the_wait():
     model, x = block()
     products = Products(model, Changes())
-    with pytest.raises(RuntimeError, match="shape"), products.leaving(Waiting()):
+    with pytest.raises(RuntimeError, match="shape"), products.deferring(Waiting()):
         model(x[..., 1:])
     loss_of(model, x).backward()
     assert model.last.weight.grad is not None
@@ -230,7 +230,7 @@ def test_the_two_halves_multiply_as_much_as_a_whole_backward():
     with FlopCounterMode(display=False) as whole:
         loss.backward()
     changes, waiting = Changes(), Waiting()
-    with Products(model, changes).leaving(waiting):
+    with Products(model, changes).deferring(waiting):
         loss = loss_of(model, x)
         with FlopCounterMode(display=False) as first:
             loss.backward()

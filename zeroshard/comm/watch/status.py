@@ -269,13 +269,13 @@ class RankStatus:
         """Collectives that the host left to the device, the oldest first; some may be over."""
         self.is_interrupted = False
         """True from an alarm on: a wait that begins later raises an error."""
-        self.leave()
+        self.exit()
 
     def enter(self, phase: str, where: str = "") -> None:
         """Note that this rank enters `phase` ("the forward of ") of `where` ("unit 'layers.3'")."""
         self._phase = (phase, where, time.monotonic())
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Note that this rank is outside of all phases."""
         self.enter("")
 

@@ -134,7 +134,7 @@ class Watchdog:
         text = self._report or report(self._sightings(), self._silence_s)
         return text if self._alarm == reason else f"{self._alarm}; {text}"
 
-    def leave(self) -> None:
+    def announce_end(self) -> None:
         """Send the others the end of this rank, and its exception."""
         error: BaseException | None = getattr(sys, "last_value", None)  # what the interpreter has printed
         text = "has exited"
@@ -183,7 +183,7 @@ class Watchdog:
                     reported_at = time.monotonic()
                 if time.monotonic() - reported_at > self._grace_s:
                     self._end_process()
-            self._rest()
+            self._pause()
 
     def _may_close(self) -> bool:
         if self._closes_at is None:
@@ -197,7 +197,7 @@ class Watchdog:
     def _is_over(self, sighting: Sighting) -> bool:
         return sighting.status.end is not None or sighting.silent_s >= self._silence_s
 
-    def _rest(self) -> None:
+    def _pause(self) -> None:
         is_busy = self._closes_at is not None or (self._alarm is not None and self._limit_s is not None)
         self._wake.wait(_BUSY_PAUSE_S if is_busy else self._pause_s)
         self._wake.clear()
@@ -221,13 +221,13 @@ class Watchdog:
                 if rank != self._rank:
                     self._note_heartbeat(rank, Status.parse(json.loads(self._store.get(str(rank)))))
         except RuntimeError:
-            self._forget_store()
+            self._drop_store()
             return
         status, heard_at = self._heartbeats.get(0, (_LOST, time.monotonic()))
         is_collecting = self._alarm is not None and self._report is None
         has_ended = status.end is not None
         if has_ended and time.monotonic() - heard_at > self._pause_s and not is_collecting:
-            self._forget_store()  # before it is gone: torch would print a stack
+            self._drop_store()  # before it is gone: torch would print a stack
 
     def _send_heartbeat(self, store: dist.Store, status: Status) -> None:
         self._beat += 1
@@ -238,8 +238,8 @@ class Watchdog:
         if before is None or (status.beat != before[0].beat and before[0].end is None):
             self._heartbeats[rank] = status, time.monotonic()
 
-    def _forget_store(self) -> None:
-        """Forget the store after rank 0 has ended, which holds it: there are no more heartbeats."""
+    def _drop_store(self) -> None:
+        """Drop the store after rank 0 has ended, which holds it: there are no more heartbeats."""
         self._store = None
         first = self._heartbeats.get(0)
         self._heartbeats = {0: first if first and first[0].end is not None else (_LOST, time.monotonic())}
@@ -270,16 +270,16 @@ class Watchdog:
         self._exchange(range(self._size))
         first_beats = {rank: status.beat for rank, (status, _) in self._heartbeats.items()}
 
-        def is_settled(rank: int, sighting: Sighting | None) -> bool:
+        def has_answered(rank: int, sighting: Sighting | None) -> bool:
             if sighting is None or rank == self._rank or self._is_over(sighting):
                 return True
             return sighting.status.beat >= first_beats.get(rank, 0) + 2
 
         def go_on() -> None:
-            self._rest()
+            self._pause()
             self._exchange(range(self._size))
 
-        while not all(is_settled(*item) for item in self._sightings().items()):
+        while not all(has_answered(*item) for item in self._sightings().items()):
             go_on()
         self._report = report(self._sightings(), self._silence_s)
         for _ in range(_EXTRA_BEATS):
@@ -344,7 +344,7 @@ def open_watchdog(
     if name is None:
         gather(name, label)
     if running is not None:
-        running.leave()
+        running.announce_end()
         running.close(linger_s=0.0)
     timeout = timedelta(seconds=min(_STORE_S, timeout_s / 4))  # torch may try longer
     store: dist.TCPStore | None = None

@@ -58,7 +58,7 @@ class Chunks(Protocol):
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
         """Run the backward of a chunk, or a half; `is_last` if it is the last one there before a step."""
 
-    def leaving(self, waiting: Waiting) -> AbstractContextManager[None]:
+    def deferring(self, waiting: Waiting) -> AbstractContextManager[None]:
         """Leave weight gradients of forwards and backwards inside to `waiting`; see `Products.leaving`."""
 
     def act(self, action: Action) -> None:
@@ -237,7 +237,7 @@ class Runner:
                 outputs = tuple(self._chunks.forward(chunk, microbatch, [one.clone() for one in inputs]))
         else:
             random = {}
-            with self._leaving(action):
+            with self._deferring(action):
                 outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
         if chunk in self._trained:
             self._batch.calls[chunk, microbatch] = _ChunkCall(
@@ -253,17 +253,17 @@ class Runner:
         call = self._batch.calls[chunk, microbatch]
         now = random_states(self._messages.device)
         set_random_states(call.random)
-        with self._leaving(action):
+        with self._deferring(action):
             outputs = tuple(self._chunks.forward(chunk, microbatch, call.inputs))
         set_random_states(now)
         self._batch.calls[chunk, microbatch] = call._replace(outputs=outputs)
 
-    def _leaving(self, action: Action) -> AbstractContextManager[None]:
+    def _deferring(self, action: Action) -> AbstractContextManager[None]:
         """Leave weight gradients to the second half of the backward, if there are two."""
         place = action.place
         if place not in self._halved:
             return nullcontext()
-        return self._chunks.leaving(self._batch.waiting.setdefault(place, Waiting()))
+        return self._chunks.deferring(self._batch.waiting.setdefault(place, Waiting()))
 
     def _backward(self, action: Action) -> None:
         chunk, microbatch = action.place
@@ -278,7 +278,7 @@ class Runner:
         self._give_back(chunk, microbatch, call)
 
     def _input_gradient(self, action: Action) -> None:
-        with self._leaving(action):
+        with self._deferring(action):
             self._backward(action)
 
     def _weight_gradient(self, action: Action) -> None:

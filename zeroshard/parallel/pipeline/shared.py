@@ -59,7 +59,7 @@ class _Aside:
         return True
 
     def drop(self) -> None:
-        """Forget the sums."""
+        """Drop the sums."""
         self._sums, self._summed = {}, set()
 
     def deliver(self) -> None:
@@ -132,7 +132,7 @@ class Shared:
                 for target in holders[1:]:
                     self._messages.send([values], target, label, with_forms=True)
                 self._messages.finish()
-                self._memory.rest(buffer.main)
+                self._memory.evict(buffer.main)
             else:
                 [values] = self._messages.expect(first, label, None).wait()
                 buffer.source.write(values)
@@ -180,7 +180,7 @@ class Shared:
                 gradient.copy_(total.view_as(gradient))
 
     def drop(self) -> None:
-        """Forget the gradients of an unfinished batch."""
+        """Drop the gradients of an unfinished batch."""
         for aside in self._asides:
             aside.drop()
 

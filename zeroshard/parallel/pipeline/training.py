@@ -474,7 +474,7 @@ class PipelineTraining:
         if ending:  # nothing may have come here, unlike on other ranks
             reducer.start_ahead(ending)
         if self._action.kind in END_BACKWARD:
-            self._runtime.forget_part(name)
+            self._runtime.drop_part(name)
 
     def _ending(self, chunk: int, has_more: bool) -> frozenset[Unit]:
         """The units that the last backward of a chunk reduces although the rank has more backwards."""
@@ -486,11 +486,11 @@ class PipelineTraining:
             return frozenset()
         return self._own_units[chunk]
 
-    def leaving(self, waiting: Waiting) -> AbstractContextManager[None]:
+    def deferring(self, waiting: Waiting) -> AbstractContextManager[None]:
         """Leave weight gradients to the second half of a backward; see `Chunks`."""
         if self._products is None:
             self._products = Products(self._part.chunked.model, self._runtime.changes)
-        return self._products.leaving(waiting)
+        return self._products.deferring(waiting)
 
     def act(self, action: Action) -> None:
         """Unshard or reshard the units of a chunk, begin to reduce them, if that is due, or take a step."""

@@ -84,7 +84,7 @@ class Products:
                 changes.set(module, "forward", self._seen(module.forward))
 
     @contextmanager
-    def leaving(self, waiting: Waiting) -> Iterator[None]:
+    def deferring(self, waiting: Waiting) -> Iterator[None]:
         """Leave the weight gradients of the products inside to `waiting`.
 
         A forward, and the first half of its backward: an activation checkpoint computes there again.

@@ -84,10 +84,10 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
     divide_losses(model, layers, over, changes)
     _refuse_parts(model, regions, changes)
 
-    def forget(*_: Any) -> None:
+    def drop_last(*_: Any) -> None:
         over.last = None
 
-    changes.hook(model.register_forward_hook(forget, always_call=True))
+    changes.hook(model.register_forward_hook(drop_last, always_call=True))
 
 
 def _refuse_parts(model: nn.Module, regions: Regions | None, changes: Changes) -> None:

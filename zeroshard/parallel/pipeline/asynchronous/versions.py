@@ -233,7 +233,7 @@ class WeightsPlace:
         """
         raise NotImplementedError
 
-    def rest(self) -> None:
+    def show_main(self) -> None:
         """Show the main parameters where units stay gathered: a step may call hooks of the user."""
 
     def drop(self, but: Collection[int]) -> None:
@@ -248,7 +248,7 @@ class WeightsPlace:
     def end(self) -> None:
         """Let the units have the main parameters again."""
         self._kept = {}
-        self.rest()
+        self.show_main()
 
 
 class GatheredWeights(WeightsPlace):
@@ -297,13 +297,13 @@ class ShownWeights(WeightsPlace):
             write_moved(self._moved, self._buffer, self._change, use.ahead)
             self._written = newest, use.ahead
 
-    def rest(self) -> None:
+    def show_main(self) -> None:
         """Show the main parameters; see `WeightsPlace`."""
         self._buffer.show(None)
 
     def keep(self, newest: int) -> None:
         """Keep the newest version, before a step; graphs have its memory if an action has read it."""
-        self._kept[newest] = _copy(self._buffer) if self._buffer.is_stale else self._buffer.leave()
+        self._kept[newest] = _copy(self._buffer) if self._buffer.is_stale else self._buffer.detach()
 
     def end(self) -> None:
         """Let the units have the main parameters again."""
@@ -427,7 +427,7 @@ class WeightVersions:
         kept = self._kept[self._newest]
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         for place in self._places:
-            place.rest()
+            place.show_main()
             place.drop(but=kept)
             if self._newest in kept:
                 place.keep(self._newest)
