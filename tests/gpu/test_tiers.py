@@ -43,7 +43,7 @@ def losses_and_weights(stage, precision, offload):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_ranks", [pytest.param(n, marks=gpus(n)) for n in (1, 2)])
-def test_the_host_steps_to_the_values_of_the_device(ranks, tmp_path, num_ranks, stage, precision):
+def test_steps_of_other_tiers_have_the_values_of_the_device(ranks, tmp_path, num_ranks, stage, precision):
     files, early = {"optimizer": "nvme", "nvme_path": str(tmp_path)}, {"step_in_backward": True}
     tiers = [HOST, {**HOST, "device_fraction": 0.5}, files]
     if stage == 3:
@@ -53,7 +53,12 @@ def test_the_host_steps_to_the_values_of_the_device(ranks, tmp_path, num_ranks, 
         for plain, moved, difference in ranks(
             num_ranks, losses_and_weights, stage, precision, offload, process_group=False, timeout=300
         ):
-            # A CPU may round the last bit in another way, which bfloat16 can turn into one of its own.
+            if offload["optimizer"] == "cpu" and "step_in_backward" in offload:  # the device steps them
+                assert moved == plain
+                assert difference == 0
+                continue
+            # A CPU, or a norm that is summed in other parts, may round the last bit in another way, which
+            # bfloat16 can turn into one of its own.
             assert moved == pytest.approx(plain, rel=1e-2 if precision else 1e-6)
             assert difference <= (1e-3 if precision else 1e-6)
 
@@ -123,7 +128,8 @@ def test_steps_in_the_backward_have_the_values_of_steps_after_it(ranks, tmp_path
 def bytes_held(offload):
     """Elements; bytes on the device at rest; pinned bytes of main parameters, before a step and after one.
 
-    The flat gradient that is kept for the next backward does not count.
+    The flat gradient that is kept for the next backward does not count, nor do the pieces in which the device
+    steps.
     """
     model = build(WIDTH, DEPTH)
     engine = start(model, 3, offload=offload)
@@ -136,7 +142,8 @@ def bytes_held(offload):
     gc.collect()
     torch.cuda.synchronize()
     assert next(engine.parameters()).device.type == ("cpu" if offload else "cuda")
-    return num, torch.cuda.memory_allocated() - largest, before, held_bytes().pinned
+    pieces = engine._runtime.context.memory.piece_bytes
+    return num, torch.cuda.memory_allocated() - largest - pieces, before, held_bytes().pinned
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=gpus(1))])
@@ -148,4 +155,5 @@ def test_the_device_keeps_no_states_and_pinned_bytes_are_exact(ranks, num_ranks)
     assert plain >= 12 * num * 0.99
     assert moved <= SLACK
     assert before == 4 * num  # main parameters in float32, from which gathers start
-    assert after == 8 * num  # and gradients, in memory that the next backward uses again
+    # And states, which have no padding, and gradients, in memory that the next backward uses again.
+    assert after == pytest.approx(16 * num, rel=0.01)
