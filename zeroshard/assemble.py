@@ -209,7 +209,7 @@ def find_module_casts(module: nn.Module, specs: Iterable[UnitSpec], config: Conf
 
 
 def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: bool = False) -> Setting:
-    """Return the inputs of plans beside the parameters.
+    """Return the inputs of plans other than the parameters.
 
     Args:
         config: the config as it was given.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from zeroshard.engine import Engine
 
 _GATHERED_BYTES = 64 << 20
-"""Memory that a gather takes beside its result."""
+"""Memory that a gather takes in addition to its result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,7 @@ class Engine(NotCopied, nn.Module):
         self._halfway.end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, local sums included, and the micro-batches behind them.
+        """Drop all gradients, local sums included, and the micro-batches that they come from.
 
         Raises:
             RuntimeError: a backward has stepped units, with `offload.step_in_backward`, and step() is to end

@@ -93,7 +93,7 @@ def initialize(
         training_data: a Dataset. It becomes a DataLoader with a distributed sampler,
             `config.micro_batch_size` and the options of `config.loader`. Or a DataLoader of yours over this
             rank's batches, such as torchdata's StatefulDataLoader, whose place in the data checkpoints then
-            hold; docs/integrations.md tells more.
+            hold; docs/integrations.md says more.
         collate_fn: the function that makes a batch of samples in that DataLoader; by default torch's, and
             `zeroshard.data.collator(model)` for the blocks of `zeroshard.data.text_datasets`.
         lr_scheduler: a scheduler over `optimizer`, or a callable that makes one from it; `engine.step()`

@@ -215,7 +215,7 @@ def find_tensors(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Return the name of the file of each tensor, which is a file beside the index."""
+    """Return the name of the file of each tensor, which is a file in the folder of the index."""
     try:
         index = parse_json(file.read_bytes())
     except OSError as error:

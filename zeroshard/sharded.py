@@ -1,4 +1,4 @@
-"""The composable layer: a module is sharded in place, with calls for uses beside training."""
+"""The composable layer: a module is sharded in place, with calls for uses other than training."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _give_back(original: Original, sharded: ShardedParameter, values: Tensor) ->
     for owner, attribute in original.owners:
         if type(owner).__setattr__ is nn.Module.__setattr__:
             owner._parameters[attribute] = parameter
-        else:  # an RNN keeps a list of its weights beside
+        else:  # an RNN keeps a list of its weights, too
             setattr(owner, attribute, parameter)
 
 
@@ -254,7 +254,7 @@ def close(owner: Engine | Sharded, restore: bool = True) -> None:
 
 
 class Sharded(NotCopied):
-    """A module that `zeroshard.shard` has sharded in place, with calls beside its forward and backward.
+    """A module that `zeroshard.shard` has sharded in place, with more calls than its forward and backward.
 
     The module is called as before, and `loss.backward()` makes the gradients. It has no checkpoints,
     accumulation, loss scale or nonfinite steps: these belong to an engine.

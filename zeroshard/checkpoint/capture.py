@@ -1,6 +1,6 @@
 """The parts of an engine that go into a checkpoint.
 
-Pipeline ranks hold parts of a model, which are one model in a checkpoint. The first rank of each part tells
+Pipeline ranks hold parts of a model, which are one model in a checkpoint. The first rank of each part sends
 all ranks what its part has; rank 0 writes it down as one model. A parameter that several parts hold is that
 of the first one. Parameter groups stand one after another, since parts may have made different ones: whoever
 loads finds hyperparameters by the names of parameters.
@@ -62,7 +62,7 @@ def _key(name: str) -> str:
 
 
 def with_averages(states: States, averages: Mapping[str, Averages]) -> States:
-    """Return the states of parameters, and beside them the averages."""
+    """Return the states of parameters, together with the averages."""
     joined = {parameter: dict(tensors) for parameter, tensors in states.items()}
     for name, own in averages.items():
         for parameter, values in own.parameters.items():
@@ -207,7 +207,7 @@ def save_checkpoint(
             Some other kinds come back as these: numbers of NumPy as Python's, arrays as tensors, paths as
             strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
         blocking: True returns when the checkpoint is there, False when its values are copied. A thread
-            then writes it beside further training. A failure is raised, on all ranks, by a later step,
+            then writes it while training goes on. A failure is raised, on all ranks, by a later step,
             save or load; with sharded parameters also by a forward. With values on the nvme
             tier, which may not fit into memory, the call returns when the checkpoint is there.
         optimizer: False leaves out the states of the optimizer and of the LR scheduler.
@@ -355,7 +355,7 @@ def _read(parts: EngineState, dir: object, tag: str, client_state: Any) -> _Read
 
 @dataclass(frozen=True, kw_only=True)
 class SavedValues:
-    """The values that rank 0 writes beside tensors and manifest."""
+    """The values that rank 0 writes in addition to tensors and manifest."""
 
     groups: list[dict[str, Any]]
     scalars: dict[str, dict[Any, Any]]

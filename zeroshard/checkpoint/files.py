@@ -24,7 +24,7 @@ VALUES, TENSORS = "values.json", "values.safetensors"
 _TAKEN = (LATEST, MANIFEST, VALUES, TENSORS, "values.pt")
 """No tag: with a file of one of these names, a folder would be taken for a checkpoint, or one be spoilt."""
 _NOT_IN_TAGS = frozenset('/\\:*?"<>|')
-"""Characters that some file system gives a meaning, beside those that are not printed."""
+"""Characters that some file system gives a meaning. Characters that are not printed are refused, too."""
 _MAX_TAG_BYTES = 200
 """File systems take 255, of which names of generations need some more."""
 _GENERATION = re.compile(r"(?P<tag>.+)\.(?P<number>\d+)")
@@ -81,7 +81,7 @@ def _is_tag(tag: str) -> bool:
 def check_free(folder: Path, tag: str) -> None:
     """Raise ValueError if a directory is in the place of the file `<tag>`.
 
-    The first checkpoint of the tag `v1` lies in the directory `v1.0`: beside it there is no tag `v1.0`. Where
+    The first checkpoint of the tag `v1` lies in the directory `v1.0`, so there can be no tag `v1.0`. Where
     `v1.0` is the file of a tag, the tag `v1` takes the next number.
     """
     if (folder / tag).is_dir():

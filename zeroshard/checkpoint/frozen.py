@@ -1,4 +1,4 @@
-"""Frozen parameters that a checkpoint leaves out, and how one tells that the present ones are the same.
+"""Frozen parameters that a checkpoint leaves out, and the check that the present ones are the same.
 
 The crc32 of a parameter is that of its whole bytes: the same at any number of ranks and stage. Each rank
 computes a part of it from its own slices. crc32 is affine: over bytes of one length, the crc32 of a sum (xor)
@@ -60,7 +60,7 @@ def measure(part: TensorSlice, memory: TierMemory) -> SliceSum:
 
 
 def _with_zeros(box: Box, values: Tensor, shape: Sequence[int]) -> tuple[Tensor, int]:
-    """Return the shortest flat range of a tensor that holds a box, with zeros beside it, and its end."""
+    """Return the shortest flat range of a tensor that holds a box, with zeros around it, and its end."""
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), len(box.sizes) - 1)
     after = tuple(shape[dim + 1 :])
     rows = values.new_zeros((*box.sizes[: dim + 1], *after))

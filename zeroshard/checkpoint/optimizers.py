@@ -186,7 +186,7 @@ def _described(value: Any) -> str:
 HOW = frozenset(
     (
         *("params", "param_names", "fused", "foreach", "capturable", "differentiable"),
-        "decoupled_weight_decay",  # by which torch tells AdamW from Adam
+        "decoupled_weight_decay",  # by which torch's AdamW differs from Adam
         "min_8bit_size",
     )
 )

@@ -1,4 +1,4 @@
-"""An engine's state becomes a checkpoint, at once or beside further training.
+"""An engine's state becomes a checkpoint, at once or during further training.
 
 A thread writes from copies of this rank's slices in host memory, while training goes on:
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from zeroshard.checkpoint.writer import Written
 
 _MARGIN = 1 << 20
-"""Bytes for the small files, and what each box takes beside its elements."""
+"""Bytes for the small files, and what each box takes in addition to its elements."""
 _PER_BOX = 2048
 
 

@@ -4,8 +4,8 @@ The description of a weight with codes, which is a tensor of JSON in its state_d
 
 Weights of bitsandbytes with 4 bits have one, and those of other libraries that were taken apart. Scales are
 tensors of the state_dict, too, and are saved and loaded like buffers. The description is computed anew each
-time. It tells the kind of the codes, which must be that of the model, and with 4 bits the offset of the
-scales, which belongs to the values.
+time. It has the kind of the codes, which must be the kind in the model, and with 4 bits the offset of
+the scales, which belongs to the values.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class ModelState:
 
 
 def read_model(runtime: Runtime) -> ModelState:
-    """Names and buffers, as the model's own state_dict() tells them."""
+    """Names and buffers, as the model's own state_dict() has them."""
     names = {id(parameter): parameter.fqn for parameter in runtime.parameters}
     state = ModelState(aliases={}, buffers={}, extra={}, ignored={})
     for name, value in runtime.module.state_dict(keep_vars=True).items():
@@ -443,7 +443,7 @@ def is_description(name: str) -> bool:
 
 
 def is_beside_codes(name: str) -> bool:
-    """True for a tensor of a state_dict that bitsandbytes keeps beside the codes of a weight."""
+    """True for a tensor of a state_dict that bitsandbytes keeps along with the codes of a weight."""
     return is_description(name) or name.rpartition(".")[2] == "SCB"
 
 

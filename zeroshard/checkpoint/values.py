@@ -304,7 +304,7 @@ _KEPT_DICTS = (dict, OrderedDict, Counter)
 
 
 def to_plain(value: Any, path: str, depth: int = 0) -> Any:
-    """`value` as the table above says; other values as they are: `check_plain` tells whether they load.
+    """`value` as the table above says; other values as they are: `check_plain` says whether they load.
 
     Args:
         value: given by the user; not changed.

@@ -82,7 +82,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def _how(**given: Any) -> tuple[tuple[str, Any], ...]:
-    """Return what `add_argument` gets beside the type; a union of types needs a hash of it."""
+    """Return what `add_argument` gets in addition to the type; a union of types needs a hash of it."""
     return tuple(given.items())
 
 

@@ -120,7 +120,7 @@ def _read_numbers(name: str, options: PlanOptions, chunks: int) -> tuple[int, in
 
 def _built(name: str, options: PlanOptions) -> Schedule:
     builder = SCHEDULES[name]
-    # Beside schedules of several chunks a rank, those with a fixed number of chunks keep theirs.
+    # Among several schedules, a schedule with a fixed number of chunks keeps it.
     is_fixed = builder.max_chunks is not None and len(options.schedule) > 1
     chunks = None if is_fixed else options.chunks
     stages, microbatches = _read_numbers(name, options, chunks or builder.min_chunks)

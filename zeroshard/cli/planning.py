@@ -131,7 +131,7 @@ class Fit:
     """Bits of each optimizer state."""
     estimate: Estimate
     costs: tuple[str, ...]
-    """The reasons for its place: all that it costs beside stage 0 with states of 32 bits."""
+    """The reasons for its place: all that it costs compared with stage 0 and states of 32 bits."""
 
 
 def find_fits(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> list[Fit]:

@@ -43,7 +43,7 @@ class Activations:
         self.rank, self.size, self.device = axis.rank, axis.size, axis.device
         self._axis, self._tag = axis, tag
         self.last: Copied | None = None
-        """The input that a divided layer was given last; None behind the pair of layers."""
+        """The input that a divided layer was given last; None after the pair of layers."""
         self._pool = BufferPool(axis.device)
 
     def sum(self, value: Tensor, label: str) -> Tensor:

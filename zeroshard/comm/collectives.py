@@ -7,7 +7,7 @@ in rank order, so that results do not depend on timing. Other backends use their
 [Note: Collectives run on the current stream] On accelerators a collective is issued with async_op=False.
 Since torch 2.8 ProcessGroupNCCL then launches it on the stream that is current, here a side stream of ours,
 and the host goes on. With async_op=True it would run on the one internal stream of its process group, where
-gathers and reductions queue behind each other, and a mark on our side stream would not cover it.
+gathers and reductions queue one after another, and a mark on our side stream would not cover it.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Axis:
         return self._groups[channel]
 
     def reduce_over(self, group: dist.ProcessGroup) -> None:
-        """Give reductions another group of the same ranks, so that they run beside gathers."""
+        """Give reductions another group of the same ranks, so that they run at the same time as gathers."""
         self._groups[Channel.REDUCE] = group
 
     def serve_activations(self, line: str) -> None:
@@ -280,7 +280,7 @@ class Axis:
         if self.exchanges or self.size == 1 or len(parts) == 1:
             return Several([self.all_gather(p.flat, p.own, tag=p.tag, label=label) for p in parts])
         group = self._groups[Channel.GATHER]
-        # Private to torch, which has nothing public that gathers several tensors at once; tests/comm tells
+        # Private to torch, which has nothing public that gathers several tensors at once; tests/comm shows
         # when it changes.
         with self.waits.naming(label), dist._coalescing_manager(group=group, async_ops=False):
             for part in parts:
@@ -358,7 +358,7 @@ class Axis:
                 different collectives so far, or the same ones in different orders. Sends 16 bytes more.
 
         Returns:
-            A function that waits for the answer; until its call the exchange runs beside other work.
+            A function that waits for the answer; until its call the exchange runs during other work.
         """
         if self.size == 1 or not flags:
             return lambda: list(flags)
@@ -396,7 +396,7 @@ class Axis:
         """Begin a `sum`; arguments as it has them.
 
         Returns:
-            A function that waits for the sum; until its call the exchange runs beside other work.
+            A function that waits for the sum; until its call the exchange runs during other work.
         """
         if self.size == 1:
             return lambda: value

@@ -59,7 +59,7 @@ class CommReport:
 
 @dataclass
 class Counter:
-    """Running sums behind a CommReport."""
+    """Running sums that a CommReport is made from."""
 
     bytes_sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))

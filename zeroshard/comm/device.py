@@ -25,7 +25,7 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """The facts that the choice of a device depends on, beside the config."""
+    """The facts that the choice of a device depends on, other than the config."""
 
     environment: Mapping[str, str]
     accelerator: str | None

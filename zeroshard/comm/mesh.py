@@ -82,7 +82,7 @@ def shared_group(
     """Return the group of this rank that was made for a purpose, or make it; collective the first time.
 
     Args:
-        purpose: groups of different purposes are different communicators, which run beside each other.
+        purpose: groups of different purposes are different communicators, which run at the same time.
         parts: the ranks of each of the groups that are made together, the same on all ranks.
         timeout_s: the timeout of the group.
         make: a function that makes the groups of all parts and returns that of this rank.
@@ -252,7 +252,7 @@ class Axes:
     """The ranks that compute parts of the same layers, on the same batches."""
     activations: Axis
     """The ranks of `tp`; on accelerators with a communicator that only the stream of the forward uses. The
-    sums of gradients over `tp` run on another stream, beside it."""
+    sums of gradients over `tp` run on another stream, at the same time."""
 
     @staticmethod
     def of_one_group(mesh: DeviceMesh | None, axis: Axis) -> Axes:

@@ -63,7 +63,7 @@ class Receipt:
         messages: the messages of this rank.
         source: the pipeline rank that sends it.
         label: its name in error messages.
-        forms: the forms of its tensors; None if the sender tells them.
+        forms: the forms of its tensors; None if the sender sends them, too.
     """
 
     def __init__(self, messages: Messages, source: int, label: str, forms: Forms | None) -> None:
@@ -197,7 +197,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _written(forms: Forms) -> list[Tensor]:
-    """Return the headers that tell forms."""
+    """Return the headers that have the forms."""
     data = pickle.dumps(forms)
     first = data if len(data) <= _HEADER_BYTES else pickle.dumps(len(data))
     header = torch.frombuffer(bytearray(first.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
@@ -207,6 +207,6 @@ def _written(forms: Forms) -> list[Tensor]:
 
 
 def _read(header: Tensor) -> Forms | int:
-    """Return the forms that a header tells; or the number of bytes of another header that does."""
+    """Return the forms that a header has; or the number of bytes of another header that has them."""
     found: Forms | int = pickle.loads(header.numpy().tobytes())
     return found

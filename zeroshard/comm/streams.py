@@ -1,7 +1,7 @@
 """Device streams; the only file that knows them. On CPU these calls do nothing.
 
-Beside the caller's stream (compute) there is one for gathers, one for reductions, and one for the copies of
-each direction between device and host. Work on a side stream starts after all compute issued so far, so
+The caller's stream is compute. There is a side stream for gathers, one for reductions, and one for the copies
+of each direction between device and host. Work on a side stream starts after all compute issued so far, so
 memory that compute has released is safe to use there; compute waits for a side stream only where it needs the
 result. A buffer is allocated and freed on the same stream. Collectives run on the stream that is current when
 they are issued (see `Axis`), so a mark that follows one on its side stream covers it.
@@ -91,7 +91,7 @@ class Clock:
 
 
 class SideStream:
-    """A stream beside compute, on an accelerator; on CPU, plain execution in order."""
+    """A stream that runs during compute, on an accelerator; on CPU, plain execution in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

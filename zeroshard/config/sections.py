@@ -144,7 +144,7 @@ class Offload(Checked):
     num_threads: Annotated[int | None, checked.integer(1)] = None
     """Threads of an optimizer step on the host.
 
-    None: beside a GPU this rank's share of the cores, on CPU ranks as many as torch uses.
+    None: with a GPU this rank's share of the cores, on CPU ranks as many as torch uses.
     """
 
     def _requirements(self) -> list[Requirement]:

@@ -241,7 +241,7 @@ def _checked(folder: Path) -> Path:
 
 
 def _write_folder(folder: Path, recipe: Recipe, progress: Progress | None) -> None:
-    """Write all files beside the folder, and then give them its name."""
+    """Write all files into a partial folder, which then gets the name `folder`."""
     host = f"{folder.name}.{platform.node()}"
     for left in folder.parent.glob(f"{host}.*.partial"):  # of a writer that was killed: this one has the lock
         shutil.rmtree(left, ignore_errors=True)
@@ -560,7 +560,7 @@ def check_separation(model: Any, collate_fn: Callable[[Sequence[Block]], Mapping
     positions = torch.arange(4).repeat(2)
     rows = [torch.tensor([*first, 2, 0, 1, 2]) for first in ([0, 1, 2, 0], [0, 1, 2, 0], [1, 2, 0, 1])]
     samples = [{"input_ids": row, "labels": row, "position_ids": positions} for row in rows]
-    # An engine tells its own device: its parameters may lie on another one.
+    # An engine has a `device` of its own: its parameters may lie on another device.
     device = getattr(model, "device", None) or next(iter(model.parameters())).device
     mode = model.training
     model.eval()

@@ -68,8 +68,8 @@ def read_documents(file: Path, stream: BinaryIO) -> Iterator[TextSection | Chat]
     """Yield the documents of one file in order; those without text are left out.
 
     Args:
-        file: the path, which tells the format.
-        stream: the open file, whose position tells how much was read.
+        file: the path, which shows the format.
+        stream: the open file, whose position shows how much was read.
 
     Raises:
         ValueError: naming the file and line that is not as expected.

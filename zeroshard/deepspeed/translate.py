@@ -416,7 +416,7 @@ def _options(leaves: Mapping[str, Any]) -> tuple[Options, list[str]]:
 
 
 def _tell_dynamic(options: Options) -> None:
-    """Join the options of a dynamic loss scale into one; they have no effect beside a fixed scale."""
+    """Join the options of a dynamic loss scale into one; they have no effect with a fixed scale."""
     keys = [key for key in options if key.startswith("precision.loss_scale.")]
     asked = {key.rpartition(".")[2]: options.pop(key) for key in keys}
     if asked and options.get("precision.loss_scale") == "dynamic":

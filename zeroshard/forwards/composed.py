@@ -1,8 +1,8 @@
-"""Frozen weights that wrap other tensors, as those of torchao do: they are taken apart to be sharded.
+"""Frozen weights that wrap other tensors, as torchao's weights do: they are taken apart to be sharded.
 
     weight    Int8Tensor      qdata      the largest tensor: codes, a frozen parameter in the weight's place
                               scale, ... buffers of the layer, `weight_scale` and so on, whole on each rank
-                                         beside `weight_zeroshard_form`, a description of the codes
+                                         and `weight_zeroshard_form`, a description of the codes
     forward   composes the weight of the unsharded codes and the buffers, by `__tensor_unflatten__`
 
 Sharding knows only the codes, as integers of bytes, which are never cast. A layer is put together again when
@@ -27,7 +27,7 @@ from zeroshard.plan.names import find_ignored
 _FORM = "_zeroshard_form"
 
 DESCRIPTION = "weight_zeroshard_form"
-"""The buffer of a layer that tells what its codes are: JSON, compared when a checkpoint is loaded."""
+"""The buffer of a layer that says what its codes are: JSON, compared when a checkpoint is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class WeightForm:
 
     kind: Any
     context: Any
-    """The values beside its tensors, as `__tensor_flatten__` gives them."""
+    """The values that it has in addition to its tensors, as `__tensor_flatten__` gives them."""
     codes: str
     """The name of the tensor that is sharded."""
     others: tuple[str, ...]
@@ -156,7 +156,7 @@ def _buffer(name: str) -> str:
 
 
 def buffers_of(layer: Any) -> list[str]:
-    """The names of the buffers that a layer has beside the codes of its weight, which was taken apart."""
+    """The names of the buffers that a layer has along with the codes of its weight, which was taken apart."""
     form = form_of(layer)
     return [] if form is None else [_buffer(name) for name in form.others]
 

@@ -187,7 +187,7 @@ def dequantized(layer: Layer, codes: Tensor) -> Tensor:
 
 
 def scales_in(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that the quantized layers of a sharded module keep beside their codes."""
+    """The tensors that the quantized layers of a sharded module keep along with their codes."""
     for layer in filter(has_codes, module.modules()):
         if form_of(layer) is not None:
             yield from (getattr(layer, name) for name in buffers_of(layer))
@@ -215,7 +215,7 @@ def num_scale_bytes(layer: Layer) -> int:
 
 
 def names_beside(module: nn.Module) -> set[str]:
-    """The names of the tensors that quantized layers have beside their codes in a state_dict."""
+    """The names of the tensors that quantized layers have along with their codes in a state_dict."""
     found = set()
     for name, layer in module.named_modules(remove_duplicate=False):
         if has_codes(layer):
@@ -268,7 +268,7 @@ def pending_layers(module: nn.Module) -> Iterator[tuple[str, Layer, Codes]]:
 
 
 def _scales(layer: Layer) -> Iterator[tuple[Any, str]]:
-    """The tensors beside the codes: (the object that holds it, its attribute)."""
+    """The tensors that come with the codes: (the object that holds it, its attribute)."""
     if has_8_bits(layer):
         yield layer.state, "SCB"
         return

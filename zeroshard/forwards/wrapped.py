@@ -286,7 +286,7 @@ class SavedActivations:
         self._fetched: set[int] = set()
         """The numbers of segments that were fetched."""
         self._alone = count_views(torch.empty(0)) - 1
-        """The holders that torch counts for a storage beside tensors."""
+        """The holders that torch counts for a storage in addition to tensors."""
 
     # -- forward --------------------------------------------------------------------------------------
 
@@ -412,7 +412,7 @@ class _Memory:
 
     @property
     def num_holders(self) -> int:
-        """The holders of the storage beside the saved tensors, as torch counts them."""
+        """The holders of the storage other than the saved tensors, as torch counts them."""
         return count_views(self.tensors[0]) - len(self.tensors)
 
     def start(self, copies: HostCopies) -> None:

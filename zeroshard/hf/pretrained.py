@@ -167,7 +167,7 @@ def _resolve_dtype(asked: Any, model_config: Any, tensors: dict[str, FileTensor]
 def build_skeleton(path: Path) -> nn.Module:
     """Return the float32 model of a transformers config on the meta device; no code of the folder is run.
 
-    Weights that the config tells to be codes of bitsandbytes are such codes.
+    If the config says that weights are codes of bitsandbytes, they are such codes.
 
     Args:
         path: a `config.json`, or a folder that has one. Weights are not looked at.

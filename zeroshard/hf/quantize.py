@@ -3,11 +3,11 @@
 A folder of transformers may have codes of bitsandbytes already:
 
     X.weight            codes; each rank reads its own part of them, in `initialize`
-    4 bits, beside it   X.weight.absmax, .quant_map, .nested_absmax, .nested_quant_map: scales
+    4 bits, with them   X.weight.absmax, .quant_map, .nested_absmax, .nested_quant_map: scales
                         X.weight.quant_state.bitsandbytes__nf4: a description in JSON
-    8 bits, beside it   X.SCB: scales; X.weight_format: the order of the codes
+    8 bits, with them   X.SCB: scales; X.weight_format: the order of the codes
 
-Tensors beside the codes are small, and are read whole.
+The tensors that come with the codes are small, and are read whole.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Prequantized:
     Args:
         path: the folder, for errors.
         config: the `quantization_config` of its config.json.
-        tensors: the tensors of the folder by name; those beside codes are taken out of it.
+        tensors: the tensors of the folder by name; tensors that come with codes are taken out of it.
 
     Raises:
         ValueError: the weights are quantized by another library.

@@ -194,7 +194,7 @@ def _engine_in(state: Mapping[str, Any], call: str) -> Engine:
 
 
 class _EngineSync(_BackwardSyncControl):
-    """Tells an engine which micro-batches are not the last of a step: their sums stay sharded."""
+    """Says to an engine which micro-batches are not the last of a step: their sums stay sharded."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         assert isinstance(module, Engine)

@@ -62,7 +62,7 @@ def cast_inputs(
 
 
 def view_tensors(value: Any) -> Any:
-    """Return the nested value with views of tensors that require gradients; autograd tells views apart."""
+    """Return the nested value with views of tensors that require gradients: autograd sees other tensors."""
     return change_tensors(value, lambda t: t.view_as(t) if t.requires_grad else t)
 
 

@@ -225,7 +225,7 @@ class TargetKind(NamedTuple):
     default: str | None
     """The text if none is given; None: one is required."""
     package: str | None
-    """The package that it needs beside zeroshard's own requirements."""
+    """The package that it needs in addition to zeroshard's own requirements."""
 
 
 KINDS: Mapping[str, TargetKind] = {
@@ -329,7 +329,7 @@ class StepLog:
             "wandb:PROJECT", "mlflow:URI", or an object with the methods `log` and `close` of `Target`.
         every: steps from one report to the next.
         num_steps: steps of the whole run, for the terminal.
-        config: values that belong to the run, beside the config of the engine.
+        config: values that belong to the run, in addition to the config of the engine.
 
     Raises:
         ValueError: `every` is below 1, or there is no such target; on all ranks.

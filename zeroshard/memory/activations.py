@@ -3,13 +3,13 @@
 The backward of a block needs so many tensors of tokens x width elements, in the compute dtype:
 
     whole on each rank    5    the inputs of both norms and of both divided pairs, and dropout masks
-    divided over tp      12    queries, keys, values and attention (4), and twice 4 x width behind it
+    divided over tp      12    queries, keys, values and attention (4), and twice 4 x width after it
     attention scores    2.5    tokens x heads x length elements: softmax, its dropout and the mask; over tp
 
 In 16 bits that is s b h (10 + 24 / tp + 5 a s / (h tp)) bytes. Fused kernels compute attention scores again
 in the backward, and so does selective recomputation: then the last row is not there. If parts of the sequence
 lie on the tensor ranks, the first row is divided, too. With recomputation of each block only its input is
-kept, and one block is there whole. Behind the blocks come the inputs of the last norm and of the head, and
+kept, and one block is there whole. After the blocks come the inputs of the last norm and of the head, and
 the logits in float32.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equations 1

@@ -290,13 +290,13 @@ class PartBytes:
     first: int
     """Bytes that the modules before the blocks keep."""
     last: int
-    """Bytes that the modules behind the blocks and the loss add to those of the blocks."""
+    """Bytes that the modules after the blocks and the loss add to the bytes of the blocks."""
     shared: int = 0
     """Bytes that the model keeps outside of these modules; each chunk has them."""
     inside: int = 0
     """Bytes beyond those at the end of a block that are there inside it, at most; in a recomputation, too."""
     loss: int = 0
-    """Bytes beyond those at the end that are there in the modules behind the blocks and the loss, at most."""
+    """Bytes beyond those at the end that are there in the modules after the blocks and the loss, at most."""
     between: int
     """Bytes of the tensor that a block hands on."""
     sent: int = 0
@@ -383,7 +383,7 @@ def _num_messages(placement: Sequence[int], chunk: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staleness:
-    """The weights of a pipeline rank beside the newest ones."""
+    """The weights of a pipeline rank other than the newest ones."""
 
     versions: int = 0
     """The most older versions that it keeps at a time."""

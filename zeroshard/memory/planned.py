@@ -53,7 +53,7 @@ class PlannedRanks:
     units: tuple[list[UnitPlan], ...]
     """For each pipeline rank its units in order, the root first."""
     scales: tuple[int, ...]
-    """For each pipeline rank the bytes beside the codes of quantized weights, which each rank keeps."""
+    """For each pipeline rank the bytes of quantized weights other than their codes; each rank keeps them."""
     pipelined: PlannedPipeline | None = None
 
 

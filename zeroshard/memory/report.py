@@ -146,7 +146,7 @@ def measure(
     *,
     peak_versions: int = 0,
 ) -> MemoryReport:
-    """Add up the storages behind parameters, scales, gradients, optimizer states, averages, each once."""
+    """Add up the storages of parameters, scales, gradients, optimizer states, averages, each once."""
     context = runtime.context
     kept = (b.source.copy for b in runtime.buffers if b.source.copy is not None)
     resident = (b.full for b in runtime.buffers if b.is_resident)

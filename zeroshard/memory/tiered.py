@@ -196,7 +196,7 @@ def check_room(
 
     Raises:
         ValueError: a folder is not there.
-        RuntimeError: the node has less; the message tells the bytes of each kind, and what needs less.
+        RuntimeError: the node has less; the message has the bytes of each kind, and says what needs less.
     """
 
     def count(config: Config, states: States) -> dict[Tier, TierBytes]:

@@ -10,7 +10,7 @@ is ours, with exact nearest codes; else it is bitsandbytes' operator. A state of
     absmax2
     step
 
-The maps of the codes, which bitsandbytes keeps beside them, are the same for all: they are left out.
+The maps of the codes, which bitsandbytes keeps along with them, are the same for all: they are left out.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ _BITS = ("optim_bits", "min_8bit_size")
 """The options that a module may have by itself."""
 
 Overrides = dict[Tensor, dict[str, Any]]
-"""The hyperparameters of single original parameters beside those of their groups.
+"""The hyperparameters of single original parameters, in addition to the hyperparameters of their groups.
 
 bitsandbytes' optimizers have the number of bits of each parameter here.
 """
@@ -369,7 +369,7 @@ def from_common(optimizer: Any, common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rule_of(optimizer: Any) -> Rule | None:
-    """The rule that tells which states are signed, also of derived classes; None where no rule has them."""
+    """The rule that says which states are signed, also of derived classes; None where no rule has them."""
     if isinstance(optimizer, BlockwiseOptimizer):
         return optimizer.rule
     if is_bitsandbytes(optimizer):

@@ -2,7 +2,7 @@
 
 A step has three phases:
 
-    measure    of each slice by itself, the tensor whose norm counts beside that of the weights
+    measure    of each slice by itself, the tensor whose norm counts along with the weights' norm
                (LARS: the gradient; LAMB: the update)
     norms      of whole parameters, for all groups together: one exchange where ranks hold slices
     apply      the trust ratios that follow from them, slice by slice

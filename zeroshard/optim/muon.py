@@ -74,7 +74,7 @@ _HEADS = frozenset(("lm_head", "head", "output", "embed_out", "unembed", "classi
 """Names of the module that makes the output of a model, in the libraries that people use."""
 
 _COPY = re.compile(r"\.modules_to_save\.[^.]+")
-"""The part that peft adds to the name of a module that it trains beside adapters."""
+"""The part that peft adds to the name of a module that it trains along with adapters."""
 
 
 def orthogonalize(

@@ -7,7 +7,7 @@ Tensor ranks that drop other elements of the same values go apart without an err
 forward with the random state of the first one. In a region, between a layer that is divided by columns and
 the next one that is divided by rows, each rank has other elements, and draws other numbers.
 
-The state of a region is a function of the state at its beginning and the rank. Nothing is kept beside the
+The state of a region is a function of the state at its beginning and the rank. Nothing is kept but the
 default generator of the device. So a forward that runs again from the state of its beginning, as under
 recomputation and after a checkpoint was loaded, draws the same numbers again.
 

@@ -32,7 +32,7 @@ from zeroshard.plan.units import UnitSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DtypePolicy:
-    """The dtypes that the user asked for. Each field tells what None means."""
+    """The dtypes that the user asked for. Each field says what None means."""
 
     param_dtype: torch.dtype | None
     """The dtype of forward and backward; None: each parameter's own."""
@@ -53,7 +53,7 @@ class DtypePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The inputs of a plan beside the parameters."""
+    """The inputs of a plan other than the parameters."""
 
     placements: Placements
     dtypes: DtypePolicy

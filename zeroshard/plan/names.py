@@ -37,8 +37,8 @@ class Cast:
     """The dtypes of the values that go into a module and come out of it.
 
     A module whose parameters all compute in a dtype that the user asked for is cast: it gets its float inputs
-    in that dtype, and its outputs go back to the dtype of its inputs. A module that has other parameters
-    besides is left as it is, and its forward deals with two dtypes.
+    in that dtype, and its outputs go back to the dtype of its inputs. A module that has other parameters,
+    too, is left as it is, and its forward deals with two dtypes.
     """
 
     dtype: torch.dtype

@@ -58,7 +58,7 @@ def is_coded(parameter: Tensor) -> bool:
 def is_packed(parameter: Tensor) -> bool:
     """True for the codes of a quantized weight, which are never cast.
 
-    They are integers, or values of any dtype whose `quant_state` tells how bitsandbytes has packed them.
+    They are integers, or values of any dtype whose `quant_state` says how bitsandbytes has packed them.
     """
     return not parameter.is_floating_point() or getattr(parameter, "quant_state", None) is not None
 

@@ -1,6 +1,6 @@
 """ZeRO stages as data (Rajbhandari et al. 2020, "ZeRO", section 5): the place of each kind of model state.
 
-A *placement* tells how a tensor lies over the ranks of one axis of the mesh. A stage is a row of a table: the
+A *placement* says how a tensor lies over the ranks of one axis of the mesh. A stage is a row of a table: the
 placements of each kind of model state. `exchange.py` derives the collectives from it.
 """
 

@@ -81,7 +81,7 @@ def peak_unsharded_bytes(units: Sequence[UnitPlan], num_together: int) -> int:
 
     Args:
         units: the root first, then the others in the order of their forwards.
-        num_together: units beside the root that are gathered at the same time.
+        num_together: units other than the root that are gathered at the same time.
     """
     root, *others = map(unsharded_bytes, units)
     others = [size for size in others if size]  # the others are not gathered ahead

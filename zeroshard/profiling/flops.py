@@ -1,7 +1,7 @@
 """The floating-point operations of a step: all that run, and those of the model alone.
 
     of the model     the forward and the backward as the formulas of the model have them
-    beside it        forwards that run again, scores that a kernel of attention computes again, and the
+    outside of it    forwards that run again, scores that a kernel of attention computes again, and the
                      products of an optimizer such as Muon
 
 Chowdhery et al. 2022, PaLM, appendix B, divide the first by the time for the model FLOPs utilization (MFU),

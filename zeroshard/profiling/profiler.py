@@ -46,7 +46,7 @@ def profile(
     Args:
         engine: an engine, or a sharded model.
         memory: note the memory at the begin of each phase.
-        operations: run `torch.profiler` beside, with our phases as ranges; `profile.operations` is its
+        operations: run `torch.profiler`, too, with our phases as ranges; `profile.operations` is its
             profile, with `key_averages()` and `export_chrome_trace(path)`. This takes time of its own.
         flops: count the floating-point operations of the first step: those of matrix products and attention
             that run, and those of the model among them. It runs slower, so the times begin after it, and at
@@ -106,7 +106,7 @@ def profile(
         timeline = PhaseTimeline(clock.now)
         recorder = PhaseRecorder(runtime, timeline, on_phase, on_step)
         recorder.attach()
-        stack.callback(fill)  # after an exception, too: the memory tells why there was none left
+        stack.callback(fill)  # after an exception, too: the memory shows why there was none left
         yield result
 
 
@@ -221,7 +221,7 @@ class PhaseRecorder:
             for gradients in unit.gradients:
                 for verb in ("pack", "deliver"):
                     self._replace(gradients, verb, Label("reduce", unit.described), _never)
-            # The streams of an accelerator copy beside compute, which notes nothing of it.
+            # The streams of an accelerator copy during compute, which notes nothing of it.
             for buffer in unit.buffers if self._runtime.context.device.type == "cpu" else ():
                 self._replace(buffer.source, "transfer", Label("copy", unit.described), _never)
         self._note_steps()

@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def merge(orders: Iterable[Sequence[T]]) -> list[T]:
-    """Make one order of all elements: a new element goes right behind its predecessor in its own order."""
+    """Make one order of all elements: a new element goes right after its predecessor in its own order."""
     merged: list[T] = []
     for order in orders:
         place = 0

@@ -3,7 +3,7 @@
     before forward    unshard this, prefetch the next, wait for this
     after forward     put the sharded parameters back; the storage goes when the next unit begins
     before backward   take the turns of the backward up to this unit, wait for it. It begins with the first
-                      gradient of an output, or of a layer inside: its values may leave beside the outputs
+                      gradient of an output, or of a layer inside: its values may leave with the outputs
     a gradient        pack it; when the unit has all of its gradients and it is its turn, start the reduction
     end of backward   take the turns that are left, agree on which parameters were used, deliver, free
 
@@ -311,7 +311,7 @@ class Passes:
         return output
 
     def watch_layer(self, unit: Unit, output: Any) -> None:
-        """Hook a layer with parameters: its values may leave the unit beside the outputs, as in a cache."""
+        """Hook a layer with parameters: its values may leave the unit with the outputs, as in a cache."""
         if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
             return
         call, before_again = unit.call, self._before_again

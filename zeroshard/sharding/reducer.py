@@ -10,7 +10,7 @@ that their order is the same on all ranks.
 some units, to which no later backward of the step adds. They are packed like all that it defers, so that bits
 do not depend on the time of a reduction. Their sums have packed buffers anyway: at the end of the backward,
 and between backwards, the reductions that are left start together and nobody waits for them: they go on
-beside whatever comes next. The last backward of the step waits for them, agrees with all ranks and delivers;
+during whatever comes next. The last backward of the step waits for them, agrees with all ranks and delivers;
 without one, the step does. A gradient that comes to such a unit nevertheless is reduced by itself at the end.
 """
 
@@ -409,7 +409,7 @@ class Reducer:
         """Drop the gradients that have not been delivered: the backward has ended in an exception.
 
         Other ranks may have started reductions that this one has not, and may come to their end. So the rest
-        is reduced here as well, and the agreement tells the other ranks.
+        is reduced here as well, and the agreement shows the exception to the other ranks.
         """
         self._start_others()
         if self._is_open:

@@ -62,7 +62,7 @@ class Runtime:
         self.root, self.units, self.context, self.changes = units[0], tuple(units), context, changes
         self.state, self.here = context.state, context.axes.dp.rank_status
         self.ignored: Mapping[nn.Parameter, str] = {}
-        """Parameters that are not sharded; optimizers may step them beside the others."""
+        """Parameters that are not sharded; optimizers may step them along with the others."""
         self.casts: Mapping[nn.Module, Cast] = {}
         """Modules that compute in a dtype of their own."""
         self.seen: list[tuple[Sized, int, Mapping[str, nn.Module | None], list[nn.Module | None]]] = []
@@ -245,7 +245,7 @@ class Runtime:
         """
         self.context.axes.dp.ledger.note(STEP, REDUCE)
         torch.clear_autocast_cache()  # torch keeps casts up to the end of the context
-        # The tier of files tells of each part of a step itself.
+        # On the tier of files each part of a step is noted by itself, by `stepped` of the source.
         self.changed(b for b in self.buffers if b.trainable and b.plan.main_tier is not Tier.DISK)
         if self.state.phase is (Phase.STEP if is_last else Phase.REST):
             self.state.move(Phase.REST if is_last else Phase.STEP)
@@ -254,7 +254,7 @@ class Runtime:
 
     @contextmanager
     def part(self, name: Hashable, units: Collection[Unit]) -> Iterator[None]:
-        """Run a forward or a backward of some units, beside others whose graphs are alive.
+        """Run a forward or a backward of some units, while graphs of others are alive.
 
         Args:
             name: the name of the forward; a backward with the same name comes to its calls alone.

@@ -109,9 +109,9 @@ class Slots:
         self._at_rest: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Each slot with the unsharded parameter, and with the parameter that it shows at rest."""
         self._plain: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
-        """Those of plain modules, with the dictionary in the place of the module: this is the hot path."""
+        """The places in plain modules, with the dictionary in place of the module: this is the hot path."""
         self._watched: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        """Those of modules that must hear of a change: an RNN keeps a list of its weights beside."""
+        """The places in modules that must hear of a change: an RNN keeps a list of its weights, too."""
         self._versions: dict[int, tuple[int, int]] = {}
         """The version and the place in memory of each stand-in when it was first shown, by its id."""
         self.stand_in({})

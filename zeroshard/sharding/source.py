@@ -3,7 +3,7 @@
     main    [shard] or [total]  main dtype; always there
     copy    like main           compute dtype; where `main` lies on a tier that gathers do not read
 
-Both may lie on other tiers than the device; the plan tells where.
+Both may lie on other tiers than the device; the plan says where.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Source:
         return target
 
     def transfer(self, values: Tensor, target: Tensor) -> None:
-        """Copy values of any tier and dtype, on the current stream; a device beside the host casts them."""
+        """Copy values of any tier and dtype, on the current stream; a device that is not the host casts."""
         memory = self._context.memory
         memory.fetch(values)
         memory.check(target)

@@ -168,7 +168,7 @@ class Unit:
         self.slots = Slots(buffers)
         """The places in modules that hold its parameters."""
         self.layers = set() if self.is_resident else self.slots.owners.difference(modules)
-        """Modules inside, whose values may leave the unit beside its outputs; none in a compiled module."""
+        """Modules inside, whose values may leave the unit with its outputs; none in a compiled module."""
         self.edits = Edits(buffers)
         """Notices edits of its unsharded parameters."""
 

@@ -19,7 +19,7 @@ def wholes_in(buffer: FlatBuffer, flat: Tensor, tp: Axis) -> list[Tensor]:
     """Gather tensors over the tensor ranks, from a flat range with the parts of this rank; collective.
 
     Args:
-        buffer: it tells the places in the range.
+        buffer: it has the places in the range.
         flat: [total]
         tp: the tensor ranks.
 

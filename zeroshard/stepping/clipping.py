@@ -101,7 +101,7 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
 
     Every rank adds up the powers of the elements that the layout gives it, at every stage alike, in float64.
     So the norm of the same gradients does not depend on the stage: to the bit on CPU ranks, which add up each
-    parameter by itself; on accelerators as `norms.foreach_sum_of_squares` tells.
+    parameter by itself; on accelerators as `norms.foreach_sum_of_squares` says.
 
     Args:
         order: the order of the norm, above 0; inf gives the largest magnitude.
@@ -218,7 +218,7 @@ class Scaling(Home):
 
     Args:
         optimizer: the optimizer of the step.
-        state: the state of the module; it tells that somebody looks.
+        state: the state of the module; it shows that somebody looks.
     """
 
     def __init__(self, optimizer: Optimizer, state: ModuleState) -> None:

@@ -1,11 +1,11 @@
 """Steps during the backward: a unit is stepped as soon as its gradient is reduced, and the gradient goes.
 
-So the gradients of a few units exist at a time, and the step of a tier runs beside the backward. Results are
-those of a step after the backward, if there is one backward for each micro-batch. The last micro-batch's is
-the one that steps. A unit is left to `optimizer.step()` if this rank has no gradient for a part of it, or if
-its gradient may come in several parts.
+So the gradients of a few units exist at a time, and the step of a tier runs during the backward. Results are
+the same as with a step after the backward, if there is one backward for each micro-batch. The backward of the
+last micro-batch steps. A unit is left to `optimizer.step()` if this rank has no gradient for a part of it, or
+if its gradient may come in several parts.
 
-Beside an accelerator, units that the host steps (those in files, and large ones on the host) have a thread of
+With an accelerator, units that the host steps (units in files, and large ones on the host) have a thread of
 their own. The thread of the backward goes on to launch kernels:
 
     backward   hands a unit over, with the marks of the copies of its gradients to the host
@@ -85,7 +85,7 @@ class Worker:
         """
         try:
             wait(self._under_way)
-        except BaseException:  # Ctrl-C: nobody may go on beside the thread
+        except BaseException:  # Ctrl-C: nobody may go on while the thread runs
             self.cancel()
             raise
         done, self._under_way, self._failure = self._under_way, deque(), Event()

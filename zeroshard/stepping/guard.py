@@ -94,7 +94,7 @@ class StepGuard:
 
     Args:
         runtime: the runtime of the gradients.
-        config: the config; it tells of clipping, and of gradients that are not finite.
+        config: the config; it says what happens to large gradients, and to gradients that are not finite.
         optimizer: the one optimizer that steps after `make_ready`; None if there may be others.
     """
 
@@ -264,7 +264,7 @@ def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> None:
 
     Args:
         runtime: the runtime of the gradients.
-        loss: the loss behind them, if it is known; it is compared too.
+        loss: the loss that they come from, if it is known; it is compared, too.
 
     Raises:
         RuntimeError: on all ranks, some of them differ.

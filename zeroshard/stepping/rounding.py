@@ -11,8 +11,8 @@ The random bits are a hash, not a generator's: the same at any number of ranks, 
     word n  the n-th output, from 0, of SplitMix64 that starts at `key` (Steele, Lea, Flood 2014, figure 17)
     bits    of element i of the whole parameter: the (i mod 4)-th 16 bits, from the lowest, of word i // 4
 
-Tensor ranks that hold parts of a parameter draw for each part by itself, with its number behind the name.
-Those that hold the same parameter draw the same bits, so that it stays the same.
+Tensor ranks that hold parts of a parameter draw for each part by itself, with its number after the name.
+Tensor ranks that hold the same parameter draw the same bits, so that it stays the same.
 
 On a CPU numba compiles one pass over memory (`bfloat16.py`), on a GPU Triton (`bfloat16_gpu.py`). Without
 them, and for small slices on a CPU, torch operations give the same bits.
@@ -187,7 +187,7 @@ def _signed(word: int) -> int:
 
 
 class InPlace(Home):
-    """Leaves parameters as they are, and tells the optimizer their random bits.
+    """Leaves parameters as they are, and gives the optimizer their random bits.
 
     Args:
         starts: the first element of each slice, counted in the whole parameter.

@@ -329,7 +329,7 @@ class WholesOverRanks:
         if plan.inward is not None:
             agreed()
         updates = self._compute(plan, tensors, compute)
-        if plan.inward is None:  # the agreement ran beside the computation
+        if plan.inward is None:  # the agreement ran during the computation
             agreed()
         pieces: list[list[_UpdatePiece]] = [[] for _ in parameters]
         for number in plan.owned:

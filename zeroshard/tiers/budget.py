@@ -121,7 +121,7 @@ def host_bytes_free() -> int:
 
 
 class _Files(NamedTuple):
-    """The names in which a version of control groups tells about memory."""
+    """The names of the files in which a version of control groups shows memory."""
 
     limit: str
     usage: str

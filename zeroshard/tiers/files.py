@@ -1,7 +1,7 @@
 """The files of one rank on the nvme tier: space is reserved in them, read and written by a few threads.
 
     allocate -> Extent            space in the files, padded to whole blocks
-    write    -> FileTransfer      its chunks go to the threads, which write beside the caller
+    write    -> FileTransfer      its chunks go to the threads, which write while the caller goes on
     read     -> FileTransfer
     free                          the space is used again by an extent of the same size
 
@@ -69,7 +69,7 @@ def chunk_size(padded: int, num_parts: int, least: int, most: int) -> int:
 
 
 def cut(padded: int, size: int, ends: Sequence[int]) -> tuple[Chunk, ...]:
-    """Cut an extent into chunks behind the present ends of the files.
+    """Cut an extent into chunks after the present ends of the files.
 
     Args:
         padded: bytes of the extent.
@@ -108,7 +108,7 @@ class Extent:
 
 
 class FileTransfer:
-    """A read or a write that goes on beside the caller."""
+    """A read or a write that runs while the caller goes on."""
 
     def __init__(self, futures: Sequence[Future[str]]) -> None:
         self._futures = futures
@@ -190,7 +190,7 @@ class Swap:
         """Reserve space on the disk. It has no values before the first write.
 
         Raises:
-            RuntimeError: the disk is full. The message tells the bytes that were asked for and are free.
+            RuntimeError: the disk is full. The message has the bytes that were asked for and that are free.
         """
         self._check_open()
         padded = round_up(num_bytes, self.alignment)
@@ -409,7 +409,7 @@ class Range(NamedTuple):
 
 
 class _FileMapping(mmap.mmap):
-    """The mapping under a tensor; it tells when nobody holds the tensor any more."""
+    """The mapping under a tensor; it calls `when_gone` when nobody holds the tensor any more."""
 
     when_gone: Callable[[], None] = staticmethod(lambda: None)
     process = 0
@@ -423,7 +423,7 @@ def map_ranges(ranges: Sequence[Range], when_gone: Callable[[], None]) -> Tensor
     """Return ranges of files, one after the other, as one tensor of uint8.
 
     Args:
-        ranges: ranges whose bytes exist; a read behind the end of a file would end the process.
+        ranges: ranges whose bytes exist; a read beyond the end of a file would end the process.
         when_gone: called when the last tensor over the mapping goes.
 
     Raises:
@@ -462,7 +462,7 @@ def evict(tensor: Tensor) -> None:
 
 
 def read_ahead(tensor: Tensor) -> None:
-    """Let the system read the pages of a contiguous mapped tensor, beside the caller."""
+    """Let the system read the pages of a contiguous mapped tensor, while the caller goes on."""
     _advise(tensor, mmap.MADV_WILLNEED)
 
 

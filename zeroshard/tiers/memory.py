@@ -14,7 +14,7 @@ all the time, and would keep many times the memory that it needs.
 
 A pool keeps host memory for values of the device until the next step: to pin memory is slow. A buffer is
 taken for a copy and given back later, perhaps while the device has not come to its last copy yet. That is
-safe, as the next copy into the buffer is queued behind.
+safe, as the next copy into the buffer is queued after that one.
 
 [Note: Buffers end after their copies] Pinned memory of torch would wait for such copies by itself, but torch
 rounds it up to a power of two. The memory here has the exact size, and the system takes it back with the last
@@ -73,7 +73,7 @@ def host_memory(num_bytes: int, pinned: bool) -> Tensor:
 
     Args:
         num_bytes: the exact size; the system rounds it up to a page.
-        pinned: register it with the CUDA driver, so that copies to and from a device run beside the host.
+        pinned: register it with the CUDA driver, so that the host goes on during copies to and from a device.
 
     Raises:
         RuntimeError: the system or the driver refuses the memory, or there is no CUDA device to pin it for.

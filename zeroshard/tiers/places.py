@@ -51,7 +51,7 @@ class TierMemory:
     def swap(self) -> Swap:
         """The files of this rank."""
         if self._swap is None:
-            return_freed_memory()  # units that come from files and go are to leave nothing behind
+            return_freed_memory()  # units that come from files and go are to keep no memory
             self._swap = self._open_swap()
         return self._swap
 
@@ -70,7 +70,7 @@ class TierMemory:
         return swap.map(swap.allocate(num_bytes))[:num_bytes].view(dtype)
 
     def host(self, num_bytes: int) -> Tensor:
-        """Return host memory, [num_bytes] of uint8 from the start of a page; pinned beside a GPU."""
+        """Return host memory, [num_bytes] of uint8 from the start of a page; pinned if there is a GPU."""
         return host_memory(num_bytes, pinned=self.device.type == "cuda")
 
     def tier_of(self, tensor: Tensor) -> Tier:

@@ -187,7 +187,7 @@ class SwapFile:
     def check(self) -> None:
         """Raise a RuntimeError if somebody has removed or truncated the file; its values are lost for good.
 
-        A write behind the new end would otherwise make the file long again, with zeros before it.
+        A write beyond the new end would otherwise make the file long again, with zeros before it.
         """
         with self._lengths:
             status = os.fstat(self._lock)
@@ -247,7 +247,7 @@ def place_in(folder: Path) -> Path:
 
 
 def _raise_unless_invalid(error: OSError) -> None:
-    """Raise all errors but the one that tells of a missing kind of I/O."""
+    """Raise all errors but the error for a kind of I/O that is missing."""
     if error.errno != errno.EINVAL:
         raise error
 

@@ -33,7 +33,7 @@ def read_schedule(config: Config) -> str:
         text = Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"pipeline.schedule: expected a file of lists, got {given}: {error}") from None
-    return text + "\n"  # the end of a line tells a text from a name
+    return text + "\n"  # the end of a line shows that it is a text, not a name
 
 
 def with_schedule(config: Config, schedule: str) -> Config:
@@ -78,7 +78,7 @@ def full_schedule_of(config: Config) -> Schedule:
 
 
 def largest_schedule_of(config: Config) -> Schedule:
-    """Return the lists that take the most memory, behind the synchronous steps.
+    """Return the lists that take the most memory, after the synchronous steps.
 
     They are those of a batch. But `train_batches` makes one list of many batches, so an asynchronous pipeline
     may be full with few micro-batches in each. It has the most versions when those of the micro-batches that

@@ -323,6 +323,6 @@ def tell_hooked(name: str = "") -> str:
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """True for an embedding, also with an adapter around it or a trained copy beside it."""
+    """True for an embedding, also with an adapter around it or with a trained copy."""
     inside = getattr(module, "base_layer", getattr(module, "original_module", module))
     return isinstance(inside, nn.Embedding)

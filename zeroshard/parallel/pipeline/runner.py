@@ -149,8 +149,8 @@ class Runner:
 
         Args:
             agree: waits for a value that all ranks have alike. Where it was seen before, all tensors between
-                chunks have the forms that they had then, and are sent without them. The exchange behind it
-                runs beside the first action, if that needs no message.
+                chunks have the forms that they had then, and are sent without them. The exchange of the
+                value runs during the first action, if that action needs no message.
 
         Raises:
             RuntimeError: a tensor has another form than with the same value before.

@@ -204,8 +204,8 @@ def require_steps(schedule: Schedule) -> None:
     """Check that an asynchronous pipeline can train with a list of the user's.
 
     Raises:
-        ValueError: a rank has several chunks, or actions beside compute and steps; or gradients are left that
-            no step applies, or a step that applies none; or ranks take different numbers of steps.
+        ValueError: a rank has several chunks, or actions other than compute and steps; or gradients are left
+            that no step applies, or a step that applies none; or ranks take different numbers of steps.
     """
     numbers = []
     for rank, actions in enumerate(schedule.lists):

@@ -32,7 +32,7 @@ class _Aside:
     """Sums of the gradients of later chunks, see [Note: Two chunks of one rank].
 
     Args:
-        shared: tells the chunk whose backward runs.
+        shared: has the chunk whose backward runs.
         gradients: of one buffer.
         chunks: the chunks of this rank that use its parameters.
         everyone: the ranks that hold the same part of the model.

@@ -33,7 +33,7 @@ class ActionCosts:
     """The durations of actions, in any unit of time.
 
     The defaults are the usual ones of papers: a forward takes 1, a whole backward 2. Unshard, reshard and
-    reduce take no time here, as they run beside the compute.
+    reduce take no time here, as they run during compute.
 
     Raises:
         ValueError: a duration is negative, infinite or not a number.

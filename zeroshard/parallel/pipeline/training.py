@@ -8,9 +8,9 @@ around each forward and backward. Else the units of a chunk are gathered togethe
 The gradients of all micro-batches but the last are added up here, and reduced once:
 
     units of one chunk         in the last backward of the chunk, unit by unit while it runs; later actions go
-                               on beside the exchanges. If the list has a reduce of the chunk, and other
+                               on during the exchanges. If the list has a reduce of the chunk, and other
                                actions compute before it, the reductions begin there
-    the root, and units that   in the last backward of the rank; a reduce behind it has nothing left to do
+    the root, and units that   in the last backward of the rank; a reduce after it has nothing left to do
     several chunks use
 
 The last backward of the rank waits for all of them, and hands the gradients to the parameters. Data-parallel
@@ -178,7 +178,7 @@ def _flags(value: int) -> list[bool]:
 
 
 def shapes_of(value: Any) -> Any:
-    """Return a value that tells the shapes of a batch."""
+    """Return a value that has the dtypes and shapes of a batch."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape)
     if isinstance(value, Mapping):
@@ -291,7 +291,7 @@ class PipelineTraining:
 
         Returns:
             A function that waits for the mean loss over the micro-batches, 0-dim, on all ranks of the
-            pipeline. Until its call the exchange of it runs beside other work.
+            pipeline. Until its call the exchange of the loss runs during other work.
 
         Raises:
             ValueError: the batch does not divide into the micro-batches, or the schedule does not exist with

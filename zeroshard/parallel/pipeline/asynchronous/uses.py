@@ -102,7 +102,7 @@ WEIGHTS: dict[str, WeightMethod] = {
 
 
 def kept_versions(ages: Ages, rank: int, chunk: int, uses: Uses) -> tuple[frozenset[int], ...]:
-    """Return, for each step of a chunk, the versions from before it that are used behind it."""
+    """Return, for each step of a chunk, the versions from before it that are used after it."""
     kept: list[frozenset[int]] = []
     later: frozenset[int] = frozenset()
     newest = sum(action.is_step_of(chunk) for action in ages.schedule.lists[rank])

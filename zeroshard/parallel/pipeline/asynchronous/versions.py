@@ -204,7 +204,7 @@ def write_moved(target: Tensor, buffer: FlatBuffer, change: Change, ahead: int) 
 
 
 class WeightsPlace:
-    """The weights of one buffer; a subclass tells how the units get them.
+    """The weights of one buffer; a subclass says how the units get them.
 
     Args:
         buffer: the buffer.
@@ -218,7 +218,7 @@ class WeightsPlace:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all weights here, beside the main parameters."""
+        """The bytes of all weights here other than the main parameters."""
         return sum(values.nbytes for values in self._kept.values())
 
     def begin(self, *, moves: bool) -> None:
@@ -280,7 +280,7 @@ class ShownWeights(WeightsPlace):
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all weights here, beside the main parameters."""
+        """The bytes of all weights here other than the main parameters."""
         return super().num_bytes + (0 if self._moved is None else self._moved.nbytes)
 
     def begin(self, *, moves: bool) -> None:
@@ -322,7 +322,7 @@ class Delays(NamedTuple):
     uses: Mapping[Action, Use]
     """The weights of each of its compute actions."""
     kept: tuple[frozenset[int], ...]
-    """For each of its steps, the older versions that are used behind it."""
+    """For each of its steps, the older versions that are used after it."""
     taus: tuple[int, ...]
     """For each of its steps, the most steps since a forward whose gradient it applies."""
 
@@ -388,7 +388,7 @@ class WeightVersions:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all weights beside the main parameters and what is gathered of them."""
+        """The bytes of all weights other than the main parameters and what is gathered of them."""
         return sum(place.num_bytes for place in self._places)
 
     def reset_peak(self) -> None:
@@ -397,7 +397,7 @@ class WeightVersions:
 
     @contextmanager
     def batch(self, delays: Delays) -> Iterator[None]:
-        """Run a list: versions are counted from 0, and none are left behind it."""
+        """Run a list: versions are counted from 0, and none are left after it."""
         self._kept, self._newest = delays.kept, 0
         moves = any(use.ahead for use in delays.uses.values())
         try:
@@ -422,7 +422,7 @@ class WeightVersions:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Keep the weights from before the step inside, if they are used behind it, and drop older ones."""
+        """Keep the weights from before the step inside, if they are used after it, and drop older ones."""
         self._runtime.check_edits()
         kept = self._kept[self._newest]
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
