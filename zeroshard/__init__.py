@@ -74,7 +74,7 @@ _HOMES = {
     "Profile": "profiling.report",
     **dict.fromkeys(("Sharded", "shard"), "sharded"),
 }
-"""The module of each public name. A name must not be that of a module, whose import would hide it."""
+"""The module of each public name. A name must not be the name of a module, whose import would hide it."""
 
 
 if not TYPE_CHECKING:  # to a type checker a name that is not imported above is an error

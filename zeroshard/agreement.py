@@ -106,7 +106,7 @@ def describe_versions(versions: Sequence[str]) -> str:
 
 def _config_facts(config: Config) -> Iterator[str]:
     for key, value in flat(config).items():
-        if key != "device":  # its index may be another one on each rank
+        if key != "device":  # its index may differ between ranks
             yield f"config {key}={'a predicate' if callable(value) else value!r}"
 
 

@@ -93,7 +93,7 @@ def specify_units(module: nn.Module, config: Config) -> list[UnitSpec]:
 
 
 def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = None) -> Axes:
-    """Open the axes that `config` asks for over all ranks, or those of a mesh; collective."""
+    """Open the axes that `config` asks for over all ranks, or the axes of a mesh; collective."""
     inner = config.reshard_after_forward
     return open_axes(
         mesh or build_mesh(config, world.device), world, inner_size=1 if isinstance(inner, bool) else inner

@@ -15,7 +15,7 @@ class EMA:
 
     It belongs to the engine from then on. Each step that the engine counts updates it, whoever takes the
     step; a step that is left out (float16, `nonfinite="skip"`) does not. Checkpoints of the engine hold it.
-    Averages are those of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay): the first
+    Averages are as in torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay): the first
     update copies the parameters, each later one is `average.lerp_(parameter, 1 - decay)`, in float32 or
     wider. Frozen parameters are not averaged, and buffers are copied.
 
@@ -25,7 +25,7 @@ class EMA:
         name: the name in checkpoints, for several averages of one engine.
 
     Raises:
-        ValueError: an argument is not as expected, or another one on another rank; the engine has an average
+        ValueError: an argument is not as expected, or differs between ranks; the engine has an average
             of this name; or main parameters lie in files (`offload.optimizer="nvme"`).
         RuntimeError: the call is in a forward or backward, or in `unsharded()` or `applied()`.
     """

@@ -4,8 +4,8 @@ Ranks hold slices of each. A read gathers the slices of a shard group, some mega
 pipeline ranks hold parts of the model, the first one with the parameter sends the result to the others. For a
 write every rank gives the same full tensor and keeps its slice of it.
 
-All ranks call the methods of the engine with the same name, outside of forward and backward. Names are those
-of `named_parameters()`, and the other names of tied parameters.
+All ranks call the methods of the engine with the same name, outside of forward and backward. Names are the
+names of `named_parameters()`, and the other names of tied parameters.
 """
 
 from __future__ import annotations

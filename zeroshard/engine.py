@@ -44,7 +44,7 @@ from zeroshard.stepping.guard import InterruptedStep, StepGuard
 class Engine(NotCopied, nn.Module):
     """A sharded model with its optimizer. `zeroshard.initialize` makes it.
 
-    Its parameters, buffers and modules are those of the model, under their original names. Between steps the
+    Its parameters, buffers and modules are the model's, under their original names. Between steps the
     parameters are this rank's 1-D slices. Names that the engine lacks are looked up in the model.
     """
 
@@ -217,7 +217,7 @@ class Engine(NotCopied, nn.Module):
         return is_taken
 
     def _step_in_list(self, around: AbstractContextManager[None]) -> None:
-        """Take a step in the middle of a list; `around` corrects that of the optimizer."""
+        """Take a step in the middle of a list; `around` corrects the step of the optimizer."""
         self._runtime.before_step()
         self._guard.make_ready()  # tensor ranks compare their gradients; nothing is clipped or left out
         self._optimize(around)
@@ -362,7 +362,7 @@ class Engine(NotCopied, nn.Module):
                 "last micro-batch"
             )
 
-    # -- a module whose contents are those of the model ----------------------------------------------------
+    # -- a module with the contents of the model -----------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         try:

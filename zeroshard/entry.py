@@ -81,7 +81,7 @@ def initialize(
 
     Starts the process group if nobody has. The model is sharded in place and moved to this rank's device;
     all ranks get rank 0's parameters and buffers. With `config.mesh.pp` above 1 each part of the model has
-    those of the first rank that holds it: give all ranks the same seed.
+    the values of the first rank that holds it: give all ranks the same seed.
 
     Args:
         model: a module with parameters of floating-point dtypes, on any device, the meta device included.

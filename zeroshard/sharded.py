@@ -301,8 +301,8 @@ def shard(
     and hand it to `attach(optimizer)` of the result.
 
     Args:
-        module: a module. The values of its parameters are those of rank 0, or those that `deferred_init` has
-            recorded.
+        module: a module. Its parameters get the values of rank 0, or the values that `deferred_init`
+            has recorded.
         config: stage, precision, units, prefetch; a Config, a dict or a path, as `initialize` takes it.
         mesh: a mesh of one axis of any name, or with the axes `dp_replicate` and `dp_shard` for hybrid
             sharding, and `tp` for tensor parallelism; None: over all ranks, as `config` says. Its device type

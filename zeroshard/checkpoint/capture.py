@@ -1,9 +1,9 @@
 """The parts of an engine that go into a checkpoint.
 
 Pipeline ranks hold parts of a model, which are one model in a checkpoint. The first rank of each part sends
-all ranks what its part has; rank 0 writes it down as one model. A parameter that several parts hold is that
-of the first one. Parameter groups stand one after another, since parts may have made different ones: whoever
-loads finds hyperparameters by the names of parameters.
+all ranks what its part has; rank 0 writes it down as one model. A parameter that several parts hold comes
+from the first one. Parameter groups stand one after another, since parts may have made different ones:
+whoever loads finds hyperparameters by the names of parameters.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ def read_averages(
     averages: Mapping[str, Averages],
     names: Mapping[str, str],
 ) -> None:
-    """Read averages, after the parameters. Those that the checkpoint does not hold begin anew with these.
+    """Read averages, after the parameters. Averages that the checkpoint lacks begin anew with the parameters.
 
     Args:
         reader: of the checkpoint.
         runtime: of the model.
         stored: the checkpoint.
-        averages: those of the engine, by name.
+        averages: the averages of the engine, by name.
         names: the stored name of each parameter.
     """
     for own in averages.values():
@@ -472,7 +472,7 @@ def join(parts: Sequence[PartFacts]) -> PartFacts:
 
 
 def _first_of(values: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The values by key; where several have a key, that of the first one."""
+    """The values by key; where several have a key, the value of the first one."""
     joined: dict[str, Any] = {}
     for each in values:
         joined = {**each, **joined}

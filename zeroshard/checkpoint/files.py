@@ -57,7 +57,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def check_tag(tag: object) -> str:
-    """A name that a file may have, and that is not taken for another one's directory.
+    """A name that a file may have, and that is not taken for the directory of another tag.
 
     Raises:
         ValueError: it is none.
@@ -237,7 +237,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    # Not the directory that a generation of another tag is written to: that of v1 is `.v1.0.tmp`.
+    # Not the directory that a generation of another tag is written to, as `.v1.0.tmp` for v1.
     name = f"{path.name}.name" if _GENERATION.fullmatch(path.name) else path.name
     temporary = path.with_name(f".{name}.tmp")
     try:

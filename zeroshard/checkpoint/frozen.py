@@ -1,9 +1,9 @@
 """Frozen parameters that a checkpoint leaves out, and the check that the present ones are the same.
 
-The crc32 of a parameter is that of its whole bytes: the same at any number of ranks and stage. Each rank
+The crc32 of a parameter is the crc32 of its whole bytes: the same at any number of ranks and stage. Each rank
 computes a part of it from its own slices. crc32 is affine: over bytes of one length, the crc32 of a sum (xor)
-is the sum of the crc32s and of that of zeros. So a slice counts as the whole parameter with zeros elsewhere,
-and the ranges of two tensor ranks may lie in each other.
+is the sum of the crc32s and of the crc32 of zeros. So a slice counts as the whole parameter with zeros
+elsewhere, and the ranges of two tensor ranks may lie in each other.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _moved(crc: int, num_bytes: int) -> int:
 
 
 def _multiply(one: int, other: int) -> int:
-    """The product of two polynomials over GF(2) modulo that of crc32."""
+    """The product of two polynomials over GF(2) modulo the polynomial of crc32."""
     product = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:

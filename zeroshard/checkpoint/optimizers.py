@@ -264,7 +264,7 @@ def _check_key(optimizer: Optimizer, key: object) -> None:
 def match_groups(
     optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], names: Mapping[str, str]
 ) -> list[int | None]:
-    """Return the saved group that each parameter group goes on with: that of its parameters, in any order.
+    """Return the saved group of each parameter group: the group that holds its parameters, in any order.
 
     Groups without sharded parameters go on with the saved groups that are left, if these are as many.
 

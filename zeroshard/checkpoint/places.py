@@ -261,7 +261,7 @@ def _check_inside(name: str, tensor: StoredTensor, columns: _Columns, num_bytes:
         tensor: with its boxes.
         columns: of the tensor.
         num_bytes: int64 [ranks], the size of each rank's file.
-        left: of these, the bytes that are not those of tensors before; reduced.
+        left: of these, the bytes that no tensor before has taken; reduced.
     """
     offsets, sizes, ranks, starts = columns
     room = np.array(tensor.shape, dtype=np.int64) - sizes
@@ -284,8 +284,8 @@ def tile(tensor: StoredTensor, columns: _Columns | None = None) -> bool:
     """Return True if boxes that lie inside of a tensor hold each of its elements once.
 
     A corner of a box counts +1 or -1, by the number of dimensions in which it is the end of the box. The sums
-    of these at all places say how many boxes hold each element. So the sums are those of the whole tensor as
-    one box exactly if each element is held once.
+    of these at all places say how many boxes hold each element. So the sums are the same as for the whole
+    tensor in one box exactly if each element is held once.
 
     Args:
         tensor: with its boxes.

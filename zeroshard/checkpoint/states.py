@@ -1,4 +1,4 @@
-"""States in a checkpoint become those of the present optimizer, to the bit or converted."""
+"""States in a checkpoint become the states of the present optimizer, to the bit or converted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from zeroshard.plan.layout import Span
 from zeroshard.tiers.places import TierMemory
 
 _OF_PIPELINES = frozenset(NOTED_CHANGES.values())
-"""The states that asynchronous pipelines add to those of optimizers."""
+"""The states that asynchronous pipelines add to the states of optimizers."""
 _PIECE = 1 << 16
 """Elements that are converted together, a multiple of BLOCK: a rank never holds more in both forms."""
 
@@ -90,11 +90,11 @@ def match_states(
         names: the stored name of each parameter.
         cuts: the cuts of parameters that this rank has a part of, by name.
         convert_states: whether states may get another number of bits, or other blocks.
-        noted: the state that an asynchronous pipeline adds here to those of the optimizer, if it does. Others
+        noted: the state that an asynchronous pipeline adds here to the optimizer's, if it does. Other states
             of that kind are not read; nor is this one if states are converted, so that it begins anew.
 
     Raises:
-        ValueError: states that can't be those of the optimizer, by their parameter.
+        ValueError: states that the optimizer can't have, by their parameter.
         RuntimeError: states that belong together are not all there, or not as they should be.
     """
     by_name = _tensors_by_parameter(stored)
@@ -265,7 +265,7 @@ def _dtypes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, torch.dtype]:
 
 
 def make_targets(optimizer: Optimizer, states: SavedStates, memory: TierMemory) -> Targets:
-    """Memory for all states of this rank; that of the present ones where they have the same form.
+    """Memory for all states of this rank; the memory of the present states where they have the same form.
 
     New memory is on the tier of the parameter.
     """

@@ -2,7 +2,7 @@
 
 The description of a weight with codes, which is a tensor of JSON in its state_dict.
 
-Weights of bitsandbytes with 4 bits have one, and those of other libraries that were taken apart. Scales are
+Weights of bitsandbytes with 4 bits have one, and so have weights that were taken apart. Scales are
 tensors of the state_dict, too, and are saved and loaded like buffers. The description is computed anew each
 time. It has the kind of the codes, which must be the kind in the model, and with 4 bits the offset of
 the scales, which belongs to the values.
@@ -42,7 +42,7 @@ def is_codes(key: str, dtypes: Dtypes) -> bool:
 
 
 def is_scales(key: str, dtypes: Dtypes) -> bool:
-    """Return True for a state that holds the scales of another one."""
+    """Return True for a state that holds the scales of another state."""
     return key.endswith(ABSMAX) and is_codes(key.removesuffix(ABSMAX), dtypes)
 
 
@@ -98,7 +98,7 @@ def block_numbers(
         span: a flat range of the part of a rank, or of the whole parameter.
         held: the cut of that part; None for the whole.
         rank: the rank of that part.
-        blocks: the cut whose parts have the blocks; None for those of the whole.
+        blocks: the cut whose parts have the blocks; None for blocks of the whole.
     """
     local = shape if held is None else held.local_shape
     at = list(torch.unravel_index(torch.arange(span.start, span.stop), tuple(local)))
@@ -317,7 +317,7 @@ def _slices(
 def scales_slice(
     name: str, shape: Sequence[int], start: int, data: Tensor, part: TensorPart | None = None
 ) -> TensorSlice:
-    """The scales of a range of elements. Blocks are counted by parts: those of the first rank, and so on.
+    """The scales of a range of elements. Blocks are counted by parts: the first rank's blocks, and so on.
 
     Args:
         name: the name of the scales.

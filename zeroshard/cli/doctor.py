@@ -40,7 +40,7 @@ _TIMEOUT_S = 120.0
 """Seconds that a rank waits for the others; ranks that import slowly come seconds apart."""
 
 Facts = dict[str, Any]
-"""Facts as plain values, sizes in bytes: those of a rank, of its disk, or of a collective."""
+"""Facts as plain values, sizes in bytes: of a rank, of its disk, or of a collective."""
 
 
 def doctor(options: DoctorOptions) -> None:

@@ -1,8 +1,8 @@
 """The commands and their options, with nothing but the standard library, so that help comes at once.
 
 A command is a class: its fields are the arguments, and its docstring is the help. A field without a default
-must be given by its place; the others are options. Annotations have the type, and for `add_argument` of
-argparse what is not that of the type alone.
+must be given by its place; the others are options. Annotations have the type, and the arguments for
+`add_argument` of argparse that do not follow from the type.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _built(name: str, options: PlanOptions) -> Schedule:
 
 
 def _costs(options: PlanOptions, chunks_per_rank: float) -> ActionCosts:
-    """Return the costs of a chunk, of which a rank has several; the options are those of a rank."""
+    """Return the costs of a chunk, of which a rank has several; the options have the costs of a rank."""
     half = options.backward / 2 / chunks_per_rank
     recompute = options.forward if options.recompute is None else options.recompute
     return ActionCosts(

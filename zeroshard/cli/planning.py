@@ -8,7 +8,7 @@ The order is by what a setting costs in each step, without a measurement:
     2. recompute      a forward more: 8 operations in place of 6 for each parameter and token
     3. bytes sent     stages 1 and 2 send what stage 0 sends, stage 3 up to half as much again; where one
                       rank sends nothing, stage 3 still makes parameters in the compute dtype again
-    4. bits           states of 8 bits cost no time, but precision: they come after those of 32 bits
+    4. bits           states of 8 bits cost no time, but precision: they come after states of 32 bits
     5. memory         of what is left, the setting that leaves the most
 """
 
@@ -247,7 +247,7 @@ def estimate(options: EstimateOptions) -> None:
 
 
 def _refuse_unused(options: EstimateOptions) -> None:
-    """Refuse options that another one must come with, which would change nothing without it."""
+    """Refuse options that another option must come with: they would change nothing without it."""
     fits, nodes = options.gpu is not None or options.memory is not None, options.ranks_per_node
     if options.gpu is not None and options.memory is not None:
         raise ValueError("--memory: not allowed with --gpu")

@@ -1,6 +1,6 @@
 """Exchanges of activations over one axis: a tensor in, a tensor out, when the values are there.
 
-The axis is that of tensor parallelism, whose ranks compute parts of the same layer. All ranks of the axis
+The axis is the axis of tensor parallelism, whose ranks compute parts of the same layer. All ranks of the axis
 make the same calls in the same order, with the same shapes and dtypes. The results are the same bits on all
 ranks, or parts of one tensor that is. Sums are taken at least in float32 and rounded once.
 """

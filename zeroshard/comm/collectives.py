@@ -200,7 +200,7 @@ class Axis:
 
     @property
     def rank_status(self) -> RankStatus:
-        """The status of this rank; that of the watchdog, once there is one."""
+        """The status of this rank; the watchdog's, once there is a watchdog."""
         return self.waits.rank_status
 
     @property
@@ -225,7 +225,7 @@ class Axis:
     def serve_activations(self, line: str) -> None:
         """Let a forward exchange over this axis: its collectives have a line of the ledger for themselves.
 
-        Data-parallel ranks may call a model unevenly, so theirs are not compared with those of others.
+        Data-parallel ranks may call a model unevenly, so collectives are not compared between these ranks.
         Messages name the ranks, because there are other groups with a collective of the same name.
         """
         self._line, self._place = line, f" over the tensor ranks {self.global_ranks}"
@@ -249,10 +249,10 @@ class Axis:
         Args:
             flat: [size * K], the result.
             own: [K], this rank's shard: its part of `flat`, or a tensor elsewhere.
-            tag: the same number on all ranks for the same collective, other than that of any other
-                collective that may be under way.
+            tag: the same number on all ranks for the same collective, other than the number of
+                any other collective that may be under way.
             label: the name of the collective in error messages.
-            channel: the communicator; the second half of an all-reduce uses that of its first half.
+            channel: the communicator; both halves of an all-reduce use the same one.
         """
         if self.size == 1 or not flat.numel():
             if flat.data_ptr() != own.data_ptr():

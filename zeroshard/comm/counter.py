@@ -10,8 +10,8 @@ from zeroshard.tables import LINE, format_bytes, render
 
 CONTROL, ALL_REDUCE, ALL_TO_ALL = "control", "all_reduce", "all_to_all"
 KINDS = ("all_gather", "reduce_scatter", ALL_REDUCE, ALL_TO_ALL, "point_to_point", CONTROL)
-"""`all_to_all` is the traffic of optimizers that compute with whole tensors, `point_to_point` that of
-pipelines; `control` are small agreements outside of the wire formula."""
+"""`all_to_all` is the traffic of optimizers that compute with whole tensors, `point_to_point` the
+traffic of pipelines; `control` are small agreements outside of the wire formula."""
 
 
 @dataclass(frozen=True, kw_only=True)

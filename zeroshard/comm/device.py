@@ -55,7 +55,7 @@ class Surroundings:
     def serves(self, kind: str) -> bool:
         """True when the user's group exchanges tensors of these devices.
 
-        Gloo takes those of a GPU too, through the host; a group of Gloo alone means the CPU.
+        Gloo takes tensors of a GPU, too, through the host; a group of Gloo alone means the CPU.
         """
         if self.backends is None:
             return True

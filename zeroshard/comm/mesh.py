@@ -8,8 +8,8 @@ weak references.
 
 Ranks find each other also when torchrun has started them again.
 torchrun's store lives as long as its agent. After a restart it still holds the keys of the earlier ranks. A
-rank that asks for the address of another may get that of a dead one, and then waits until its time is over.
-So each start of the ranks has a part of the store of its own, whose name rank 0 draws:
+rank that asks for the address of another may get the address of a dead rank, and then waits until its time is
+over. So each start of the ranks has a part of the store of its own, whose name rank 0 draws:
 
     rank 0     sets round = <name>    waits for each <name>/<rank>         sets each <key>
     another    reads round            sets <name>/<rank> = its <key>       waits for <key>, or reads again
@@ -85,7 +85,7 @@ def shared_group(
         purpose: groups of different purposes are different communicators, which run at the same time.
         parts: the ranks of each of the groups that are made together, the same on all ranks.
         timeout_s: the timeout of the group.
-        make: a function that makes the groups of all parts and returns that of this rank.
+        make: a function that makes the groups of all parts and returns the group of this rank.
         is_member: False if this rank is in none of the parts; then it makes the groups with the others, and
             has none.
     """
@@ -301,7 +301,7 @@ class Axes:
 
 
 def open_world(device: torch.device, counter: Counter, timeout_s: float) -> Axis:
-    """Return the axis of all ranks of the default group; collective. Arguments are those of `Axis`.
+    """Return the axis of all ranks of the default group; collective. `Axis` has the same arguments.
 
     Raises:
         RuntimeError: there is no process group.

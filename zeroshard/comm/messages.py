@@ -57,7 +57,7 @@ class _Sent(NamedTuple):
 
 
 class Receipt:
-    """A message to come. Those of one source are waited for in their order.
+    """A message to come. The messages of one source are waited for in their order.
 
     Args:
         messages: the messages of this rank.

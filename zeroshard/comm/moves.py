@@ -18,7 +18,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def beside(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return a tensor on the device of another one; for a copy to the host, the host waits."""
+    """Return a tensor on the device of another tensor; for a copy to the host, the host waits."""
     return to_device(tensor, other.device)
 
 

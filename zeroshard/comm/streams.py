@@ -59,7 +59,7 @@ def mark_here(device: torch.device) -> Mark:
 
 
 class Clock:
-    """Reads the time of compute: that of the host on a CPU, that of the current stream on an accelerator.
+    """Reads the time of compute: the host's time on a CPU, the current stream's time on an accelerator.
 
     On an accelerator a moment is an event of the stream, so the host waits for nothing until `seconds`.
 
@@ -112,7 +112,7 @@ class SideStream:
     def use_here(self) -> None:
         """Make this the current stream of the thread, whose work compute is not ordered with.
 
-        Another thread than that of the forwards calls it: a new thread has the default device and stream.
+        Another thread than the forwards' calls it: a new thread has the default device and stream.
         """
         if self._stream is not None:
             torch.accelerator.set_stream(self._stream)

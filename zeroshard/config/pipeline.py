@@ -40,7 +40,7 @@ MOVED_WEIGHTS = ("estimate", "predict", "lwp", "lwp-weights")
 """The weights that are computed from the newest ones."""
 WEIGHTS = ("latest", "stash", "vertical", "double", "estimate", "predict", "lwp", "lwp-weights", "bounded")
 NOTED_CHANGES: Mapping[str, str] = {"estimate": "mean_of_changes", "lwp-weights": "last_change"}
-"""The states that some weights add to those of the optimizer, by the names that checkpoints have."""
+"""The states that some weights add to the optimizer's, by the names that checkpoints have."""
 _NAMES = ", ".join(ASYNCHRONOUS)
 _OF_LISTS = "weights", "set, as an asynchronous list needs them"
 _DECAY = 0.135
@@ -78,12 +78,12 @@ class Pipeline(Checked):
     synchronous_steps: Annotated[int, checked.integer(0)] = 0
     """The first steps of training, which are synchronous although the schedule is not."""
     weights: Annotated[str | None, checked.choice(*WEIGHTS)] = None
-    """The weights of forward and backward in an asynchronous schedule. None: those of its method.
+    """The weights of forward and backward in an asynchronous schedule. None: the weights of its method.
 
     "latest", "stash", "vertical", "double", "estimate", "predict", "lwp", "lwp-weights" or "bounded".
     """
     correction: Annotated[str | None, checked.choice("none", "rescale", "spike")] = None
-    """The correction of the optimizer's step for stale gradients. None: that of the method.
+    """The correction of the optimizer's step for stale gradients. None: the correction of the method.
 
     "rescale" divides the learning rate by the delay in steps, "spike" spreads a late gradient as if it had
     come in time.

@@ -34,7 +34,7 @@ from zeroshard.config.pipeline import KEPT_WEIGHTS, MOVED_WEIGHTS, NEWEST_WEIGHT
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale(Checked):
-    """The adaptation of the float16 loss scale to overflows; defaults are those of torch.amp.GradScaler."""
+    """The adaptation of the float16 loss scale to overflows; torch.amp.GradScaler has these defaults."""
 
     _prefix = "precision.loss_scale."
     start: Annotated[float, checked.POSITIVE] = 65536.0
@@ -242,7 +242,7 @@ class Config(Checked):
     reshard_after_forward: Annotated[bool | int, checked.either(checked.BOOLEAN, checked.integer(2))] = True
     """True frees parameters between forward and backward. An integer: kept, sharded over that many ranks."""
     num_prefetch: Annotated[int, checked.integer(0)] = 1
-    """Units gathered ahead of the one that computes."""
+    """Units gathered ahead of the unit that computes."""
     recompute: Annotated[str, checked.choice("none", "unit")] = "none"
     """With "unit" backward recomputes the activations inside each unit; with "none" all are kept."""
     compile: bool = False
@@ -288,8 +288,8 @@ class Config(Checked):
             # Between chunks each tensor rank would have a part of the sequence, and number it from 0.
             Requirement(self.mesh.sequence, "mesh.sequence", *whole),
             *(Requirement(True, f"pipeline.{name}", *pipelined) for name in of_pipelines),
-            # The operations of a trace are those of whole layers of modules, not the calls of modules, at
-            # which values are cast.
+            # A trace has the operations of whole layers of modules, not the calls of modules, at which
+            # values are cast.
             *(
                 Requirement(self.pipeline.trace, "pipeline.trace", *needed)
                 for needed in (undivided, not_compiled, not_overridden)
@@ -319,7 +319,7 @@ class Config(Checked):
             Requirement(True, first, self.clip_grad_norm is None, "clip_grad_norm", "None"),
             Requirement(True, first, self.nonfinite == "report", "nonfinite", "'report'"),
             Requirement(True, first, not_half, "precision.param_dtype", "another dtype than float16"),
-            # Those of ignored parameters are neither averaged over the micro-batches of a step.
+            # Gradients of ignored parameters are not averaged over the micro-batches of a step.
             Requirement(True, first, not self.ignored, "ignored", "None"),
             # A second forward inside a backward would have the weights of the backward.
             Requirement(method not in KEPT_WEIGHTS, first, self.recompute == "none", "recompute", "'none'"),

@@ -191,7 +191,7 @@ def open_cache(cache_dir: Path, recipe: Recipe, progress: Progress | None) -> Pa
     """Return the folder of a recipe; write it if there is none, in one process while others wait.
 
     Raises:
-        ValueError: the source is not as expected; also in the processes that waited for the one that read it.
+        ValueError: the source is not as expected; also in the processes that waited while one read it.
         OSError: a file cannot be read, or the cache cannot be written, because the disk is full for example.
     """
     key = recipe.key()

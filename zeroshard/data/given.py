@@ -71,9 +71,9 @@ class _LoaderPosition:
     length: int | None = None
     """Batches of the epoch, if the loader knows them."""
     random: tuple[Tensor, ...] = ()
-    """States of generators at the begin of the epoch: torch's, then those of the loader and its samplers.
+    """States of generators at the begin of the epoch: torch's, then the loader's and its samplers'.
 
-    At the end of an epoch of a loader without a state they are the present ones. Empty before any epoch.
+    At the end of an epoch of a loader without a state they are the present states. Empty before any epoch.
     """
     own: Any = None
     """The state of the loader itself, if it has one."""
@@ -125,7 +125,7 @@ class GivenLoader:
         """Return the batches that are left after a place. Torch's generator stays as it is.
 
         Raises:
-            ValueError: the loader is another one than that of the checkpoint.
+            ValueError: the loader is of another kind than the loader of the checkpoint.
         """
         self._tell_epoch(place.epoch)
         with torch.random.fork_rng(devices=[]):
@@ -199,7 +199,7 @@ class GivenLoader:
         return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
     def _generators(self) -> list[Generator]:
-        """Torch's generator, and those of the loader and its samplers."""
+        """Torch's generator, and the generators of the loader and its samplers."""
         own = [getattr(part, "generator", None) for part in (self.loader, *self._samplers())]
         found = [torch.default_generator, *(one for one in own if isinstance(one, Generator))]
         return list({id(generator): generator for generator in found}.values())
@@ -255,7 +255,7 @@ class GivenLoader:
         self._place, self._resumed = _LoaderPosition(), place
 
     def load_states(self, states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> None:
-        """Go on at the place of a rank, out of those of all data-parallel ranks.
+        """Go on at the place of a rank, out of the places of all data-parallel ranks.
 
         At another number of ranks such a place has no meaning: a warning says so, and the next iteration is
         the epoch after. Without any states the loader stays where it is, also with a warning.

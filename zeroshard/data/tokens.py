@@ -42,7 +42,7 @@ class Chat(NamedTuple):
 
 
 def find_files(source: str | os.PathLike[str]) -> list[Path]:
-    """Return the files that a source names: the file itself, or those of a folder, sorted by path.
+    """Return the files that a source names: the file itself, or the files of a folder, sorted by path.
 
     Files and folders whose names begin with a dot are left out.
 

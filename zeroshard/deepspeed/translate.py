@@ -1,6 +1,6 @@
 """A DeepSpeed config, as a dict or a file, becomes a Config and one warning, or one error.
 
-DeepSpeed's config keys as data: those of 0.19, and older ones that configs still have.
+DeepSpeed's config keys as data: the keys of 0.19, and older keys that configs still have.
 
     MAPPED         the key means the same as one of zeroshard's
     IGNORED        not read, which the warning says: harmless, or given to `initialize`

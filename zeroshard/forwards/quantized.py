@@ -38,7 +38,7 @@ _SCALE_BYTES = 4
 """Scales, and the values in the tables of codes, are float32."""
 
 _TABLE_4_BITS, _TABLE_8_BITS = 16, 256
-"""Values in the table of a weight's codes, and in that of the codes of its scales."""
+"""Values in the table of a weight's codes, and in the table of its scales' codes."""
 
 Layer = Any
 """A layer of bitsandbytes, whose attributes have no types."""
@@ -328,7 +328,7 @@ def _forward_of_8_bits(layer: Layer, x: Tensor) -> Tensor:
 
     state, bias = layer.state, layer.bias
     state.is_training = layer.training
-    before, state.CB = state.CB, layer.weight.detach()  # its memory is that of the backward, too
+    before, state.CB = state.CB, layer.weight.detach()  # the backward has the same memory
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     output: Tensor = bitsandbytes.matmul(x, layer.weight, bias=bias, state=state)
@@ -393,7 +393,7 @@ def _describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> lis
 
 
 def _check_forward(name: str, layer: Layer) -> None:
-    """Refuse layers with 8 bits whose forward is another one than that which is replaced."""
+    """Refuse layers with 8 bits whose forward is not the forward that is replaced."""
     if isinstance(layer, nn.Linear) and has_8_bits(layer):
         from bitsandbytes.nn import Linear8bitLt
 

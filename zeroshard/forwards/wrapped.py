@@ -6,7 +6,7 @@ A segment is the time from the beginning of one unit's forward to the beginning 
 
     forward     | unit 1        | unit 2        | unit 3       | unit 4 ...
     to host                     | saved in 1    | saved in 2   | saved in 3
-                                                ^ those of 1 are freed
+                                                ^ saved in 1 is freed
 
     backward    | unit 3            | unit 2            | unit 1 ...
     to device   | saved in 2        | saved in 1        |
@@ -16,10 +16,10 @@ copied: its backward comes at once. With `recompute="unit"` the same is true of 
 saves for each unit.
 
 [Note: Only memory that nobody else holds] A copy is started only when no tensor is left over its memory but
-those that autograd has saved here. Otherwise the memory would not become free: parameters, buffers, masks
+tensors that autograd has saved here. Otherwise the memory would not become free: parameters, buffers, masks
 and tables that all units share, outputs that the caller keeps. Then nobody can write to the memory any more.
 Until then the saved tensors are there, and a backward compares their versions. Torch compares them itself,
-but not those of tensors that hooks have taken.
+but not the versions of tensors that hooks have taken.
 
 [Note: Whole storages] Autograd saves several views of one memory, such as x and x.flatten(0, 1). So the
 memory is copied as bytes, once, and views of the same shape and strides are laid over it again.
@@ -113,12 +113,12 @@ def _modules_of(units: Sequence[Unit]) -> set[nn.Module]:
 
 
 def branches(root: nn.Module, modules: Container[nn.Module]) -> Iterator[nn.Module]:
-    """Yield those of the modules that have modules inside, from the outside in."""
+    """Yield each of the `modules` that has modules inside, from the outside in."""
     return (module for module in root.modules() if module in modules and any(module.children()))
 
 
 def outermost(root: nn.Module, modules: Container[nn.Module]) -> Iterator[nn.Module]:
-    """Yield those of the `branches` that are not inside of another one."""
+    """Yield the `branches` that are not inside of another branch."""
     inside: set[nn.Module] = set()
     for module in branches(root, modules):
         if module not in inside:

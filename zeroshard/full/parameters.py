@@ -250,7 +250,7 @@ def full_state_dict(runtime: Runtime) -> dict[str, Tensor]:
 
     One unit is gathered at a time. Tensors have their original shapes. Floating-point parameters come in
     float32 or wider, buffers in their own dtype. Where pipeline ranks hold parts of the model, the names of
-    the first part come first, then those of the second, and so on.
+    the first part come first, then the names of the second, and so on.
     """
     runtime.wait()
     runtime.check_slots()
@@ -359,7 +359,7 @@ class ShownGradients:
         return [(one.sharded.fqn, b"" if now is None else _digest([now])) for one, now in changed]
 
     def write_back(self) -> None:
-        """Keep the changes, each rank those of its slices."""
+        """Keep the changes, each rank the changes of its slices."""
         for one, now in self._changed():
             with past_guards():
                 one.sharded.grad = None if now is None else _slice(one, now, self._tp)

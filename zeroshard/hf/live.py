@@ -99,14 +99,14 @@ def named_full_parameters(
     dropped: keep none of them, or a copy, to hold one unit at a time.
 
     Args:
-        dtype: the dtype of floating-point tensors; None: the main dtype, or that of a frozen parameter.
+        dtype: the dtype of floating-point tensors; None: the main dtype, or the dtype of a frozen parameter.
             Quantized weights come as numbers, not as codes.
         merge_adapters: merge the active adapters of peft into the weights around them, and give these the
             names that they have without adapters. The adapters of the engine stay as they are.
 
     Returns:
         An iterator over names and tensors of the original shapes, on this rank's device, with tied
-        parameters once. They come in the order of the units, those of the first pipeline part first, and
+        parameters once. They come in the order of the units, the first pipeline part's units first, and
         parameters of `Config.ignored` last, with this rank's own values.
 
     Raises:
@@ -164,7 +164,7 @@ def _changes(runtime: Runtime, merging: Merging) -> set[tuple[str, str]]:
 
 
 def _check_moment(runtime: Runtime, begun: int) -> None:
-    """Refuse to gather in a moment in which parameters are not those of the module as the stream began.
+    """Refuse to gather in a moment in which the module has other parameters than when the stream began.
 
     Raises:
         RuntimeError: they have changed, or others stand in for them.
@@ -238,7 +238,7 @@ def streamed_tensors(runtime: Runtime, merging: Merging | None) -> dict[str, Str
 
 
 def _renamed(names: Iterable[str], merging: Merging | None) -> list[str]:
-    """The names without adapters; those of adapters are left out."""
+    """The names without adapters; names of adapters are left out."""
     known = (name if merging is None else merging.rename(name) for name in names)
     return [name for name in known if name is not None]
 

@@ -1,4 +1,4 @@
-"""The linear layers of a model become those of bitsandbytes, with 4 or 8 bits; also without memory.
+"""The linear layers of a model become layers of bitsandbytes, with 4 or 8 bits; also without memory.
 
 A folder of transformers may have codes of bitsandbytes already:
 
@@ -31,11 +31,11 @@ from zeroshard.safetensors import FileTensor
 
 @torch.no_grad()
 def quantize(model: nn.Module, config: Any) -> nn.Module:
-    """Replace the linear layers of a model by those of bitsandbytes, with frozen weights, in place.
+    """Replace the linear layers of a model by layers of bitsandbytes, with frozen weights, in place.
 
     Weights without memory (`deferred_init`, `from_pretrained`) stay so: `initialize` has each rank read and
-    quantize its own part of them, on the CPU. The codes and scales are those of bitsandbytes there for the
-    whole weight, to the bit. Others are quantized at once, where they are.
+    quantize its own part of them, on the CPU. bitsandbytes gives the whole weight the same codes
+    and scales there, to the bit. Other weights are quantized at once, where they are.
 
     Args:
         model: the model. Layers that transformers leaves out stay as they are, such as its output embedding
@@ -238,7 +238,7 @@ class Prequantized:
                 layer.weight = nn.Parameter(codes, requires_grad=False)
 
     def complete(self, model: Any) -> None:
-        """Make the weights of a model that were loaded those of its layers.
+        """Give the layers of a model the weights that were loaded.
 
         Raises:
             ValueError: a weight has no codes in the folder, or others than its layer.

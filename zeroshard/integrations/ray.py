@@ -33,7 +33,7 @@ def report(engine: Engine, metrics: dict[str, Any], client_state: Mapping[str, A
 
     Args:
         engine: the engine of this worker, not in the middle of a step.
-        metrics: numbers and strings. Ray takes those of rank 0.
+        metrics: numbers and strings. Ray takes the metrics of rank 0.
         client_state: values of rank 0 for the checkpoint, as for `Engine.save_checkpoint`.
 
     Raises:
@@ -69,7 +69,7 @@ def _local(filesystem: Any, path: str) -> Any:
     """Return a filesystem that is a folder of this machine.
 
     Raises:
-        ValueError: it is another one, such as S3.
+        ValueError: it is another filesystem, such as S3.
     """
     if not isinstance(filesystem, LocalFileSystem):
         raise ValueError(

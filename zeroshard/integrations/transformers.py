@@ -1,4 +1,4 @@
-"""The Trainer of transformers, and those of TRL that derive from it, over an engine."""
+"""The Trainer of transformers, and the trainers of TRL that derive from it, over an engine."""
 
 from __future__ import annotations
 
@@ -173,13 +173,13 @@ class ZeroShardMixin(_Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()  # the last file of a checkpoint comes after those of all ranks
+        self.accelerator.wait_for_everyone()  # the last file of a checkpoint comes after all ranks' files
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train. With `resume_from_checkpoint=True`, go on from the last checkpoint that is complete.
 
         Raises:
-            ValueError: there is no checkpoint, or the one that is named was not saved by a Trainer like this.
+            ValueError: there is no checkpoint, or the named checkpoint was not saved by a Trainer like this.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_complete(Path(self.args.output_dir)) or True

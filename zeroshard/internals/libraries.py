@@ -30,7 +30,7 @@ def works(trial: Callable[[], object], library: str, what: str) -> bool:
     """
     try:
         trial()
-    except Exception as error:  # a library that was built for another one may raise anything
+    except Exception as error:  # a library that was built for another version may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warn_user(
             f"{what} without {library} ({reason}): steps take several times as long. pip install {library}"

@@ -1,6 +1,6 @@
 """Steps of an optimizer inside a step of the same optimizer: torch calls the hooks of both.
 
-torch wraps `step` of each class. A class whose step calls that of its base has two wrappers, and each of
+torch wraps `step` of each class. A class whose step calls the step of its base has two wrappers, and each of
 them calls all hooks. Their frames tell them apart, also after an exception, which ends a step without the
 hooks that come after it.
 """

@@ -1,7 +1,7 @@
 """Tensors on the meta device with known values: in a file, or computed by recorded operations.
 
-The storage of such a tensor carries a `DeferredStorage`. Its values are those of a file (`source`), which
-the operations then change that were recorded while the model was built (`ops`, see `recording.py`). A
+The storage of such a tensor carries a `DeferredStorage`. It has the values of a file (`source`), and
+the operations that change them, recorded while the model was built (`ops`, see `recording.py`). A
 parameter is read from its part of the file, or by running again the operations that it depends on:
 
     weight.untyped_storage().deferred -> DeferredStorage(ops=[empty, uniform_, normal_])
@@ -10,7 +10,7 @@ parameter is read from its part of the file, or by running again the operations 
 Of a weight that is quantized when it is read, each rank quantizes its own part. bitsandbytes quantizes a
 weight block by block, and a block has one scale. A block has some elements of the flattened weight with 4
 bits, and a row with 8 bits. So the codes of a range follow from the blocks that it touches, and are the same
-bits as those of the whole weight:
+bits as the codes of the whole weight:
 
     weight    |--block--|--block--|--block--|--block--|
     range            |-----------|                         reads two blocks, and keeps their scales
@@ -115,7 +115,7 @@ def deferred_of(tensor: Tensor) -> DeferredStorage | None:
 
 
 def defer(tensor: Tensor, source: ValueSource | None = None) -> DeferredStorage:
-    """Give a meta tensor the values of `source`; None: those of operations that are yet to be recorded."""
+    """Give a meta tensor the values of `source`; None: operations that are yet to be recorded make them."""
     storage = tensor.untyped_storage()
     storage.deferred = deferred = DeferredStorage(storage.nbytes(), source)  # type: ignore[attr-defined]
     return deferred
@@ -292,7 +292,7 @@ class Codes:
 
     @property
     def scales(self) -> Tensor:
-        """[blocks], float32, on the CPU: those of the blocks that were read; 0 for others."""
+        """[blocks], float32, on the CPU: the scales of the blocks that were read; 0 for others."""
         if self._scales is None:  # not while the model is built: it would get no memory
             self._scales = torch.zeros(-(-self.weight.numel() // self.block_size), device="cpu")
         return self._scales

@@ -262,7 +262,7 @@ class _TensorCopies:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """The parameters, buffers and plain attributes of a module, without those of its parts."""
+    """The parameters, buffers and plain attributes of a module, without the tensors of its parts."""
     for held in (module._parameters, module._buffers, vars(module)):
         yield from (value for value in held.values() if isinstance(value, Tensor))
 

@@ -183,7 +183,7 @@ def open_wandb(place: str, run: RunFacts) -> Target:
 def open_mlflow(place: str, run: RunFacts) -> Target:
     """Send metrics to a new run of MLflow, through a client of its own: the active run stays the user's.
 
-    The experiment is that of `MLFLOW_EXPERIMENT_NAME`, or "zeroshard".
+    `MLFLOW_EXPERIMENT_NAME` names the experiment; without it the name is "zeroshard".
 
     Args:
         place: the tracking URI, such as sqlite:///mlflow.db or the address of a server; "" for MLflow's own
@@ -289,10 +289,10 @@ def combine(shares: Sequence[Share], num_data: int, seconds: float) -> dict[str,
     """Return the sums and means of all ranks, as far as they are there; pure.
 
     Tensor and pipeline ranks have the same batches, losses and tokens as others. So a mean over all ranks is
-    that over the data-parallel ranks, and tokens are counted by their share of the ranks.
+    the mean over the data-parallel ranks, and tokens are counted by their share of the ranks.
 
     Args:
-        shares: those of all ranks, in rank order.
+        shares: the shares of all ranks, in rank order.
         num_data: the number of data-parallel ranks, a divisor of the number of ranks.
         seconds: the time in which the tokens were consumed.
     """

@@ -173,8 +173,8 @@ def _counts(sizes: Sizes, *runs: range, tp: int) -> tuple[list[int], bool]:
     """Return the parameters of the units of a rank with some runs of blocks, divided over tensor ranks.
 
     Returns:
-        Those of the root, and of the others; and True if the first of the others is an embedding, whose
-        backward needs no parameters.
+        The parameters of the root, and of the others; and True if the first of the others is an embedding,
+        whose backward needs no parameters.
     """
     if not sizes.depth:  # neither the root nor the last: it is not kept
         return [0, -(-sizes.num_params // tp), 0], False

@@ -55,7 +55,7 @@ def measure_process(device: torch.device) -> ProcessMemory:
 
 
 def _peak_rss() -> int:
-    if _STATUS.exists():  # the ru_maxrss of Linux begins with that of the process that started this one
+    if _STATUS.exists():  # Linux's ru_maxrss begins with the value of the process that started this one
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
         for line in lines:
             if line.startswith("VmHWM:"):

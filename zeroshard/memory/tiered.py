@@ -31,7 +31,7 @@ class States:
     """The states of an optimizer for each element of a trained parameter."""
 
     num: int = 2
-    """Tensors of states; those of Adam are exp_avg and exp_avg_sq."""
+    """Tensors of states; the tensors of Adam are exp_avg and exp_avg_sq."""
     bits: int = 32
     """32 for the main dtype, at least float32; 8 for codes and their scales."""
 
@@ -86,7 +86,7 @@ def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier:
     late = {number for number, unit in enumerate(units) if any(b.is_alias for b in unit.buffers)}
     """The units that compute with main parameters, which are stepped after the backward."""
     early = sorted(size for number, size in enumerate(each) if number not in late)
-    # Of the units that are stepped or wait for it, and of the one that is reduced.
+    # Of the units that are stepped or wait for it, and of the unit that is reduced.
     num_units = 1 + (1 if setting.host_computes else MOST_UNDER_WAY)
     return sum(each[number] for number in late) + sum(early[-num_units:])
 
@@ -126,7 +126,7 @@ def _state_bytes(buffers: Iterable[BufferPlan], setting: Setting, states: States
     """Optimizer states of the rank that holds most."""
     num_ranks = setting.sizes[DP_SHARD]
     steps = [0] * (num_ranks + 1)
-    """The bytes of each rank beyond those of the rank before it, so that a run of ranks takes two entries."""
+    """The bytes of each rank minus the bytes of the rank before, so that a run of ranks takes two entries."""
 
     def add(first: int, end: int, num: int) -> None:
         steps[first] += num

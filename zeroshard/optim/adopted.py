@@ -317,7 +317,7 @@ def adopt(optimizer: Any, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
         optimizer: the optimizer, whose groups hold the slices, [n], already.
         settings: the hyperparameters in which single parameters differ from their groups.
     """
-    # Its own manager: that of all optimizers knows parameters by ids, which are given to others.
+    # Its own manager: the manager of all optimizers knows parameters by ids, which are given to others.
     manager = object.__new__(type(optimizer.mng))
     manager.initialize()
     manager.pid2config = {id(parameter): dict(own) for parameter, own in settings.items()}
@@ -378,7 +378,7 @@ def rule_of(optimizer: Any) -> Rule | None:
 
 
 def _slots(optimizer: Any) -> Iterable[tuple[int, tuple[str, ...]]]:
-    """The states that are kept under 1 and under 2; those of one place are rows of a tensor."""
+    """The states that are kept under 1 and under 2; the states of one place are rows of a tensor."""
     return enumerate(rules_by_operator()[optimizer.optimizer_name].slots, start=1)
 
 

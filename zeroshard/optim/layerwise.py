@@ -122,15 +122,15 @@ class LARS(LayerWise):
         w = w - v
 
     Where either norm is 0, or the group has `trust_ratio=False`, λ is 1, as in the authors' code. Norms are
-    those of whole parameters, also where `zeroshard.initialize` has sharded them.
+    norms of whole parameters, also where `zeroshard.initialize` has sharded them.
 
     Args:
         params: parameters, of any shape, or groups of them; a group may have any of the following by itself.
-        lr: the global one; that of the paper is a schedule of it.
+        lr: the global learning rate; the paper's learning rate is a schedule of it.
         momentum: m, in [0, 1).
         weight_decay: β; a group with 0 is left out of it.
         trust_coefficient: η.
-        trust_ratio: whether learning rates are scaled: usually not those of biases and norms.
+        trust_ratio: whether learning rates are scaled: usually not for biases and norms.
 
     Raises:
         ValueError: a hyperparameter is out of its range.
@@ -186,7 +186,7 @@ class LAMB(LayerWise):
         r = (m / (1 - β1^t)) / (√(v / (1 - β2^t)) + ε)
         x = x - η |x| / |r + λ x| (r + λ x)
 
-    Where either norm is 0, or the group has `trust_ratio=False`, their ratio is taken as 1. Norms are those
+    Where either norm is 0, or the group has `trust_ratio=False`, their ratio is taken as 1. Norms are norms
     of whole parameters, also where `zeroshard.initialize` has sharded them. A step needs memory for one
     update of each slice.
 
@@ -196,7 +196,7 @@ class LAMB(LayerWise):
         betas: (β1, β2), in [0, 1).
         eps: ε.
         weight_decay: λ; a group with 0 is left out of it.
-        trust_ratio: whether updates are scaled: usually not those of biases and norms.
+        trust_ratio: whether updates are scaled: usually not for biases and norms.
 
     Raises:
         ValueError: a hyperparameter is out of its range.

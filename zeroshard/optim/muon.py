@@ -157,18 +157,18 @@ class Muon(Optimizer):
     has sharded them: each is orthogonalized by one rank. Updates travel in bfloat16, the dtype of
     `orthogonalize`, so they are the same bits as without sharding.
 
-    A parameter of 3 dimensions is a stack of matrices, such as those of experts, each by itself. Groups with
-    `use_muon=False` are stepped by AdamW; they have `lr`, `betas`, `eps` and `weight_decay`.
+    A parameter of 3 dimensions is a stack of matrices, such as the matrices of experts, each by itself.
+    Groups with `use_muon=False` are stepped by AdamW; they have `lr`, `betas`, `eps` and `weight_decay`.
     `zeroshard.optim.muon_groups(model)` makes the groups of a model.
 
     Args:
         params: parameters of 2 or 3 dimensions, or groups; a group may have any of the following by itself.
-            Names in messages are those of `named_parameters()`, if these are given.
+            Messages have the names of `named_parameters()`, if these are given.
         lr: η.
         weight_decay: λ.
         momentum: μ, in [0, 1).
         nesterov: True for the momentum of Nesterov.
-        ns_coefficients: those of `orthogonalize`.
+        ns_coefficients: as in `orthogonalize`.
         eps: likewise; in groups of AdamW its ε, 1e-8 by default.
         ns_steps: likewise, below 100.
         adjust_lr_fn: r of a matrix [A, B]: "original", √max(1, A/B), which None means too; "match_rms_adamw",
@@ -183,7 +183,7 @@ class Muon(Optimizer):
 
     wholes_of: Wholes = staticmethod(wholes_here)
 
-    def __init__(  # noqa: PLR0913 - those of torch.optim.Muon
+    def __init__(  # noqa: PLR0913 - the arguments of torch.optim.Muon
         self,
         params: ParamsT,
         lr: float = 1e-3,
@@ -390,11 +390,11 @@ def muon_groups(
 ) -> list[dict[str, Any]]:
     """Divide the trained parameters of a model into groups for `zeroshard.optim.Muon`.
 
-    Muon gets the matrices of hidden layers, and stacks of them such as those of experts; also the matrices of
+    Muon gets the matrices of hidden layers, stacks of matrices such as experts have, and the matrices of
     LoRA. AdamW gets all else: embeddings and the weights tied to them, the last layer, biases, norms and
-    convolutions. Embeddings are those of `nn.Embedding`, and parameters with "embed", "wte" or "wpe" in a
-    name; a stack of one is a position or a token, not a matrix. The last layer is that of
-    `get_output_embeddings()`, or one of the usual names, such as "lm_head".
+    convolutions. Embeddings are weights of `nn.Embedding`, and parameters with "embed", "wte" or "wpe" in a
+    name; a stack of one is a position or a token, not a matrix. The last layer is what
+    `get_output_embeddings()` returns, or has one of the usual names, such as "lm_head".
 
     Args:
         model: the model, before it is sharded.

@@ -68,8 +68,8 @@ class _Ramp(LRScheduler):
 class GradualWarmup(_Ramp):
     """Raise a small learning rate to the optimizer's own, in equal increments.
 
-    Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2, where `start_factor` is that of the
-    small batch: 1 / k.
+    Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2, where `start_factor` is 1 / k, the
+    factor of the small batch.
 
     Args:
         optimizer: its learning rates are those that are reached.

@@ -85,7 +85,7 @@ class RandomStates:
 
     A region begins inside the call of a module, its scope, and ends at the latest with that call, also after
     an exception: recomputation stops a forward by one. If only a part of that call runs again, there is no
-    scope. Such a loose region is forgotten if it has not ended when another one begins.
+    scope. Such a loose region is forgotten if it has not ended when another region begins.
 
     Args:
         over: the exchanges of the tensor ranks.

@@ -440,7 +440,7 @@ _OURS = frozenset(ShardedParameter.__annotations__) | {"recorded_version", "was"
 
 
 def carry_attributes(source: nn.Parameter, *targets: nn.Parameter) -> None:
-    """Give parameters the attributes that a user has set on another one (`p.no_decay = True`)."""
+    """Give parameters the attributes that a user has set on another parameter (`p.no_decay = True`)."""
     for name, value in vars(source).items():
         if name not in _OURS:
             for target in targets:

@@ -74,7 +74,7 @@ class ModuleState:
         """Refuse a forward between steps of optimizers that step together.
 
         Raises:
-            RuntimeError: one of them has stepped, and another one has not.
+            RuntimeError: one of them has stepped, and another has not.
         """
         if self.phase is Phase.STEP:
             raise RuntimeError(

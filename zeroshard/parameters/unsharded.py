@@ -30,7 +30,7 @@ class UnshardedParameter(nn.Parameter):
         Args:
             view: the values, in the shape of the original.
             fqn: the name in the model.
-            class_name: the name of its class; None: that of `UnshardedParameter`.
+            class_name: the name of its class; None: `UnshardedParameter`.
         """
         parameter = nn.Parameter(view.new_empty(0), requires_grad=view.is_floating_point())
         parameter.data = view

@@ -42,7 +42,7 @@ class DtypePolicy:
     """The dtype of main parameters; None: the given dtype, but at least float32. Frozen ones need none."""
 
     def of(self, original: Original) -> DtypePolicy:
-        """The policy for one parameter. Codes keep their dtype; BatchNorm wants that of its statistics."""
+        """The policy for one parameter. Codes keep their dtype; BatchNorm wants its statistics' dtype."""
         asked = original.compute_dtype
         if is_packed(original.parameter) or (
             asked is None and any(computes_in_own_dtype(module) for module, _ in original.owners)
@@ -98,7 +98,7 @@ class BufferPlan:
     regathers: tuple[Exchange, ...]
     """The exchanges of a gather in backward, from the values that are kept after forward."""
     reductions: tuple[Exchange, ...]
-    """The exchanges from autograd's gradients to those of the optimizer; none for frozen parameters."""
+    """The exchanges from autograd's gradients to the optimizer's; none for frozen parameters."""
     main_tier: Tier
     """The tier of the main parameters, of the gradients that the optimizer reads, and of its states."""
     copy_tier: Tier | None
@@ -107,7 +107,7 @@ class BufferPlan:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The main dtype, at least float32, but for codes; that of optimizer states, updates and sums too."""
+        """The main dtype, at least float32, but for codes; optimizer states, updates and sums have it."""
         return self.main_dtype if self.is_packed else torch.promote_types(self.main_dtype, torch.float32)
 
     @property
@@ -212,7 +212,7 @@ def units_on_device(sizes: Sequence[int], fraction: float) -> list[bool]:
 
 
 def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Original]]:
-    """Divide the parameters of a unit by what those of a buffer have in common."""
+    """Divide the parameters of a unit by what the parameters of a buffer have in common."""
     groups: dict[tuple[object, ...], list[Original]] = {}
     for original in originals:
         parameter = original.parameter

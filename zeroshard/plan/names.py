@@ -1,6 +1,6 @@
 """Parameters and modules that a config names: ignored, replicated, or computed in another dtype.
 
-A pattern fits a parameter by its full name, or by that of a module around it:
+A pattern fits a parameter by its full name, or by the name of a module around it:
 
     "layers.0.norm.weight"        the full name of a parameter: this one alone
     "*.norm*", "layers.*.router"  with *, ? or [: as in fnmatch, where * stands for dots as well
@@ -44,9 +44,9 @@ class Cast:
     dtype: torch.dtype
     """The dtype of the parameters, and of the float inputs."""
     without: torch.dtype | None
-    """The dtype of its outputs if no input is float, as of an embedding: that which the parameters would have
-    otherwise; inside of another module that is cast, `dtype`. None if the module around casts for it: then it
-    holds no parameters, with which some models call a module directly."""
+    """The dtype of its outputs if no input is float, as of an embedding: the dtype that the parameters would
+    have otherwise; inside of another module that is cast, `dtype`. None if the module around casts for it:
+    then it holds no parameters, with which some models call a module directly."""
 
 
 def fitting(pattern: str, names: Collection[str]) -> list[str]:
@@ -142,7 +142,7 @@ def find_overrides(
 
     Raises:
         ValueError: a pattern fits no parameter; the names of a tied parameter get different dtypes; or
-            BatchNorm would get another dtype than that of its statistics.
+            BatchNorm would get another dtype than its statistics have.
     """
     patterns = dict(overrides or ())
     if not patterns:
@@ -210,7 +210,7 @@ def _common_dtype(module: nn.Module, overrides: Mapping[nn.Parameter, torch.dtyp
 
 
 def _check_statistics(root: nn.Module, found: Mapping[nn.Parameter, torch.dtype]) -> None:
-    """Refuse a dtype for BatchNorm that is not that of its statistics, which are not cast."""
+    """Refuse a dtype for BatchNorm that its statistics do not have: they are not cast."""
     for name, module in root.named_modules():
         if not computes_in_own_dtype(module):
             continue

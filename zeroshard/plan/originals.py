@@ -24,7 +24,7 @@ class Original:
     is_summed: bool = False
     """True if each tensor rank holds all of it and computes a summand of its gradient."""
     compute_dtype: torch.dtype | None = None
-    """The dtype of forward and backward that was asked for by its name; None: that of all parameters."""
+    """The dtype of forward and backward that was asked for by its name; None: the dtype of all parameters."""
     is_replicated: bool = False
     """True if it is frozen and each rank is to hold it whole, at stage 3 as well."""
     holders: tuple[int, ...] = ()

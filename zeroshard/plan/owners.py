@@ -9,7 +9,7 @@ An item is a tensor that one rank, its owner, computes with as a whole. Each ran
 Ranges of several ranks may overlap, or be the same: where ranks hold an item whole, nothing is sent inward.
 
 [Note: Choice of owners] The costs of ranks should be equal, because all of them wait for the slowest. Among
-ranks that are about equally busy, the owner is the one that holds most of the item, so that the least is
+ranks that are about equally busy, the owner is the rank that holds most of the item, so that the least is
 sent. First the costs are divided by the rule of the longest processing time: the item of the highest cost
 goes to the least busy rank, and so on (Graham 1969, "Bounds on Multiprocessing Timing Anomalies", theorem 2:
 the busiest of N ranks has at most 4/3 - 1/(3 N) of the least possible). Then items are dealt again, in the
@@ -109,7 +109,7 @@ def inward(items: Sequence[Item], owners: Sequence[int]) -> list[Send]:
     """List what owners get before they compute: each element that an owner does not hold, once.
 
     Of several ranks that hold an element, the one sends it whose number has most leading bits in common with
-    that of the owner: ranks of one machine have neighbouring numbers.
+    the number of the owner: ranks of one machine have neighbouring numbers.
     """
     moves = []
     for number, (item, owner) in enumerate(zip(items, owners, strict=True)):
@@ -135,7 +135,7 @@ def outward(items: Sequence[Item], owners: Sequence[int]) -> list[Send]:
 
 
 def _without(spans: Sequence[Span], taken: Span) -> list[Span]:
-    """Return what is left of ranges without another one."""
+    """Return what is left of ranges without another range."""
     left = []
     for span in spans:
         common = span.intersect(taken)

@@ -49,9 +49,9 @@ class Placements:
 _WHOLE: Placed = {}
 _SHARDED: Placed = {DP_SHARD: Placement.SHARD}
 SUMMANDS: Placed = {DP_SHARD: Placement.PARTIAL, DP_REPLICATE: Placement.PARTIAL}
-"""The gradients that autograd gives: each rank has those of its own micro-batch."""
+"""The gradients that autograd gives: each rank has the gradients of its own micro-batch."""
 SUMMANDS_OF_PARTS: Placed = {**SUMMANDS, TP: Placement.PARTIAL}
-"""Those of a parameter that all tensor ranks hold, and use in their parts of a layer."""
+"""The same for a parameter that all tensor ranks hold, and use in their parts of a layer."""
 
 STAGES: tuple[Placements, ...] = (
     Placements(parameter=_WHOLE, kept=_WHOLE, gradient=SUMMANDS, optimizer=_WHOLE),

@@ -1,7 +1,7 @@
 """Tiers as data: the places of a rank's model states, from the device to files.
 
 Main parameters, the gradients that the optimizer reads and its states lie together on one tier. At stage 3
-the sharded parameters that gathers read may lie on another one.
+the sharded parameters that gathers read may lie on another tier.
 """
 
 from __future__ import annotations

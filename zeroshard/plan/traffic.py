@@ -28,8 +28,8 @@ def gradient_bytes(
 ) -> int:
     """Bytes of gradients on a tier before an optimizer step: of one micro-batch, or of the sum of several.
 
-    Those of the tier of files are in host memory. Sums in a wider dtype than main parameters have memory of
-    their own there, because the device reads them while it writes the gradients that the optimizer reads.
+    Gradients of the tier of files are in host memory. Sums in a wider dtype than main parameters have memory
+    of their own there, because the device reads them while it writes the gradients that the optimizer reads.
     Where a micro-batch leaves parameters out, up to twice as much is there.
     """
     if not buffer.trainable:

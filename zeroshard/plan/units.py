@@ -1,7 +1,7 @@
 """The modules that become units, and the unit of each parameter.
 
 All ranks gather a unit together, so they must call the same units in the same order. Modules of which a
-forward may run a part, another one on each rank, belong into one unit with the module around them. Some are
+forward may run a part, another part on each rank, belong into one unit with the module around them. Some are
 known by a name or by a chance in a config, see `_chosen_among`; of others the user says it in `units=`. Ranks
 that call other units than each other end in an error of the ledger, or of the watchdog.
 
@@ -336,7 +336,8 @@ def _find_groups(
         chosen: modules that are units by their class.
 
     Raises:
-        ValueError: a name that no module has; a module that is in two units, is a list, or holds another one.
+        ValueError: a name that no module has; a module that is in two units, is a list, or holds another
+            module of its list.
     """
     found: dict[nn.Module, ModuleGroup] = {}
     entries = () if policy is None or callable(policy) else policy

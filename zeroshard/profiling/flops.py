@@ -1,4 +1,4 @@
-"""The floating-point operations of a step: all that run, and those of the model alone.
+"""The floating-point operations of a step: all that run, and the model's alone.
 
     of the model     the forward and the backward as the formulas of the model have them
     outside of it    forwards that run again, scores that a kernel of attention computes again, and the
@@ -26,9 +26,9 @@ class Flops(NamedTuple):
     """Floating-point operations."""
 
     all: int
-    """Those that ran."""
+    """The operations that ran."""
     of_model: int
-    """Those of them that the model needs."""
+    """The operations among them that the model needs."""
 
 
 class FlopCounter:
@@ -80,7 +80,7 @@ _KERNELS_OF_ATTENTION = (
     "efficient_attention",
     "cudnn_attention",
 )
-"""torch counts those of GPUs alone; torch 2.11 refuses queries with more heads than keys have."""
+"""torch counts kernels of GPUs alone; torch 2.11 refuses queries with more heads than keys have."""
 
 
 def _of_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -94,7 +94,7 @@ def _of_its_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: 
 
 
 def _of_the_backward_alone(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> int:
-    """Four of these products: the scores are those of the forward."""
+    """Four of these products: the forward has made the scores."""
     return _of_product(query, key) * (2 * query.shape[3] + 2 * value.shape[3])
 
 

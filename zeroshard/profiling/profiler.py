@@ -40,17 +40,17 @@ def profile(
         print(profile)
 
     Each rank profiles itself; nothing is exchanged. An engine that is not profiled has no cost of it. Times
-    are those of the host on a CPU, and those of the compute stream on an accelerator: there a wait is the
-    time in which that stream stands still for a gather or a reduction.
+    are the host's on a CPU, and the compute stream's on an accelerator: there a wait is the time in which
+    that stream stands still for a gather or a reduction.
 
     Args:
         engine: an engine, or a sharded model.
         memory: note the memory at the begin of each phase.
         operations: run `torch.profiler`, too, with our phases as ranges; `profile.operations` is its
             profile, with `key_averages()` and `export_chrome_trace(path)`. This takes time of its own.
-        flops: count the floating-point operations of the first step: those of matrix products and attention
-            that run, and those of the model among them. It runs slower, so the times begin after it, and at
-            least two steps are needed.
+        flops: count the floating-point operations of the first step: all matrix products and attention
+            that run, and the model's operations among them. It runs slower, so the times begin after it, and
+            at least two steps are needed.
         peak_flops: floating-point operations per second that the device could do, above 0, for the
             utilization.
 
@@ -101,7 +101,7 @@ def profile(
         if counter is not None:
             stack.callback(counter.stop)
             counter.begin()
-        # The time that profilers take to begin and to end is not that of steps.
+        # The time that profilers take to begin and to end is no time of steps.
         clock, began = Clock(runtime.context.device), time.perf_counter()
         timeline = PhaseTimeline(clock.now)
         recorder = PhaseRecorder(runtime, timeline, on_phase, on_step)
@@ -118,7 +118,7 @@ def _check(engine: object, peak_flops: float | None) -> None:
 
 
 def _measure(engine: Engine | Sharded) -> MemoryReport:
-    """The memory at rest; that of a sharded model is without the states of its optimizers."""
+    """The memory at rest; of a sharded model it is without the states of its optimizers."""
     return engine.memory_report() if isinstance(engine, Engine) else measure(engine._runtime, None)
 
 
@@ -169,8 +169,8 @@ _VERBS: dict[str, tuple[str, str, Callable[[Unit], bool]]] = {
     "wait_reduce": ("wait", "reduction of ", _never),
     "progress_reduce": ("reduce", "", _never),
 }
-"""For each verb of a unit its kind, the name before that of the unit, and a function that is true if a call
-has nothing to do."""
+"""For each verb of a unit its kind, the text before the name of the unit, and a function that is true if a
+call has nothing to do."""
 
 
 class PhaseRecorder:
@@ -261,7 +261,7 @@ class PhaseRecorder:
 
     @property
     def _is_here(self) -> bool:
-        """True in the thread of the program, and in that of its backward, for which the other one waits."""
+        """True in the program's thread, and in the thread of its backward, for which the program waits."""
         return threading.get_ident() == self._thread or is_in_backward()
 
     # -- told by the status ---------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class PhaseRecorder:
         if not self._is_here:
             return
         self._begin(Label(_PHASES[phase], where) if phase else OTHER)
-        # The step of a class that calls that of its base is one: torch calls the hooks of both.
+        # A class whose step calls the step of its base takes one step: torch calls the hooks of both.
         if self._is_stepping and self._has_stepped:
             self._timeline.end_step()
             self._on_step()

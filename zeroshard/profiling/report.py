@@ -92,12 +92,12 @@ class PhaseTimeline:
         self._tasks.pop()
 
     def cut(self) -> None:
-        """End the span under way, and begin another one."""
+        """End the span under way, and begin another span."""
         self._labels.append((self.phase, self._tasks[-1] if self._tasks else self.phase))
         self.moments.append(self._now())
 
     def spans(self, seconds: Sequence[float], first: int = 0) -> list[TimeSpan]:
-        """Return the spans in order, those of no length left out.
+        """Return the spans in order; spans of no length are left out.
 
         Args:
             seconds: the time of each of the `moments`.
@@ -233,7 +233,7 @@ class Profile:
     """Floating-point operations of this rank that ran in a step, counted in the first one; None if they were
     not asked for, or no step ended."""
     model_flops: int | None = None
-    """Those of the model among them: without recomputed ones, and without those of the optimizer."""
+    """The model's operations among them: without recomputed ones, and without the optimizer's."""
     peak_flops: float | None = None
     """Floating-point operations per second that the device could do."""
     operations: Any = None

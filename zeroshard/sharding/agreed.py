@@ -1,8 +1,8 @@
 """Agreements of all ranks in a backward: flags of each rank, each set if it is set on any rank.
 
 [Note: Ranks that leave out a batch] A rank may leave out a batch, because it caught an exception of its own
-or skipped a loss. It goes on with its next batch. At stages 0 to 2 its reductions then meet those of the
-other ranks, so nothing fails until these wait at the end. The agreement at the end of a backward notices it
+or skipped a loss. It goes on with its next batch. At stages 0 to 2 its reductions then meet the other ranks'
+reductions, so nothing fails until these wait at the end. The agreement at the end of a backward notices it
 without another exchange: each bit of the number of forwards is sent once as it is and once inverted. Steps
 are noted in the ledger, which is compared there too.
 """

@@ -67,7 +67,7 @@ class FlatBuffer:
         self.main_span = plan.main_span(context.axis.rank)
         """The flat range that `main` holds."""
         self.is_stored = all(is_stored(original.parameter) for original in originals)
-        """True if each rank has read its own part of the first values; else they are those of rank 0."""
+        """True if each rank has read its own part of the first values; else they are rank 0's values."""
         if self.is_stored:
             self.full, main = _read(plan, originals, self.main_span, context)
         else:

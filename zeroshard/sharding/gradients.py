@@ -128,7 +128,7 @@ class Gradients:
         Args:
             more: True if a later backward is to add to the gradients of this one.
             defer: True if a later backward is to reduce them.
-            scale: the loss scale; None: nobody gives one, and that of the last backward holds.
+            scale: the loss scale; None: nobody gives one, and the scale of the last backward holds.
             steps: True if units are stepped in this backward.
         """
         if scale is not None:
@@ -229,7 +229,7 @@ class Gradients:
         """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads.
 
         Yields:
-            True while an exchange is under way, False before another one.
+            True while an exchange is under way, False before another exchange.
         """
         plan, axes = self.buffer.plan, self._context.axes
         in_place = plan.main_size == plan.layout.total and flat.dtype == plan.wide_dtype
@@ -326,7 +326,7 @@ class Gradients:
                     self._move(GradientState.REDUCED)
 
     def _sum_of(self, index: int) -> Tensor | None:
-        """The sum that a reduced gradient is added to: the one that waits here, or else `p.grad`, if any.
+        """The sum that a reduced gradient is added to: the sum that waits here, or else `p.grad`, if any.
 
         Nothing is added to a `p.grad` while sums are kept, since it has fewer bits.
         """

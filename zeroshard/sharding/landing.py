@@ -29,7 +29,7 @@ _MOST_UNDER_WAY = 2
 
 
 def sends_to_host(buffer: FlatBuffer, context: Context) -> bool:
-    """True if the optimizer reads gradients in host memory, and the device is another one."""
+    """True if the optimizer reads gradients in host memory, and the device is not the host."""
     return (
         buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
     )

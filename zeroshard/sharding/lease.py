@@ -61,7 +61,7 @@ class Lease(Generic[T]):
 
 
 class Leases(Generic[T]):
-    """The leases of a runtime, one of each kind; that of a backward is the backward's."""
+    """The leases of a runtime, one of each kind; the lease of a backward belongs to the backward."""
 
     def __init__(self) -> None:
         self.in_use, self.ahead, self.trailing = Lease[T]("in use"), Lease[T]("ahead"), Lease[T]("trailing")

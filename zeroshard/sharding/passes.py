@@ -249,7 +249,7 @@ class Passes:
         """Gather replicated parameters again and free the others, after main parameters have changed."""
         for unit in self.quiet:
             unit.refresh()
-        for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about that of a forward
+        for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about a forward's order
             unit.refresh()
         self._state.reads_main |= any(unit.state is UnitState.GATHERING for unit in self._units)
 
@@ -408,7 +408,7 @@ class Passes:
             self._walk.note_gradient(unit)
 
     def _meet_backward(self, unit: Unit) -> None:
-        """Begin a backward whose first gradient is that of a parameter: no output could be hooked.
+        """Begin a backward whose first gradient is a parameter's: no output could be hooked.
 
         Raises:
             RuntimeError: the gradient comes from another backward, inside the one under way.

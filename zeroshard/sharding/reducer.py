@@ -1,17 +1,18 @@
 """The gradients of all units: reduced as they arrive, delivered together at the end of a backward.
 
 [Note: Two packed units] A packed buffer is as large as its unit. At any time of a backward there are packed
-buffers of at most two units and the root: one unit is being packed, and the first exchange of another one is
+buffers of at most two units and the root: one unit is being packed, and the first exchange of another is
 under way. So before a unit is packed, all reductions but the newest wait for their exchange. Further
 exchanges of a reduction (between shard groups, or back to all ranks) start only when a reduction starts, so
 that their order is the same on all ranks.
 
-[Note: Reductions ahead of the last backward] A backward that defers its gradients may still reduce those of
-some units, to which no later backward of the step adds. They are packed like all that it defers, so that bits
-do not depend on the time of a reduction. Their sums have packed buffers anyway: at the end of the backward,
-and between backwards, the reductions that are left start together and nobody waits for them: they go on
-during whatever comes next. The last backward of the step waits for them, agrees with all ranks and delivers;
-without one, the step does. A gradient that comes to such a unit nevertheless is reduced by itself at the end.
+[Note: Reductions ahead of the last backward] A backward that defers its gradients may still reduce gradients
+of some units, to which no later backward of the step adds. They are packed like all that it defers, so that
+bits do not depend on the time of a reduction. Their sums have packed buffers anyway: at the end of the
+backward, and between backwards, the reductions that are left start together and nobody waits for them: they
+go on during whatever comes next. The last backward of the step waits for them, agrees with all ranks and
+delivers; without one, the step does. A gradient that comes to such a unit nevertheless is reduced by itself
+at the end.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Reducer:
 
         Raises:
             RuntimeError: a backward has stepped units since the last step: gradients that came now would be
-                stepped with once more. Or the backward is that of another engine, whose loss scale would be
+                stepped with once more. Or it is a backward of another engine, whose loss scale would be
                 in the gradients.
         """
         parameters = (p for gradients in self._all for p in gradients.buffer.unsharded)

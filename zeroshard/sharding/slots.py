@@ -5,7 +5,7 @@ the unsharded parameter. Any other object was put there by somebody: by an assig
 for one call by `torch.func.functional_call`. The engine computes with its own parameters and refuses others.
 
 Edits of parameters in a forward or backward are refused if the next gather would overwrite them. Versions and
-addresses of a unit's parameters are compared with those of the last look. `.data` shares the version of its
+addresses of a unit's parameters are compared with the last look's. `.data` shares the version of its
 parameter. No value is compared: the answer is the same on all ranks, whose slices differ. Where modules
 compute with the main parameters themselves, an edit is kept, as in DistributedDataParallel. Equal values in
 other memory are no edit: a recurrent layer on a GPU moves its weights into one piece of memory for cuDNN, and
@@ -82,7 +82,7 @@ class ShownParameter(nn.Parameter):
     def detach(self) -> Tensor:
         """Return the values without a graph; to `nn.Parameter(...)`, another shown parameter.
 
-        torch expects that of subclasses, so that `nn.Parameter(...)` of one is a parameter, too.
+        torch expects this of subclasses, so that `nn.Parameter(...)` of one is a parameter, too.
         """
         is_for_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
         values = Tensor.detach(self)
@@ -252,7 +252,7 @@ class Edits:
         """The addresses of `full` and of these parameters, as they are to be."""
 
     def check(self) -> None:
-        """Compare the parameters with those of the last look.
+        """Compare the parameters with the parameters at the last look.
 
         Raises:
             RuntimeError: one was edited since, in memory of its own. It is gathered again.

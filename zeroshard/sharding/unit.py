@@ -76,7 +76,7 @@ class Visit:
     num_calls: int = 0
 
     def and_then(self, later: Visit) -> Visit:
-        """Return these calls together with those of a later forward."""
+        """Return these calls together with the calls of a later forward."""
         num_calls = self.num_calls + later.num_calls
         return Visit(self.began, later.ended, (*self.regions, *later.regions), num_calls)
 

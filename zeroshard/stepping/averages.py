@@ -42,8 +42,8 @@ class _Averaged:
 class Averages:
     """Moving averages of the trained parameters of one module.
 
-    The arithmetic is that of torch.optim.swa_utils: the first update copies the parameters, each later one is
-    `average.lerp_(parameter, 1 - decay)`.
+    The arithmetic is the same as in torch.optim.swa_utils: the first update copies the parameters, each later
+    one is `average.lerp_(parameter, 1 - decay)`.
 
     Args:
         runtime: of the module.
@@ -132,7 +132,7 @@ class Averages:
         for name, value in self._model_buffers():
             if name in self._copies and self._copies[name].shape == value.shape:
                 self._copies[name].copy_(value)
-            else:  # a module has made it since, as lazy ones do, or another one of another shape
+            else:  # a module has made it since, as lazy ones do, or a buffer of another shape
                 self._copies[name] = value.detach().clone()
 
     @contextmanager

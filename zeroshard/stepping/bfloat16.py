@@ -1,7 +1,7 @@
 """Blocks of bfloat16, widened and stochastically rounded in a CPU's caches; compiled by numba.
 
 numba has no bfloat16: these functions see bfloat16 as uint16 and float32 as uint32, over the same memory.
-The bits are those of the torch operations in `rounding.py`.
+The torch operations in `rounding.py` give the same bits.
 """
 
 from __future__ import annotations

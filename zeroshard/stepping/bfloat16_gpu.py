@@ -1,6 +1,6 @@
 """Stochastic rounding to bfloat16 in one pass over a GPU's memory; compiled by Triton.
 
-The bits are those of `bfloat16.py`, also of nan.
+`bfloat16.py` gives the same bits, also for nan.
 """
 
 from __future__ import annotations

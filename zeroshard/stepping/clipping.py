@@ -6,7 +6,7 @@ parameters it has.
 
 `Scaling` applies the factor to the gradients of each part just before its step. One pass over all gradients
 would read and write host memory once more before the optimizer reads it. Here the optimizer finds the scaled
-gradients of a part in the cache. The bits are those of one pass.
+gradients of a part in the cache. One pass over all would give the same bits.
 
 Tensors side by side in memory become one, so that one kernel serves all of them:
 

@@ -4,7 +4,7 @@ At steps 1, 2, 4, 8 and so on, tensor ranks compare losses, and gradients of par
 Tensor ranks compute the same values between divided layers, so they step these parameters alike and exchange
 nothing for them. If they were given other batches, drew another dropout, or use such a parameter for a part
 of the heads only, the parameters would drift apart, and no error would tell. A loss of values that are parts,
-as of a last layer that stays divided, is another one on each rank.
+as of a last layer that stays divided, is another loss on each rank.
 
 The loss scale of float16 has the defaults of torch.amp.GradScaler:
 
@@ -246,7 +246,7 @@ _FAR_LOSS = 1e-4
 
 
 class _Fingerprint(NamedTuple):
-    """Two numbers that tell a gradient from another one."""
+    """Two numbers in which a gradient differs from other gradients."""
 
     norm: float
     product: float

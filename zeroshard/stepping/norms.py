@@ -75,7 +75,7 @@ def refuse_slices(parameters: Iterable[Tensor], what: str) -> None:
 
 
 def place_among(places: Mapping[ShardedParameter, _Place], parameter: Tensor, what: str) -> _Place:
-    """Return the place of a parameter among those of one module.
+    """Return the place of a parameter among the parameters of one module.
 
     Raises:
         RuntimeError: it is not one of them.

@@ -117,7 +117,7 @@ class PieceHome(Home):
         buffers: the buffers of the units that are stepped in pieces.
         memory: the memory of the rank.
         starts: the first element of each slice, counted in the whole parameter; for the time of a piece it is
-            that of the piece.
+            the first element of the piece.
     """
 
     def __init__(
@@ -386,7 +386,7 @@ class StepByParts:
             home.end_step()
 
     def begin_units(self) -> None:
-        """Begin to step units ahead of others, probably those of the last time and in the same order."""
+        """Begin to step units ahead of others, probably the same as the last time, in the same order."""
         expected, self._units = self._units, []
         for home in self._homes:
             home.expect(expected)
@@ -398,7 +398,7 @@ class StepByParts:
 
         Args:
             optimizer: an optimizer for which `is_divisible`.
-            unit: the parameters of the unit; those of other optimizers are left alone.
+            unit: the parameters of the unit; parameters of other optimizers are left alone.
             deliver: calls that set the gradients of the unit, when it is where it is stepped.
 
         Returns:
@@ -512,7 +512,7 @@ def twin_of(optimizer: Optimizer, groups: Sequence[Sequence[ShardedParameter]]) 
     """Make the twin of an optimizer.
 
     Args:
-        optimizer: the optimizer; its state is shared, and its options are those of this moment.
+        optimizer: the optimizer; its state is shared, and its options are taken at this moment.
         groups: the parameters of each group of the twin.
     """
     twin: Any = object.__new__(type(optimizer))

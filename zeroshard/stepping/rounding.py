@@ -72,7 +72,7 @@ class Rounding:
         return Rounding(axis.all_gather_object(torch.initial_seed(), "seed of stochastic rounding")[0])
 
     def resume(self, other: Rounding) -> None:
-        """Go on with the seed and step of another one."""
+        """Go on with the seed and step of another rounding."""
         self.seed, self.step = other.seed, other.step
 
     def key(self, name: str) -> int:
@@ -169,7 +169,7 @@ def random_bits(key: int, start: int, num: int, device: torch.device | str = "cp
 def _round(values: Tensor, bits: Tensor) -> Tensor:
     """[n], float32: `bits`, [n], carry into the upper halves of the values; the lower ones become 0."""
     words = values.contiguous().view(torch.int32)
-    # A nan is kept as it is: its bits would overflow, or become those of an infinity.
+    # A nan is kept as it is: its bits would overflow, or become an infinity's.
     lower = words.bitwise_and(_EXPONENT).ne_(_EXPONENT).mul_(0xFFFF)
     carried = bits.bitwise_and_(lower).add_(words)
     return carried.bitwise_and_(lower.bitwise_not_()).view(torch.float32)

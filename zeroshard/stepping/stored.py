@@ -346,7 +346,7 @@ class StoreHome(Home):
         self._wait()
 
     def _fetch(self, blocks: list[_Block]) -> Piece:
-        """Wait for the blocks of a part, and begin to read those of the part that is expected next."""
+        """Wait for the blocks of a part, and begin to read the blocks of the part that is expected next."""
         if self._ahead is None or self._ahead[0] != blocks:
             self._ahead = self._read(blocks)
         (_, piece), self._ahead = self._ahead, None

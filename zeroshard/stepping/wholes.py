@@ -350,8 +350,8 @@ class WholesOverRanks:
     def _agree(self, plan: _CallPlan) -> Callable[[], object]:
         """Begin to compare the calls of all ranks.
 
-        Without it ranks with other tensors or owners would take pieces of one tensor for those of another, or
-        expect other sizes than are sent, for which Gloo ends the process.
+        Without it ranks with other tensors or owners would take pieces of one tensor for pieces of another,
+        or expect other sizes than are sent, for which Gloo ends the process.
 
         Returns:
             A function that waits, to be called before anything is exchanged. It raises RuntimeError, on all

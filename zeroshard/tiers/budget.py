@@ -49,7 +49,7 @@ def check_budget(
     Args:
         needed: for each kind of values, the bytes of host memory that a rank will allocate.
         nvme: bytes that a rank will reserve on disks, the same in each folder.
-        folders: those of the nvme tier; none if `nvme` is 0.
+        folders: the folders of the nvme tier; none if `nvme` is 0.
         num_ranks_on_node: the ranks that share this node.
         alternatives: settings to name in the error.
 
@@ -110,7 +110,7 @@ def _describe(alternative: Alternative, num_ranks: int, node: Node) -> str:
 
 
 def host_bytes_free() -> int:
-    """Return the bytes that this process can allocate in host memory without ending another one."""
+    """Return the bytes that this process can allocate in host memory without ending another process."""
     import psutil  # when tiers are asked for, not with the package
 
     free: int = psutil.virtual_memory().available

@@ -5,8 +5,8 @@
     read     -> FileTransfer
     free                          the space is used again by an extent of the same size
 
-Memory must begin on a page, as that of `host_memory` does, since direct I/O copies nothing. A transfer holds
-its memory until it is over, but does not protect it: wait before you use it.
+Memory must begin on a page, as memory of `host_memory` does, since direct I/O copies nothing. A transfer
+holds its memory until it is over, but does not protect it: wait before you use it.
 
 The bytes of an extent become chunks in files:
 
@@ -139,7 +139,7 @@ class Swap:
     """The files of one rank on the nvme tier: one in each folder, with the chunks of an extent in turns."""
 
     def __init__(self, folders: Sequence[str | Path], rank: int, num_threads: int = 4) -> None:
-        """Create the files, and remove those of processes that were killed.
+        """Create the files, and remove files of processes that were killed.
 
         Args:
             folders: existing folders, on one disk each; at least one.
@@ -178,7 +178,7 @@ class Swap:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the files, those of freed extents too."""
+        """Bytes in the files, freed extents included."""
         return sum(file.end for file in self._files)
 
     @property
@@ -363,7 +363,7 @@ class Swap:
             file.remove()
 
     def close_in_child(self) -> None:
-        """Close the files and keep them on the disk: they are those of the process that forked this one."""
+        """Close the files and keep them on the disk: they belong to the process that forked this one."""
         files, self._files = self._files, []
         for file in files:
             file.close()

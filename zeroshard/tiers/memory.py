@@ -165,7 +165,7 @@ class HostBuffer:
         return self.memory.nbytes
 
     def in_use_until(self, mark: Mark) -> None:
-        """Note the end of a copy from or to the memory; it lies after those of all earlier copies."""
+        """Note the end of a copy from or to the memory; it lies after the ends of all earlier copies."""
         self._last = mark
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:

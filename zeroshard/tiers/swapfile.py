@@ -31,7 +31,7 @@ _SUFFIX = ".swap"
 _REMEDY = f"Free space there, or set {SETTING} to a folder on a larger disk."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALIGNMENTS = (4096, 16384, 65536)
-"""Sizes of a block that direct I/O may ask for: that of drives and most file systems first."""
+"""Sizes of a block that direct I/O may ask for: first the size of drives and most file systems."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 _ATTEMPTS = 100
 """Others that end or clean up may remove the folder, or a file that is not locked yet."""
@@ -81,7 +81,7 @@ class SwapFile:
     def _open_data(self) -> tuple[int, int]:
         """Return a descriptor for data and its alignment: the first with which a block can be written.
 
-        It is that of the lock, through the page cache, where the file system has no direct I/O.
+        It is the descriptor of the lock, through the page cache, where the file system has no direct I/O.
         """
         try:
             data = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)

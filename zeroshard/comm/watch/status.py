@@ -151,7 +151,7 @@ def _by_number(entries: Entries) -> dict[tuple[str, int], str]:
 
 _AT_ONCE = timedelta(milliseconds=1)
 """Gloo closes all connections of a group when a wait for a send or a receive takes longer than its timeout.
-Then each wait for one of them ends, that of the main thread too."""
+Then each wait for one of them ends, the wait of the main thread, too."""
 _WAITS, _IS_IN, _ACTION = "waits in the ", "is in ", ", action "
 _ON_ALL_RANKS = (
     "has had fewer batches (its data loader is shorter, or it left one out after an exception that it "

@@ -4,7 +4,7 @@ main thread   notes the status of this rank in attributes of its `RankStatus`
 thread        sends a heartbeat with it, at least every second, to a store that rank 0 holds; reads there
               an alarm, and the heartbeats of rank 0 and of the next rank
 alarm         raised by a rank that gave up in a collective, is late in one, watches a rank that is lost,
-              or waits and sees that another one waits in other collectives than its own. Then every rank
+              or waits and sees that another rank waits in other collectives than its own. Then every rank
               reads the status of all, and waits of main threads are interrupted. A main thread that fails in
               a collective raises that as an error; one that has not done so within seconds is printed
               with its stack, and its process ends.
@@ -123,7 +123,7 @@ class Watchdog:
         """Have all ranks end; the caller raises an error.
 
         Returns:
-            The first alarm, if it is another one, and the status of each rank. This takes some pauses, in
+            The first alarm, if it is not this one, and the status of each rank. This takes some pauses, in
             which living ranks send a heartbeat.
         """
         self._grace_s = math.inf
@@ -258,7 +258,7 @@ class Watchdog:
         return find_lost(self._sightings(), limit_s) or self._difference()
 
     def _difference(self) -> str | None:
-        """Describe the first collective that differs between this rank and another one, while both wait."""
+        """Describe the first collective that differs between this rank and another rank, while both wait."""
         own = self.rank_status.issued_when_waiting(self._patience_s)
         if own is None:
             return None
@@ -326,7 +326,7 @@ def _loopback() -> list[str]:
 def open_watchdog(
     rank: int, size: int, gather: Callable[[Any, str], list[Any]], timeout_s: float, running: Watchdog | None
 ) -> Watchdog | None:
-    """Return the running watchdog if it is that of these ranks, or a new one. Collective.
+    """Return the running watchdog if it is the watchdog of these ranks, or a new one. Collective.
 
     Args:
         rank, size: this rank and the number of ranks.
@@ -393,7 +393,7 @@ class Waits:
         self._counter = counter or Counter()
         self.who, self._device, self._timeout_s = who, device, timeout_s
         self.rank_status = RankStatus()
-        """The status of this rank; that of the watchdog, once there is one."""
+        """The status of this rank; the watchdog's, once there is a watchdog."""
         self.ledger = Ledger()
         """The collectives that this rank has issued."""
         self.watchdog: Watchdog | None = None
@@ -434,7 +434,7 @@ class Waits:
                 try:
                     work.wait(timedelta(seconds=min(left_s, _LONGEST_S)))
                     return
-                except RuntimeError:  # unlike that of a send or receive, this wait may be repeated
+                except RuntimeError:  # this wait may be repeated, unlike the wait of a send or receive
                     if work.is_completed():
                         work.wait(timedelta(seconds=_SHORTEST_S))  # raises its own error, if it has one
                         return

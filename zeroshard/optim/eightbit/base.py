@@ -23,9 +23,9 @@ Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 class BlockwiseOptimizer(Optimizer):
     """Keeps states in blocks of 256: uint8 codes under their usual names, scales under `<name>_absmax`.
 
-    Over slices that start on a block, as a sharded model has them, codes and scales are those of the whole
-    parameter, at any number of ranks. Parameters of less than `min_8bit_size` elements, counted over all
-    ranks, have float32 states. Updates are computed in float32.
+    Over slices that start on a block, as a sharded model has them, codes and scales are the same as for the
+    whole parameter, at any number of ranks. Parameters of less than `min_8bit_size` elements, counted over
+    all ranks, have float32 states. Updates are computed in float32.
 
     Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
     """
@@ -69,7 +69,7 @@ class BlockwiseOptimizer(Optimizer):
         return {**super().__getstate__(), "_overrides": self.overrides}
 
     def settings(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The hyperparameters of a parameter: those of its group, and its own."""
+        """The hyperparameters of a parameter: the hyperparameters of its group, and its own."""
         return {**group, **self.overrides.get(parameter, {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

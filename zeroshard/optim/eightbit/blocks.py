@@ -43,7 +43,7 @@ class Codebook:
     table: Tensor
     """[2^(32 - num_lower)], int32: what the lower bits of a float are added to, by its upper bits."""
     num_lower: int
-    """Bits of a float below those of its bin."""
+    """Bits of a float below the bits of its bin."""
 
     @property
     def zero(self) -> int:

@@ -2,8 +2,8 @@
 
 A program takes some blocks of 256 through dequantization, update, quantization and stochastic rounding. The
 update is the rule's own function, as in `kernels.py`. Quotients and roots are rounded to nearest, and no
-multiplication is fused with an addition: the bits are those of the CPU. Only a nan of float32 has other bits,
-those of its device.
+multiplication is fused with an addition: the bits are the same as on the CPU. Only a nan of float32 has
+the bits of its device.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Rule:
     optimizers: tuple[str, ...]
     """Class names of the optimizers with these states, of any library, without Paged, 8bit or 32bit."""
     states: Mapping[str, bool]
-    """Names of the states, those of torch, each SIGNED or UNSIGNED."""
+    """Names of the states, as torch names them, each SIGNED or UNSIGNED."""
     scalars: Callable[[Numbers], Scalars]
     """The numbers that the update takes, computed once a step in float64."""
     update: Update

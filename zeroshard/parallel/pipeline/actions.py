@@ -11,7 +11,7 @@ micro-batch 3:
     text      0F0,0F1,0F2,0B0,0B1,0B2        a line for each rank; a comma between two actions;
               1F0,1B0,1F1,1B1,1F2,1B2        an empty cell has no meaning
 
-Source: the notation is that of the CSV files of torch.distributed.pipelining. `R` and `STEP` are additions.
+Source: the notation is as in the CSV files of torch.distributed.pipelining. `R` and `STEP` are additions.
 
 The sends and receives of a schedule follow from its actions and its placement:
 

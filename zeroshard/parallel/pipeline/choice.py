@@ -72,7 +72,7 @@ def count_synchronous(config: Config, num_microbatches: int, steps_taken: int) -
 def full_schedule_of(config: Config) -> Schedule:
     """Return lists of an asynchronous pipeline that is full, with as many steps crossed as in any others.
 
-    The lists that a batch runs may be shorter, or have synchronous steps. Those of the user are as they are.
+    The lists that a batch runs may be shorter, or have synchronous steps. Lists of the user are as they are.
     """
     return schedule_of(config, _num_until_full(config), config.pipeline.synchronous_steps)
 
@@ -80,9 +80,9 @@ def full_schedule_of(config: Config) -> Schedule:
 def largest_schedule_of(config: Config) -> Schedule:
     """Return the lists that take the most memory, after the synchronous steps.
 
-    They are those of a batch. But `train_batches` makes one list of many batches, so an asynchronous pipeline
-    may be full with few micro-batches in each. It has the most versions when those of the micro-batches that
-    filled it are replaced by later ones.
+    They are the lists of a batch. But `train_batches` makes one list of many batches, so an asynchronous
+    pipeline may be full with few micro-batches in each. It has the most versions when later versions replace
+    the versions of the micro-batches that filled it.
     """
     num = config.pipeline.num_microbatches
     if config.pipeline.schedule in ASYNCHRONOUS:

@@ -7,7 +7,7 @@
 A chunk is the same model, in which the modules of other chunks hand on what they are given. So its own
 forward makes masks and positions from the arguments, in every chunk, and nothing of it is written again here.
 
-Modules of other ranks are taken out, together with their parameters. Those of this rank take turns: while a
+Modules of other ranks are taken out, together with their parameters. This rank's modules take turns: while a
 chunk computes, stand-ins take the places of the modules of the others, and hand on their first argument.
 """
 
@@ -76,7 +76,7 @@ def outline_of(model: nn.Module) -> Outline:
 
 
 def refuse_collected(options: Mapping[str, Any]) -> None:
-    """Refuse outputs of all layers: the last rank would have those of its own layers alone.
+    """Refuse outputs of all layers: the last rank would have its own layers' outputs alone.
 
     Raises:
         ValueError: a config or arguments ask for them.
@@ -190,7 +190,7 @@ class Absent(nn.Module):
         self._adds, self._turn, self._name, self.names = adds, turn, name, tuple(names)
 
     def __getattr__(self, key: str) -> Any:
-        """Refuse to stand for an attribute in the forward of the model: that of the module may differ.
+        """Refuse to stand for an attribute in the forward of the model: the module's may differ.
 
         Raises:
             RuntimeError: a chunk computes.
@@ -213,7 +213,7 @@ class Absent(nn.Module):
             )
         return torch.zeros((), device=value.device) if self._adds else value  # it may be added to anything
 
-    __call__ = forward  # without hooks: those of a layer run where it computes
+    __call__ = forward  # without hooks: the hooks of a layer run where it computes
 
 
 class _ChunkModule(NamedTuple):

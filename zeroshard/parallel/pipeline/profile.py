@@ -11,8 +11,8 @@ that equals an earlier one in its classes, shapes and settings has the time of t
 unknown class equals only itself: a doubt costs a measurement. Modules before the blocks count as a part of
 the first block; those after them, and the loss, as a part of the last one.
 
-The model does not change: modules compute with tensors in the place of their parameters and buffers. Those
-of parameters on the meta device have arbitrary values, because the time does not depend on them.
+The model does not change: modules compute with tensors in the place of their parameters and buffers. Tensors
+for parameters on the meta device have arbitrary values, because the time does not depend on them.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def measure_blocks(
         model: the model, on any device, the meta device included.
         outline: the order of its modules.
         sample: a micro-batch.
-        loss_fn: its time counts if the micro-batch has targets. Otherwise that of the model's own loss does,
-            if it returns one.
+        loss_fn: its time counts if the micro-batch has targets. Otherwise the time of the model's own
+            loss counts, if the model returns a loss.
         device: the device of the measurement.
         dtype: the dtype of parameters and float inputs. None: as they are.
 
@@ -277,7 +277,7 @@ class Profiler:
         def run() -> tuple[float, Any]:
             given, named = pytree.tree_map_only(Tensor, self._enter, (args, dict(kwargs)))
             start = self._now()
-            # No others, such as those of a checkpoint around the block.
+            # No other hooks, such as the hooks of a checkpoint around the block.
             with saved_tensors_hooks(lambda value: value, lambda value: value):
                 outputs = forward(*given, **named)
                 seconds = self._now() - start

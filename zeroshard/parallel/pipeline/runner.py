@@ -1,10 +1,10 @@
 """The runner of a schedule: it walks through the list of this pipeline rank, action by action.
 
-    a receive    is posted some actions before the one that needs it, in the order of the sender
+    a receive    is posted some actions before the action that needs it, in the order of the sender
     an action    computes one micro-batch in one chunk, or is a verb of the sharding: unshard, reduce, step
     a send       follows the action that makes its tensors; a few may be on their way
 
-A chunk is a function of tensors. Its inputs come from the chunk before it, or are those of the batch; the
+A chunk is a function of tensors. Its inputs come from the chunk before it, or are the batch's inputs; the
 outputs of the last chunk are the losses. Between chunks all tensors are leaves: the backward of a chunk ends
 at its inputs, whose gradients go back.
 
@@ -40,7 +40,7 @@ from zeroshard.parallel.pipeline.weights import Waiting
 from zeroshard.parallel.random import random_states, set_random_states
 
 AHEAD = 2
-"""The receives that are posted ahead of the one that an action needs, from each rank."""
+"""The receives that are posted ahead of the receive that an action needs, from each rank."""
 
 _MOST_FORMS = 64
 """Batches of different shapes whose forms are remembered."""
@@ -52,7 +52,7 @@ class Chunks(Protocol):
     def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute a chunk.
 
-        The first one gets no inputs and takes those of the micro-batch; the last one returns its loss alone.
+        The first one gets no inputs and takes the micro-batch's; the last one returns its loss alone.
         """
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
@@ -296,7 +296,7 @@ class Runner:
         return [pair for pair in zip(sent, arrived, strict=True) if pair[0].requires_grad]
 
     def _give_back(self, chunk: int, microbatch: int, call: _ChunkCall) -> None:
-        """Keep the gradients of inputs for the chunk before; those of unused ones are zero."""
+        """Keep the gradients of inputs for the chunk before; gradients of unused inputs are zero."""
         if chunk:
             self._batch.gradients[chunk - 1, microbatch] = tuple(
                 torch.zeros_like(value) if value.grad is None else value.grad

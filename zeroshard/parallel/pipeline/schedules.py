@@ -30,10 +30,10 @@ from zeroshard.parallel.pipeline.simulate import ActionCosts
 def with_recompute(schedule: Schedule) -> Schedule:
     """Return a schedule that recomputes the activations of each micro-batch before its backward.
 
-    A backward directly after its forward finds the activations still there and needs no recompute: that of
-    the last rank in 1F1B, and the first one of a GPipe that goes back from the last micro-batch. A recompute
-    does not need the gradient, so a rank runs it while the gradient is on its way. A schedule that has
-    recomputes stays as it is.
+    A backward directly after its forward finds the activations still there and needs no recompute: a backward
+    of the last rank in 1F1B, and the first one of a GPipe that goes back from the last micro-batch. A
+    recompute does not need the gradient, so a rank runs it while the gradient is on its way. A schedule that
+    has recomputes stays as it is.
     """
     if any(action.kind is Kind.RECOMPUTE for _, action in schedule):
         return schedule
@@ -66,8 +66,8 @@ def interleaved(num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> 
                                               round 0           round 1 begins
 
     A rank runs the micro-batches of a round in its first chunk, then in its second one, and so on. A round
-    has p micro-batches, or a few more if that divides them; fewer would not fill the pipeline. The rounds of
-    other than p micro-batches, and ZB-H1 with several chunks, are those of torch.distributed.pipelining.
+    has p micro-batches, or a few more if that divides them; fewer would not fill the pipeline. Rounds of
+    other than p micro-batches, and ZB-H1 with several chunks, are as in torch.distributed.pipelining.
 
     Raises:
         ValueError: the micro-batches cannot be divided into rounds of the same size.
@@ -78,8 +78,8 @@ def interleaved(num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> 
 def zb_h1(num_ranks: int, num_microbatches: int, chunks_per_rank: int) -> Schedule:
     """Return the schedule ZB-H1, in which weight gradients fill the time that 1F1B waits.
 
-    The gradient of the weights of a micro-batch comes r micro-batches after that of its input on rank r. So
-    each rank holds the activations of at most p micro-batches, as rank 0 of 1F1B does.
+    The gradient of the weights of a micro-batch comes r micro-batches after the gradient of its input on rank
+    r. So each rank holds the activations of at most p micro-batches, as rank 0 of 1F1B does.
 
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1.
 
@@ -104,7 +104,7 @@ def _in_rounds(
         name: the name of the schedule.
         num_ranks, num_microbatches, chunks_per_rank: as `build_schedule` has them.
         hops: the forwards that a rank begins earlier than the next one.
-        has_halves: the gradient of the weights comes r micro-batches after that of the input on rank r.
+        has_halves: the gradient of the weights comes r micro-batches after the input's on rank r.
     """
     rounds = max(1, num_microbatches // num_ranks)
     if chunks_per_rank > 1 and num_microbatches % rounds:
@@ -248,11 +248,11 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 3   chunk 3  ->  chunk 4
 
     If the three parts of a chunk take the same time, a rank waits neither in the middle nor at the end. The
-    pipeline is full from 2 * p - 1 micro-batches on. The lists of fewer are those of 2 * p - 1 without
-    the others' actions.
+    pipeline is full from 2 * p - 1 micro-batches on. Fewer micro-batches have the lists of 2 * p - 1,
+    without the actions of the others.
 
     Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6, and Qi et al. 2024, "Pipeline
-    Parallelism with Controllable Memory" (V-shaped schedules). The number of actions in each phase is that of
+    Parallelism with Controllable Memory" (V-shaped schedules). Each phase has as many actions as in
     torch.distributed.pipelining.
     """
     placement = (*range(num_ranks), *reversed(range(num_ranks)))

@@ -6,7 +6,7 @@ After a batch each holder sends its gradient to the others, and all add them up 
 Their optimizers then take the same step.
 
 [Note: Two chunks of one rank] The gradients of a later chunk of the same rank are added up aside and reduced
-after those of the first one. So the sums are the same, to the bit, as if the two chunks had two ranks.
+after the first chunk's gradients. So the sums are the same, to the bit, as if the two chunks had two ranks.
 """
 
 from __future__ import annotations

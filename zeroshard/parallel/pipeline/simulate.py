@@ -1,8 +1,8 @@
 """A simulator of schedules: the times of all actions, lists that deadlock, and the activations in flight.
 
 Each rank runs its actions one after the other. A message leaves when its action ends, and arrives after the
-duration of a transfer. A rank takes the messages of another one in order, so a message that it needs may wait
-after an earlier one. Transfers take no time of the ranks and do not slow each other down.
+duration of a transfer. A rank takes the messages of another rank in order, so a message that it needs may
+wait after an earlier one. Transfers take no time of the ranks and do not slow each other down.
 """
 
 from __future__ import annotations
@@ -204,13 +204,13 @@ class _Simulation:
                 return None
             buffers = f"at most {channel.max_unreceived} unreceived"
             return transfer.target, f"the send of the {transfer} waits for a receive, {buffers}"
-        for action in self.needed.get(operation, ()):  # those of other ranks send a message
+        for action in self.needed.get(operation, ()):  # actions of other ranks send a message
             if action not in self.done and self.placement[action.place[0]] == rank:
                 return rank, f"{operation} waits for {action}, which comes later in its own list"
         return None
 
     def _offer(self, transfer: ChunkTransfer) -> tuple[int, _MessageQueue]:
-        """Offer a message if it has not been; return its number among those of its channel."""
+        """Offer a message if it has not been; return its number among the messages of its channel."""
         channel = self.channels[transfer.source, transfer.target]
         if transfer not in self.offers:
             self.offers[transfer] = len(channel.offered)

@@ -140,7 +140,7 @@ def trace(model: nn.Module, sample: SampleBatch, names: Sequence[str]) -> Trace:
 
 
 def _refuse_written(model: nn.Module, bound: inspect.BoundArguments, readers: Mapping[str, set[int]]) -> None:
-    """Refuse buffers that one chunk writes and another one reads: each rank has a copy."""
+    """Refuse buffers that one chunk writes and another chunk reads: each rank has a copy."""
     chunks: dict[Tensor, set[int]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         chunks.setdefault(buffer, set()).update(readers.get(name, ()))
@@ -340,10 +340,10 @@ class TracedModel(nn.Module):
 
 
 class TracedChunks:
-    """The chunks of a traced model on this rank, as `Chunked` has those of other models.
+    """The chunks of a traced model on this rank, as `Chunked` has the chunks of other models.
 
     Args:
-        model: the tree of all chunks; those of other ranks are taken out.
+        model: the tree of all chunks; chunks of other ranks are taken out.
         own: the chunks of this rank.
     """
 
@@ -352,7 +352,7 @@ class TracedChunks:
         self.signature = inspect.signature(model.trace.model.forward)
         model.keep(own)
         self.containers = [*model.named_modules(), *model.trace.model.named_modules()]
-        """All modules: a graph calls its own with other arguments, and nobody calls those of the model."""
+        """All modules: a graph calls its own with other arguments, and nobody calls the model's."""
 
     def modules_of(self, chunk: int) -> list[nn.Module]:
         """Return the modules that one chunk of this rank alone computes."""

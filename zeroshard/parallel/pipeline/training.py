@@ -158,7 +158,7 @@ class BatchComparison:
         self._refuse_others(self._axis.any(_flags(value), "comparison of the batches of a list")())
 
     def _counts(self) -> bool:
-        """Count a batch; True if its values are compared: those of batches 1, 2, 4, 8 and so on."""
+        """Count a batch; True if its values are compared, as in batches 1, 2, 4, 8 and so on."""
         self._num_batches += 1
         return not self._num_batches & (self._num_batches - 1)
 
@@ -259,7 +259,7 @@ class PipelineTraining:
         self._apart: frozenset[int] = frozenset()
         """The chunks whose reductions begin with an action of their own."""
         self._due: set[int] = set()
-        """Those of them that have had their last backward."""
+        """The chunks among these that have had their last backward."""
         self.is_stepping = False
         """True while the step after a batch is taken."""
         self._loss_scale = 1.0
@@ -319,7 +319,7 @@ class PipelineTraining:
             num_batches: the batches to take.
             num: micro-batches of each of them.
             steps_taken: the steps of training before the list.
-            take_step: takes one step; the context corrects that of the optimizer.
+            take_step: takes one step; the context corrects the step of the optimizer.
 
         Returns:
             [num_batches], the mean loss over the micro-batches of each batch, on all ranks of the pipeline.

@@ -1,4 +1,4 @@
-"""Weight gradients that wait: a backward in two halves, first the gradients of inputs, then those of weights.
+"""Weight gradients that wait: a backward in two halves, first the gradients of inputs, then of weights.
 
     forward           y = x W^T
     input gradient    dL/dx = dL/dy W        keeps x and dL/dy: the operands of the other half

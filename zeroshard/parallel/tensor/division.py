@@ -1,7 +1,7 @@
 """The layers of a plan, and the parts of their parameters that the ranks of a tensor group hold.
 
-A model whose user gives no plan has that of transformers, or one of our own. Nothing is changed and no rank
-is asked: a plan that does not fit a model is an error before anything starts.
+A model whose user gives no plan has the plan of transformers, or a plan of ours. Nothing is changed and no
+rank is asked: a plan that does not fit a model is an error before anything starts.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
 
 
 def _with_tied_embedding(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """An entry for an embedding that the plan leaves out, and whose table is that of a divided head."""
+    """An entry for an embedding that the plan leaves out, and whose table is the table of a divided head."""
     if not hasattr(model, "resize_token_embeddings"):
         return {}
     table, head = _found(model, "get_input_embeddings"), _found(model, "get_output_embeddings")
@@ -317,7 +317,7 @@ _COUNTS_OF_HEADS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_he
 def _refuse_counted_heads(layers: Sequence[Divided]) -> None:
     """Refuse layers of attention that may view the part of a rank as all heads, each of fewer elements.
 
-    Nothing would tell: the values would be those of another model.
+    No error would say so: the values would be the values of another model.
     """
     for layer in layers:
         counts = {at: getattr(layer.parent, at, None) for at in _COUNTS_OF_HEADS}
@@ -332,7 +332,7 @@ def _refuse_counted_heads(layers: Sequence[Divided]) -> None:
 
 
 def _refuse_whole_ties(model: nn.Module, layers: Sequence[Divided], cuts: Mapping[nn.Parameter, Cut]) -> None:
-    """Refuse a parameter that is cut for one module and whole in another one."""
+    """Refuse a parameter that is cut for one module and whole in another module."""
     divided = {(layer.module, attribute) for layer in layers for attribute in layer.cuts}
     for name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():

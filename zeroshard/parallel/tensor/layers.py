@@ -211,7 +211,7 @@ def _experts(module: Any, over: Activations, name: str, *values: Any, **named: A
 
 
 _LOOKED_AT = 1 << 16
-"""The elements of an input that are looked at; those of a whole batch may take a while."""
+"""The elements of an input that are looked at; all elements of a batch may take a while."""
 _FAR = 0.01
 """The part of its norm by which floating-point inputs may differ: a device may have computed them."""
 

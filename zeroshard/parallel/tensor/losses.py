@@ -259,7 +259,7 @@ def divide_losses(model: nn.Module, layers: Iterable[Divided], over: Activations
 
 
 class DividedLogits:
-    """Logits in the output of a model; each tensor rank has those of some tokens. No tensor: `gather()` is.
+    """Logits in the output of a model; each tensor rank has some tokens' logits. No tensor: `gather()` is.
 
     A part that looks like all logits would give wrong tokens without an error. To gather them only where they
     are used would wait forever if not all ranks use them.

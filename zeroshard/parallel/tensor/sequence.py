@@ -156,7 +156,7 @@ class Regions:
     """The switch of a model's regions: they are divided, except in evaluation without gradients.
 
     There a sequence may have any length, as the single tokens of a generation. Gradients always come from
-    parts: those of norms are added up over the ranks.
+    parts: gradients of norms are added up over the ranks.
 
     Args:
         embeds_parts: True if embeddings give parts.
@@ -177,7 +177,7 @@ class Regions:
         return add_up if is_whole else self.sum
 
     def follow(self, model: nn.Module, changes: Changes) -> None:
-        """Take the mode of a model at each of its forwards. Recomputation keeps that of the last one."""
+        """Take the mode of a model at each of its forwards. Recomputation keeps the mode of the last one."""
 
         def before(module: nn.Module, args: Any) -> None:
             self._are_divided = module.training or torch.is_grad_enabled()
@@ -208,7 +208,7 @@ class Regions:
         return cast(Tensor, whole)
 
     def part_of(self, value: Tensor, over: Activations, label: str) -> Tensor:
-        """Return this rank's part of a whole value: the one that was gathered, if it was."""
+        """Return this rank's part of a whole value: the part that was gathered, if it was."""
         twin = _twin_of(value) if self.are_divided else None
         return self.split(value, over, label) if twin is None else twin.part
 

@@ -68,7 +68,7 @@ class Ages:
         return max(self._taus[chunk].values(), default=0)
 
     def until_applied(self, action: Action) -> int:
-        """The steps of a chunk from an action to the one that applies the gradient of its micro-batch."""
+        """The steps of a chunk from an action to the step that applies the gradient of its micro-batch."""
         return self.applied[action.place] - self.before[action]
 
     def tau_of_step(self, chunk: int, step: int) -> int:

@@ -95,7 +95,7 @@ _read_delays = functools.lru_cache(maxsize=32)(read_delays)
 
 
 def noted_change(config: Config, rank: int) -> str | None:
-    """Return the name of the state that a pipeline rank adds to those of its optimizer; None for none.
+    """Return the name of the state that a pipeline rank adds to its optimizer's states; None for none.
 
     A rank that crosses no steps has none.
     """
@@ -125,7 +125,7 @@ class AsynchronousMethod:
         corrected: the correction of each step, if there is one.
 
     Raises:
-        ValueError: see `read_delays`, for the lists of the config and those of a full pipeline.
+        ValueError: see `read_delays`, for the lists of the config and the lists of a full pipeline.
     """
 
     def __init__(

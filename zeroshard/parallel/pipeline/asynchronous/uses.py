@@ -15,7 +15,7 @@ and the name of a direction.
     bounded       the newest; few steps are crossed         Elam et al. 2026, "Breaking the Bubble", PACI
 
 Autograd keeps the activations of the forward. So a backward with other weights than its forward multiplies
-gradients with the new matrices, and activations are those of the old ones.
+gradients with the new matrices, and activations come from the old ones.
 """
 
 from __future__ import annotations

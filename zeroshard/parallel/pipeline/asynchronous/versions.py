@@ -146,7 +146,7 @@ class NotedChange:
     @contextmanager
     @torch.no_grad()
     def noting(self, decay: float) -> Iterator[None]:
-        """Note the change of the step inside; `decay` is that of a mean."""
+        """Note the change of the step inside; `decay` is the decay of a mean."""
         before = [buffer.main.detach().clone() for buffer in self._buffers]
         yield
         stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
@@ -157,7 +157,7 @@ class NotedChange:
                     self._note(parameter, change[buffer.sharded_span(index).slice], decay)
 
     def _note(self, parameter: ShardedParameter, change: Tensor, decay: float) -> None:
-        # A state that is looked up is made, and an optimizer takes an empty one for that of a first step.
+        # A state that is looked up is made, and an optimizer takes an empty one as the state of a first step.
         if self._name in self._optimizer.state.get(parameter, {}):
             state = self._optimizer.state[parameter]
             if self._is_mean:
