@@ -396,10 +396,10 @@ def growth(function, *args) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
     ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide growth
-    before = status("VmRSS")
+    before = status("VmRSS") - status("RssFile")  # the system brings back pages of libraries as it likes
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     function(*args)
-    return status("VmHWM") - before
+    return status("VmHWM") - status("RssFile") - before
 
 
 def save_large(folder: str) -> int:

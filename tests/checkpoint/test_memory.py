@@ -50,12 +50,15 @@ def status(key):
 
 
 def growth(action):
-    """Bytes by which the peak of resident memory exceeds what is held before."""
+    """Bytes by which the peak of resident memory exceeds what is held before.
+
+    Pages of libraries are not counted: the system takes them from a process and brings them back as it likes.
+    """
     ctypes.CDLL(None).malloc_trim(0)  # else memory that was freed before hides what is taken
-    before = status("VmRSS")
+    before = status("VmRSS") - status("RssFile")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     action()
-    return status("VmHWM") - before
+    return status("VmHWM") - status("RssFile") - before
 
 
 def measure(folder):
