@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -41,6 +40,9 @@ from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
 from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
 from zeroshard.sharding.walk import CallLog, Walk
+
+_WATCHED = "_zeroshard_watched"
+"""An attribute of outputs of units: their gradients begin a backward."""
 
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD, _SHARDED = Phase.REST, Phase.FORWARD, Phase.BACKWARD, UnitState.SHARDED
@@ -300,14 +302,24 @@ class Passes:
                 "dataclasses, or name in units= the class of a module around it that does"
             )
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
-        if any(tensor.is_leaf for tensor in tensors):
-            # A unit may return a parameter, which lives on: a hook on it would run in later backwards too.
+        if unit is self._root:  # the user may hook an output of a unit inside, which others have used, too
+            tensors = [tensor for tensor in tensors if not hasattr(tensor, _WATCHED)]
+        if any(tensor.is_leaf or tensor._backward_hooks for tensor in tensors):
+            # A unit may return its input: two hooks of one tensor would run in the order of the forward. It
+            # may return a parameter, which lives on: a hook on it would run in later backwards too.
             output = view_tensors(output)
             tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
-        if tensors and unit in self._frozen:
-            unit.open_calls.add(unit.call)
-        for tensor in tensors:
-            _hook_output(tensor, partial(self._before_backward, unit.call))
+        if tensors:
+            call, before_backward = unit.call, self._before_backward
+            if unit in self._frozen:
+                unit.open_calls.add(call)
+
+            def enter(gradient: Tensor) -> None:
+                before_backward(call)
+
+            for tensor in tensors:
+                setattr(tensor, _WATCHED, True)
+                tensor.register_hook(enter)
         return output
 
     def watch_layer(self, unit: Unit, output: Any) -> None:
@@ -488,25 +500,6 @@ class Passes:
             unit.slots.uninstall()
             if not unit.leases:
                 unit.reshard()
-
-
-def _hook_output(tensor: Any, enter: Callable[[], None]) -> None:
-    """Call a function when the gradient of an output arrives.
-
-    A unit may return its input, or the output of a unit inside. The backward comes to the outer or later one
-    first, and torch calls hooks in the order of the forward. So a tensor gets one hook, with a list. The user
-    holds the same tensor: hooks on it change the gradients of all that has made it.
-    """
-    if (calls := getattr(tensor, "_zeroshard_calls", None)) is not None:
-        calls.insert(0, enter)
-        return
-    tensor._zeroshard_calls = calls = [enter]
-
-    def arrived(gradient: Tensor) -> None:
-        for each in calls:
-            each()
-
-    tensor.register_hook(arrived)
 
 
 def closed_error() -> RuntimeError:
