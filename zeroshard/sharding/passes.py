@@ -42,7 +42,7 @@ from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
 from zeroshard.sharding.walk import CallLog, Walk
 
 _WATCHED = "_zeroshard_watched"
-"""An attribute of outputs of units: their gradients begin a backward."""
+"""An attribute of outputs of units and layers: their gradients begin a backward."""
 
 # An attribute of an enum takes longer to read than a global name.
 _REST, _FORWARD, _BACKWARD, _SHARDED = Phase.REST, Phase.FORWARD, Phase.BACKWARD, UnitState.SHARDED
@@ -331,6 +331,7 @@ class Passes:
         def enter(gradient: Tensor) -> None:
             before_again(call)
 
+        setattr(output, _WATCHED, True)
         output.register_hook(enter)
 
     def _before_again(self, call: ForwardCall) -> None:
