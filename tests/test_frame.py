@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 30013,
+    "lines of code of the package": 30011,
     "statements of the package": 24511,
-    "tokens of the package": 283854,
-    "lines of code of the core": 10566,
+    "tokens of the package": 283826,
+    "lines of code of the core": 10564,
     "statements of the core": 9068,
-    "tokens of the core": 95698,
+    "tokens of the core": 95670,
     "lines of code of examples, benchmarks and tools": 7669,
     "lines of the longest file": 600,
     "booleans of the core": 50,

@@ -31,9 +31,9 @@ _MARGIN = 1.25
 
 
 NEAR_BYTES = 64 << 20
-"""Bytes of main parameters from which parameters travel to the device together, for their step."""
+"""The most bytes of main parameters that travel to the device together for a step, but for larger slices."""
 MOST_NEAR = 1 << 30
-"""Bytes of main parameters of one slice that are too many for the device: the host steps them."""
+"""The most bytes of main parameters of one slice; the host steps the buffer of a larger one."""
 
 
 def near_parts(plan: BufferPlan) -> list[range]:

@@ -15,7 +15,8 @@ pieces, and moves values between them:
 States that are new, or come from elsewhere, get a place at rest after their step, side by side for each flat
 buffer.
 
-A unit that is much larger than the others is not read into pieces: the host steps it at rest; see `parts.py`.
+The host steps some values at rest: a unit in files that is much larger than the others (see `parts.py`), and
+a buffer on the host with a slice of more than `MOST_NEAR` bytes (see `plan/pieces.py`).
 """
 
 from __future__ import annotations
@@ -243,10 +244,9 @@ class HostStore(Store):
     def reserve(self, piece: Piece, num_bytes: int) -> None:
         """Make a piece as large as that."""
         if piece.memory.numel() < num_bytes:
-            device = self._memory.device
             self._memory.piece_bytes += num_bytes - piece.memory.nbytes
-            piece.memory = torch.empty(0, dtype=torch.uint8, device=device)  # before the larger one is taken
-            piece.memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            piece.memory = piece.memory.new_empty(0)  # before the larger one is taken
+            piece.memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
 
     def read(self, place: Place, into: Tensor, piece: Piece) -> None:
         """Start to copy to the device."""
@@ -292,6 +292,8 @@ class StoreHome(Home):
         self._block_of = {p: block for block in blocks for p in block.span_of}
         self._parts: list[list[_Block]] = []
         """The blocks of the parts that are expected, and were not fetched yet."""
+        self._counting: set[Any] = set()
+        """The parameters whose counters of steps lie with them, in the step under way."""
         self._pieces = [Piece() for _ in range(NUM_PIECES)]
         self._ahead: tuple[list[_Block], Piece] | None = None
         """The blocks that are read ahead of their step, and where."""
@@ -303,6 +305,12 @@ class StoreHome(Home):
             parts: the parameters that are fetched together, in their probable order. Others may come, too.
         """
         self._wait()  # of steps before
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it takes a step"
+        # torch wants these counters on the device of their parameters.
+        self._counting = {
+            p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]
+        }
         self._parts = [blocks for blocks in map(self._blocks, parts) if blocks]
         self._read_ahead()
 
@@ -323,9 +331,8 @@ class StoreHome(Home):
         try:
             piece = self._fetch(blocks)
             places = piece.divide(blocks)
-            counting = _with_near_counters(optimizer)
             for block, (main, packed) in zip(blocks, places, strict=True):
-                block.hold(main, packed, optimizer.state, counting)
+                block.hold(main, packed, optimizer.state, self._counting)
             yield
             with torch.no_grad():
                 for block, (main, packed) in zip(blocks, places, strict=True):
@@ -432,11 +439,7 @@ class _Block:
         return memory.view(self._main.dtype)[: self._main.numel()]
 
     def hold(
-        self,
-        main: Tensor,
-        packed: Tensor,
-        states: Mapping[Any, dict[str, Any]],
-        counting: set[Any],
+        self, main: Tensor, packed: Tensor, states: Mapping[Any, dict[str, Any]], counting: set[Any]
     ) -> None:
         """Make parameters and states views of a piece, [bytes] of uint8 each; and bring gradients there.
 
@@ -526,12 +529,6 @@ class _Block:
         self._places = {
             key: (starts[key], _over(place.values, starts[key], value)) for key, value in present.items()
         }
-
-
-def _with_near_counters(optimizer: Optimizer) -> set[Any]:
-    """The parameters whose counters of steps torch wants on the device of the parameter."""
-    groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
-    return {p for group in groups for p in group["params"]}
 
 
 def _is_alike(value: Tensor, other: Tensor) -> bool:
