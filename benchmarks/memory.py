@@ -58,7 +58,7 @@ def formula(stage: int, num_ranks: int, num_elements: int, precision: str) -> fl
     whole, part = num_elements, num_elements / num_ranks
     if precision == "bf16":
         main, copy, states = (whole, 2 * whole, 8 * whole) if stage == 0 else (part, 2 * whole, 8 * part)
-        return 4 * main + (copy if stage < 3 else 0) + 4 * main + states
+        return 4 * main + (copy if stage < 3 or num_ranks == 1 else 0) + 4 * main + states
     parameters = part if stage == 3 else whole
     gradients = part if stage >= 2 else whole
     states = whole if stage == 0 else part

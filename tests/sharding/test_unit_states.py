@@ -14,7 +14,7 @@ from zeroshard.assemble import shard_over
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes
-from zeroshard.config.sections import Config, Precision
+from zeroshard.config.sections import Config, Offload, Precision
 from zeroshard.parallel.tensor.division import Division
 from zeroshard.plan.layout import Layout
 from zeroshard.plan.units import find_units
@@ -31,6 +31,13 @@ EMPTY, PACKING, REDUCING, REDUCED = (
     GradientState.REDUCED,
 )
 BF16 = Precision(param_dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def freed(tmp_path):
+    """Settings of one rank, which gathers nothing: it frees units whose values rest in files."""
+    offload = Offload(optimizer="nvme", parameters="nvme", nvme_path=str(tmp_path))
+    return {"stage": 3, "precision": BF16, "offload": offload}
 
 
 def undivided(model, units=None):
@@ -85,8 +92,8 @@ def storage_bytes(unit):
 
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(UnitState, UnitState)))
-def test_a_unit_goes_round_in_one_direction_and_other_moves_are_errors_that_name_it(start, end):
-    sharded = shard_net(stage=3, precision=BF16)  # a runtime that is collected drains its exchanges
+def test_a_unit_goes_round_in_one_direction_and_other_moves_are_errors_that_name_it(start, end, freed):
+    sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
     unit = sharded.inner
     unit.state = start
     if (start, end) in [(SHARDED, GATHERING), (GATHERING, UNSHARDED), (UNSHARDED, SHARDED)]:
@@ -99,8 +106,8 @@ def test_a_unit_goes_round_in_one_direction_and_other_moves_are_errors_that_name
     assert unit.state is start
 
 
-def test_the_error_of_an_illegal_move_of_the_root_calls_it_the_root():
-    sharded = shard_net(stage=3, precision=BF16)  # a runtime that is collected drains its exchanges
+def test_the_error_of_an_illegal_move_of_the_root_calls_it_the_root(freed):
+    sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
     unit = sharded.root
     with pytest.raises(RuntimeError, match="root"):
         unit._move(UNSHARDED)
@@ -152,8 +159,8 @@ def test_gradients_are_packed_then_reduced_then_delivered_and_other_moves_name_t
 # ------------------------------------------------------------------------------------- freed and refilled
 
 
-def test_a_unit_is_gathered_waited_for_and_freed():
-    sharded = shard_net(stage=3, precision=BF16)  # a runtime that is collected drains its exchanges
+def test_a_unit_is_gathered_waited_for_and_freed(freed):
+    sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
     unit = sharded.inner
     states = [unit.state]
     for move in (unit.unshard, unit.wait, unit.reshard, unit.wait, unit.reshard):
@@ -162,8 +169,8 @@ def test_a_unit_is_gathered_waited_for_and_freed():
     assert states == [SHARDED, GATHERING, UNSHARDED, SHARDED, UNSHARDED, SHARDED]
 
 
-def test_moves_that_are_not_needed_change_nothing():
-    sharded = shard_net(stage=3, precision=BF16)  # a runtime that is collected drains its exchanges
+def test_moves_that_are_not_needed_change_nothing(freed):
+    sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
     unit = sharded.inner
     unit.reshard()
     assert unit.state is SHARDED
@@ -178,8 +185,8 @@ def test_moves_that_are_not_needed_change_nothing():
     assert unit.buffers[0].full.data_ptr() == filled
 
 
-def test_the_storage_is_there_from_unshard_to_reshard_and_nothing_of_it_otherwise():
-    sharded = shard_net(stage=3, precision=BF16)  # a runtime that is collected drains its exchanges
+def test_the_storage_is_there_from_unshard_to_reshard_and_nothing_of_it_otherwise(freed):
+    sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
     unit = sharded.inner
     (buffer,) = unit.buffers
     size = 2 * Layout((600, 30, 600, 20), 1).total
@@ -194,8 +201,8 @@ def test_the_storage_is_there_from_unshard_to_reshard_and_nothing_of_it_otherwis
     assert buffer.main.untyped_storage().nbytes() == 2 * size
 
 
-def test_unsharded_parameters_are_the_same_objects_and_views_of_the_buffer_after_every_refill():
-    sharded = shard_net(stage=3, precision=BF16)
+def test_unsharded_parameters_are_the_same_objects_and_views_of_the_buffer_after_every_refill(freed):
+    sharded = shard_net(**freed)
     unit = sharded.inner
     (buffer,) = unit.buffers
     parameters = buffer.unsharded
@@ -211,8 +218,8 @@ def test_unsharded_parameters_are_the_same_objects_and_views_of_the_buffer_after
         assert buffer.full.untyped_storage().nbytes() == 0
 
 
-def test_the_meter_counts_what_is_there_beyond_rest_and_the_most_of_it():
-    sharded = shard_net(stage=3, precision=BF16)
+def test_the_meter_counts_what_is_there_beyond_rest_and_the_most_of_it(freed):
+    sharded = shard_net(**freed)
     meter = sharded.runtime.context.meter
     sizes = [2 * unit.buffers[0].layout.total for unit in (sharded.root, sharded.inner)]
     sharded.root.wait()
@@ -226,8 +233,8 @@ def test_the_meter_counts_what_is_there_beyond_rest_and_the_most_of_it():
 
 
 @pytest.mark.parametrize("change", ["in place", "through data"])
-def test_a_refill_has_the_values_that_a_step_left(change):
-    sharded = shard_net(stage=3, precision=BF16)
+def test_a_refill_has_the_values_that_a_step_left(change, freed):
+    sharded = shard_net(**freed)
     unit = sharded.inner
     unit.wait()
     for parameter in unit.buffers[0].sharded:
@@ -277,8 +284,8 @@ def test_one_rank_alone_without_mixed_precision_has_one_copy_that_is_never_moved
     assert sharded.runtime.context.meter.peak == 0
 
 
-def test_a_refill_between_forward_and_backward_is_no_change_to_autograd():
-    sharded = shard_net(stage=3, precision=BF16)
+def test_a_refill_between_forward_and_backward_is_no_change_to_autograd(freed):
+    sharded = shard_net(**freed)
     unit = sharded.inner
     unit.wait()
     weight = unit.buffers[0].unsharded[0]
@@ -292,8 +299,8 @@ def test_a_refill_between_forward_and_backward_is_no_change_to_autograd():
     assert torch.equal(gradient, expected)
 
 
-def test_modules_hold_unsharded_parameters_only_while_they_are_installed():
-    sharded = shard_net(stage=3, precision=BF16)
+def test_modules_hold_unsharded_parameters_only_while_they_are_installed(freed):
+    sharded = shard_net(**freed)
     layer, unit = sharded.net.block[0], sharded.inner
     (buffer,) = unit.buffers
     assert layer.weight is buffer.sharded[0]

@@ -240,9 +240,8 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     is_sharded, tiers = bool(placements.parameter), setting.tiers
     far = tiers.parameters if is_sharded else Tier.DEVICE
     main_tier = tiers.optimizer if first.requires_grad else far
-    is_cast = main != compute and main_tier is Tier.DEVICE
     is_computed = setting.weights in MOVED_WEIGHTS and first.requires_grad
-    is_freed = is_sharded and (bool(gathers) or is_cast or is_computed or far is not Tier.DEVICE)
+    is_freed = is_sharded and (bool(gathers) or is_computed or far is not Tier.DEVICE)
     is_filled = bool(gathers) or is_freed or main_tier is not Tier.DEVICE
     has_versions = setting.weights not in NEWEST_WEIGHTS and first.requires_grad and is_filled
     summands = SUMMANDS_OF_PARTS if originals[0].is_summed else SUMMANDS
