@@ -106,6 +106,8 @@ def shard_over(
     config: Config,
     axes: Axes,
     device: torch.device,
+    *,
+    steps_by_parts: bool = False,
 ) -> tuple[Runtime, Replacements]:
     """Shard a module in the units of a division; return its runtime, and the replaced parameters."""
     changes, specs = Changes(), division.specs
@@ -116,7 +118,8 @@ def shard_over(
     divide_and_cast(module, division, casts, over, changes)
     record_resets(module)
     check_values(module)
-    setting = read_setting(config, axes.sizes, host_computes=not streams.has_streams(device))
+    host_computes = not streams.has_streams(device)
+    setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=steps_by_parts)
     plans = plan_units(specs, setting)
     context = Context(
         axes=axes,
@@ -208,13 +211,16 @@ def find_module_casts(module: nn.Module, specs: Iterable[UnitSpec], config: Conf
     return find_casts(module, overrides, config.precision.param_dtype, parts)
 
 
-def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: bool = False) -> Setting:
+def read_setting(
+    config: Config, sizes: Mapping[str, int], *, host_computes: bool = False, steps_by_parts: bool = False
+) -> Setting:
     """Return the inputs of plans other than the parameters.
 
     Args:
         config: the config as it was given.
         sizes: the number of ranks of each axis.
         host_computes: True for ranks on the CPU, whose device is host memory.
+        steps_by_parts: True if the optimizer may step some parameters after others.
     """
     precision, offload = config.precision, config.offload
     return Setting(
@@ -230,6 +236,7 @@ def read_setting(config: Config, sizes: Mapping[str, int], *, host_computes: boo
         host_computes=host_computes,
         num_threads=offload.num_threads or (None if host_computes else share_of_cores()),
         steps_in_backward=offload.step_in_backward,
+        steps_by_parts=steps_by_parts,
         weights=config.pipeline.chosen_weights,
     )
 

@@ -43,6 +43,7 @@ from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.units import UnitSpec
+from zeroshard.stepping.parts import is_divisible
 
 
 class Initialized(NamedTuple):
@@ -145,7 +146,8 @@ def initialize(
             check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
         close_at_exit(axes, *axes.members)
         _check_room(specs, config, axes, optimizer, device)
-        runtime, replacements = shard_over(model, division, config, axes, device)
+        by_parts = optimizer is not None and is_divisible(optimizer)
+        runtime, replacements = shard_over(model, division, config, axes, device, steps_by_parts=by_parts)
         if optimizer is not None:
             take_over(optimizer, replacements, overrides)
         loader = _build_loader(training_data, collate_fn, config, axes, device)
@@ -250,7 +252,12 @@ def _check_room(
     computes, given = not has_streams(device), (specs, config, axes.sizes, states_of(optimizer))
 
     def check() -> None:
-        check_room(*given, host_computes=computes, num_ranks=axes.world.size)
+        check_room(
+            *given,
+            host_computes=computes,
+            steps_by_parts=optimizer is not None and is_divisible(optimizer),
+            num_ranks=axes.world.size,
+        )
 
     on_all(axes.world, "check of the room for offload", check)
 

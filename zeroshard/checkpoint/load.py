@@ -188,7 +188,8 @@ def _restore(parts: EngineState, plan: _LoadPlan) -> None:
     """Take over everything that was found; nothing of it needs another rank."""
     runtime = parts.runtime
     memory = runtime.context.memory
-    targets = {} if parts.optimizer is None else make_targets(parts.optimizer, plan.states, memory)
+    tiers = {p: buffer.plan.state_tier for buffer in runtime.buffers for p in buffer.sharded}
+    targets = {} if parts.optimizer is None else make_targets(parts.optimizer, plan.states, memory, tiers)
     for tensor in (*(b.main for b in runtime.buffers), *(t for s in targets.values() for t in s.values())):
         memory.renew(tensor)
     _read_tensors(parts, plan, targets)

@@ -41,6 +41,7 @@ from zeroshard.optim.eightbit.rule import Rule, rule_named
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import Span
+from zeroshard.plan.tiers import Tier
 from zeroshard.tiers.places import TierMemory
 
 _OF_PIPELINES = frozenset(NOTED_CHANGES.values())
@@ -264,10 +265,13 @@ def _dtypes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, torch.dtype]:
 # ------------------------------------------------------------------------------------------- restoring
 
 
-def make_targets(optimizer: Optimizer, states: SavedStates, memory: TierMemory) -> Targets:
+def make_targets(
+    optimizer: Optimizer, states: SavedStates, memory: TierMemory, tiers: Mapping[Any, Tier]
+) -> Targets:
     """Memory for all states of this rank; the memory of the present states where they have the same form.
 
-    New memory is on the tier of the parameter.
+    Args:
+        tiers: the tier of new memory for each parameter; parameters without one have it where they are.
     """
     targets: Targets = {}
     for parameter, saved in states.items():
@@ -278,7 +282,7 @@ def make_targets(optimizer: Optimizer, states: SavedStates, memory: TierMemory) 
             is_fit = isinstance(own, Tensor) and own.shape == shape
             if not is_fit or (own.dtype == torch.uint8) != (dtype == torch.uint8):
                 with past_guards():
-                    tier = memory.tier_of(parameter.detach())
+                    tier = tiers.get(parameter) or memory.tier_of(parameter.detach())
                 own = memory.empty(math.prod(shape), dtype, tier).view(shape)
             targets[parameter][key] = own
     return targets

@@ -123,7 +123,7 @@ class Offload(Checked):
 
     _prefix = "offload."
     optimizer: Annotated[str, checked.TIER] = "none"
-    """Tier of main parameters and optimizer states; the optimizer step runs there."""
+    """Tier of optimizer states, and of main parameters with which the device does not compute."""
     parameters: Annotated[str, checked.TIER] = "none"
     """Tier of the sharded parameters between uses."""
     step_in_backward: bool = False

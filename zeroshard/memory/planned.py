@@ -68,7 +68,7 @@ def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setti
             "parameters are sharded"
         )
     sizes = {DP_SHARD: along.dp_shard, DP_REPLICATE: along.dp_replicate, DP_INNER: num_inner, TP: along.tp}
-    setting = read_setting(config, sizes, host_computes=host_computes)
+    setting = read_setting(config, sizes, host_computes=host_computes, steps_by_parts=True)
     if mesh.pp == 1:
         return setting
     # A pipeline reduces gradients once a batch, at each stage.

@@ -69,7 +69,7 @@ def bytes_on_tiers(
         tier: TierBytes(
             parameters=sum(traffic.parameter_bytes(buffer, tier) for buffer in buffers),
             gradients=_gradient_bytes(units, setting, num_micro_batches, tier),
-            optimizer=_state_bytes((b for b in buffers if b.main_tier is tier), setting, states),
+            optimizer=_state_bytes((b for b in buffers if b.state_tier is tier), setting, states),
             buffers=_piece_bytes(units, setting, states, tier),
         )
         for tier in Tier
@@ -83,17 +83,15 @@ def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier:
     ]
     if not is_early:
         return sum(each)
-    late = {number for number, unit in enumerate(units) if any(b.is_alias for b in unit.buffers)}
-    """The units that compute with main parameters, which are stepped after the backward."""
-    early = sorted(size for number, size in enumerate(each) if number not in late)
     # Of the units that are stepped or wait for it, and of the unit that is reduced.
     num_units = 1 + (1 if setting.host_computes else MOST_UNDER_WAY)
-    return sum(each[number] for number in late) + sum(early[-num_units:])
+    return sum(sorted(each)[-num_units:])
 
 
 def _bytes_of_gradients(buffer: BufferPlan, setting: Setting, num: int, tier: Tier, *, is_early: bool) -> int:
     """Bytes on a tier; gradients with which the device steps in the backward stay there."""
-    if not is_early or setting.host_computes or not pieces.near_parts(buffer):
+    comes_near = buffer.main_tier is Tier.HOST and pieces.near_parts(buffer)
+    if not is_early or setting.host_computes or not comes_near:
         return traffic.gradient_bytes(buffer, setting, num, tier)
     return traffic.gradient_bytes(buffer, setting, num, Tier.HOST) if tier is Tier.DEVICE else 0
 
@@ -119,7 +117,7 @@ def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, ti
 def _bytes_of_a_step(buffer: BufferPlan, num: int, index: int, states: States) -> int:
     """Bytes of some elements of a parameter and of their states."""
     of_states = states.num * _bytes_of_a_state(buffer, num, buffer.layout.sizes[index], states)
-    return num * buffer.main_dtype.itemsize + of_states
+    return of_states + (0 if buffer.main_tier is Tier.DEVICE else num * buffer.main_dtype.itemsize)
 
 
 def _state_bytes(buffers: Iterable[BufferPlan], setting: Setting, states: States) -> int:
@@ -182,6 +180,7 @@ def check_room(
     states: States,
     *,
     host_computes: bool,
+    steps_by_parts: bool,
     num_ranks: int,
 ) -> None:
     """Refuse a job that this node has no room for. Call it on all ranks before one of them allocates.
@@ -192,6 +191,7 @@ def check_room(
         sizes: the number of ranks of each axis.
         states: the states of the optimizer.
         host_computes: True for ranks on the CPU, whose device is host memory.
+        steps_by_parts: True if the optimizer may step some parameters after others.
         num_ranks: the ranks of the job, for a launcher that does not tell those on this node.
 
     Raises:
@@ -200,7 +200,7 @@ def check_room(
     """
 
     def count(config: Config, states: States) -> dict[Tier, TierBytes]:
-        setting = read_setting(config, sizes, host_computes=host_computes)
+        setting = read_setting(config, sizes, host_computes=host_computes, steps_by_parts=steps_by_parts)
         plans = plan_units(specs, setting)
         return bytes_on_tiers(plans, setting, config.gradient_accumulation_steps, states)
 

@@ -68,6 +68,8 @@ class Setting:
     """Threads of an optimizer step on the host; None: as many as torch uses anyway."""
     steps_in_backward: bool = False
     """True if units may step during the backward."""
+    steps_by_parts: bool = False
+    """True if the optimizer may step some parameters after others, so that states can travel part by part."""
     weights: str = "latest"
     """The values that forwards and backwards compute with, by their name in `config.pipeline.WEIGHTS`. With
     others than the newest, trained parameters that are gathered are so before each forward and backward, at
@@ -100,7 +102,9 @@ class BufferPlan:
     reductions: tuple[Exchange, ...]
     """The exchanges from autograd's gradients to the optimizer's; none for frozen parameters."""
     main_tier: Tier
-    """The tier of the main parameters, of the gradients that the optimizer reads, and of its states."""
+    """The tier of the main parameters, and of the gradients that the optimizer reads."""
+    state_tier: Tier
+    """The tier of the optimizer's states."""
     copy_tier: Tier | None
     """The tier of a copy of the main parameters in the compute dtype, from which gathers start; None if they
     start from the main parameters. Of resident parameters the copy is a part."""
@@ -239,7 +243,10 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     gathers = exchanges(main_place, {}, sizes)
     is_sharded, tiers = bool(placements.parameter), setting.tiers
     far = tiers.parameters if is_sharded else Tier.DEVICE
-    main_tier = tiers.optimizer if first.requires_grad else far
+    state_tier = tiers.optimizer if first.requires_grad else far
+    computes = main == compute and far is Tier.DEVICE
+    stays = computes and state_tier is Tier.HOST and setting.steps_by_parts
+    main_tier = Tier.DEVICE if stays else state_tier
     is_computed = setting.weights in MOVED_WEIGHTS and first.requires_grad
     is_freed = is_sharded and (bool(gathers) or is_computed or far is not Tier.DEVICE)
     is_filled = bool(gathers) or is_freed or main_tier is not Tier.DEVICE
@@ -259,6 +266,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
         regathers=gathers if has_versions else exchanges(placements.kept, {}, sizes) if is_freed else (),
         reductions=exchanges(summands, placements.optimizer, sizes) if first.requires_grad else (),
         main_tier=main_tier,
+        state_tier=state_tier,
         copy_tier=tier_of_copy(far, main_tier, main, compute),
     )
 

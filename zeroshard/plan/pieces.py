@@ -42,7 +42,8 @@ def near_parts(plan: BufferPlan) -> list[range]:
     Parts are the same on all ranks. There is none if the host steps the buffer.
     """
     sizes = [size * plan.main_dtype.itemsize for size in slice_sizes(plan)]
-    if plan.main_tier is not Tier.HOST or not plan.trainable or max(sizes, default=0) > MOST_NEAR:
+    is_too_large = plan.main_tier is Tier.HOST and max(sizes, default=0) > MOST_NEAR
+    if plan.state_tier is not Tier.HOST or not plan.trainable or is_too_large:
         return []
     starts, so_far = [0], 0
     for index, size in enumerate(sizes):

@@ -1,7 +1,8 @@
 """Tiers as data: the places of a rank's model states, from the device to files.
 
 Main parameters, the gradients that the optimizer reads and its states lie together on one tier. At stage 3
-the sharded parameters that gathers read may lie on another tier.
+the sharded parameters that gathers read may lie on another tier. Main parameters with which a device computes
+stay there, with their gradients: states alone rest on the host, and travel to it for their step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Tiers:
     """The tiers of one rank."""
 
     optimizer: Tier = Tier.DEVICE
-    """The tier of main parameters and optimizer states."""
+    """The tier of optimizer states, and of main parameters that the device does not compute with."""
     parameters: Tier = Tier.DEVICE
     """The tier of the sharded parameters in the compute dtype."""
 

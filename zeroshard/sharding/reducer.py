@@ -320,8 +320,8 @@ class Reducer:
             self.step_unit(unit)
 
     def _may_step(self, unit: Unit) -> bool:
-        if not unit.gradients or self._role.has_more or any(buffer.plan.is_alias for buffer in unit.buffers):
-            return False  # a forward or backward reads main parameters, with no copy in between
+        if not unit.gradients or self._role.has_more:
+            return False
         if self._state.has_hooks and any(map(has_hooks, unit.gradients)):
             return False  # they are to see, and may change, the gradients of a whole backward
         return all(all(one.used) and one.state not in _BEFORE for one in unit.gradients)

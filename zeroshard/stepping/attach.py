@@ -30,7 +30,6 @@ from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.landing import sends_to_host
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import Scaling, has_far_parameters
@@ -141,7 +140,7 @@ def _homes(
         parts = ((g.buffer, indices) for g, found in near.items() for indices in found)
         homes.append(StoreHome(optimizer, parts, store))
         for gradients in near:
-            gradients.is_stepped_near = True
+            gradients.is_stepped_near = gradients.landing is not None
     if rounding is not None:
         has_kernels(runtime.context.device)  # a warning comes before training
         # An optimizer of another class may compute with values.
@@ -155,12 +154,11 @@ def _homes(
 
 
 def _stepped_near(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, list[range]]:
-    """The buffers that rest on the host and are stepped on the device; and their parameters part by part."""
-    if not is_divisible(optimizer):
+    """The buffers with states on the host that are stepped on the device; their parameters part by part."""
+    if not is_divisible(optimizer) or runtime.context.setting.host_computes:
         return {}
-    far = [g for unit in runtime.units for g in unit.gradients if sends_to_host(g.buffer, runtime.context)]
-    found = {g: pieces.near_parts(g.buffer.plan) for g in far if g.buffer.main.numel()}
-    return {gradients: parts for gradients, parts in found.items() if parts}
+    filled = [g for unit in runtime.units for g in unit.gradients if g.buffer.main.numel()]
+    return {g: parts for g in filled if (parts := pieces.near_parts(g.buffer.plan))}
 
 
 def _divided(unit: Unit, near: Mapping[Gradients, list[range]]) -> list[list[ShardedParameter]]:

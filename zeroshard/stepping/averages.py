@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.comm import moves
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_averages
 from zeroshard.plan.tiers import Tier
@@ -69,7 +70,7 @@ class Averages:
         with torch.inference_mode(False):
             for buffer in trained:
                 dtype = torch.promote_types(buffer.main.dtype, torch.float32)
-                values = memory.empty(buffer.main.numel(), dtype, buffer.plan.main_tier)
+                values = memory.empty(buffer.main.numel(), dtype, buffer.plan.state_tier)
                 self._averaged.append(_Averaged(buffer, values))
             self._copies = {name: value.detach().clone() for name, value in self._model_buffers()}
         self.begin_anew()
@@ -118,7 +119,7 @@ class Averages:
     @torch.no_grad()
     def _update(self, *, is_copy: bool) -> None:
         for one in self._averaged:
-            main = one.buffer.main.detach()
+            main = moves.beside(one.buffer.main.detach(), one.values)
             if is_copy:
                 one.values.copy_(main)
                 continue

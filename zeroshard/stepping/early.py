@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from zeroshard.comm import streams
@@ -211,6 +212,10 @@ class EarlySteps:
         if self._worker is None or all(_is_near(gradients) for gradients in unit.gradients):
             with torch.no_grad(), past_guards():
                 step()
+            for gradients in unit.gradients:
+                # Kernels may count no version. A later use of these values in the backward is torch's error.
+                if gradients.buffer.plan.is_alias:
+                    increment_version(gradients.buffer.unsharded)
             return
 
         def take() -> None:

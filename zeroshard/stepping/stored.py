@@ -9,7 +9,8 @@ part of a step they are views of one of three pieces of memory. A `Store` knows 
 pieces, and moves values between them:
 
     HostStore    from pinned memory of the host to pieces on the device, which steps. Copies run on a stream
-                 for each direction, and compute alone waits for them. The host waits at the end of the step
+                 for each direction, and compute alone waits for them. The host waits at the end of the step.
+                 Main parameters that lie on the device anyway are stepped where they are
     FileStore    from files to pieces in host memory, past the page cache; the host steps and waits
 
 States that are new, or come from elsewhere, get a place at rest after their step, side by side for each flat
@@ -37,6 +38,7 @@ from zeroshard.comm.streams import Mark, Streams
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.layout import round_up
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.stepping.parts import Home, per_element, show
 from zeroshard.tiers.files import Extent, FileTransfer
@@ -134,7 +136,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, block: _Block, values: Sequence[tuple[Place, Tensor]], piece: Piece) -> None:
-        """Start to write main parameters, the first of `values`, and states."""
+        """Start to write main parameters, the first of `values` if they travel, and states."""
 
     def near(self, value: Tensor) -> Tensor:
         """Return a gradient, or a state that is at no place of the store, where its parameter is stepped."""
@@ -259,7 +261,8 @@ class HostStore(Store):
             block.buffer.source.follow_copies()
             for place, part in values:
                 place.values.copy_(part[: place.padded], non_blocking=True)
-            block.buffer.source.stepped(block.main_in(values[0][1]), block.start)
+            if block.main is not None:
+                block.buffer.source.stepped(block.main_in(values[0][1]), block.start)
         piece.copies.append(self._streams.to_host.mark())
 
     def near(self, value: Tensor) -> Tensor:
@@ -396,7 +399,8 @@ class StoreHome(Home):
             self._store.ready(piece)
             self._store.reserve(piece, sum(sum(block.sizes) for block in blocks))
             for block, (main, packed) in zip(blocks, piece.divide(blocks), strict=True):
-                self._store.read(block.main, main, piece)
+                if block.main is not None:
+                    self._store.read(block.main, main, piece)
                 if block.states is not None:
                     self._store.read(block.states, packed, piece)
         return blocks, piece
@@ -414,7 +418,9 @@ class _Block:
         """The first element, counted in the main parameters of the buffer."""
         stop = buffer.main.numel() if is_whole else max((span.stop for span in filled), default=0)
         self._main = buffer.main[self.start : stop]
-        self.main = store.place_of(self._main)
+        travels = buffer.plan.main_tier is not Tier.DEVICE
+        self.main = store.place_of(self._main) if travels else None
+        """The place of the main parameters; None if they are stepped where they are."""
         self.states: Place | None = None
         self.span_of = {
             buffer.sharded[index]: span.shifted(-self.start).slice if span.size else slice(0, 0)
@@ -432,7 +438,8 @@ class _Block:
     def sizes(self) -> tuple[int, int]:
         """Bytes in a piece of main parameters and of states."""
         of_states = 0 if self.states is None else self.states.padded
-        return round_up(self.main.padded, _ALIGNMENT), round_up(of_states, _ALIGNMENT)
+        of_main = 0 if self.main is None else self.main.padded
+        return round_up(of_main, _ALIGNMENT), round_up(of_states, _ALIGNMENT)
 
     def main_in(self, memory: Tensor) -> Tensor:
         """The main parameters in memory of a piece, [n]."""
@@ -449,10 +456,11 @@ class _Block:
             states: the states of the optimizer.
             counting: the parameters whose counters of steps lie with them.
         """
-        values = self.main_in(main)
         for p, span in self.span_of.items():
-            self._gradients[p] = gradient = gradient_of(p)
-            show(p, values[span], None if gradient is None else self._store.near(gradient))
+            if self.main is not None:
+                self._gradients[p] = gradient = gradient_of(p)
+                near_gradient = None if gradient is None else self._store.near(gradient)
+                show(p, self.main_in(main)[span], near_gradient)
             for name, value in states[p].items() if p in states else ():
                 if not isinstance(value, Tensor):
                     continue
@@ -479,7 +487,8 @@ class _Block:
         """Put states that are not in `packed` into their places there, or to a new place at rest.
 
         Returns:
-            The values that are to be written: main parameters and, unless they have got a new place, states.
+            The values that are to be written: main parameters if they travel and, unless they have got a new
+            place, states.
         """
         present = {
             (p, name): value
@@ -488,7 +497,7 @@ class _Block:
             for name, value in states[p].items()
             if per_element(value, p.numel()) is not None
         }
-        written = [(self.main, main)]
+        written = [] if self.main is None else [(self.main, main)]
         if not self._fill(packed, present):
             self._move(present, states)
         elif self.states is not None:

@@ -16,6 +16,7 @@ from tests.pretend.scenarios.plain import BF16, READS_NORM
 from zeroshard.optim import LAMB, AdamW8bit
 from zeroshard.optim.eightbit import rules, step
 from zeroshard.plan import pieces
+from zeroshard.plan.tiers import Tier
 from zeroshard.stepping.parts import is_divisible
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
@@ -81,11 +82,27 @@ def _add(
         if is_in_files and is_early:
             assert "to_device" in used, "stepped values come back beside compute"
         on_device = bench.engine._runtime.context.memory.piece_bytes
+        if not is_in_files:
+            check_places(bench)
         is_stepped_near = not is_in_files and most_near > 0 and is_divisible(bench.engine.optimizer)
         assert bool(on_device) is is_stepped_near, "who steps"
         plain = _values(bench, model, train, optimizer, config)
         with bench.trace.syncs_allowed():
             assert all(torch.equal(one, other) for one, other in zip(moved, plain, strict=True))
+
+    def check_places(bench: Bench) -> None:
+        """States rest where the plan says; main parameters in the dtype of the computation may stay."""
+        engine, trace = bench.engine, bench.trace
+        for buffer in (b for b in engine._runtime.buffers if b.trainable and b.main.numel()):
+            states = [state for p in buffer.sharded for state in engine.optimizer.state[p].values()]
+            plan = buffer.plan
+            for state in states:
+                if isinstance(state, Tensor) and state.dim() and state.numel():
+                    assert trace.is_on_host(state) is (plan.state_tier is Tier.HOST)
+            stays = plan.main_dtype == plan.compute_dtype and "parameters" not in offload
+            if plan.state_tier is Tier.HOST:
+                stays = stays and is_divisible(engine.optimizer)
+                assert trace.is_on_host(buffer.main) is not stays
 
     add(name, run, num_ranks=num_ranks, may_sync=may_sync)
 
@@ -246,7 +263,7 @@ _add("host_stage2_one_rank_bf16", HOST, stage=2, num_ranks=1, precision=BF16)
 for _stage in (2, 3):
     _add(
         f"host_stage{_stage}_clip_accumulate",
-        HOST,
+        _WHOLE if _stage == 3 else HOST,
         _accumulated,
         stage=_stage,
         precision=NARROW,
@@ -361,7 +378,7 @@ _add(
 _add("host_frozen_for_a_step", HOST | _EARLY, _frozen_for_a_step, stage=3, precision=BF16)
 _add("host_edited_stage1", HOST, _edited, stage=1, precision=BF16)
 _add("parameters_on_host_kept", _WHOLE, _edited_after_forwards, stage=3, reshard_after_forward=False)
-_add("host_gradients_forgotten", HOST, _forgotten, stage=3, precision=NARROW, gradient_accumulation_steps=2)
+_add("host_gradients_forgotten", _WHOLE, _forgotten, stage=3, precision=NARROW, gradient_accumulation_steps=2)
 _add("fraction_skips", _FRACTION, _overflowing, stage=3, nonfinite="skip", may_sync=READS_NORM)
 _add(
     "fraction_lamb",
