@@ -151,9 +151,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
             answer(self)
         elif state.has_sums and self._gradient is not None and not state.is_in_step:
             self._refuse_sums()
-        state.has_shown_gradients = True
-        if state.before_show is not None:
-            state.before_show()
+        state.show_gradients()
         return self._gradient
 
     @grad.setter
@@ -249,12 +247,15 @@ class ShardedParameter(NotCopied, nn.Parameter):
         if func in _SET_GRAD:
             args[0].grad = args[1] if len(args) > 1 else None
             return None
-        _check(func, args, kwargs)
+        first = _check(func, args, kwargs)
         if func == _GET_DATA:
             func = Tensor.detach  # edits of it count versions, which replicated parameters follow
         with past_guards():
             try:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if first.state.gives_memory is not None and _has_memory_of(first, result):
+                    first.state.gives_memory()
+                return result
             except (RuntimeError, IndexError) as error:
                 if torch.is_grad_enabled():  # a model computes with a slice; an optimizer has gradients off
                     raise _used_outside(_first_sharded(args, kwargs), func) from error
@@ -267,7 +268,7 @@ def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if type(first) is not ShardedParameter or torch.is_grad_enabled():
         return False
     state = first.state
-    if state.phase is not Phase.REST or state.reads_main:
+    if state.phase is not Phase.REST or state.reads_main or state.before_look is not None:
         return False
     for value in args[1:]:
         if type(value) is ShardedParameter:
@@ -275,14 +276,27 @@ def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return ShardedParameter not in map(type, kwargs.values())
 
 
-def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a function that would take a slice for the whole parameter: see the table of the module."""
+def _has_memory_of(parameter: ShardedParameter, result: Any) -> bool:
+    """True for a result, or results, over the memory of a parameter; past the guards."""
+    results = result if isinstance(result, list | tuple) else [result]
+    tensors = (one for one in results if isinstance(one, Tensor) and type(one) is not ShardedParameter)
+    place = parameter.untyped_storage().data_ptr()
+    return any(one.untyped_storage().data_ptr() == place for one in tensors if one.numel())
+
+
+def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedParameter:
+    """Refuse a function that would take a slice for the whole parameter: see the table of the module.
+
+    Returns:
+        The first sharded parameter among the arguments.
+    """
     first = _first_sharded(args, kwargs)
     if not _only_describes(func):
         if first.state.refusal:
             raise RuntimeError(f"{first.describe()} {first.state.refusal}")
         if first.state.phase is Phase.FORWARD:
             raise _used_outside(first, func)
+        first.state.look()
         if first.state.reads_main and _may_change(func, kwargs):
             first.state.before_edit()
     if func == _SET_DATA:
@@ -298,6 +312,7 @@ def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         )
     elif func in _LAYERS or (func in _PARTS and torch.is_grad_enabled()) or any(map(_is_matrix, args)):
         raise _used_outside(first, func)
+    return first
 
 
 def _is_matrix(value: Any) -> bool:

@@ -47,6 +47,10 @@ class ModuleState:
     """True if somebody may hold a `p.grad`, and change it unseen."""
     before_show: Callable[[], object] | None = None
     """Scales gradients whose clip factor is still to be applied, before somebody sees or changes one."""
+    before_look: Callable[[], object] | None = None
+    """Takes the steps that wait for a forward, before somebody looks at their values; None: none waits."""
+    gives_memory: Callable[[], object] | None = None
+    """Notes that somebody has a tensor over a parameter's memory; None: nobody needs to know."""
     is_averaged = False
     """True while averages stand in the main parameters for the trained values; see `stepping/averages.py`."""
     is_in_batch = False
@@ -60,8 +64,14 @@ class ModuleState:
     drop_gradient: Callable[[Any], object]
     """Drops these sums for one parameter; set by the runtime."""
 
+    def look(self) -> None:
+        """Prepare for somebody who looks at parameters, gradients or optimizer states."""
+        if self.before_look is not None:
+            self.before_look()
+
     def show_gradients(self) -> None:
         """Prepare for somebody who reads or sets a `p.grad`."""
+        self.look()
         self.has_shown_gradients = True
         self.finish_scaling()
 

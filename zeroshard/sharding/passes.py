@@ -371,6 +371,7 @@ class Passes:
                 f"autograd ran through {unit.described} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
+        self._state.look()
         if accumulates := will_accumulate(self._trained()):
             refuse_averages(self._state, "a backward")
             self._reducer.check_begin()

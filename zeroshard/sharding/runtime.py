@@ -232,6 +232,7 @@ class Runtime:
         Raises:
             RuntimeError: an exception left gradients that hold part of a micro-batch.
         """
+        self.state.look()
         self.passes.recover()
         self.finish_gathers()
         self.passes.drop_graphs()
@@ -314,7 +315,8 @@ class Runtime:
         Args:
             parameters: sharded parameters, and perhaps ignored ones.
         """
-        self.state.show_gradients()
+        self.state.has_shown_gradients = True
+        self.state.finish_scaling()
         cleared: list[tuple[ShardedParameter, None]] = []
         for parameter in parameters:
             if not isinstance(parameter, ShardedParameter):
@@ -333,6 +335,7 @@ class Runtime:
             raise RuntimeError(
                 "full parameters are available between steps, not inside a forward or backward"
             )
+        self.state.look()
         self.passes.recover()
         self.passes.drop_graphs()
         for unit in self.units:

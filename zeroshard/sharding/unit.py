@@ -189,6 +189,12 @@ class Unit:
 
     # -- parameters -----------------------------------------------------------------------------------
 
+    def wait_for_step(self, step: Callable[[], object]) -> None:
+        """Call `step` before the parameters are used the next time; they are at rest, between steps."""
+        self.step_under_way = step
+        if self.is_resident and self.state is UnitState.UNSHARDED:
+            self._move(UnitState.SHARDED)  # so the next use begins with `unshard`
+
     def unshard(self) -> None:
         """Start to gather, unless the full parameters are there or on their way."""
         if self.state is not UnitState.SHARDED:

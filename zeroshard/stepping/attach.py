@@ -22,6 +22,7 @@ from weakref import WeakMethod, WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
+from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.internals.steps import is_inner_step
 from zeroshard.parameters.saved import SavedOptimizer
 from zeroshard.parameters.sharded import ShardedParameter
@@ -33,6 +34,8 @@ from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import Scaling, has_far_parameters
+from zeroshard.stepping.guard import InterruptedStep
+from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
 from zeroshard.stepping.parts import Home, PieceHome, StepByParts, is_divisible, is_known
 from zeroshard.stepping.rounding import (
@@ -56,6 +59,8 @@ class StepHooks:
     count: WeakMethod[Callable[[], None]]
     scaling: Scaling | None
     """Clips the gradients of each part; None where they are clipped before the step."""
+    halfway: InterruptedStep
+    """The mark of a step that has begun."""
 
 
 def attach(
@@ -96,7 +101,10 @@ def attach(
         sets_threads = setting.num_threads is not None and computes_on_host
         if homes or setting.steps_in_backward or sets_threads:
             divided = [part for unit in runtime.units for part in _divided(unit, near)]
-            parts.append(StepByParts(optimizer, divided, homes, setting.num_threads, in_pieces))
+            stepped = StepByParts(optimizer, divided, homes, setting.num_threads, in_pieces)
+            if engine is not None and may_wait(runtime):
+                stepped.late = LateSteps(runtime, optimizer, engine.halfway.begin)
+            parts.append(stepped)
         if rounding is not None:
             load_states_wide(optimizer, [p for unit in units for p in unit])
     return parts
@@ -159,6 +167,16 @@ def _stepped_near(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, lis
         return {}
     filled = [g for unit in runtime.units for g in unit.gradients if g.buffer.main.numel()]
     return {g: parts for g in filled if (parts := pieces.near_parts(g.buffer.plan))}
+
+
+def may_wait(runtime: Runtime) -> bool:
+    """True if the steps of units may wait for a forward, along with which their states travel."""
+    setting, trained = runtime.context.setting, [b.plan for b in runtime.buffers if b.trainable]
+    if setting.steps_in_backward or setting.weights not in NEWEST_WEIGHTS or runtime.context.axes.pp.size > 1:
+        return False
+    travels = any(plan.state_tier is Tier.HOST for plan in trained) and setting.steps_by_parts
+    stays = all(plan.main_tier is Tier.DEVICE for plan in trained)
+    return travels and stays and not any(plan.is_resident and plan.gathers for plan in trained)
 
 
 def _divided(unit: Unit, near: Mapping[Gradients, list[range]]) -> list[list[ShardedParameter]]:

@@ -118,6 +118,7 @@ class Averages:
 
     @torch.no_grad()
     def _update(self, *, is_copy: bool) -> None:
+        self._runtime.state.look()
         for one in self._averaged:
             main = moves.beside(one.buffer.main.detach(), one.values)
             if is_copy:

@@ -49,6 +49,7 @@ from zeroshard.plan.layout import BLOCK
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Deliver
+from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import UsesNorms
 from zeroshard.stepping.wholes import UsesWholes
 from zeroshard.tiers.files import FileTransfer
@@ -352,6 +353,8 @@ class StepByParts:
         self._units: list[list[ShardedParameter]] = []
         """The units that were stepped ahead of others since the last `begin_units`."""
         self._homes = tuple(homes)
+        self.late: LateSteps | None = None
+        """Lets the parts of a step wait for a forward; None: they are stepped at once."""
         # Below torch's hooks, which are to run once.
         self._own_step = inspect.unwrap(
             type(optimizer).step, stop=lambda function: not hasattr(function, "hooked")
@@ -373,6 +376,8 @@ class StepByParts:
 
     def _step(self, optimizer: Optimizer) -> None:
         """Step all parameters that have a gradient."""
+        if self.late is not None:
+            self.late.watch(optimizer)  # before twins share the states
         divided = _divide(optimizer, self._unit_of)
         parts = [
             [p for group in groups for p in only_sharded(group) if gradient_of(p) is not None]
@@ -380,8 +385,15 @@ class StepByParts:
         ]
         for home in self._homes:
             home.expect(parts)
-        for groups, part in zip(divided, parts, strict=True):
-            self._step_part(twin_of(optimizer, groups) if is_divisible(optimizer) else optimizer, part)
+        twins = [twin_of(optimizer, groups) if is_divisible(optimizer) else optimizer for groups in divided]
+        pairs = zip(twins, parts, strict=True)
+        steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in pairs]
+        if self.late is None or not self.late.take(steps, self._end_step):
+            for _, step in steps:
+                step()
+            self._end_step()
+
+    def _end_step(self) -> None:
         for home in self._homes:
             home.end_step()
 
@@ -521,7 +533,8 @@ def twin_of(optimizer: Optimizer, groups: Sequence[Sequence[ShardedParameter]]) 
             value = MethodType(value.__func__, twin)
         vars(twin)[name] = value
     twin.param_groups = [
-        {**group, "params": list(parameters)}
+        {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+        | {"params": list(parameters)}
         for group, parameters in zip(optimizer.param_groups, groups, strict=True)
     ]
     stepped: Optimizer = twin

@@ -13,10 +13,14 @@ from torch import Tensor, nn
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
 from tests.pretend.scenarios.plain import BF16, READS_NORM
+from zeroshard.comm import moves
 from zeroshard.optim import LAMB, AdamW8bit
 from zeroshard.optim.eightbit import rules, step
+from zeroshard.parameters.state import Phase
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
+from zeroshard.sharding.unit import Unit
+from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.parts import is_divisible
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
@@ -58,17 +62,31 @@ def _add(
     near_bytes: int = pieces.NEAR_BYTES,
     most_near: int = pieces.MOST_NEAR,
     may_sync: Iterable[str] = (),
+    late: bool = False,
     **config: Any,
 ) -> None:
-    """A scenario that trains a language model with and without offload, and compares all values."""
+    """A scenario that trains a language model with and without offload, and compares all values.
+
+    Args:
+        late: True if units are to be stepped in forwards.
+    """
 
     def run(bench: Bench) -> None:
+        in_forwards.clear()
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LateSteps, "_step", counted)
             patch.setattr(pieces, "NEAR_BYTES", near_bytes)
             patch.setattr(pieces, "MOST_NEAR", most_near)
             patch.setattr(step, "is_usable", lambda *_: False)  # numba, which steps on a CPU
             patch.setattr(rules, "root", torch.sqrt)  # the exact one of CPUs goes through NumPy
             compare(bench)
+
+    in_forwards: list[str] = []
+    take = LateSteps._step
+
+    def counted(steps: LateSteps, unit: Unit) -> None:
+        in_forwards.extend([unit.name] * (steps._state.phase is Phase.FORWARD))
+        take(steps, unit)
 
     def compare(bench: Bench) -> None:
         is_in_files = "nvme" in offload.values()
@@ -82,6 +100,7 @@ def _add(
         if is_in_files and is_early:
             assert "to_device" in used, "stepped values come back beside compute"
         on_device = bench.engine._runtime.context.memory.piece_bytes
+        assert bool(in_forwards) is late, in_forwards
         if not is_in_files:
             check_places(bench)
         is_stepped_near = not is_in_files and most_near > 0 and is_divisible(bench.engine.optimizer)
@@ -108,9 +127,9 @@ def _add(
 
 
 for _stage in (1, 2, 3):
-    _add(f"host_stage{_stage}", HOST, stage=_stage)
+    _add(f"host_stage{_stage}", HOST, stage=_stage, late=_stage == 3)
     _add(f"host_stage{_stage}_bf16", HOST, stage=_stage, precision=BF16)
-_add("host_stage3_bf16_main", HOST, stage=3, precision=NARROW)
+_add("host_stage3_bf16_main", HOST, stage=3, precision=NARROW, late=True)
 
 
 def _accumulated(bench: Bench) -> list[Tensor]:
@@ -206,6 +225,42 @@ def _edited_after_forwards(bench: Bench) -> list[Tensor]:
     return [loss.detach() for loss in graphs] + plainly(bench, 1)
 
 
+def _looked_at(bench: Bench) -> list[Tensor]:
+    """Between a step and the next forward somebody looks at a parameter, a state or all, or changes options."""
+    engine, optimizer = bench.engine, bench.engine.optimizer
+    seen = []
+
+    def near(state: Tensor) -> Tensor:
+        return moves.to_device(state, state.device).clone()
+
+    def look(number: int) -> None:
+        *_, parameter = engine.parameters()
+        if number == 0:
+            seen.append(parameter.norm())
+        elif number == 1:
+            seen.append(near(optimizer.state[parameter]["exp_avg"]))
+        elif number == 2:
+            optimizer.param_groups[0]["lr"] *= 0.5
+            bench.evaluate()
+        elif number == 3:
+            with engine.unsharded(), torch.no_grad():
+                seen.extend(p.sum() for p in engine.parameters())
+        elif number == 4:
+            states = optimizer.state_dict()["state"].values()
+            seen.extend(near(state["exp_avg"]) for state in states)
+        elif number == 5:
+            bench.loss(0)  # a graph without a backward
+            with torch.no_grad():
+                parameter.mul_(0.5)
+        elif number == 6:
+            seen.append(parameter.detach())  # from now on no step waits
+
+    for number in range(8):
+        seen += plainly(bench, 1)
+        look(number)
+    return seen
+
+
 def _evaluated(bench: Bench) -> list[Tensor]:
     """Units are gathered between backward and step, some of them with their new values."""
     losses = []
@@ -258,7 +313,19 @@ _WHOLE = {"parameters": "cpu", **HOST}
 _FRACTION = {**HOST, "device_fraction": 0.5}
 _FULL = ("full/parameters.py", "sharding/source.py(write)")
 
-_add("host_stage3_one_rank", HOST, stage=3, num_ranks=1)
+_add("host_stage3_one_rank", HOST, stage=3, num_ranks=1, late=True)
+for _ranks in (1, 2):
+    _add(
+        f"host_looked_at_{_ranks}",
+        HOST,
+        _looked_at,
+        stage=3,
+        num_ranks=_ranks,
+        precision=NARROW,
+        may_sync=_FULL,
+        near_bytes=4096,
+        late=True,
+    )
 _add("host_stage2_one_rank_bf16", HOST, stage=2, num_ranks=1, precision=BF16)
 for _stage in (2, 3):
     _add(
@@ -365,7 +432,15 @@ _add(
     precision=NARROW,
     may_sync=("zeroshard/checkpoint/", "zeroshard/optim/eightbit/"),
 )
-_add("host_saved_fused", HOST, _saved, optimizer=_fused, stage=3, may_sync=("zeroshard/checkpoint/",))
+_add(
+    "host_saved_fused",
+    HOST,
+    _saved,
+    optimizer=_fused,
+    stage=3,
+    may_sync=("zeroshard/checkpoint/",),
+    late=True,
+)
 _add(
     "host_saved_stepped_in_backward",
     HOST | _EARLY,

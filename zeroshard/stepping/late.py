@@ -1,0 +1,150 @@
+"""Steps of an optimizer that wait for the next forward: each unit is stepped just before its use there.
+
+    step()      takes gradients and options, and gives each unit its step
+    compute     | step 0 | forward 0 | step 1 | forward 1 | step 2 | forward 2 |
+    copies      | states 1 up        | states 2 up, 0 down | states 3 up, 1 down
+
+So optimizer states on the host travel along with a forward. Values are those of a step at once. What no
+forward has reached is stepped before the next backward or step begins. Before anybody looks at parameters,
+gradients or states from outside, all steps are taken.
+
+A tensor over the memory of a parameter, as `p.data`, could be read unseen. Once somebody has one, steps no
+longer wait. Nor does a step whose gradients somebody holds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.internals.dispatch import past_guards
+from zeroshard.parameters.gradient import gradient_of, set_gradients
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import ModuleState
+from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.unit import Unit
+
+Step = Callable[[], None]
+Gradients = list[tuple[ShardedParameter, Tensor | None]]
+
+
+class LateSteps:
+    """The steps of one optimizer that wait for a forward.
+
+    Args:
+        runtime: the runtime of the parameters.
+        optimizer: the optimizer, which steps each parameter by itself.
+        has_failed: called when a step has ended in an exception.
+    """
+
+    def __init__(self, runtime: Runtime, optimizer: Optimizer, has_failed: Callable[[], None]) -> None:
+        self._state, self._device, self._has_failed = runtime.state, runtime.context.device, has_failed
+        self._runtime = weakref.ref(runtime)  # the optimizer holds this
+        self._left: dict[Unit, list[tuple[Step, Gradients]]] = {}
+        self._end: Step | None = None
+        """Ends the step whose parts wait, or have waited since the last look."""
+        self._state.gives_memory = self._step_at_once
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Notice who reads the states; a load puts others into the place of them."""
+        if not isinstance(optimizer.state, _States):
+            optimizer.state = _States(optimizer.state, self._state)
+
+    def take(self, parts: Sequence[tuple[list[ShardedParameter], Step]], end: Step) -> bool:
+        """Let the parts of a step wait, each for a forward of its unit.
+
+        Args:
+            parts: the parameters of each part, all with gradients, and its step; a part without parameters
+                is stepped at once.
+            end: ends the step, after all parts.
+
+        Returns:
+            False, and nothing is done, if somebody may look unseen.
+        """
+        runtime, state = self._runtime(), self._state
+        if runtime is None or state.gives_memory is None or state.has_shown_gradients:
+            return False
+        units = {unit.name: unit for unit in runtime.units}
+        for parameters, step in parts:
+            if parameters:
+                gradients = [(p, gradient_of(p)) for p in parameters]
+                self._left.setdefault(units[parameters[0].unit_name], []).append((step, gradients))
+            else:
+                step()
+        for unit in self._left:
+            unit.wait_for_step(lambda unit=unit: self._step(unit))  # type: ignore[misc]
+        self._end, state.before_look = end, self.finish
+        return True
+
+    def finish(self) -> None:
+        """Take the steps that are left, and end the step."""
+        while self._left:
+            self._step(next(iter(self._left)))
+        end, self._end, self._state.before_look = self._end, None, None
+        if end is not None:
+            end()
+
+    def _step(self, unit: Unit) -> None:
+        """Take the step of a unit, on the stream and in the modes of nobody's forward."""
+        before, self._state.before_look = self._state.before_look, None
+        no_cast = torch.autocast(self._device.type, enabled=False)
+        unit.step_under_way = object
+        try:
+            with torch.inference_mode(False), torch.no_grad(), past_guards(), no_cast:
+                for step, gradients in self._left.pop(unit):
+                    present = [(p, gradient_of(p)) for p, _ in gradients]
+                    set_gradients(gradients)
+                    try:
+                        step()
+                    finally:
+                        set_gradients(present)
+        except BaseException:
+            self._has_failed()
+            raise
+        finally:
+            self._state.before_look = before
+
+    def _step_at_once(self) -> None:
+        self._state.gives_memory = None
+
+
+class _States(defaultdict[Any, dict[str, Any]]):
+    """The states of an optimizer; whoever reads them finds them after all steps."""
+
+    def __init__(self, states: Mapping[Any, dict[str, Any]], state: ModuleState) -> None:
+        super().__init__(dict, states)
+        self._look = state.look
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        self._look()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Any:
+        self._look()
+        return super().__iter__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dict."""
+        self._look()
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        """As of a dict."""
+        self._look()
+        return super().items()
+
+    def values(self) -> Any:
+        """As of a dict."""
+        self._look()
+        return super().values()
+
+    def __reduce__(self) -> Any:
+        self._look()
+        return defaultdict, (dict, dict(self))
