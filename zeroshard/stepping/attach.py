@@ -99,10 +99,11 @@ def attach(
         setting = runtime.context.setting
         computes_on_host = has_far_parameters(runtime) or setting.host_computes
         sets_threads = setting.num_threads is not None and computes_on_host
-        if homes or setting.steps_in_backward or sets_threads:
+        waits = engine is not None and may_wait(runtime)
+        if homes or setting.steps_in_backward or sets_threads or waits:
             divided = [part for unit in runtime.units for part in _divided(unit, near)]
             stepped = StepByParts(optimizer, divided, homes, setting.num_threads, in_pieces)
-            if engine is not None and may_wait(runtime):
+            if engine is not None and waits:
                 stepped.late = LateSteps(runtime, optimizer, engine.halfway.begin)
             parts.append(stepped)
         if rounding is not None:

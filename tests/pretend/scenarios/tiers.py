@@ -226,7 +226,7 @@ def _edited_after_forwards(bench: Bench) -> list[Tensor]:
 
 
 def _looked_at(bench: Bench) -> list[Tensor]:
-    """Between a step and the next forward somebody looks at a parameter, a state or all, or changes options."""
+    """Between a step and the next forward somebody looks at values, or changes options."""
     engine, optimizer = bench.engine, bench.engine.optimizer
     seen = []
 

@@ -1,0 +1,336 @@
+"""Steps that wait for the next forward have the bits of steps at once, whoever looks in between."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+
+import zeroshard
+from tests.checkpoint import runs
+from zeroshard.optim import AdamW8bit
+from zeroshard.parameters.state import Phase
+from zeroshard.stepping import attach
+from zeroshard.stepping.late import LateSteps
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def fused(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def eight_bits(model):
+    return AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=256)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9)
+
+
+def with_tensor_rate(model):
+    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+
+
+NARROW = {"precision": {"param_dtype": "bf16", "main_dtype": "bf16"}}
+BF16 = {"precision": {"param_dtype": "bf16"}}
+
+
+def last(engine):
+    return [p for p in engine.parameters() if p.numel()][-1]
+
+
+def change_rate(engine, _):
+    engine.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def change_rate_in_place(engine, _):
+    engine.optimizer.param_groups[0]["lr"].mul_(0.5)
+
+
+def read_parameter(engine, seen):
+    seen.append(sum(p.norm().item() for p in engine.parameters()))
+
+
+def edit_parameter(engine, _):
+    with torch.no_grad():
+        for p in engine.parameters():
+            p.mul_(0.9)
+
+
+def read_state(engine, seen):
+    states = engine.optimizer.state
+    seen.append(
+        [value.clone() for p in list(states) for value in states[p].values() if torch.is_tensor(value)]
+    )
+
+
+def read_state_dict(engine, seen):
+    states = copy.deepcopy(engine.optimizer.state_dict())["state"]
+    seen.append([value for state in states.values() for value in state.values() if torch.is_tensor(value)])
+
+
+def read_whole(engine, seen):
+    with engine.unsharded():
+        seen.append([p.detach().clone() for p in engine.module.parameters()])
+
+
+def evaluate(engine, seen):
+    with torch.inference_mode():
+        seen.append(runs.token_loss(engine, 100).item())
+
+
+def compute_in_autocast(engine, seen):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        seen.append(runs.token_loss(engine, 100).item())
+
+
+def leave_a_graph(engine, seen):
+    seen.append(runs.token_loss(engine, 100))
+
+
+def fail_in_a_forward(engine, _):
+    def fail(*_):
+        raise KeyError("of the user")
+
+    handle = engine.module.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        runs.token_loss(engine, 0)
+    handle.remove()
+
+
+def step_again(engine, _):
+    engine.optimizer.step()
+
+
+LOOKS = {
+    "nothing": (lambda *_: None, adamw, {}, True),
+    "fused": (lambda *_: None, fused, BF16, True),
+    "8 bits": (lambda *_: None, eight_bits, NARROW, True),
+    "sgd": (lambda *_: None, sgd, NARROW, True),
+    "rate": (change_rate, fused, {}, True),
+    "tensor rate": (change_rate_in_place, with_tensor_rate, {}, True),
+    "parameter": (read_parameter, adamw, {}, False),
+    "edit": (edit_parameter, adamw, NARROW, False),
+    "state": (read_state, adamw, {}, False),
+    "state dict": (read_state_dict, eight_bits, NARROW, False),
+    "whole": (read_whole, adamw, BF16, False),
+    "evaluation": (evaluate, eight_bits, NARROW, True),
+    "autocast": (compute_in_autocast, adamw, {}, True),
+    "graph": (leave_a_graph, fused, BF16, True),
+    "failure": (fail_in_a_forward, adamw, {}, True),
+    "second step": (step_again, adamw, {}, False),
+    "accumulated": (change_rate, adamw, {"gradient_accumulation_steps": 3}, True),
+    "clipped": (change_rate, fused, {"clip_grad_norm": 0.01}, True),
+}
+
+
+@contextlib.contextmanager
+def waiting(is_late):
+    """Let steps wait on CPU ranks too; gives the names of units that were stepped in forwards."""
+    names, take = [], LateSteps._step
+
+    def counted(steps, unit):
+        names.extend([unit.name] * (steps._state.phase is Phase.FORWARD))
+        take(steps, unit)
+
+    def may_wait(runtime):
+        return is_late and not any(b.plan.is_resident and b.plan.gathers for b in runtime.buffers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LateSteps, "_step", counted)
+        patch.setattr(attach, "may_wait", may_wait)
+        yield names
+
+
+def run(is_late, look, make, config):
+    with waiting(is_late) as names:
+        engine, seen = runs.start({"stage": 3} | config, make), []
+        losses = []
+        for number in range(4 * config.get("gradient_accumulation_steps", 1)):
+            losses += runs.train(engine, [number], runs.token_loss)
+            look(engine, seen)
+        in_forwards = len(names)
+        found = runs.state(engine, losses)
+        engine.close(restore=False)
+    return found, seen, in_forwards
+
+
+def different(names):
+    found = []
+    for name in names:
+        look, make, config, waits = LOOKS[name]
+        want, seen_at_once, _ = run(False, look, make, config)
+        got, seen, in_forwards = run(True, look, make, config)
+        found += [f"{name}: {text}" for text in runs.differences(got, want)]
+        found += [f"{name}: losses"] * (got.losses != want.losses)
+        found += [f"{name}: {in_forwards} units in forwards"] * (bool(in_forwards) is not waits)
+        same = [
+            torch.equal(*map(torch.as_tensor, pair))
+            for pair in zip(flat(seen), flat(seen_at_once), strict=True)
+        ]
+        found += [f"{name}: what was seen"] * (not all(same))
+    return found
+
+
+def flat(seen):
+    return [value for one in seen for value in (one if isinstance(one, list) else [one])]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("names", [list(LOOKS)[start::3] for start in range(3)], ids=["0", "1", "2"])
+def test_steps_that_wait_have_the_bits_of_steps_at_once(ranks, names, num_ranks):
+    for found in ranks(num_ranks, different, names, timeout=200):
+        assert not found
+
+
+# ------------------------------------------------------------------------------------ what is held outside
+
+
+def plain_loop(is_late, hold):
+    """A loop of the user's own, who holds tensors from before the steps, and reads or changes them after."""
+    with waiting(is_late) as names:
+        engine, found = runs.start({"stage": 3}, adamw), []
+        for number in range(3):
+            engine.backward(runs.token_loss(engine, number))
+            held = hold(engine)
+            engine.optimizer.step()
+            with torch.no_grad():
+                found += [value.clone() for value in held]
+                for value in held if hold is gradients else ():
+                    value.zero_()
+            engine.zero_grad(set_to_none=number == 1)
+        in_forwards = len(names)
+        state = runs.state(engine)
+        engine.close(restore=False)
+    return state, found, in_forwards
+
+
+def gradients(engine):
+    return [p.grad for p in engine.parameters() if p.grad is not None]
+
+
+def memory(engine):
+    return [p.data for p in engine.parameters()]
+
+
+def views(engine):
+    with torch.no_grad():
+        return [p[:1] for p in engine.parameters() if p.numel()]
+
+
+def nothing(_):
+    return []
+
+
+def held_differ(hold):
+    want, seen_at_once, _ = plain_loop(False, hold)
+    got, seen, in_forwards = plain_loop(True, hold)
+    same = all(torch.equal(*pair) for pair in zip(seen, seen_at_once, strict=True))
+    return runs.differences(got, want) + ["seen"] * (not same), in_forwards
+
+
+@pytest.mark.parametrize("hold", [nothing, gradients, memory, views])
+def test_no_step_waits_once_somebody_may_look_unseen(ranks, hold):
+    for found, in_forwards in ranks(2, held_differ, hold):
+        assert not found
+        assert bool(in_forwards) is (hold is nothing)
+
+
+def other_uses(folder):
+    """An average, a checkpoint, states that are loaded, and an end between a step and the next forward."""
+    ends = []
+    for is_late in (False, True):
+        with waiting(is_late):
+            engine = runs.start({"stage": 3}, adamw)
+            average = zeroshard.EMA(engine, decay=0.5)
+            losses = runs.train(engine, range(2))
+            engine.save_checkpoint(folder / f"{is_late}")
+            losses += runs.train(engine, range(2, 4))
+            engine.load_checkpoint(folder / f"{is_late}")
+            losses += runs.train(engine, [4])
+            with average.applied():
+                shown = [value.clone() for value in engine.full_state_dict().values()]
+            losses += runs.train(engine, [5])
+            model = engine.module
+            engine.close()
+            ends.append([*shown, *(p.detach().clone() for p in model.parameters())])
+    return [number for number, pair in enumerate(zip(*ends, strict=True)) if not torch.equal(*pair)]
+
+
+def test_averages_checkpoints_and_an_end_find_everything_stepped(ranks, tmp_path):
+    for found in ranks(2, other_uses, tmp_path):
+        assert not found
+
+
+def failing():
+    """A step that fails in a forward."""
+    with waiting(True):
+        engine = runs.start({"stage": 3}, adamw)
+        runs.train(engine, range(2))
+        with pytest.MonkeyPatch.context() as patch:
+            take = LateSteps._step
+
+            def fails(steps, unit):
+                if unit.name == "blocks.1":
+                    steps._left[unit] = [(lambda: 1 / 0, [])]
+                take(steps, unit)
+
+            patch.setattr(LateSteps, "_step", fails)
+            with pytest.raises(ZeroDivisionError):
+                runs.token_loss(engine, 2)
+        with pytest.raises(RuntimeError, match="after a step that was interrupted") as caught:
+            engine.save_checkpoint("never")
+        engine.close(restore=False)
+    return str(caught.value)
+
+
+def test_after_a_step_that_failed_nothing_is_saved(ranks):
+    for message in ranks(2, failing):
+        assert "Load the last checkpoint" in message
+
+
+class Branches(torch.nn.Module):
+    """Every second forward leaves a unit out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        self.second = torch.nn.Sequential(torch.nn.Linear(8, 8))
+
+    def forward(self, x, leaves_out):
+        x = self.first(x)
+        return x if leaves_out else self.second(x)
+
+
+def branches_differ():
+    ends = []
+    for is_late in (False, True):
+        with waiting(is_late) as names:
+            engine = runs.start(
+                {"stage": 3, "units": ["Sequential"], "recompute": "unit"}, adamw, model=Branches()
+            )
+            losses = []
+            for number in range(4):
+                loss = engine(torch.ones(2, 8) * number, number % 2 == 1).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            counted = dict.fromkeys(names)
+            ends.append((runs.state(engine, losses), losses))
+            engine.close(restore=False)
+    (want, losses), (got, losses_late) = ends
+    return runs.differences(got, want) + ["losses"] * (losses != losses_late), list(counted)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_unit_that_no_forward_reaches_is_stepped_before_the_next_backward(ranks, num_ranks):
+    for found, in_forwards in ranks(num_ranks, branches_differ):
+        assert not found
+        assert "first" in in_forwards
+        assert ("second" in in_forwards) is (num_ranks == 2), "its gather was begun ahead"
