@@ -103,9 +103,7 @@ class Engine(NotCopied, nn.Module):
         weakref.finalize(self, saver.run_alone)
         if parts.optimizer is not None:
             judge, count = self._judge_step, self._count_step
-            own = StepHooks(
-                weakref.WeakMethod(judge), weakref.WeakMethod(count), self._guard.scaling, self._halfway
-            )
+            own = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count), self._halfway)
             steps = attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=own)
             if parts.config.offload.step_in_backward:
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps, self._halfway)

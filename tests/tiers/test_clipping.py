@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.checkpoint import runs
 from tests.tiers.test_offload import BF16_MAIN, CHOSEN_STAGES, OPTIMIZERS, offload
-from tests.tiers.test_pieces import small_pieces
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding import gradients as sharding_gradients
@@ -33,7 +32,6 @@ def run(config, make, model=runs.build, num_steps=4):
     engine = runs.start(config, make, model=model())
     losses = runs.train(engine, range(num_steps))
     found = runs.state(engine, losses), engine.grad_norm
-    assert (engine._guard.scaling is None) == ("offload" not in config)
     engine.close(restore=False)
     return found
 
@@ -62,18 +60,6 @@ def test_clipping_by_part_has_the_bits_of_clipping_before_the_step(ranks, tmp_pa
     stages = (1, 3) if 1 in CHOSEN_STAGES else (3,)
     for found in ranks(num_ranks, equal_bits, tmp_path, stages, timeout=300):
         assert not found[:8]
-
-
-def in_pieces(folder):
-    config = {"stage": 3, "clip_grad_norm": 0.05}
-    want, _ = run(config, OPTIMIZERS["fused"])
-    with small_pieces():
-        got, _ = run(config | offload(folder), OPTIMIZERS["fused"])
-    return runs.differences(got, want)
-
-
-def test_the_factor_reaches_each_piece_once(ranks, tmp_path):
-    assert ranks(2, in_pieces, tmp_path) == [[], []]
 
 
 def gradients_after_a_step(config):

@@ -45,8 +45,6 @@ class ModuleState:
     """True if that backward has ended in an exception."""
     has_shown_gradients = False
     """True if somebody may hold a `p.grad`, and change it unseen."""
-    before_show: Callable[[], object] | None = None
-    """Scales gradients whose clip factor is still to be applied, before somebody sees or changes one."""
     before_look: Callable[[], object] | None = None
     """Takes the steps that wait for a forward, before somebody looks at their values; None: none waits."""
     gives_memory: Callable[[], object] | None = None
@@ -73,12 +71,6 @@ class ModuleState:
         """Prepare for somebody who reads or sets a `p.grad`."""
         self.look()
         self.has_shown_gradients = True
-        self.finish_scaling()
-
-    def finish_scaling(self) -> None:
-        """Apply the clip factor to all gradients that still wait for it."""
-        if self.before_show is not None:
-            self.before_show()
 
     def refuse_between_steps(self) -> None:
         """Refuse a forward between steps of optimizers that step together.

@@ -257,7 +257,6 @@ class Reducer:
             self._order.agree(self._axis)
             self._must_agree = False
         self._to_start, self._ready = deque(self._order.of_reductions()), set()
-        self._state.finish_scaling()  # of a step that has failed: this backward adds to the gradients
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
             noted = (one for one in self._all if one.landing is not None)
             gradients = (gradient_of(p) for one in noted for p in one.buffer.sharded)

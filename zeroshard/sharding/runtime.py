@@ -316,7 +316,6 @@ class Runtime:
             parameters: sharded parameters, and perhaps ignored ones.
         """
         self.state.has_shown_gradients = True
-        self.state.finish_scaling()
         cleared: list[tuple[ShardedParameter, None]] = []
         for parameter in parameters:
             if not isinstance(parameter, ShardedParameter):

@@ -33,7 +33,7 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
-from zeroshard.stepping.clipping import Scaling, has_far_parameters
+from zeroshard.stepping.clipping import has_far_parameters
 from zeroshard.stepping.guard import InterruptedStep
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
@@ -57,8 +57,6 @@ class StepHooks:
     judge: WeakMethod[Callable[[tuple[Any, ...], dict[str, Any]], None]]
     """Takes the arguments of a step; it may raise an error."""
     count: WeakMethod[Callable[[], None]]
-    scaling: Scaling | None
-    """Clips the gradients of each part; None where they are clipped before the step."""
     halfway: InterruptedStep
     """The mark of a step that has begun."""
 
@@ -93,9 +91,8 @@ def attach(
         units = [unit.starts() for unit in runtime.units]
         starts = {p: start for unit in units for p, start in unit.items()}
         in_pieces = _in_pieces(runtime, optimizer, starts)
-        scaling = None if engine is None else engine.scaling
         near = _stepped_near(runtime, optimizer)
-        homes = _homes(runtime, optimizer, rounding, starts, in_pieces, near, scaling)
+        homes = _homes(runtime, optimizer, rounding, starts, in_pieces, near)
         setting = runtime.context.setting
         computes_on_host = has_far_parameters(runtime) or setting.host_computes
         sets_threads = setting.num_threads is not None and computes_on_host
@@ -134,7 +131,6 @@ def _homes(
     starts: dict[ShardedParameter, int],
     in_pieces: PieceHome | None,
     near: Mapping[Gradients, list[range]],
-    scaling: Scaling | None,
 ) -> list[Home]:
     """The homes that parameters pass on the way to an optimizer, the farthest first."""
     homes: list[Home] = [] if in_pieces is None else [in_pieces]
@@ -142,8 +138,6 @@ def _homes(
     if whole := [b for b in in_files if in_pieces is None or not in_pieces.has(b.sharded)]:
         ranges = ((buffer, range(len(buffer.sharded))) for buffer in whole)
         homes.append(StoreHome(optimizer, ranges, FileStore(runtime.context.memory)))
-    if scaling is not None:
-        homes.append(scaling)
     if near:
         store = HostStore(runtime.context.memory, runtime.context.streams)
         parts = ((g.buffer, indices) for g, found in near.items() for indices in found)

@@ -4,10 +4,6 @@ The gradients of a flat buffer are views of one tensor, unless the user replaced
 operators work on the runs of memory that the gradients form: a few kernels per buffer, however many
 parameters it has.
 
-`Scaling` applies the factor to the gradients of each part just before its step. One pass over all gradients
-would read and write host memory once more before the optimizer reads it. Here the optimizer finds the scaled
-gradients of a part in the cache. One pass over all would give the same bits.
-
 Tensors side by side in memory become one, so that one kernel serves all of them:
 
     storage    |--p1.grad--|--p2.grad--|....|--p3.grad--|
@@ -20,9 +16,7 @@ parameters have a multiple of `layout.BLOCK` elements, so most buffers have padd
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -32,12 +26,9 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import moves
 from zeroshard.parameters.gradient import gradient_of
-from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.norms import sum_of_powers
-from zeroshard.stepping.parts import Home
 
 _EPSILON = 1e-6
 """The constant of torch.nn.utils.clip_grad_norm_, so that factors agree."""
@@ -69,14 +60,9 @@ def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
         norm: 0-dim, float32: the global norm of these gradients.
         max_norm: the limit.
     """
-    factor = factor_of(norm, max_norm)
+    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     grads = [gradient for p in runtime.parameters if (gradient := gradient_of(p)) is not None]
     scale_(grads, factor)
-
-
-def factor_of(norm: Tensor, max_norm: float) -> Tensor:
-    """0-dim, float32: the factor that brings gradients of this norm down to `max_norm`; at most 1."""
-    return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
@@ -88,6 +74,8 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """
     for group in by_device(tensors):
         own, runs = moves.beside(factor, group[0]), contiguous_runs(group)
+        if own is not factor and own.item() == 1.0:
+            continue  # host memory is slow
         if alike := [run for run in runs if run.dtype == own.dtype]:
             torch._foreach_mul_(alike, own)
         for run in runs:
@@ -208,73 +196,6 @@ def _join(parts: list[Tensor]) -> Iterator[Tensor]:
     for group in groups:
         num = sum(part.numel() for part in group)
         yield group[0] if len(group) == 1 else group[0].as_strided((num,), (1,), group[0].storage_offset())
-
-
-class Scaling(Home):
-    """Scales the gradients of a step part by part.
-
-    As soon as somebody else looks at a gradient, all are scaled: a wrapper of `step()`, a step that does not
-    go by parts, or anybody after a step that has failed.
-
-    Args:
-        optimizer: the optimizer of the step.
-        state: the state of the module; it shows that somebody looks.
-    """
-
-    def __init__(self, optimizer: Optimizer, state: ModuleState) -> None:
-        self._optimizer, self._state = weakref.ref(optimizer), state
-        self._factor: Tensor | None = None
-        """0-dim, float32, in host memory once the host has read it; None if there is nothing to scale."""
-        self._left: dict[ShardedParameter, int] = {}
-        """Elements at the end of each gradient that were not scaled yet: pieces come from the first on."""
-
-    def begin(self, parameters: Iterable[ShardedParameter], factor: Tensor) -> bool:
-        """Have the gradients of parameters scaled during the step that comes next.
-
-        Returns:
-            False if they must be scaled now, because hooks of others run before the step.
-        """
-        optimizer = self._optimizer()
-        if optimizer is None or has_hooks_of_others(optimizer):
-            return False
-        self._factor = factor
-        self._left = {p: g.numel() for p in parameters if (g := gradient_of(p)) is not None}
-        self._state.before_show = self.finish
-        return True
-
-    @contextmanager
-    def fetched(self, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
-        """Scale the gradients of a part, or of a piece of it."""
-        gradients = {p: g for p in parameters if (g := gradient_of(p)) is not None}
-        self._scale(list(gradients.values()))
-        for p, gradient in gradients.items():
-            if p in self._left:
-                self._left[p] -= gradient.numel()
-        before, self._state.before_show = self._state.before_show, None  # now the optimizer looks
-        try:
-            yield
-        finally:
-            self._state.before_show = before
-
-    def end_step(self) -> None:
-        """Scale the gradients of parameters that the optimizer does not have, as others may read them."""
-        self.finish()
-
-    def finish(self) -> None:
-        """Scale what is left at once."""
-        left, self._left, self._state.before_show = self._left, {}, None
-        rest = [g[-num:] for p, num in left.items() if num and (g := gradient_of(p)) is not None]
-        self._scale(rest)
-        self._factor = None
-
-    @torch.no_grad()
-    def _scale(self, gradients: Sequence[Tensor]) -> None:
-        if self._factor is not None:
-            self._factor = self._factor.cpu()
-            if self._factor.item() == 1.0:
-                self._factor = None
-            elif gradients:
-                scale_(gradients, self._factor)
 
 
 def has_far_parameters(runtime: Runtime) -> bool:

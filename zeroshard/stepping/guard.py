@@ -29,11 +29,8 @@ from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.clipping import (
-    Scaling,
     by_device,
-    factor_of,
     global_norm,
-    has_far_parameters,
     limit_norm,
     own_gradients,
 )
@@ -105,9 +102,6 @@ class StepGuard:
         is_narrow = config.precision.main_dtype is torch.bfloat16
         self.rounding = Rounding.agreed(runtime.context.axes.world) if is_narrow else None
         """The rounding of updates into main parameters of bfloat16; None for wider ones."""
-        clips = config.clip_grad_norm is not None and has_far_parameters(runtime)
-        self.scaling = Scaling(optimizer, runtime.state) if clips and optimizer is not None else None
-        """Clips part by part; None where main parameters lie on the device."""
         self.grad_norm: Tensor | None = None
         """The global norm before the last clipping, 0-dim; None before."""
         self.may_skip = is_half or config.nonfinite == "skip"
@@ -133,7 +127,6 @@ class StepGuard:
         Raises:
             RuntimeError: `must_be_finite`, and the norm is not; gradients are as they were.
         """
-        self._runtime.state.finish_scaling()
         self.grad_norm = norm = global_norm(self._runtime, order)
         if must_be_finite and not norm.isfinite():
             what = describe_nonfinite(self._runtime, order)
@@ -151,7 +144,6 @@ class StepGuard:
             RuntimeError: gradients are not finite, with `nonfinite="error"`; or tensor ranks have different
                 ones of a parameter that each holds whole.
         """
-        self._runtime.state.finish_scaling()  # the last step may have failed halfway
         if self._runtime.context.axes.tp.size > 1:
             self._num_steps += 1
             if not self._num_steps & (self._num_steps - 1):  # 1, 2, 4, 8, ...
@@ -165,9 +157,7 @@ class StepGuard:
                 self._answer_nonfinite()
                 return False
         if self._max_norm is not None and norm is not None:
-            factor, scaling = factor_of(norm, self._max_norm), self.scaling
-            if scaling is None or not scaling.begin(self._runtime.parameters, factor):
-                limit_norm(self._runtime, norm, self._max_norm)
+            limit_norm(self._runtime, norm, self._max_norm)
         return True
 
     def watch(self, step: int, *values: Tensor | float | None) -> None:

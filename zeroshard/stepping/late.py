@@ -54,8 +54,8 @@ class LateSteps:
 
     def watch(self, optimizer: Optimizer) -> None:
         """Notice who reads the states; a load puts others into the place of them."""
-        if not isinstance(optimizer.state, _States):
-            optimizer.state = _States(optimizer.state, self._state)
+        if not isinstance(optimizer.state, _LateStates):
+            optimizer.state = _LateStates(optimizer.state, self._state)
 
     def take(self, parts: Sequence[tuple[list[ShardedParameter], Step]], end: Step) -> bool:
         """Let the parts of a step wait, each for a forward of its unit.
@@ -115,7 +115,7 @@ class LateSteps:
         self._state.gives_memory = None
 
 
-class _States(defaultdict[Any, dict[str, Any]]):
+class _LateStates(defaultdict[Any, dict[str, Any]]):
     """The states of an optimizer; whoever reads them finds them after all steps."""
 
     def __init__(self, states: Mapping[Any, dict[str, Any]], state: ModuleState) -> None:
