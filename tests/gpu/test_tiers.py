@@ -99,27 +99,29 @@ def test_the_device_adds_up_micro_batches_and_their_norm(ranks, num_ranks, stage
         for one, other in zip(plain, moved, strict=True):
             assert other == pytest.approx(one, rel=tolerance)
         assert difference <= (1e-2 if "main_dtype" in precision else 1e-3 if precision else 1e-6)
-        assert num_noted > 0
+        # Other main parameters are those that the device computes with; they and their gradients stay there.
+        assert bool(num_noted) is (precision == BF16)
 
 
-def early_and_late(offload):
-    """Losses and weights of steps after the backward, and of steps in it."""
+def early_and_late(offload, precision):
+    """Losses and weights of steps after the backward, or in the next forward, and of steps in it."""
     found = []
     for is_early in (False, True):
         own = {**offload, "step_in_backward": is_early}
-        engine = start(build(WIDTH, DEPTH), 3, offload=own, precision=BF16)
+        engine = start(build(WIDTH, DEPTH), 3, offload=own, precision=precision)
         found.append((train_there(engine, range(4)), list(engine.full_state_dict().values())))
         engine.close(restore=False)
     (losses, weights), (early_losses, early_weights) = found
     return losses, early_losses, [torch.equal(*pair) for pair in zip(weights, early_weights, strict=True)]
 
 
+@pytest.mark.parametrize("precision", [{}, BF16, BF16 | {"main_dtype": "bf16"}], ids=["fp32", "bf16", "main"])
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=gpus(1))])
-def test_steps_in_the_backward_have_the_values_of_steps_after_it(ranks, tmp_path, num_ranks):
+def test_steps_in_the_backward_have_the_values_of_steps_after_it(ranks, tmp_path, num_ranks, precision):
     files = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
     for offload in (HOST, {**HOST, "parameters": "cpu"}, {**HOST, "device_fraction": 0.5}, files):
         ((late, early, are_equal),) = ranks(
-            num_ranks, early_and_late, offload, process_group=False, timeout=300
+            num_ranks, early_and_late, offload, precision, process_group=False, timeout=300
         )
         assert early == late
         assert all(are_equal)

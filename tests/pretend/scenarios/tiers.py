@@ -454,7 +454,7 @@ _add("host_frozen_for_a_step", HOST | _EARLY, _frozen_for_a_step, stage=3, preci
 _add("host_edited_stage1", HOST, _edited, stage=1, precision=BF16)
 _add("parameters_on_host_kept", _WHOLE, _edited_after_forwards, stage=3, reshard_after_forward=False)
 _add("host_gradients_forgotten", _WHOLE, _forgotten, stage=3, precision=NARROW, gradient_accumulation_steps=2)
-_add("fraction_skips", _FRACTION, _overflowing, stage=3, nonfinite="skip", may_sync=READS_NORM)
+_add("fraction_skips", _FRACTION, _overflowing, stage=3, nonfinite="skip", may_sync=READS_NORM, late=True)
 _add(
     "fraction_lamb",
     _FRACTION,
