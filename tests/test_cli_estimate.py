@@ -52,7 +52,7 @@ def test_the_settings_that_fit_a_device_are_listed_best_first(capsys):
     assert first.endswith("a forward more")
     config = {"stage": 1, "precision": "bf16", "recompute": "unit"}
     assert format_bytes(zeroshard.estimate(13e9, 8, config, num_tokens=8192).peak) in first
-    assert any("optimizer=cpu" in row and "steps on the host" in row for row in others)
+    assert any("optimizer=cpu" in row and "states from the host" in row for row in others)
     assert "first without offload, then without recomputation" in " ".join(out.split())
     assert out.splitlines()[-5].startswith(" and ")
 

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,8 +66,24 @@ def test_a_setting_is_the_estimate_of_its_config():
 def test_values_lie_on_the_host_only_where_the_node_has_room():
     assert all(f.config.offload.optimizer == "none" for f in fits(13e9, 80 * GIB))
     # 8 bytes a parameter for two float32 states, 4 for main parameters, and bf16 gradients at least
-    needed = 14 * 13 * 10**9
-    assert all(f.bits == 8 for f in fits(13e9, 80 * GIB, host=needed // 2) if f.estimate.host)
+    room = 14 * 13 * 10**9 // 2
+    found = [f for f in fits(13e9, 80 * GIB, host=room) if f.estimate.host]
+    assert all(8 * f.estimate.host <= room for f in found)
+    assert all(f.bits == 8 or f.config.offload.device_fraction for f in found)
+
+
+def test_as_much_as_fits_stays_on_the_device():
+    """30B with 8-bit states and bf16 main parameters on one GPU of 60 GB, with 128 GB of host memory."""
+    precision = {"param_dtype": "bf16", "main_dtype": "bf16"}
+    base = Config.parse({"precision": precision, "offload": {"step_in_backward": True}})
+    room = Room(device=60 * 10**9, host=115 * 10**9, ranks_per_node=1)
+    first = find_fits(Counted(30e9, 0), 1, base, room)[0]
+    offload = first.config.offload
+    assert (offload.optimizer, offload.parameters, first.bits) == ("cpu", "cpu", 8)
+    assert 0 < offload.device_fraction < 0.5, "parameters stay first"
+    assert room.holds(first.estimate)
+    more = replace(first.config, offload=replace(offload, device_fraction=offload.device_fraction + 0.1))
+    assert not room.holds(zeroshard.estimate(30e9, 1, more, optimizer_bits=8))
 
 
 def test_nothing_fits_into_too_little_and_the_least_setting_is_told():

@@ -32,7 +32,7 @@ from torch import nn
 
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
-from zeroshard.config.sections import Config, Mesh, Offload
+from zeroshard.config.sections import Config, Mesh
 from zeroshard.hf.pretrained import build_skeleton, typical_skeleton, with_adapters, with_codes
 from zeroshard.memory.activations import Tokens, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
@@ -160,8 +160,19 @@ def least(counted: Counted, world_size: int, base: Config, room: Room, tried: Tr
 def _settings(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried) -> Iterator[Fit]:
     for config in _tried_configs(base, room, tried):
         for each in tried.bits:
-            estimate = counted.on(world_size, config, optimizer_bits=each)
-            yield Fit(config, each, estimate, tuple(cost for holds, cost in _COSTS if holds(config, each)))
+            for own in _by_share_on_device(config):
+                estimate = counted.on(world_size, own, optimizer_bits=each)
+                if room.holds(estimate):
+                    break
+            yield Fit(own, each, estimate, tuple(cost for holds, cost in _COSTS if holds(own, each)))
+
+
+def _by_share_on_device(config: Config) -> Iterator[Config]:
+    """Yield a config with less and less of what is on the host left on the device, at last with none."""
+    if config.offload.optimizer == "cpu":  # with all parameters on the device it is another setting
+        for tenths in range(9 if config.offload.parameters == "none" else 4, 0, -1):
+            yield replace(config, offload=replace(config.offload, device_fraction=tenths / 10))
+    yield config
 
 
 def _tried_configs(base: Config, room: Room, tried: Tried) -> Iterator[Config]:
@@ -171,7 +182,7 @@ def _tried_configs(base: Config, room: Room, tried: Tried) -> Iterator[Config]:
         ):
             continue
         path = (base.offload.nvme_path or ".") if "nvme" in (optimizer, parameters) else None
-        offload = Offload(optimizer=optimizer, parameters=parameters, nvme_path=path)
+        offload = replace(base.offload, optimizer=optimizer, parameters=parameters, nvme_path=path)
         for recompute in tried.recompute:
             for stage in tried.stages:
                 if parameters != "none" and stage != 3:
@@ -193,7 +204,7 @@ def _place(fit: Fit) -> tuple[int, bool, int, bool, int, int]:
 
 
 _COSTS: tuple[tuple[Callable[[Config, int], bool], str], ...] = (
-    (lambda config, _: config.offload.optimizer == "cpu", "steps on the host"),
+    (lambda config, _: config.offload.optimizer == "cpu", "states from the host"),
     (lambda config, _: config.offload.optimizer == "nvme", "states from files"),
     (lambda config, _: config.offload.parameters == "cpu", "parameters from the host"),
     (lambda config, _: config.offload.parameters == "nvme", "parameters from files"),
@@ -368,6 +379,8 @@ def _setting(fit: Fit) -> str:
     config, tiers = fit.config, {n: getattr(fit.config.offload, n) for n in ("optimizer", "parameters")}
     recomputed = ["recompute"] if config.recompute == "unit" else []
     offloaded = [f"{name}={tier}" for name, tier in tiers.items() if tier != "none"]
+    if share := config.offload.device_fraction:
+        offloaded.append(f"device_fraction={share:g}")
     return ", ".join([f"stage {config.stage}", f"{fit.bits}-bit states", *recomputed, *offloaded])
 
 

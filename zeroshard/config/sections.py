@@ -138,7 +138,7 @@ class Offload(Checked):
     With recompute="unit" these are the inputs of the unit.
     """
     device_fraction: Annotated[float, checked.FRACTION] = 0.0
-    """Part of the offloaded optimizer states that stays on the device, 0 to 1."""
+    """Part of what is offloaded that stays on the device, 0 to 1: parameters first, then optimizer states."""
     nvme_path: Annotated[str | None, checked.PATH] = None
     """Directory for the files of the nvme tier."""
     num_threads: Annotated[int | None, checked.integer(1)] = None

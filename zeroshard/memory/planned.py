@@ -25,9 +25,10 @@ from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
-from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, plan_units, units_on_device
+from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, plan_units, tiers_of_units
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, SUMMANDS, TP
+from zeroshard.plan.tiers import Tiers
 
 _CPU = torch.device("cpu")
 
@@ -188,12 +189,11 @@ def _counts(sizes: Sizes, *runs: range, tp: int) -> tuple[list[int], bool]:
 
 def _units(sizes: Sequence[int], embeds: bool, setting: Setting) -> list[UnitPlan]:
     """The units in order, the root first."""
-    on_device = replace(setting, tiers=setting.tiers.on_device)
-    planned: dict[tuple[int, bool], UnitPlan] = {}
+    planned: dict[tuple[int, Tiers], UnitPlan] = {}
     plans = []
-    for key in zip(sizes, units_on_device(sizes, setting.device_fraction), strict=True):
+    for key in zip(sizes, tiers_of_units(sizes, sizes, setting), strict=True):
         if key not in planned:
-            planned[key] = _unit(key[0], on_device if key[1] else setting)
+            planned[key] = _unit(key[0], replace(setting, tiers=key[1]))
         plans.append(planned[key])
     if embeds:
         plans[1] = replace(plans[1], needs_parameters_in_backward=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -61,7 +62,7 @@ class Setting:
     """The number of ranks of each axis of the mesh."""
     tiers: Tiers = ON_DEVICE
     device_fraction: float = 0.0
-    """The share of the trained parameters whose optimizer states stay on the device, 0 to 1."""
+    """The share of what is offloaded that stays on the device, 0 to 1; see `tiers_of_units`."""
     host_computes: bool = False
     """True for ranks on the CPU, whose device is host memory."""
     num_threads: int | None = None
@@ -183,36 +184,42 @@ class UnitPlan:
 def plan_units(specs: Iterable[UnitSpec], setting: Setting) -> list[UnitPlan]:
     """Plan the units of a model, in the order of their specifications; see `group` for their buffers."""
     specs = list(specs)
-    sizes = [sum(o.numel for o in spec.originals if o.parameter.requires_grad) for spec in specs]
-    near = units_on_device(sizes, setting.device_fraction)
+    sizes = [sum(o.numel for o in spec.originals) for spec in specs]
+    trained = [sum(o.numel for o in spec.originals if o.parameter.requires_grad) for spec in specs]
     plans = []
-    for spec, is_near in zip(specs, near, strict=True):
-        own = replace(setting, tiers=setting.tiers.on_device) if is_near else setting
+    for spec, tiers in zip(specs, tiers_of_units(sizes, trained, setting), strict=True):
+        own = replace(setting, tiers=tiers)
         buffers = tuple(plan_buffer(originals, own) for originals in group(spec.originals, setting.dtypes))
         plans.append(UnitPlan(spec.name, buffers, _is_saved(spec.modules), spec.reason))
     return plans
 
 
-def units_on_device(sizes: Sequence[int], fraction: float) -> list[bool]:
-    """Choose the units whose optimizer states stay on the device, as many as fit into a share of all.
+def tiers_of_units(sizes: Sequence[int], trained: Sequence[int], setting: Setting) -> list[Tiers]:
+    """Return the tiers of each unit, of which a share of all that is offloaded stays on the device.
 
-    These are the first units of the forward: their gradients come last in the backward, so the device steps
-    them while the host steps the others.
+    Parameters stay first, which would travel twice a step, then optimizer states. They are those of the first
+    units of the forward: their states come first in a step that waits for forwards, and last in the backward.
 
     Args:
-        sizes: the trained elements of each unit, in the order of forwards.
-        fraction: the share of all elements, 0 to 1.
-
-    Returns:
-        True for each unit that stays, even if it has nothing to step.
+        sizes: the elements of each unit, in the order of forwards.
+        trained: those of them that are trained.
+        setting: the setting; its `device_fraction` is the share.
     """
-    left = fraction * sum(sizes)
-    chosen: list[bool] = []
-    for size in sizes:
-        is_chosen = all(chosen) and size <= left
-        left -= size if is_chosen else 0
-        chosen.append(is_chosen)
-    return chosen
+    own = setting.tiers
+    moves = [tier is not Tier.DEVICE for tier in (own.parameters, own.optimizer)]
+    share = setting.device_fraction * sum(moves)
+    near_parameters = _first_units(sizes, min(share, moves[0]))
+    near_states = _first_units(trained, share - min(share, moves[0]))
+    return [
+        Tiers(Tier.DEVICE if states else own.optimizer, Tier.DEVICE if parameters else own.parameters)
+        for states, parameters in zip(near_states, near_parameters, strict=True)
+    ]
+
+
+def _first_units(sizes: Sequence[int], share: float) -> list[bool]:
+    """True for the first units that fit into a share of all elements, even if they have none."""
+    left = share * sum(sizes)
+    return [bool(share) and so_far <= left for so_far in accumulate(sizes)]
 
 
 def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Original]]:

@@ -50,11 +50,6 @@ class Tiers:
         asked = map(Tier, (optimizer, parameters))
         return Tiers(*(Tier.DEVICE if host_computes and tier is Tier.HOST else tier for tier in asked))
 
-    @property
-    def on_device(self) -> Tiers:
-        """These tiers for a unit whose main parameters stay on the device."""
-        return Tiers(Tier.DEVICE, self.parameters)
-
 
 ON_DEVICE = Tiers()
 """Without offload."""

@@ -119,7 +119,8 @@ def _add(
                 if isinstance(state, Tensor) and state.dim() and state.numel():
                     assert trace.is_on_host(state) is (plan.state_tier is Tier.HOST)
             stays = plan.main_dtype == plan.compute_dtype and "parameters" not in offload
-            if plan.state_tier is Tier.HOST:
+            assert trace.is_on_host(buffer.main) is (plan.main_tier is Tier.HOST)
+            if plan.state_tier is Tier.HOST and "device_fraction" not in offload:
                 stays = stays and is_divisible(engine.optimizer)
                 assert trace.is_on_host(buffer.main) is not stays
 
@@ -310,6 +311,9 @@ _EARLY = {"step_in_backward": True}
 _MOST_ON_DEVICE = {**HOST, "device_fraction": 0.7}
 """The root stays on the device, and one block of five."""
 _WHOLE = {"parameters": "cpu", **HOST}
+_SOME = {"device_fraction": 0.3}
+"""The parameters of the first units stay on the device."""
+_SAVES = ("zeroshard/checkpoint/",)
 _FRACTION = {**HOST, "device_fraction": 0.5}
 _FULL = ("full/parameters.py", "sharding/source.py(write)")
 
@@ -349,6 +353,15 @@ for _stage in (2, 3):
 for _name, _precision in (("", {}), ("_bf16", BF16), ("_bf16_main", NARROW)):
     _add(f"parameters_on_host{_name}", _WHOLE, stage=3, precision=_precision)
 _add("parameters_on_host_one_rank", _WHOLE, stage=3, precision=BF16, num_ranks=1)
+for _name, _how in (("", {}), ("_stepped_in_backward", _EARLY)):
+    _add(
+        f"some_parameters_on_host{_name}",
+        _WHOLE | _SOME | _how,
+        _saved,
+        stage=3,
+        precision=NARROW,
+        may_sync=_SAVES,
+    )
 _add(
     "parameters_on_host_accumulate",
     _WHOLE,
