@@ -165,13 +165,13 @@ def _stepped_near(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, lis
 
 
 def may_wait(runtime: Runtime) -> bool:
-    """True if the steps of units may wait for a forward, along with which their states travel."""
+    """True if the steps of units may wait for a forward, along with which values on the host travel."""
     setting, trained = runtime.context.setting, [b.plan for b in runtime.buffers if b.trainable]
     if setting.steps_in_backward or setting.weights not in NEWEST_WEIGHTS or runtime.context.axes.pp.size > 1:
         return False
     travels = any(plan.state_tier is Tier.HOST for plan in trained) and setting.steps_by_parts
-    stays = all(plan.main_tier is Tier.DEVICE for plan in trained)
-    return travels and stays and not any(plan.is_resident and plan.gathers for plan in trained)
+    is_in_files = any(plan.state_tier is Tier.DISK for plan in trained)
+    return travels and not (is_in_files or any(plan.is_resident and plan.gathers for plan in trained))
 
 
 def _divided(unit: Unit, near: Mapping[Gradients, list[range]]) -> list[list[ShardedParameter]]:

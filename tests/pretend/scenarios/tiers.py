@@ -62,13 +62,13 @@ def _add(
     near_bytes: int = pieces.NEAR_BYTES,
     most_near: int = pieces.MOST_NEAR,
     may_sync: Iterable[str] = (),
-    late: bool = False,
+    late: bool = True,
     **config: Any,
 ) -> None:
     """A scenario that trains a language model with and without offload, and compares all values.
 
     Args:
-        late: True if units are to be stepped in forwards.
+        late: False if no unit is to be stepped in a forward, where units may wait for one.
     """
 
     def run(bench: Bench) -> None:
@@ -92,6 +92,8 @@ def _add(
         is_in_files = "nvme" in offload.values()
         tiers = offload | ({"nvme_path": str(bench.folder)} if is_in_files else {})
         is_early = "step_in_backward" in offload
+        frees = config["stage"] == 3 or num_ranks == 1  # else all parameters are gathered after a step
+        is_late = late and frees and not (is_in_files or is_early)
         # More units than buffers of a step, or than steps under way.
         model = bench.gpt(5 if is_in_files or is_early else 2)
         moved = _values(bench, model, train, optimizer, config | {"offload": tiers})
@@ -100,7 +102,7 @@ def _add(
         if is_in_files and is_early:
             assert "to_device" in used, "stepped values come back beside compute"
         on_device = bench.engine._runtime.context.memory.piece_bytes
-        assert bool(in_forwards) is late, in_forwards
+        assert bool(in_forwards) is (is_late and is_divisible(bench.engine.optimizer)), in_forwards
         if not is_in_files:
             check_places(bench)
         is_stepped_near = not is_in_files and most_near > 0 and is_divisible(bench.engine.optimizer)
@@ -128,9 +130,9 @@ def _add(
 
 
 for _stage in (1, 2, 3):
-    _add(f"host_stage{_stage}", HOST, stage=_stage, late=_stage == 3)
+    _add(f"host_stage{_stage}", HOST, stage=_stage)
     _add(f"host_stage{_stage}_bf16", HOST, stage=_stage, precision=BF16)
-_add("host_stage3_bf16_main", HOST, stage=3, precision=NARROW, late=True)
+_add("host_stage3_bf16_main", HOST, stage=3, precision=NARROW)
 
 
 def _accumulated(bench: Bench) -> list[Tensor]:
@@ -317,7 +319,7 @@ _SAVES = ("zeroshard/checkpoint/",)
 _FRACTION = {**HOST, "device_fraction": 0.5}
 _FULL = ("full/parameters.py", "sharding/source.py(write)")
 
-_add("host_stage3_one_rank", HOST, stage=3, num_ranks=1, late=True)
+_add("host_stage3_one_rank", HOST, stage=3, num_ranks=1)
 for _ranks in (1, 2):
     _add(
         f"host_looked_at_{_ranks}",
@@ -328,7 +330,6 @@ for _ranks in (1, 2):
         precision=NARROW,
         may_sync=_FULL,
         near_bytes=4096,
-        late=True,
     )
 _add("host_stage2_one_rank_bf16", HOST, stage=2, num_ranks=1, precision=BF16)
 for _stage in (2, 3):
@@ -381,14 +382,15 @@ _add(
     may_sync=READS_FACTOR,
 )
 for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files", FILES)):
-    _add(f"{_name}_edited", _offload, _edited, stage=3, precision=BF16)
-    _add(f"{_name}_shown", _offload, _shown, stage=3, precision=BF16, may_sync=_FULL)
+    _add(f"{_name}_edited", _offload, _edited, stage=3, precision=BF16, late=False)
+    _add(f"{_name}_shown", _offload, _shown, stage=3, precision=BF16, may_sync=_FULL, late=False)
     _add(
         f"{_name}_named",
         _offload,
         _named,
         stage=3,
         precision=BF16,
+        late=False,
         may_sync=("zeroshard/byname.py",),
     )
     _add(f"{_name}_saved", _offload, _saved, stage=3, precision=BF16, may_sync=("zeroshard/checkpoint/",))
@@ -452,7 +454,6 @@ _add(
     optimizer=_fused,
     stage=3,
     may_sync=("zeroshard/checkpoint/",),
-    late=True,
 )
 _add(
     "host_saved_stepped_in_backward",
@@ -465,9 +466,16 @@ _add(
 )
 _add("host_frozen_for_a_step", HOST | _EARLY, _frozen_for_a_step, stage=3, precision=BF16)
 _add("host_edited_stage1", HOST, _edited, stage=1, precision=BF16)
-_add("parameters_on_host_kept", _WHOLE, _edited_after_forwards, stage=3, reshard_after_forward=False)
+_add(
+    "parameters_on_host_kept",
+    _WHOLE,
+    _edited_after_forwards,
+    stage=3,
+    reshard_after_forward=False,
+    late=False,
+)
 _add("host_gradients_forgotten", _WHOLE, _forgotten, stage=3, precision=NARROW, gradient_accumulation_steps=2)
-_add("fraction_skips", _FRACTION, _overflowing, stage=3, nonfinite="skip", may_sync=READS_NORM, late=True)
+_add("fraction_skips", _FRACTION, _overflowing, stage=3, nonfinite="skip", may_sync=READS_NORM)
 _add(
     "fraction_lamb",
     _FRACTION,
