@@ -225,7 +225,9 @@ def _read_index(file: Path) -> dict[str, str]:
         raise ValueError(f"{file}: expected JSON with a 'weight_map' of names of tensors and files, got none")
     for name, place in places.items():
         if not isinstance(place, str) or not _is_file_name(place):
-            raise ValueError(f"{file}: tensor '{name}': expected the name of a file beside it, got {place!r}")
+            raise ValueError(
+                f"{file}: tensor '{name}': expected the name of a file in the same folder, got {place!r}"
+            )
     return places
 
 

@@ -74,7 +74,7 @@ def test_the_first_difference_is_told_with_number_ranks_and_labels():
     )
     assert words is not None
     assert words.startswith(
-        "collective 2 of rank 2 is the all-gather of unit 'b', that of rank 1 is the all-gather of unit 'c': "
+        "collective 2 of rank 2 is the all-gather of unit 'b', on rank 1 it is the all-gather of unit 'c': "
     )
     assert "same units in the same order" in words
 
@@ -136,7 +136,7 @@ def test_an_agreement_compares_what_all_ranks_have_issued(ranks, num_ranks):
     for rank, message in enumerate(ranks(num_ranks, gather_in_order, other, True)):
         assert message.startswith(
             f"rank {rank} of {num_ranks}: collective 1 of rank 0 is the {A}, "
-            f"that of rank {num_ranks - 1} is the {B}: at stage 3"
+            f"on rank {num_ranks - 1} it is the {B}: at stage 3"
         )
 
 

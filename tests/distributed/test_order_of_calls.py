@@ -59,7 +59,7 @@ def test_ranks_that_call_blocks_in_different_orders_raise_an_error_that_names_th
         assert seconds < 10
         assert re.search(
             r"collective \d+ of rank \d is the all-gather of unit 'blocks\.\d', "
-            r"that of rank \d is the all-gather of unit 'blocks\.\d': at stage 3 all ranks must call",
+            r"on rank \d it is the all-gather of unit 'blocks\.\d': at stage 3 all ranks must call",
             message,
         ), message
 

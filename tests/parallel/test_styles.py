@@ -130,7 +130,7 @@ class Counted(nn.Module):
 
 def test_heads_that_a_module_counts_must_be_in_the_plan():
     model, plan = nn.ModuleDict({"attention": Counted()}), {"*.q": "colwise", "*.out": "rowwise"}
-    text = "'attention.q' lies beside 'num_heads' of a Counted, and each rank computes some of these heads"
+    text = "'attention.q' is next to 'num_heads' of a Counted, and each rank computes some of these heads"
     with pytest.raises(ValueError, match=re.escape(text)):
         plan_division(model, find_units(model, None), plan, 2)
     plan["*.q"] = LayerPlan(Split.COLUMNS, heads(4, size=2))

@@ -20,7 +20,7 @@ ADAPTERS = {
 }
 
 
-MESSAGES = {"lora_bias": "q_proj', which takes in that of its adapter (lora_bias=True), got none"}
+MESSAGES = {"lora_bias": "q_proj', which takes in the bias of its adapter (lora_bias=True), got none"}
 
 
 def build(kind, adapter):

@@ -387,7 +387,7 @@ def test_a_forked_process_leaves_the_files_alone_and_an_exception_removes_them(t
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert "LookupError: the end" in result.stderr
     assert "AssertionError" not in result.stderr
-    assert result.stdout.startswith("Expected an open Swap, got one that was closed, or that of a parent")
+    assert result.stdout.startswith("Expected an open Swap, got one that was closed, or is of a parent")
     assert not list(tmp_path.iterdir())
 
 

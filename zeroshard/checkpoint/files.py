@@ -200,7 +200,7 @@ def find(path: Path, tag: str | None = None) -> Path:
     if (path / name).is_symlink():
         raise ValueError(
             f"'{path / name}' is a symbolic link to '{os.readlink(path / name)}': expected the directory of "
-            "a checkpoint itself. To load the checkpoint behind the link, give the path of its directory"
+            "a checkpoint itself. To load the one that the link leads to, give the path of its directory"
         )
     if not (path / name / MANIFEST).is_file():
         raise ValueError(f"'{path / name}': expected a checkpoint, found no {MANIFEST} in it")

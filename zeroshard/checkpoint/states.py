@@ -135,9 +135,9 @@ def _explain(optimizer: Optimizer, name: str, bits: int, tensors: Mapping[str, S
     dtypes = _dtypes_of(tensors)
     if any(is_codes(key, dtypes) for key in dtypes) and bits == 8:
         return (
-            f"expected 8-bit states of '{name}' in the blocks of this layout, got those of another number of "
-            "tensor-parallel ranks, and new blocks round the values once more. Use the same mesh.tp as at "
-            "saving"
+            f"expected 8-bit states of '{name}' in the blocks of this layout, got blocks of another "
+            "number of tensor-parallel ranks, and new blocks round the values once more. Use the same "
+            "mesh.tp as at saving"
         )
     return (
         f"expected states of '{name}' in the {bits} bits that {type(optimizer).__name__} keeps, got another "
@@ -179,7 +179,7 @@ def _check_states(
     if family is None and not has_same_blocks and any(is_scales(key, dtypes) for key in dtypes):
         raise ValueError(
             f"'{stored.directory}': states of '{name}' have scales for blocks of other tensor ranks, and "
-            f"those of {kind} cannot be converted: expected the same mesh.tp as at saving"
+            f"states of {kind} cannot be converted: expected the same mesh.tp as at saving"
         )
     if family is None or tensors.keys() <= _OF_PIPELINES:
         return None

@@ -285,7 +285,7 @@ class TokenEncoder:
             if ids[: len(prompt)] != prompt or ids[: len(end)] != end or len(prompt) >= len(end):
                 raise ValueError(
                     f'{chat.where}: "messages"[{number}]: the chat template does not render a conversation '
-                    "as a beginning of a longer one, so this answer cannot be told from the prompt; "
+                    "as a beginning of a longer one, so the prompt and this answer cannot be kept apart; "
                     "expected a template that marks answers with {% generation %}, or messages that end here"
                 )
             self._check_header(chat, number)

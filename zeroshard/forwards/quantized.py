@@ -400,7 +400,7 @@ def _check_forward(name: str, layer: Layer) -> None:
         if type(layer).forward is not Linear8bitLt.forward:
             raise ValueError(
                 f"'{name}' is {_article(layer)} with a forward of its own, which would compute with codes "
-                "that it keeps beside its parameter: expected the forward of Linear8bitLt. Put the layer "
+                "that it keeps apart from its parameter: expected the forward of Linear8bitLt. Put the layer "
                 "inside a module with that forward"
             )
 

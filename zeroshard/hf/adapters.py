@@ -246,7 +246,7 @@ class Merging:
             adapters = _added_by(layer)
             if getattr(base, "bias", None) is None and any(_has_bias(layer, one) for one in adapters):
                 raise ValueError(
-                    f"merge_adapters: expected a bias in '{name}', which takes in that of its adapter "
+                    f"merge_adapters: expected a bias in '{name}', which takes in the bias of its adapter "
                     "(lora_bias=True), got none"
                 )
 

@@ -282,8 +282,8 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
     codes = (name for name in manifest.parameters if not stored.tensors[name].dtype.is_floating_point)
     if (name := next(chain(beside, codes), None)) is not None:
         raise ValueError(
-            f"'{directory}': has weights as codes, such as that of '{name}', and an export would need to "
-            "know what they stand for: load the checkpoint into an engine and call "
+            f"'{directory}': has weights as codes, such as the weight of '{name}', and an export would need "
+            "to know what they stand for: load the checkpoint into an engine and call "
             "engine.save_pretrained(dequantize=True)"
         )
     if verify:

@@ -60,7 +60,7 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
     chosen = list(_chosen(model, config.llm_int8_skip_modules))
     if not chosen:
         raise ValueError(
-            f"quantize: expected layers of torch.nn.Linear in {type(model).__name__}, got none beside those "
+            f"quantize: expected layers of torch.nn.Linear in {type(model).__name__}, got none but those "
             "that are skipped or tied"
         )
     for layer, names in chosen:

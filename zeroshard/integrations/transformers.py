@@ -190,7 +190,7 @@ class ZeroShardMixin(_Trainer):
         if not _is_complete(Path(resume_from_checkpoint)):
             raise ValueError(
                 f"'{resume_from_checkpoint}': expected a complete checkpoint of a Trainer over zeroshard, "
-                f"with '{_STATE}' and '{_TAG}'. To begin with the weights of another one, give the folder to "
+                f"with '{_STATE}' and '{_TAG}'. To begin with other weights, give their folder to "
                 "from_pretrained() and train without resume_from_checkpoint"
             )
 

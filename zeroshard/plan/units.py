@@ -203,7 +203,7 @@ def _check(parameter: nn.Parameter, name: str) -> None:
     if is_packed(parameter) and parameter.requires_grad:
         raise ValueError(
             f"parameter '{name}' holds codes of a quantized weight, which no gradient can change: expected "
-            "requires_grad=False. Train adapters beside it"
+            "requires_grad=False. Train adapters along with it"
         )
 
 
@@ -235,7 +235,7 @@ def _check_forward(module: nn.Module, name: str) -> None:
         raise ValueError(
             f"config key 'units': '{name}' is a {type(module).__name__}, whose forward is never called, so "
             "its parameters would not be gathered: name the modules inside, or their class "
-            f"({', '.join(inside)}) or that of the module around it"
+            f"({', '.join(inside)}) or the name of the module around it"
         )
 
 
@@ -365,7 +365,7 @@ def _read_group(root: nn.Module, names: Sequence[str]) -> ModuleGroup:
     for module, name in modules.items():
         if not modules.keys().isdisjoint(set(module.modules()) - {module}):
             raise ValueError(
-                f"config key 'units': expected modules beside each other, got '{name}' and a "
+                f"config key 'units': expected modules none of which is inside another, got '{name}' and a "
                 f"module inside it in {list(names)}"
             )
     return ModuleGroup("+".join(modules.values()), tuple(modules))

@@ -349,7 +349,7 @@ class Swap:
 
     def _check_open(self) -> None:
         if not self._files:
-            raise RuntimeError("Expected an open Swap, got one that was closed, or that of a parent process")
+            raise RuntimeError("Expected an open Swap, got one that was closed, or is of a parent process")
 
     def close(self) -> None:
         """Wait for all transfers and remove the files. A second call does nothing.

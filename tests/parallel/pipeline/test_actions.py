@@ -80,7 +80,7 @@ def test_a_list_of_a_user_may_have_empty_cells_and_lines() -> None:
     [
         ("", "expected a line of actions for each pipeline rank, got none"),
         ("0F0,0B0\n0F1,0B1", "expected chunk 0 on one rank, got ranks 0 and 1"),
-        ("0F0,0B0\n2F0,2B0", "expected forwards of the chunks 0 to N - 1, got those of [0, 2]"),
+        ("0F0,0B0\n2F0,2B0", "expected forwards of the chunks 0 to N - 1, got forwards of [0, 2]"),
         ("0F0,0B0\n1F0,1B", "pipeline rank 1: expected an action as chunk, kind and micro-batch"),
         ("0F0,0B0,1B0", "pipeline rank 0: expected a chunk below 1, got 1B0"),
         ("0F0,0B0,0UNSHARD1", "pipeline rank 0: expected a micro-batch below 1, got 0UNSHARD1"),

@@ -209,7 +209,7 @@ def test_the_chunks_of_a_rank_may_have_steps_of_their_own():
             OWN.replace("0B0", "0B0,STEP"),
             {},
             2,
-            "pipeline.schedule: pipeline rank 0: expected steps behind all computations and reduces of the "
+            "pipeline.schedule: pipeline rank 0: expected steps after all computations and reduces of the "
             "list, got STEP before 0B1; a list with a step in the middle is asynchronous, and needs "
             "pipeline.weights",
         ),
@@ -217,7 +217,7 @@ def test_the_chunks_of_a_rank_may_have_steps_of_their_own():
             VEE.replace("3B0", "3B0,3STEP"),
             {},
             1,
-            "pipeline rank 0: expected steps behind all computations and reduces of the list, got 3STEP "
+            "pipeline rank 0: expected steps after all computations and reduces of the list, got 3STEP "
             "before 0B0",
         ),
         (

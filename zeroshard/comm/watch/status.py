@@ -124,7 +124,7 @@ def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
         return None
     _, number, line, rank, label = min(found)
     own = labels[line, number]
-    text = f"collective {number} of rank {first} is the {own}, that of rank {rank} is the {label}"
+    text = f"collective {number} of rank {first} is the {own}, on rank {rank} it is the {label}"
     if "all-gather of unit" in text:
         text += (
             ": at stage 3 all ranks must call the same units in the same order, in forwards that may have a "

@@ -52,7 +52,7 @@ class BlockwiseOptimizer(Optimizer):
         self.check_group({**self.defaults, **hyperparameters})
         if not any(parameter is held for group in self.param_groups for held in group["params"]):
             raise ValueError(
-                f"{type(self).__name__}: expected one of the optimizer's parameters, got another one"
+                f"{type(self).__name__}: expected a parameter of the optimizer, got some other tensor"
             )
         if "min_8bit_size" in hyperparameters and self.state.get(parameter):
             raise ValueError(

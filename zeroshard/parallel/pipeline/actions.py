@@ -209,7 +209,7 @@ def parse_schedule(text: str) -> Schedule:
             if (other := places.setdefault(chunk, rank)) != rank:
                 raise ValueError(f"expected chunk {chunk} on one rank, got ranks {other} and {rank}")
     if sorted(places) != list(range(len(places))):
-        raise ValueError(f"expected forwards of the chunks 0 to N - 1, got those of {sorted(places)}")
+        raise ValueError(f"expected forwards of the chunks 0 to N - 1, got forwards of {sorted(places)}")
     placement = tuple(places[chunk] for chunk in range(len(places)))
     return Schedule(placement, max(action.place[1] for action in compute) + 1, lists)
 
@@ -426,7 +426,7 @@ def without_steps(schedule: Schedule) -> Schedule:
             later = [one for one in actions[index:] if one.is_compute or one.kind is Kind.REDUCE]
             if action.kind is Kind.STEP and later:
                 raise ValueError(
-                    f"pipeline rank {rank}: expected steps behind all computations and reduces of the list, "
+                    f"pipeline rank {rank}: expected steps after all computations and reduces of the list, "
                     f"got {action} before {later[0]}; a list with a step in the middle is asynchronous, and "
                     "needs pipeline.weights"
                 )

@@ -221,7 +221,7 @@ class Runner:
         if known is not None and known[leg] != forms:
             raise RuntimeError(
                 f"the {leg.label} has {list(forms)}, and had {list(known[leg])} for a batch of the same "
-                "shapes: expected the shapes of activations to follow from those of the inputs"
+                "shapes: expected the shapes of activations to follow from the shapes of the inputs"
             )
         self._messages.send(tensors, leg.transfer.target, leg.label, with_forms=known is None)
 

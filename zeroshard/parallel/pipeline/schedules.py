@@ -220,7 +220,7 @@ def require_steps(schedule: Schedule) -> None:
         if not all(steps):
             raise ValueError(f"{where}: expected a backward before each step, got none")
         if left:
-            raise ValueError(f"{where}: expected a STEP behind the last backward of the list, got none")
+            raise ValueError(f"{where}: expected a STEP after the last backward of the list, got none")
         numbers.append(len(steps))
     if len(set(numbers)) > 1:  # else schedules of the learning rate, and `global_step`, would differ
         got = ", ".join(map(str, numbers))

@@ -194,7 +194,7 @@ def _refuse_own_code(layer: Divided) -> None:
             "Set mesh.sequence=False"
             if way in OF_SEQUENCE
             else f"Put '{name}': 'replicate' first in tp_plan, and the same for the layers that share its "
-            "values, such as all of an attention, all of an MLP, or the other one of tied weights"
+            "values, such as all of an attention, all of an MLP, or both of two tied weights"
         )
         raise ValueError(
             f"tp_plan: '{name}' is a {type(one).__name__} with {what}, which would get a part of the weight "
@@ -324,7 +324,7 @@ def _refuse_counted_heads(layers: Sequence[Divided]) -> None:
         found = next((at for at, number in counts.items() if isinstance(number, int) and number > 1), None)
         if layer.style.way is Split.COLUMNS and not layer.style.sections and found is not None:
             raise ValueError(
-                f"tp_plan: '{layer.name}' lies beside '{found}' of a {type(layer.parent).__name__}, and each "
+                f"tp_plan: '{layer.name}' is next to '{found}' of a {type(layer.parent).__name__}, and each "
                 "rank computes some of these heads. Expected LayerPlan(Split.COLUMNS, heads(NUMBER, "
                 "size=SIZE)) in the plan, and a forward that views its outputs by the size of a head, not by "
                 f"'{found}'"

@@ -230,7 +230,7 @@ def test_without_a_step_no_gradient_is_applied() -> None:
     ("text", "message"),
     [
         ("0F0,1F0,1B0,0B0,STEP\n", "pipeline rank 0: expected one chunk in an asynchronous list, got 0, 1"),
-        ("0F0,0B0\n", "pipeline rank 0: expected a STEP behind the last backward of the list, got none"),
+        ("0F0,0B0\n", "pipeline rank 0: expected a STEP after the last backward of the list, got none"),
         ("0F0,STEP,0B0,STEP\n", "pipeline rank 0: expected a backward before each step, got none"),
         ("0F0,0I0,0W0,STEP\n", "expected F, B and STEP in an asynchronous list, got 0I0"),
         ("0UNSHARD,0F0,0B0,STEP\n", "expected F, B and STEP in an asynchronous list, got 0UNSHARD"),

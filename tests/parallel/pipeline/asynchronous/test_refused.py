@@ -57,7 +57,7 @@ LATE = "0F0,0F1,0B0,STEP,0F2,0B1,STEP,0B2,STEP\n1F0,1B0,1F1,1B1,1F2,1B2,STEP\n"
 @pytest.mark.parametrize("weights", ["vertical", "double"])
 def test_a_version_that_a_chunk_does_not_have_yet_is_refused_on_all_ranks(weights: str) -> None:
     schedule = parse_schedule(LATE)
-    message = f"pipeline.weights='{weights}': 1F2 uses the weights behind step 1"
+    message = f"pipeline.weights='{weights}': 1F2 uses the weights after step 1"
     for rank in range(2):
         with pytest.raises(ValueError, match=message):
             read_delays(schedule, rank, weights)

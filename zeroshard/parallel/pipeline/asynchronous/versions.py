@@ -351,14 +351,14 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
     for action, use in uses.items():
         if use.version is not None and use.version > ages.before[action]:
             raise ValueError(
-                f"pipeline.weights={weights!r}: {action} uses the weights behind step {use.version} of the "
-                f"first pipeline rank, but comes behind step {ages.before[action]} of its own: move that "
+                f"pipeline.weights={weights!r}: {action} uses the weights after step {use.version} of the "
+                f"first pipeline rank, but comes after step {ages.before[action]} of its own: move that "
                 "step before it in the lists of pipeline.schedule"
             )
     if weights == "double" and (live := max(count_live(ages, uses))) > 2:
         raise ValueError(
             f"pipeline.weights='double': a pipeline rank keeps {live} versions with this pipeline.schedule, "
-            "and this method has two: let more micro-batches begin behind each step, or take 'stash'"
+            "and this method has two: let more micro-batches begin after each step, or take 'stash'"
         )
     kept = kept_versions(ages, rank, chunk, uses)
     own = {action: use for action, use in uses.items() if action.chunk == chunk}
