@@ -1,18 +1,16 @@
-"""Offload: step time, bytes on each tier and transfer rates of each setting, against no offload.
+"""Offload: step time and bytes on each tier of each setting, against no offload and DeepSpeed.
 
     python benchmarks/offload.py --folder /mnt/nvme
     python benchmarks/offload.py --device cuda --precision bf16 --ranks 1 --dim 2048 --depth 16 --heads 16
 
 All engines live in one process per rank and take turns step by step, in an order that is shuffled every
-round. Ratios of steps of the same round are compared. On CPU ranks host memory is the device, so "cpu" keeps
-everything where it was. An engine with files sets glibc's allocator for its whole process, so the one
-without offload has that setting too.
+round. Ratios of steps of the same round are compared. On CPU ranks host memory is the device, so "cpu" and
+"cpu-parameters" keep everything where it was. An engine with files sets glibc's allocator for its whole
+process, so the one without offload has that setting too.
 
 DeepSpeed builds its CPU Adam and its file access at the first start, which takes minutes; the latter needs
-the headers of libaio. "deepspeed-nvme" has optimizer states in files, "deepspeed-nvme-parameters" all.
-
-After the timed rounds each engine with files takes one more step, whose reads, steps and writes are recorded
-and drawn. Values of `parameters="nvme"` are gathered through the page cache: those bytes do not count.
+the headers of libaio. "deepspeed-nvme" has optimizer states in files, "deepspeed-nvme-parameters" all. Other
+peers are in `offload_gpu.py`, as they need a GPU.
 """
 
 from __future__ import annotations
@@ -22,28 +20,25 @@ import gc
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 
 import record
+import tables
+from documents import read
 from engines import Setting, Step
 from launch import end_rank, inside_rank, process_group, run_ranks
 from medians import median_of, median_ratio
 from model import add_shape_arguments, build_tokens, shape_from
-from offload_engines import BASE, ENGINES, TIERS, why_not
-from offload_timeline import Recording, draw, recorded
+from offload_engines import BASE, ENGINES, TIERS
 from step_time import Times, check_losses, mean_losses, run_rounds, slowest_rank
 
 LOSS_TOLERANCE = 2e-2
 """Of the losses after warm-up; 8-bit states and bf16 main parameters differ in the third digit."""
-GIGABYTE = 1e9
 
 
 def parse() -> argparse.Namespace:
@@ -58,7 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engines", help=f"comma-separated, of {', '.join(ENGINES)}; default all")
     parser.add_argument("--folder", type=Path, help="for the files; default the system's temporary one")
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument("--name", help="of the JSON and PNG files in benchmarks/results")
+    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     add_shape_arguments(parser)
     args = parser.parse_args()
     unknown = set(names_of(args)) - set(ENGINES)
@@ -99,63 +94,20 @@ def build(
     return built
 
 
-def observe(steps: Mapping[str, Step], tokens: Tensor) -> dict[str, Recording]:
-    """Take one more step of each engine with files, and record it."""
-    recordings = {}
-    for name, step in steps.items():
-        if name in TIERS and TIERS[name].uses_files:
-            dist.barrier()
-            with recorded() as recording:
-                step(tokens)
-            recordings[name] = recording
-    return recordings
-
-
-def rates(recording: Recording) -> dict[str, float]:
-    """Bytes of one rank in one step, and their rate from the first read to the last write."""
-    read, written = recording.num_bytes("read"), recording.num_bytes("write")
-    seconds = recording.seconds
-    return {
-        "read": read,
-        "written": written,
-        "seconds": seconds,
-        "gb_per_s": (read + written) / seconds / GIGABYTE,
-    }
-
-
 def ratios_to_peers(name: str, times: Times) -> dict[str, dict[str, float]]:
     """Median paired ratios of an engine of zeroshard to the other libraries of the run."""
     peers = [peer for peer in times if peer not in TIERS] if name in TIERS else []
     return {peer: median_ratio(times[name], times[peer])._asdict() for peer in peers}
 
 
-def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
-    """Print a line for each engine."""
-    table = Table(title=title, caption="ratios: medians of pairs, 95% interval; MB of one rank")
-    for column in ("engine", "seconds per step", f"ratio to {BASE}", "device", "host", "nvme", "GB/s"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
-    for row in rows:
-        median, ratio = row["median_s"], row["ratio"]
-        held, moved = row["bytes"], row["files"]
-        table.add_row(
-            row["engine"],
-            f"{median['value']:.4f}",
-            f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]",
-            *(f"{held[kind] / 1e6:.1f}" if held else "" for kind in ("device", "host", "nvme")),
-            f"{moved['gb_per_s']:.2f}" if moved else "",
-        )
-    console.print(table)
-
-
 def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> None:
     """Build, warm up, check, time, record and report; runs on every rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     console = record.console(quiet=rank != 0)
-    reasons = {name: why_not(name, device, num_ranks) for name in names_of(args)}
-    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     setting = Setting(shape=shape_from(args), batch=args.batch, precision=args.precision, device=device)
     tokens = build_tokens(setting.shape, args.batch, rank, device)
-    built = build([name for name in reasons if name not in skipped], setting, folder, skipped)
+    skipped: dict[str, str] = {}
+    built = build(names_of(args), setting, folder, skipped)
     for name, reason in skipped.items():
         console.print(f"without {name}: {reason}")
     steps = {name: step for name, (step, _) in built.items()}
@@ -168,7 +120,6 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> Non
     seconds, _ = run_rounds(steps, tokens, args.rounds, lead_in=0, seed=1)
     gc.unfreeze()
     times = slowest_rank(seconds)
-    recordings = observe(steps, tokens)
     if rank == 0:
         rows = [
             {
@@ -178,20 +129,15 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> Non
                 "ratio_to_peers": ratios_to_peers(name, times),
                 "loss_after_warmup": losses[name],
                 "bytes": bytes_of(engine) if engine is not None else None,
-                "files": rates(recordings[name]) if name in recordings else None,
                 "seconds": [round(value, 6) for value in times[name]],
             }
             for name, (_, engine) in built.items()
         ]
         num_params = sum(p.numel() for p in setting.model().parameters())
-        title = f"{num_params / 1e6:.1f} M parameters, {num_ranks} {device.type} ranks, {args.precision}"
-        show(rows, title, console)
         stem = args.name or f"offload_{device.type}_{num_ranks}ranks_{args.precision}"
         settings = {key: value for key, value in vars(args).items() if key != "folder"}
         path = record.write(stem, rows, settings=settings, skipped=skipped, num_params=num_params)
-        drawn = {n: r for n, r in recordings.items() if n in ("nvme", "nvme-early", "nvme-8bit-bf16")}
-        if drawn:
-            draw(drawn, path.with_suffix(".png"))
+        print(tables.offload(read(path)).markdown())
         console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
     dist.barrier()
 

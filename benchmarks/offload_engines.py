@@ -1,8 +1,7 @@
-"""The engines of `offload.py`: zeroshard without offload, with each tier, and the peers."""
+"""The engines of `offload.py`: zeroshard without offload, with each tier, and DeepSpeed."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from engines import Setting, Step, adamw, fsdp2_step, zeroshard_step
+from engines import Setting, Step, adamw, zeroshard_step
 from model import GPT, next_token_loss
 
 BASE = "none"
@@ -78,40 +76,6 @@ def build_tier(setting: Setting, folder: Path, *, name: str) -> tuple[Step, Any]
     return zeroshard_step(engine), engine
 
 
-def _fsdp2(setting: Setting, folder: Path) -> tuple[Step, Any]:
-    """torch `fully_shard` with parameters, gradients and optimizer on the host."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(setting.device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy()
-    if setting.bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = setting.model()
-    for module in (*model.blocks, model):  # type: ignore[misc]
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=CPUOffloadPolicy())
-    return fsdp2_step(model, adamw(model.parameters())), None
-
-
-def _torchao(setting: Setting, folder: Path) -> tuple[Step, Any]:
-    """torchao's optimizer on the host, for a model on one device."""
-    from torchao.optim import CPUOffloadOptimizer
-
-    model: nn.Module = setting.model()
-    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True)
-
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        with setting.autocast():
-            logits = model(tokens[:, :-1])
-        loss = next_token_loss(logits, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step, None
-
-
 def _deepspeed_zero(model: GPT, folder: Path, *, tier: str, pinned: bool) -> dict[str, Any]:
     """The section "zero_optimization" of DeepSpeed; buffers fit the model as ours do.
 
@@ -173,23 +137,7 @@ Build = Callable[[Setting, Path], tuple[Step, Any]]
 
 ENGINES: dict[str, Build] = {
     **{name: partial(build_tier, name=name) for name in TIERS},
-    "fsdp2-cpu": _fsdp2,
-    "torchao-cpu": _torchao,
     "deepspeed-cpu": partial(_deepspeed, tier="cpu"),
     "deepspeed-nvme": partial(_deepspeed, tier="nvme"),
     "deepspeed-nvme-parameters": partial(_deepspeed, tier="nvme-parameters"),
 }
-
-
-def why_not(name: str, device: torch.device, num_ranks: int) -> str | None:
-    """The reason why an engine can't be part of a run, or None if it can."""
-    package = name.partition("-")[0]
-    if package in ("deepspeed", "torchao") and importlib.util.find_spec(package) is None:
-        return f"{package} is not installed"
-    if name in ("fsdp2-cpu", "torchao-cpu") and device.type == "cpu":
-        return "it needs an accelerator"
-    if name == "torchao-cpu" and num_ranks > 1:
-        return "it is an optimizer of one device"
-    if name == "cpu-parameters" and device.type == "cpu":
-        return "the same as cpu: host memory is the device"
-    return None

@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 
 import record
+import tables
 import zeroshard
+from documents import read
 from load_rss import status_bytes
 from model import GPT, Shape, add_shape_arguments, build_tokens, next_token_loss, shape_from
 
@@ -154,14 +155,10 @@ def main() -> int:
             command = [sys.executable, __file__, *sys.argv[1:], "--case", case, "--folder", folder]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
-    table = Table(*rows[0], title="peak RSS growth of a process, MB")
-    for row in rows:
-        table.add_row(*(f"{v / 1e6:.0f}" if isinstance(v, int) else str(v) for v in row.values()))
-    console = record.console()
-    console.print(table)
     settings = {key: value for key, value in vars(args).items() if key not in ("folder", "case")}
     path = record.write(args.name, rows, settings=settings)
-    console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
+    print(tables.offload_rss(read(path)).markdown())
+    record.console().print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
     return int(any(row["growth"] > row["bound"] for row in rows))
 
 

@@ -220,8 +220,6 @@ MEASURED = {
     ("benchmarks/asynchronous_executor.py", "parameters"),
     ("benchmarks/asynchronous_methods.py", "parallel"),
     ("benchmarks/nvme.py", "tiers"),
-    ("benchmarks/offload_timeline.py", "tiers"),
-    ("benchmarks/offload_timeline.py", "stepping"),
     ("benchmarks/pipeline_async.py", "config"),
     ("benchmarks/pipeline_async.py", "parallel"),
     ("benchmarks/pipeline_clock.py", "parallel"),
