@@ -205,15 +205,14 @@ def offload_rss(document: Document) -> Chart:
 
 def offload_gpu(*documents: Document) -> Chart:
     """Tokens a second."""
-    bars = [
-        Bar(
-            label=f"{one.field('rows', i, 'size')}, {one.field('rows', i, 'setting')}",
-            median=_exact(one.field("rows", i, "tokens_per_s")),
-            is_own=True,
-        )
-        for one in documents
-        for i in range(one.length("rows"))
-    ]
+    bars = []
+    for one in documents:
+        for i in range(one.length("rows")):
+            size, setting, speed = (one.field("rows", i, key) for key in ("size", "setting", "tokens_per_s"))
+            tokens = one.field("rows", i).get("tokens")  # older documents have one number for all rows
+            label = f"{size}, {setting}" + (f", {tokens:,}" if tokens else "")
+            is_own = not setting.startswith(("DeepSpeed", "FSDP2", "torchao"))
+            bars.append(Bar(label=label, median=_exact(speed), is_own=is_own))
     return Chart(bars=bars, unit="tokens a second")
 
 

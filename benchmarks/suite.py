@@ -283,26 +283,13 @@ GPU = (
         ),
     ),
     Benchmark(
-        name="offload",
-        title="Offload",
-        text="A GPT of 0.44 B parameters, bf16. Bytes are those of a rank between steps.",
-        runs=(
-            Run(
-                name="offload",
-                command="offload.py --device cuda --ranks 1 --precision bf16 --dim 2048 --depth 8 --heads 16",
-                start_s=180,
-                rounds=7,
-                round_s=20,
-            ),
-        ),
-    ),
-    Benchmark(
         name="offload_gpu",
         title="Llama shapes with offload",
-        text="4 sequences of 2048 tokens, 8-bit states, bf16 main parameters, units recomputed.",
-        runs=(
-            Run(name="offload_gpu", command="offload_gpu.py --sizes 1B,7B,13B", start_s=600),
-            Run(name="offload_gpu_largest", command="offload_gpu.py --sizes largest --steps 2", start_s=600),
+        text="Sequences of 2048 tokens, units recomputed; 8-bit states and bf16 main parameters. Next to "
+        "peers both are fp32.",
+        runs=tuple(
+            Run(name=f"offload_gpu_{part}", command=f"offload_gpu.py --part {part}", start_s=60 * minutes)
+            for part, minutes in (("core", 5), ("compile", 5), ("sweep", 6), ("peers", 9))
         ),
     ),
 )

@@ -62,6 +62,12 @@ def gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / GIGABYTE:.1f}" if num_bytes else NONE
 
 
+def against(num_bytes: float | None, estimated: float | None) -> str:
+    """Gigabytes, and in brackets those of an estimate."""
+    cell = gigabytes(num_bytes or 0)
+    return f"{cell} ({gigabytes(estimated)})" if cell and estimated else cell
+
+
 # ------------------------------------------------------------------------------------ tables by their kind
 
 
@@ -213,18 +219,24 @@ def offload_rss(document: Document) -> Table:
 
 
 def offload_gpu(*documents: Document) -> Table:
-    """Tokens a second of Llama shapes on a GPU."""
-    rows = []
+    """Speeds and bytes of Llama shapes on a GPU; the rates of the machine and other facts come last."""
+    rows, facts = [], []
     for one in documents:
+        facts += [(f"{name}: {fact}", *[NONE] * 4) for name, fact in one.content.get("facts", {}).items()]
         for i in range(one.length("rows")):
-            size = f"{one.field('rows', i, 'num_params') / 1e9:.2f} B"
-            speed = (
-                f"{one.field('rows', i, 'tokens_per_s'):,.0f}",
-                f"{one.field('rows', i, 'tflop_per_s'):.0f}",
-            )
-            held = [gigabytes(one.field("rows", i, key)) for key in ("device_peak", "host")]
-            rows.append((f"{size}, {one.field('rows', i, 'setting')}", *speed, *held))
-    return Table(("model, setting", "tokens/s", "TFLOP/s", "GPU peak, GB", "host, GB"), rows)
+            size, setting, speed, flop, *held = (one.field("rows", i, key) for key in _OF_GPU)
+            row = one.field("rows", i)
+            tokens = f", {row['tokens']:,} tokens" if "tokens" in row else ""  # older documents have one
+            share = f" ({row['share']:.3f})" if row.get("share") else ""
+            estimated = map(row.get("estimated", {}).get, ("device", "host"))
+            bytes_of = (against(*pair) for pair in zip(held, estimated, strict=True))
+            speeds = (f"{speed:,.0f}{share}", f"{flop:.0f}")
+            rows.append((f"{size / 1e9:.2f} B, {setting}{tokens}", *speeds, *bytes_of))
+    columns = ("model, setting", "tokens/s (of all on the GPU)", "TFLOP/s")
+    return Table((*columns, "GPU peak (estimate), GB", "host (estimate), GB"), rows + facts)
+
+
+_OF_GPU = ("num_params", "setting", "tokens_per_s", "tflop_per_s", "device_peak", "host")
 
 
 def pipeline(document: Document) -> Table:

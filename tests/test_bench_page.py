@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from zeroshard import Config
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -179,6 +183,27 @@ def test_each_kind_has_a_table_and_a_picture_of_published_documents(kind: str) -
     assert plots.CHARTS[kind](*found).bars
 
 
+def test_rows_of_offload_on_a_gpu_have_shares_and_estimates_and_facts_come_last(tmp_path: Path) -> None:
+    shape = {"size": "7B", "num_params": 7e9, "tokens": 8192, "tokens_per_s": 5000.0, "tflop_per_s": 200.0}
+    row = shape | {"setting": "states on the host, early", "share": 0.95, "device_peak": 2.1e10, "host": 14e9}
+    row["estimated"] = {"device": 2e10, "host": 13.5e9}
+    peer = shape | {
+        "setting": "torchao, CPUOffloadOptimizer",
+        "device_peak": None,
+        "host": None,
+        "share": None,
+    }
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps(document([row, peer], facts={"link up, GB/s": 55.0})))
+    rows = tables.offload_gpu(documents.read(path)).rows
+    label = "7.00 B, states on the host, early, 8,192 tokens"
+    assert rows[0] == (label, "5,000 (0.950)", "200", "21.0 (20.0)", "14.0 (13.5)")
+    assert rows[1] == ("7.00 B, torchao, CPUOffloadOptimizer, 8,192 tokens", "5,000", "200", "", "")
+    assert rows[2] == ("link up, GB/s: 55.0", "", "", "", "")
+    bars = plots.offload_gpu(documents.read(path)).bars
+    assert [(bar.median.value, bar.is_own) for bar in bars] == [(5000.0, True), (5000.0, False)]
+
+
 # --------------------------------------------------------------------------------------------- measuring
 
 
@@ -245,6 +270,30 @@ def test_ctrl_c_leaves_the_page_of_what_was_measured(tmp_path: Path) -> None:
     assert "0.250 [0.125, 0.375]" in text
     assert "stopped: stopped; it was stopped while it ran" in text
     assert re.search(r"Not measured\s+never\.", text)
+
+
+@pytest.mark.long  # a process for each section imports torch and transformers
+def test_a_section_of_offload_that_fails_is_named_and_the_others_are_there(tmp_path: Path) -> None:
+    script, name = ROOT / "benchmarks/offload_gpu.py", tmp_path / "some"
+    command = [sys.executable, str(script), "--part", "peers", "--name", str(name), "--device", "cpu"]
+    command += ["--size", "tiny", "--sequence", "16", "--steps", "1"]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=600)
+    found = documents.read(name.with_suffix(".json"))
+    assert [row["setting"] for row in found.field("rows")][:2] == [
+        "all on the GPU",
+        "states on the host, early",
+    ]
+    (reason,) = (reason for title, reason in found.skipped.items() if "torchao" in title)
+    assert "CPU Offload currently only supports" in reason or "No module named" in reason
+
+
+def test_each_section_of_offload_has_a_config_that_initialize_takes() -> None:
+    import offload_gpu
+
+    for part, sections in offload_gpu.PARTS.items():
+        assert part in offload_gpu.MINUTES
+        for section in sections:
+            Config.parse(offload_gpu.config_of(section))
 
 
 # ----------------------------------------------------------------------------------------------- the suite
