@@ -210,7 +210,7 @@ def offload_gpu(*documents: Document) -> Chart:
         for i in range(one.length("rows")):
             size, setting, speed = (one.field("rows", i, key) for key in ("size", "setting", "tokens_per_s"))
             tokens = one.field("rows", i).get("tokens")  # older documents have one number for all rows
-            label = f"{size}, {setting}" + (f", {tokens:,}" if tokens else "")
+            label = f"{size}, {setting}" + (f", {tokens:,} tokens" if tokens else "")
             is_own = not setting.startswith(("DeepSpeed", "FSDP2", "torchao"))
             bars.append(Bar(label=label, median=_exact(speed), is_own=is_own))
     return Chart(bars=bars, unit="tokens a second")
