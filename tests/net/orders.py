@@ -168,6 +168,17 @@ ORDERS = (
         ),
     ),
     Break(
+        name="each_piece_of_a_parameter_is_its_first",
+        says="A large parameter on the host is stepped in pieces, and each gets the values of the first.",
+        file="zeroshard/stepping/stored.py",
+        find="        return start == self.start * self._main.itemsize\n",
+        replace="        return True\n",
+        tests=(
+            "tests/pretend/test_scenarios.py::"
+            "test_an_accelerator_would_run_it_without_mistakes[host_in_pieces_stepped_in_backward]",
+        ),
+    ),
+    Break(
         name="a_rank_does_not_sync_its_file",
         says="A checkpoint appears before the file of a rank is safe from a power failure.",
         file="zeroshard/checkpoint/writer.py",

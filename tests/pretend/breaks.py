@@ -29,6 +29,7 @@ from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.unit import Unit
+from zeroshard.stepping import stored
 from zeroshard.stepping.early import Worker
 from zeroshard.stepping.stored import HostStore, Piece
 from zeroshard.tiers.memory import HostBuffer, HostCopy
@@ -55,7 +56,7 @@ class Break:
 
 
 BREAKS: dict[str, Break] = {}
-_EARLY = ("host_steps_in_backward", "files_stepped_in_backward")
+_EARLY = ("files_read_in_backward", "files_stepped_in_backward")
 
 
 def _must_show(*kinds: Kind, scenarios: tuple[str, ...]) -> Callable[[Damage], Damage]:
@@ -197,7 +198,7 @@ def _activations_go_under_their_copies(bench: Bench, patch: pytest.MonkeyPatch) 
     Kind.RACE,
     scenarios=(
         *("host_stage3_bf16", "fraction_stage3_clip", "host_gradients_forgotten"),
-        *(*_EARLY, "host_steps_in_backward_accumulate"),
+        *(*_EARLY, "files_stepped_in_backward_accumulate"),
     ),
 )
 def _no_wait_for_gradients_on_the_host(bench: Bench, patch: pytest.MonkeyPatch) -> None:
@@ -222,13 +223,13 @@ def _let_steps_end(bench: Bench) -> None:
     futures.wait(() if early is None else early._worker._under_way)
 
 
-@_must_show(Kind.RACE, scenarios=("host_steps_in_backward",))
+@_must_show(Kind.RACE, scenarios=("files_read_in_backward",))
 def _no_wait_for_steps_at_the_end(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A backward ends while another thread still steps units."""
     patch.setattr(Worker, "finish", lambda worker: _let_steps_end(bench))
 
 
-@_must_show(Kind.RACE, scenarios=("host_steps_in_backward",))
+@_must_show(Kind.RACE, scenarios=("files_read_in_backward",))
 def _no_wait_for_a_step_under_way(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A unit is gathered while another thread steps it."""
     give = Worker.give
@@ -240,16 +241,22 @@ def _no_wait_for_a_step_under_way(bench: Bench, patch: pytest.MonkeyPatch) -> No
     patch.setattr(Worker, "give", gives)
 
 
-@_must_show(Kind.RACE, scenarios=("host_stage3", "host_stepped_in_backward", "host_in_parts"))
+@_must_show(Kind.RACE, scenarios=("host_stage3", "host_stepped_in_backward", "host_in_pieces"))
 def _no_wait_for_what_is_stepped(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The device steps values before they have come from the host, and reads others into their memory."""
     patch.setattr(HostStore, "ready", lambda store, piece: piece.copies.clear())
 
 
-@_must_show(Kind.RACE, scenarios=("host_stage3", "host_edited", "parameters_on_host_saved"))
+@_must_show(Kind.RACE, scenarios=("host_stage3_bf16", "host_edited", "parameters_on_host_saved"))
 def _no_wait_until_stepped_values_rest(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A step ends while values are still copied back to the host, where others look at them."""
     patch.setattr(Piece, "join", lambda piece: [])
+
+
+@_must_show(Kind.RACE, scenarios=("host_in_pieces_interrupted_in_backward",))
+def _no_wait_after_a_step_that_failed(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """States are loaded while a step that has failed copies the states of before to the device."""
+    patch.setattr(stored, "mark_here", lambda device: Mark(None))
 
 
 @_must_show(Kind.RACE, scenarios=("stepped_in_backward_evaluated",))

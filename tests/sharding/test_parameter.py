@@ -12,8 +12,10 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zeroshard
+from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import ModuleState
+from zeroshard.stepping.parts import show
 
 NAME, UNIT, SHAPE = "model.head.weight", "model.head", torch.Size((6, 4))
 HIDDEN = torch.arange(12.0).view(3, 4)
@@ -456,3 +458,11 @@ def test_a_gradient_of_another_shape_is_refused_with_the_way_to_give_a_whole_one
     assert gradient.tolist() == [2.0] * 12
     del weight.grad
     assert weight.grad is None
+
+
+def test_a_gradient_on_another_device_is_kept_for_a_step_and_refused_of_the_user(weight):
+    gradient = torch.empty(12, device="meta")
+    show(weight, weight.detach()[:6], gradient[:6])
+    assert gradient_of(weight).device.type == "meta"
+    with pytest.raises(RuntimeError, match=NAME):
+        weight.grad = gradient[:6]

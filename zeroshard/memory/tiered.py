@@ -101,9 +101,9 @@ def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, ti
     parts = []
     if tier is Tier.DEVICE and not setting.host_computes:
         for buffer in (buffer for unit in units for buffer in unit.buffers):
-            sizes = pieces.slice_sizes(buffer)
+            sizes, most = pieces.slice_sizes(buffer), pieces.most_elements(buffer)
             parts += [
-                sum(_bytes_of_a_step(buffer, sizes[index], index, states) for index in indices)
+                sum(_bytes_of_a_step(buffer, min(sizes[index], most), index, states) for index in indices)
                 for indices in pieces.near_parts(buffer)
             ]
     elif tier is Tier.HOST:

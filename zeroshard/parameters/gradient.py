@@ -36,10 +36,14 @@ def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 
 def set_gradients(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    """Give several sharded parameters a gradient each, as `set_gradient` does."""
+    """Give several sharded parameters a gradient each, as `set_gradient` does.
+
+    One on another device is not in torch's own attribute, which refuses it: its parameter is to follow.
+    """
     with past_guards():
         for parameter, gradient in pairs:
-            _SET(parameter, gradient)
+            is_near = gradient is not None and gradient.device == parameter.device
+            _SET(parameter, gradient if is_near else None)
             cast(Any, parameter)._gradient = gradient
 
 

@@ -1,4 +1,4 @@
-"""Units in files that a step takes in pieces, and the cuts: integers in, integers out.
+"""Values that a step takes in pieces, and the cuts: integers in, integers out.
 
 A step of the tier of files needs host buffers of the largest unit that it takes whole. Most units of a model
 are alike, but an embedding may be several times as large. So the few units that are larger than the rest are
@@ -7,6 +7,9 @@ stepped in pieces, and need no buffers.
     bytes of units    2, 5, 5, 5, 5, 5, 5, 20, 1
     usual size        5: units up to this size have at least half of all bytes
     in pieces         the one of 20
+
+Values on the host go through pieces of the device, a part after the other. A part is parameters of one buffer
+with up to `NEAR_BYTES`, or a larger one, which is stepped in pieces.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from zeroshard.plan.tiers import Tier
 LEAST_BYTES = 64 << 20
 """Units with fewer bytes of main parameters are taken whole: three buffers of them are no burden."""
 PIECE_BYTES = 16 << 20
-"""Bytes of main parameters of a piece; larger ones were not faster, see docs/decisions.md."""
+"""Bytes of main parameters of a piece in files; larger ones were not faster, see docs/decisions.md."""
 _SHARE = 1 / 2
 """The least share of all bytes in units up to the usual size: most bytes go through buffers, by direct
 I/O. In typical models of 1B to 70B, embedding and head have 3 to 26%; see `memory/activations.py`."""
@@ -31,23 +34,26 @@ _MARGIN = 1.25
 
 
 NEAR_BYTES = 64 << 20
-"""The most bytes of main parameters that travel to the device together for a step, but for larger slices."""
-MOST_NEAR = 1 << 30
-"""The most bytes of main parameters of one slice; the host steps the buffer of a larger one."""
+"""The most bytes of main parameters that travel to the device together for a step."""
+
+
+def most_elements(plan: BufferPlan) -> int:
+    """Return the elements of a buffer that are stepped together, at most, where parameters are cut."""
+    num_bytes = NEAR_BYTES if plan.state_tier is Tier.HOST else PIECE_BYTES
+    return max(BLOCK, num_bytes // plan.main_dtype.itemsize)
 
 
 def near_parts(plan: BufferPlan) -> list[range]:
     """Return the parameters of a buffer on the host that are stepped together on the device, by index.
 
-    Parts are the same on all ranks. There is none if the host steps the buffer.
+    Parts are the same on all ranks. One with more than `most_elements` is one parameter, which is cut.
     """
-    sizes = [size * plan.main_dtype.itemsize for size in slice_sizes(plan)]
-    is_too_large = plan.main_tier is Tier.HOST and max(sizes, default=0) > MOST_NEAR
-    if plan.state_tier is not Tier.HOST or not plan.trainable or is_too_large:
+    if plan.state_tier is not Tier.HOST or not plan.trainable:
         return []
+    sizes, most = slice_sizes(plan), most_elements(plan)
     starts, so_far = [0], 0
     for index, size in enumerate(sizes):
-        if so_far and so_far + size > NEAR_BYTES:
+        if index > starts[-1] and so_far + size > most:
             starts.append(index)
             so_far = 0
         so_far += size

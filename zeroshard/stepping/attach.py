@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod, WeakSet
@@ -90,8 +90,8 @@ def attach(
             optimizer.wholes_of = WholesOverRanks(runtime.buffers, runtime.context.axes)
         units = [unit.starts() for unit in runtime.units]
         starts = {p: start for unit in units for p, start in unit.items()}
-        in_pieces = _in_pieces(runtime, optimizer, starts)
         near = _stepped_near(runtime, optimizer)
+        in_pieces = _in_pieces(runtime, optimizer, starts, near)
         homes = _homes(runtime, optimizer, rounding, starts, in_pieces, near)
         setting = runtime.context.setting
         computes_on_host = has_far_parameters(runtime) or setting.host_computes
@@ -109,14 +109,14 @@ def attach(
 
 
 def _in_pieces(
-    runtime: Runtime, optimizer: Optimizer, starts: dict[ShardedParameter, int]
+    runtime: Runtime, optimizer: Optimizer, starts: dict[ShardedParameter, int], near: Iterable[Gradients]
 ) -> PieceHome | None:
-    """The home of the units that are stepped in pieces; None if there are none."""
+    """The home of the parts that are stepped in pieces; None if there are none."""
     are_cut = pieces.are_cut([pieces.main_bytes(b.plan for b in unit.buffers) for unit in runtime.units])
     cut = [unit for unit, is_cut in zip(runtime.units, are_cut, strict=True) if is_cut]
-    if not cut or not is_divisible(optimizer):
+    buffers = [g.buffer for g in near] or [b for unit in cut for b in unit.buffers if _is_in_files(b)]
+    if not buffers or not is_divisible(optimizer):
         return None
-    buffers = [b for unit in cut for b in unit.buffers if _is_in_files(b)]
     return PieceHome(buffers, runtime.context.memory, starts)
 
 

@@ -5,8 +5,8 @@ the same as with a step after the backward, if there is one backward for each mi
 last micro-batch steps. A unit is left to `optimizer.step()` if this rank has no gradient for a part of it, or
 if its gradient may come in several parts.
 
-With an accelerator, units that the host steps (units in files, and large ones on the host) have a thread of
-their own. The thread of the backward goes on to launch kernels:
+With an accelerator, units in files, which the host steps, have a thread of their own. The thread of the
+backward goes on to launch kernels:
 
     backward   hands a unit over, with the marks of the copies of its gradients to the host
     worker     waits for these copies, and for copies out of the main parameters; steps; writes back; starts
@@ -42,7 +42,6 @@ from zeroshard.comm import streams
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import has_hooks_of_others
@@ -209,7 +208,7 @@ class EarlySteps:
         deliver = [gradients.hand_over() for gradients in unit.gradients]
         parameters = {p for gradients in unit.gradients for p in gradients.buffer.sharded}
         step = self._parts.step_of(optimizer, parameters, deliver)
-        if self._worker is None or all(_is_near(gradients) for gradients in unit.gradients):
+        if self._worker is None or all(g.buffer.plan.main_tier is not Tier.DISK for g in unit.gradients):
             with torch.no_grad(), past_guards():
                 step()
             for gradients in unit.gradients:
@@ -227,10 +226,6 @@ class EarlySteps:
 
         unit.step_under_way = self._worker.give(take)
         self._handed_over.append(unit)
-
-
-def _is_near(gradients: Gradients) -> bool:
-    return gradients.is_stepped_near or gradients.buffer.plan.main_tier is Tier.DEVICE
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

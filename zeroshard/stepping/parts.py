@@ -6,17 +6,18 @@ the memory of one part, the trained parameters of a unit. After an exception the
 their step.
 
 A unit in files that is much larger than the others is stepped in pieces, because buffers of its size would be
-too large:
+too large. So is a large parameter on the host:
 
-    part       the parameters of one unit
-    piece      ranges of their slices: step, step, ... over the files, through the page cache
-    at rest    tensors over the files, before and after
+    part       the parameters of one unit in files, or one parameter on the host
+    piece      ranges of their slices: step, step, ... over the files or on the device
+    at rest    tensors over the files or on the host, before and after
 
 For each piece the optimizer sees the same parameters with fewer elements: ranges of their values, gradients
 and states. Before each piece but the first, counters and other states without elements get their values of
 before the step. So an optimizer that steps each element by itself gives the same bits as in one step. Pieces
-are not read into buffers: they are stepped where they lie, and the system reads the next one ahead. Only the
-pages of one piece are in use at a time.
+on the host are moved by another home (see `stored.py`). Pieces in files are not read into buffers: they are
+stepped where they lie, and the system reads the next one ahead. Only the pages of one piece are in use at a
+time.
 
 The system writes pages later, and a failure would show nowhere. So the files are flushed after each step, and
 the next step waits for that.
@@ -36,13 +37,14 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.gradient import gradient_of, set_gradient
+from zeroshard.parameters.gradient import gradient_of, set_gradient, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.plan import pieces
 from zeroshard.plan.layout import BLOCK
@@ -64,9 +66,6 @@ _OTHERS = -1
 
 class Home:
     """A place of parameters, which fetches them for the step of an optimizer; this one leaves them alone."""
-
-    needs_gradients = True
-    """False for a home from which gradients are delivered after it has fetched their parameters."""
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Prepare for parts that are likely to be fetched next: the parameters of each, in their order."""
@@ -92,7 +91,7 @@ class _RestingPlace(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """Its main parameters in the files, [size]."""
+        """Its main parameters at rest, [size]."""
         return self.buffer.main[self.start : self.start + self.size]
 
 
@@ -103,8 +102,8 @@ class _StateBefore(NamedTuple):
     """[size]"""
     start: int
     """The first element of the slice, counted in the whole parameter."""
-    files: dict[str, Tensor]
-    """States with values for each element or block, in the files."""
+    resting: dict[str, Tensor]
+    """States with values for each element or block, at rest."""
     new: dict[str, Tensor]
     """The same for states that this step makes."""
     others: dict[str, Any] | None
@@ -112,10 +111,10 @@ class _StateBefore(NamedTuple):
 
 
 class PieceHome(Home):
-    """Holds pieces of the main parameters of some flat buffers that lie in files.
+    """Holds pieces of main parameters that lie in files, or have states on the host.
 
     Args:
-        buffers: the buffers of the units that are stepped in pieces.
+        buffers: the buffers of units in files that are stepped in pieces, or of large parameters on the host.
         memory: the memory of the rank.
         starts: the first element of each slice, counted in the whole parameter; for the time of a piece it is
             the first element of the piece.
@@ -127,12 +126,15 @@ class PieceHome(Home):
         memory: TierMemory,
         starts: MutableMapping[ShardedParameter, int],
     ) -> None:
-        self._memory, self._starts = memory, starts
+        self._memory, self._starts, self._tier = memory, starts, buffers[0].plan.state_tier
         self._places: dict[ShardedParameter, _RestingPlace] = {}
         for buffer in buffers:
             for index, parameter in enumerate(buffer.sharded):
-                span = buffer.sharded_span(index)
-                self._places[parameter] = _RestingPlace(buffer, span.start, span.size)
+                if self._tier is Tier.DISK or pieces_of(buffer, range(index, index + 1)) != [None]:
+                    span = buffer.sharded_span(index)
+                    self._places[parameter] = _RestingPlace(buffer, span.start, span.size)
+        self._made = WeakValueDictionary[tuple[ShardedParameter, str], Tensor]()
+        """States at rest that were made here."""
         self._flush = FileTransfer(())
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
@@ -150,10 +152,11 @@ class PieceHome(Home):
 
     def end_step(self) -> None:
         """Begin to flush the files."""
-        self._flush = self._memory.swap.flush()
+        if self._tier is Tier.DISK:
+            self._flush = self._memory.swap.flush()
 
     def has(self, parameters: Sequence[ShardedParameter]) -> bool:
-        """True if these are the parameters of a unit that is stepped in pieces."""
+        """True if these are parameters that are stepped in pieces."""
         return any(p in self._places for p in parameters)
 
     def of(
@@ -165,12 +168,13 @@ class PieceHome(Home):
             RuntimeError: values are lost; the message names the file.
         """
         places = [self._places[p] for p in parameters]
-        itemsize = max(place.buffer.plan.main_dtype.itemsize for place in places)
-        cuts = pieces.cut([place.size for place in places], max(BLOCK, pieces.PIECE_BYTES // itemsize))
+        most = min(pieces.most_elements(place.buffer.plan) for place in places)
+        cuts = pieces.cut([place.size for place in places], most)
         held: dict[ShardedParameter, _StateBefore] = {}
         whole: set[ShardedParameter] = set()
         """Parameters whose pieces have all been stepped."""
-        self._put_into_files(set(self._places) - set(parameters), states)
+        if self._tier is Tier.DISK:
+            self._put_to_rest(set(self._places) - set(parameters), states)
         try:
             for number, together in enumerate(cuts):
                 for piece in together:
@@ -191,10 +195,10 @@ class PieceHome(Home):
                 self._show_all(p, before, states, is_whole=p in whole)
 
     def _hold(self, p: ShardedParameter, states: Mapping[Any, dict[str, Any]]) -> _StateBefore:
-        """Note the state of a parameter; states of elements that are elsewhere are put into files."""
+        """Note the state of a parameter; states of elements that are elsewhere are put to rest."""
         gradient = gradient_of(p)
         assert gradient is not None, "it is stepped because of it"
-        files: dict[str, Tensor] = {}
+        resting: dict[str, Tensor] = {}
         others: dict[str, Any] | None = None
         if p in states:
             size, others = self._places[p].size, {}
@@ -202,36 +206,36 @@ class PieceHome(Home):
                 if per_element(value, size) is None:
                     others[name] = value.clone() if isinstance(value, Tensor) else value
                 else:
-                    files[name] = self._in_files(value)
-        return _StateBefore(gradient, self._starts.get(p, 0), files, {}, others)
+                    resting[name] = self._at_rest(p, name, value)
+        return _StateBefore(gradient, self._starts.get(p, 0), resting, {}, others)
 
-    def _put_into_files(
-        self, parameters: set[ShardedParameter], states: Mapping[Any, dict[str, Any]]
-    ) -> None:
-        """Put states of elements that are elsewhere into files; these parameters have no gradient now."""
+    def _put_to_rest(self, parameters: set[ShardedParameter], states: Mapping[Any, dict[str, Any]]) -> None:
+        """Put states of elements that are elsewhere to rest; these parameters have no gradient now."""
         for p in parameters & states.keys():
             for name, value in states[p].items():
                 if per_element(value, self._places[p].size) is not None:
-                    states[p][name] = self._in_files(value)
+                    states[p][name] = self._at_rest(p, name, value)
 
     def _read_ahead(
         self, p: ShardedParameter, held: Mapping[ShardedParameter, _StateBefore], piece: pieces.StepPiece
     ) -> None:
         place = self._places[p]
         self._memory.fetch(place.values[piece.start : piece.stop])
-        for whole in held[p].files.values() if p in held else ():
+        for whole in held[p].resting.values() if p in held else ():
             if whole.dim() == 1:
                 self._memory.fetch(_part(whole, piece, place.size))
 
-    def _in_files(self, value: Tensor) -> Tensor:
-        if self._memory.is_in_files(value):
+    def _at_rest(self, p: ShardedParameter, name: str, value: Tensor) -> Tensor:
+        if self._memory.is_in_files(value) or self._made.get((p, name)) is value:
             return value
-        found = self._new(value.shape, value.dtype).copy_(value)
+        found = self._new(p, name, value.shape, value.dtype).copy_(value)
         self._memory.evict(found)
         return found
 
-    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._memory.empty(torch.Size(shape).numel(), dtype, Tier.DISK).view(shape)
+    def _new(self, p: ShardedParameter, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        made = self._memory.empty(torch.Size(shape).numel(), dtype, self._tier).view(shape)
+        self._made[p, name] = made
+        return made
 
     def _narrow(
         self,
@@ -256,7 +260,7 @@ class PieceHome(Home):
             state.pop(name, None)
         for name, value in held.others.items():
             state[name] = value.clone() if isinstance(value, Tensor) else value
-        for name, whole in held.files.items():
+        for name, whole in held.resting.items():
             self._memory.check(whole)
             state[name] = _part(whole, piece, place.size).contiguous()
 
@@ -267,22 +271,22 @@ class PieceHome(Home):
         piece: pieces.StepPiece,
         states: Mapping[Any, dict[str, Any]],
     ) -> None:
-        """Write the values of a piece into the files, where they are not there already."""
-        place, files, new = self._places[p], held[p].files, held[p].new
+        """Write the values of a piece to their places at rest, where they are not there already."""
+        place, resting, new = self._places[p], held[p].resting, held[p].new
         values = place.values[piece.start : piece.stop]
         for name, value in states[p].items() if p in states else ():
             length = per_element(value, piece.stop - piece.start)
             if length is None:
                 continue
-            if name not in files and name not in new:
+            if name not in resting and name not in new:
                 ratio = 1 if length == piece.stop - piece.start else BLOCK
-                new[name] = self._new((*value.shape[:-1], -(-place.size // ratio)), value.dtype)
-            whole = files[name] if name in files else new[name]
+                new[name] = self._new(p, name, (*value.shape[:-1], -(-place.size // ratio)), value.dtype)
+            whole = resting[name] if name in resting else new[name]
             target = _part(whole, piece, place.size)
             if target.data_ptr() != value.data_ptr():
                 target.copy_(value)
             self._memory.evict(whole)
-        if values.numel():
+        if values.numel() and self._tier is Tier.DISK:
             place.buffer.source.stepped(values, place.start + piece.start)
             self._memory.evict(values)
 
@@ -299,20 +303,28 @@ class PieceHome(Home):
         if p in self._starts:
             self._starts[p] = held.start
         if is_whole:
-            if held.files or held.new:
-                states[p].update(held.files | held.new)
+            if held.resting or held.new:
+                states[p].update(held.resting | held.new)
         elif held.others is None:
             states.pop(p, None)
         else:
-            states[p] = held.others | held.files
+            states[p] = held.others | held.resting
+
+
+def pieces_of(buffer: FlatBuffer, indices: range) -> list[pieces.StepPiece | None]:
+    """Return the pieces of a part that is one large parameter with states on the host; else [None]."""
+    sizes = [buffer.sharded_span(index).size for index in indices]
+    cuts = pieces.cut(sizes, pieces.most_elements(buffer.plan))
+    is_cut = buffer.plan.state_tier is Tier.HOST and len(cuts) > 1
+    return [piece for (piece,) in cuts] if is_cut else [None]
 
 
 def show(p: ShardedParameter, values: Tensor, gradient: Tensor | None) -> None:
-    """Let a parameter show other values, with a gradient of their size and device."""
+    """Let a parameter show other values, with a gradient of their size."""
     set_gradient(p, None)  # torch wants one of the same shape
     with past_guards():
         p.data = values
-    set_gradient(p, gradient)
+    set_gradients([(p, gradient)])
 
 
 def per_element(value: Any, size: int) -> int | None:
@@ -337,7 +349,7 @@ class StepByParts:
         units: lists of parameters that are fetched together.
         homes: the homes that they pass on the way to the optimizer, the farthest one first.
         num_threads: threads of a step on the host; None: those that torch has anyway.
-        pieces: the home of the units that are stepped in pieces, one of `homes`; None if there are none.
+        pieces: the home of the parts that are stepped in pieces, one of `homes`; None if there are none.
     """
 
     def __init__(
@@ -411,7 +423,7 @@ class StepByParts:
         Args:
             optimizer: an optimizer for which `is_divisible`.
             unit: the parameters of the unit; parameters of other optimizers are left alone.
-            deliver: calls that set the gradients of the unit, when it is where it is stepped.
+            deliver: calls that set the gradients of the unit.
 
         Returns:
             The step, for any thread: it steps parameters with gradients, and takes these gradients away.
@@ -434,31 +446,21 @@ class StepByParts:
     def _step_part(
         self, optimizer: Optimizer, part: list[ShardedParameter], deliver: Sequence[Deliver] = ()
     ) -> None:
+        for set_own in deliver:
+            set_own(set(part))
         if self._pieces is None or not self._pieces.has(part):
-            self._step_at_once(optimizer, part, deliver)
+            self._step_at_once(optimizer, part)
             return
-        _deliver(deliver, part)
         with closing(self._pieces.of(part, optimizer.state)) as all_pieces:  # ends at once after an exception
             for present in all_pieces:
                 self._step_at_once(twin_of(optimizer, _groups_of(optimizer, set(present))), present)
 
-    def _step_at_once(
-        self, optimizer: Optimizer, part: list[ShardedParameter], deliver: Sequence[Deliver] = ()
-    ) -> None:
+    def _step_at_once(self, optimizer: Optimizer, part: list[ShardedParameter]) -> None:
         with _without_hooks(optimizer), ExitStack() as stack:
             stack.enter_context(_threads(self._num_threads))
             for home in self._homes:
-                if home.needs_gradients:
-                    deliver = _deliver(deliver, part)
                 stack.enter_context(home.fetched(part))
-            _deliver(deliver, part)
             self._own_step(optimizer)
-
-
-def _deliver(calls: Sequence[Deliver], part: Sequence[ShardedParameter]) -> Sequence[Deliver]:
-    for set_gradients in calls:
-        set_gradients(set(part))
-    return ()
 
 
 def is_divisible(optimizer: Optimizer) -> bool:

@@ -14,10 +14,8 @@ pieces, and moves values between them:
     FileStore    from files to pieces in host memory, past the page cache; the host steps and waits
 
 States that are new, or come from elsewhere, get a place at rest after their step, side by side for each flat
-buffer.
-
-The host steps some values at rest: a unit in files that is much larger than the others (see `parts.py`), and
-a buffer on the host with a slice of more than `MOST_NEAR` bytes (see `plan/pieces.py`).
+buffer. A large parameter on the host is moved in pieces, and each of its states has a place of its own (see
+`parts.py`). A unit in files that is much larger than the others is stepped at rest.
 """
 
 from __future__ import annotations
@@ -34,13 +32,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm import moves
-from zeroshard.comm.streams import Mark, Streams
+from zeroshard.comm.streams import Mark, Streams, mark_here
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.plan.layout import round_up
+from zeroshard.plan.layout import Span, round_up
+from zeroshard.plan.pieces import StepPiece
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.stepping.parts import Home, per_element, show
+from zeroshard.stepping.parts import Home, per_element, pieces_of, show
 from zeroshard.tiers.files import Extent, FileTransfer
 from zeroshard.tiers.places import TierMemory
 
@@ -91,11 +90,10 @@ class Piece:
         for transfer in self.join():
             transfer.wait()
 
-    def divide(self, blocks: Sequence[_Block]) -> list[tuple[Tensor, Tensor]]:
-        """The memory of the main parameters and of the states of each block."""
-        sizes = [size for block in blocks for size in block.sizes]
-        parts = iter(self.memory[: sum(sizes)].split(sizes))
-        return [(next(parts), next(parts)) for _ in blocks]
+    def divide(self, blocks: Sequence[_Block]) -> list[Tensor]:
+        """The memory of each block."""
+        sizes = [block.size for block in blocks]
+        return list(self.memory[: sum(sizes)].split(sizes))
 
 
 class Store(ABC):
@@ -105,10 +103,8 @@ class Store(ABC):
         memory: the memory of the rank.
     """
 
-    needs_gradients = True
-
     def __init__(self, memory: TierMemory) -> None:
-        self._memory = memory
+        self._memory, self.device = memory, memory.device
 
     @abstractmethod
     def place_of(self, main: Tensor) -> Place:
@@ -215,8 +211,6 @@ class HostStore(Store):
         streams: the side streams of the engine.
     """
 
-    needs_gradients = False
-
     def __init__(self, memory: TierMemory, streams: Streams) -> None:
         super().__init__(memory)
         self._streams = streams
@@ -252,7 +246,7 @@ class HostStore(Store):
 
     def read(self, place: Place, into: Tensor, piece: Piece) -> None:
         """Start to copy to the device."""
-        into[: place.padded].copy_(place.values, non_blocking=True)
+        into.copy_(place.values, non_blocking=True)
         piece.copies.append(self._streams.to_device.mark())
 
     def write(self, block: _Block, values: Sequence[tuple[Place, Tensor]], piece: Piece) -> None:
@@ -260,7 +254,7 @@ class HostStore(Store):
         with self._streams.to_host.after_compute():
             block.buffer.source.follow_copies()
             for place, part in values:
-                place.values.copy_(part[: place.padded], non_blocking=True)
+                place.values.copy_(part, non_blocking=True)
             if block.main is not None:
                 block.buffer.source.stepped(block.main_in(values[0][1]), block.start)
         piece.copies.append(self._streams.to_host.mark())
@@ -290,9 +284,10 @@ class StoreHome(Home):
         self, optimizer: Optimizer, ranges: Iterable[tuple[FlatBuffer, range]], store: Store
     ) -> None:
         self._store, self._optimizer = store, weakref.ref(optimizer)
-        self.needs_gradients = store.needs_gradients
-        blocks = [_Block(buffer, indices, store) for buffer, indices in ranges]
-        self._block_of = {p: block for block in blocks for p in block.span_of}
+        self._blocks_of: dict[ShardedParameter, list[_Block]] = {}
+        for buffer, indices in ranges:
+            blocks = [_Block(buffer, indices, store, piece) for piece in pieces_of(buffer, indices)]
+            self._blocks_of |= {buffer.sharded[index]: blocks for index in indices}
         self._parts: list[list[_Block]] = []
         """The blocks of the parts that are expected, and were not fetched yet."""
         self._counting: set[Any] = set()
@@ -314,7 +309,7 @@ class StoreHome(Home):
         self._counting = {
             p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]
         }
-        self._parts = [blocks for blocks in map(self._blocks, parts) if blocks]
+        self._parts = [blocks for part in parts for blocks in self._blocks(part)]
         self._read_ahead()
 
     @contextmanager
@@ -326,22 +321,24 @@ class StoreHome(Home):
         Raises:
             RuntimeError: a file could not be read or written; the message names it.
         """
-        optimizer, blocks = self._optimizer(), self._blocks(parameters)
+        optimizer, found = self._optimizer(), self._blocks(parameters)
         assert optimizer is not None, "it takes a step"
-        if not blocks:
+        if not found:
             yield
             return
+        blocks = found[0] if len(found) == 1 else next(b for b in found if b[0].is_shown_by(parameters[0]))
         try:
             piece = self._fetch(blocks)
-            places = piece.divide(blocks)
-            for block, (main, packed) in zip(blocks, places, strict=True):
-                block.hold(main, packed, optimizer.state, self._counting)
+            parts = piece.divide(blocks)
+            for block, memory in zip(blocks, parts, strict=True):
+                block.hold(memory, optimizer.state, self._counting)
             yield
             with torch.no_grad():
-                for block, (main, packed) in zip(blocks, places, strict=True):
-                    self._store.write(block, block.pack(main, packed, optimizer.state), piece)
+                for block, memory in zip(blocks, parts, strict=True):
+                    self._store.write(block, block.pack(memory, optimizer.state), piece)
         except BaseException:
             self._join()
+            mark_here(self._store.device).synchronize()  # it may read states and gradients on the host
             raise
         finally:
             for block in blocks:
@@ -383,9 +380,10 @@ class StoreHome(Home):
         for piece in self._pieces:
             piece.join()
 
-    def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[_Block]:
-        blocks = (self._block_of.get(p) for p in parameters)
-        return list(dict.fromkeys(block for block in blocks if block is not None))
+    def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[list[_Block]]:
+        """The blocks that are fetched together: one list, or one for each piece of a parameter."""
+        found = zip(*(self._blocks_of[p] for p in parameters if p in self._blocks_of), strict=True)
+        return [list(dict.fromkeys(blocks)) for blocks in found]
 
     def _read_ahead(self) -> None:
         if self._parts:
@@ -397,22 +395,25 @@ class StoreHome(Home):
         self._pieces.append(piece)
         with torch.no_grad(), self._store.reading():
             self._store.ready(piece)
-            self._store.reserve(piece, sum(sum(block.sizes) for block in blocks))
-            for block, (main, packed) in zip(blocks, piece.divide(blocks), strict=True):
-                if block.main is not None:
-                    self._store.read(block.main, main, piece)
-                if block.states is not None:
-                    self._store.read(block.states, packed, piece)
+            self._store.reserve(piece, sum(block.size for block in blocks))
+            for block, memory in zip(blocks, piece.divide(blocks), strict=True):
+                for place, part in block.places_in(memory):
+                    self._store.read(place, part, piece)
         return blocks, piece
 
 
 class _Block:
-    """Main parameters that lie side by side in a flat buffer, and their states: two places."""
+    """Main parameters that lie side by side in a flat buffer, and their states: two places.
 
-    def __init__(self, buffer: FlatBuffer, indices: range, store: Store) -> None:
-        self.buffer, self._store = buffer, store
+    A block of a piece has a range of one parameter, and of each of its states: a place each.
+    """
+
+    def __init__(self, buffer: FlatBuffer, indices: range, store: Store, piece: StepPiece | None) -> None:
+        self.buffer, self._store, self._piece = buffer, store, piece
         spans = [buffer.sharded_span(index) for index in indices]
-        is_whole = len(indices) == len(buffer.sharded)
+        if piece is not None:
+            spans = [Span(piece.start, piece.stop).shifted(spans[0].start)]
+        is_whole = len(indices) == len(buffer.sharded) and piece is None
         filled = [span for span in spans if span.size]
         self.start = 0 if is_whole else min((span.start for span in filled), default=0)
         """The first element, counted in the main parameters of the buffer."""
@@ -421,38 +422,48 @@ class _Block:
         travels = buffer.plan.main_tier is not Tier.DEVICE
         self.main = store.place_of(self._main) if travels else None
         """The place of the main parameters; None if they are stepped where they are."""
-        self.states: Place | None = None
+        self._states: list[Place] = []
+        """The places of states."""
         self.span_of = {
             buffer.sharded[index]: span.shifted(-self.start).slice if span.size else slice(0, 0)
             for index, span in zip(indices, spans, strict=True)
         }
         """The elements of each parameter, counted from the first one here."""
         self._places: dict[Key, tuple[int, Tensor]] = {}
-        """The first byte of each state in its place, and its tensor at rest."""
-        self._held: set[Key] = set()
-        """The states that are views of a piece now, or are to go back to their places."""
+        """The first byte of each state in memory of a piece, and its tensor at rest."""
+        self._held: dict[Key, Tensor] = {}
+        """The tensors at rest of states that are where they are stepped now, or are to go back."""
         self._gradients: dict[ShardedParameter, Tensor | None] = {}
-        """The gradients at rest, while parameters are views of a piece."""
+        """The gradients as they were, while parameters are views of a piece."""
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes in a piece of main parameters and of states."""
-        of_states = 0 if self.states is None else self.states.padded
-        of_main = 0 if self.main is None else self.main.padded
-        return round_up(of_main, _ALIGNMENT), round_up(of_states, _ALIGNMENT)
+    def _at_rest(self) -> list[Place]:
+        return self._states if self.main is None else [self.main, *self._states]
+
+    @property
+    def size(self) -> int:
+        """Bytes in a piece."""
+        return sum(round_up(place.padded, _ALIGNMENT) for place in self._at_rest)
+
+    def places_in(self, memory: Tensor) -> list[tuple[Place, Tensor]]:
+        """The places of values, with their memory in a piece, side by side."""
+        parts = memory[: self.size].split([round_up(place.padded, _ALIGNMENT) for place in self._at_rest])
+        return [(place, part[: place.padded]) for place, part in zip(self._at_rest, parts, strict=True)]
+
+    def is_shown_by(self, p: ShardedParameter) -> bool:
+        """True if its parameter shows its values, and no other piece."""
+        start = p.data_ptr() - self.buffer.main.data_ptr()
+        return start == self.start * self._main.itemsize
 
     def main_in(self, memory: Tensor) -> Tensor:
         """The main parameters in memory of a piece, [n]."""
-        return memory.view(self._main.dtype)[: self._main.numel()]
+        return memory[: self._main.nbytes].view(self._main.dtype)
 
-    def hold(
-        self, main: Tensor, packed: Tensor, states: Mapping[Any, dict[str, Any]], counting: set[Any]
-    ) -> None:
-        """Make parameters and states views of a piece, [bytes] of uint8 each; and bring gradients there.
+    def hold(self, memory: Tensor, states: Mapping[Any, dict[str, Any]], counting: set[Any]) -> None:
+        """Make parameters and states views of a piece; and bring gradients there.
 
         Args:
-            main: memory with the main parameters.
-            packed: memory with the states that are at their place.
+            memory: [bytes] of uint8, with the values that were at their places.
             states: the states of the optimizer.
             counting: the parameters whose counters of steps lie with them.
         """
@@ -460,14 +471,15 @@ class _Block:
             if self.main is not None:
                 self._gradients[p] = gradient = gradient_of(p)
                 near_gradient = None if gradient is None else self._store.near(gradient)
-                show(p, self.main_in(main)[span], near_gradient)
+                show(p, self.main_in(memory)[span], near_gradient)
             for name, value in states[p].items() if p in states else ():
                 if not isinstance(value, Tensor):
                     continue
                 start, resting = self._places.get((p, name), (0, None))
+                if value.dim() == 1:
+                    self._held[p, name] = value.data
                 if resting is not None and value.data_ptr() == resting.data_ptr():
-                    value.data = _over(packed, start, resting)
-                    self._held.add((p, name))
+                    value.data = _over(memory, start, resting)
                 elif (value.dim() or p in counting) and (near := self._store.near(value)) is not value:
                     value.data = near
 
@@ -475,20 +487,18 @@ class _Block:
         """Make parameters and states tensors at rest again; after an exception, those that were held."""
         for p, gradient in self._gradients.items():
             show(p, self._main[self.span_of[p]], gradient)
-        held, self._held, self._gradients = self._held, set(), {}
-        for p, name in held:
-            value, (_, resting) = states.get(p, {}).get(name), self._places[p, name]
+        held, self._held, self._gradients = self._held, {}, {}
+        for (p, name), resting in held.items():
+            value = states.get(p, {}).get(name)
             if isinstance(value, Tensor) and _is_alike(value, resting):
                 value.data = resting
 
-    def pack(
-        self, main: Tensor, packed: Tensor, states: Mapping[Any, dict[str, Any]]
-    ) -> list[tuple[Place, Tensor]]:
-        """Put states that are not in `packed` into their places there, or to a new place at rest.
+    def pack(self, memory: Tensor, states: Mapping[Any, dict[str, Any]]) -> list[tuple[Place, Tensor]]:
+        """Put states that are not in `memory` into their places there, or to a new place at rest.
 
         Returns:
             The values that are to be written: main parameters if they travel and, unless they have got a new
-            place, states.
+            place, states. States of a piece that were not in `memory` are left for `PieceHome`.
         """
         present = {
             (p, name): value
@@ -497,47 +507,57 @@ class _Block:
             for name, value in states[p].items()
             if per_element(value, p.numel()) is not None
         }
-        written = [] if self.main is None else [(self.main, main)]
-        if not self._fill(packed, present):
-            self._move(present, states)
-        elif self.states is not None:
-            written.append((self.states, packed))
-        self._held = set(present)
+        if self._fill(memory, present):
+            self._held = {key: self._places[key][1] for key in present}
+            return self.places_in(memory)
+        self._states, self._places = [], {}
+        written, first = self.places_in(memory), self.size
+        if self._piece is None:
+            resting = self._held = self._move(present, states)
+        else:
+            resting, self._held = {key: v for key, v in self._held.items() if key in present}, {}
+            self._states = [Place(v.view(torch.uint8)) for v in resting.values()]
+        starts, _ = _side_by_side(resting)
+        self._places = {key: (first + starts[key], v) for key, v in resting.items()}
         return written
 
-    def _fill(self, packed: Tensor, present: Mapping[Key, Tensor]) -> bool:
+    def _fill(self, memory: Tensor, present: Mapping[Key, Tensor]) -> bool:
         """Copy states into their places; False, and nothing is copied, if they are others than before."""
         if present.keys() != self._places.keys():
             return False
         new: list[tuple[Tensor, Tensor]] = []
         for key, value in present.items():
             start, resting = self._places[key]
-            target = _over(packed, start, resting)
+            target = _over(memory, start, resting)
             if not _is_alike(value, resting):
                 return False
             if value.data_ptr() != target.data_ptr():
-                if value.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr():
+                if value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
                     return False  # states have changed places
                 new.append((target, value))
         for target, value in new:
             target.copy_(value)
         return True
 
-    def _move(self, present: Mapping[Key, Tensor], states: Mapping[Any, dict[str, Any]]) -> None:
-        """Write states to a new place, side by side."""
-        starts, end = {}, 0
-        for key, value in present.items():
-            starts[key] = end
-            end += round_up(value.nbytes, _ALIGNMENT)
+    def _move(self, present: Mapping[Key, Tensor], states: Mapping[Any, dict[str, Any]]) -> dict[Key, Tensor]:
+        """Write states to a new place, side by side; return their tensors at rest."""
+        starts, end = _side_by_side(present)
         place = self._store.allocate(end)
         self._store.fill(place, [(starts[key], value) for key, value in present.items()])
         for (p, name), value in present.items():
             if value._is_view():  # of a tensor that would stay in memory with it
                 states[p][name] = value.data
-        self.states = place
-        self._places = {
-            key: (starts[key], _over(place.values, starts[key], value)) for key, value in present.items()
-        }
+        self._states = [place]
+        return {key: _over(place.values, starts[key], value) for key, value in present.items()}
+
+
+def _side_by_side(values: Mapping[Key, Tensor]) -> tuple[dict[Key, int], int]:
+    """The first byte of each value where all lie one after the other, and the end."""
+    starts, end = {}, 0
+    for key, value in values.items():
+        starts[key] = end
+        end += round_up(value.nbytes, _ALIGNMENT)
+    return starts, end
 
 
 def _is_alike(value: Tensor, other: Tensor) -> bool:

@@ -6,10 +6,12 @@ import copy
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import adam
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
 from tests.pretend.scenarios.plain import BF16, READS_NORM
@@ -27,6 +29,8 @@ HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
 NARROW = BF16 | {"main_dtype": "bfloat16"}
 READS_FACTOR = ("stepping/clipping.py",)
 """The host waits for the norm: it scales the gradients that lie there."""
+NEW_STATES = ("stepping/parts.py",)
+"""The host waits until new states of a piece are at rest."""
 
 Train = Callable[[Bench], list[Tensor]]
 """Returns losses."""
@@ -60,7 +64,6 @@ def _add(
     optimizer: MakeOptimizer = adamw,
     num_ranks: int = 2,
     near_bytes: int = pieces.NEAR_BYTES,
-    most_near: int = pieces.MOST_NEAR,
     may_sync: Iterable[str] = (),
     late: bool = True,
     **config: Any,
@@ -76,7 +79,6 @@ def _add(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LateSteps, "_step", counted)
             patch.setattr(pieces, "NEAR_BYTES", near_bytes)
-            patch.setattr(pieces, "MOST_NEAR", most_near)
             patch.setattr(step, "is_usable", lambda *_: False)  # numba, which steps on a CPU
             patch.setattr(rules, "root", torch.sqrt)  # the exact one of CPUs goes through NumPy
             compare(bench)
@@ -99,13 +101,13 @@ def _add(
         moved = _values(bench, model, train, optimizer, config | {"offload": tiers})
         used = {stream for stream, _ in bench.trace.kernels}
         assert "to_host" in used, "gradients leave the device"
-        if is_in_files and is_early:
+        if is_in_files and is_early and "parameters" not in offload:
             assert "to_device" in used, "stepped values come back beside compute"
         on_device = bench.engine._runtime.context.memory.piece_bytes
         assert bool(in_forwards) is (is_late and is_divisible(bench.engine.optimizer)), in_forwards
         if not is_in_files:
             check_places(bench)
-        is_stepped_near = not is_in_files and most_near > 0 and is_divisible(bench.engine.optimizer)
+        is_stepped_near = not is_in_files and is_divisible(bench.engine.optimizer)
         assert bool(on_device) is is_stepped_near, "who steps"
         plain = _values(bench, model, train, optimizer, config)
         with bench.trace.syncs_allowed():
@@ -190,6 +192,37 @@ def _saved(bench: Bench) -> list[Tensor]:
     losses += plainly(bench, 2)
     bench.engine.load_checkpoint(folder)
     return losses + plainly(bench, 1)
+
+
+def _interrupted(bench: Bench) -> list[Tensor]:
+    """A step fails in the second piece of a parameter; a checkpoint is loaded, and training goes on."""
+    if bench.engine.config.offload.optimizer == "none":
+        return plainly(bench)
+    losses, step, seen = plainly(bench, 1), adam.adam, set[int]()
+
+    def fail(parameters: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        if id(parameters[0]) in seen:
+            raise ArithmeticError("in a piece")
+        seen.update(map(id, parameters))
+        step(parameters, *args, **kwargs)
+
+    bench.engine.save_checkpoint(bench.folder)
+    with mock.patch.object(adam, "adam", fail), pytest.raises(ArithmeticError):
+        plainly(bench, 2)  # the first step may wait for the second forward
+    bench.engine.load_checkpoint(bench.folder)
+    for number in (1, 2):
+        losses.append(bench.loss(number).detach())
+        bench.engine.backward(bench.loss(number))
+        bench.engine.step()
+    return losses
+
+
+def _with_a_late_state(bench: Bench) -> list[Tensor]:
+    """The third step adds a state to parameters, and damps all later gradients."""
+    losses = plainly(bench, 2)
+    for group in bench.engine.optimizer.param_groups:
+        group.update(momentum=0.9, dampening=0.5)
+    return losses + plainly(bench)
 
 
 def _overflowing(bench: Bench) -> list[Tensor]:
@@ -277,7 +310,10 @@ def _evaluated(bench: Bench) -> list[Tensor]:
 
 
 def _with_readers(bench: Bench) -> list[Tensor]:
-    """A hook in the backward computes with a unit that has had its step there, or is being stepped."""
+    """A hook in the backward computes with a unit that has had its step there, or is being stepped.
+
+    Units are gathered between backward and step, too.
+    """
     model = bench.engine.module
     first, handed_over = model.blocks[0], model.blocks[2]  # the last one that is handed over until then
 
@@ -290,7 +326,7 @@ def _with_readers(bench: Bench) -> list[Tensor]:
             args[0].register_hook(read)
 
     handle = first.register_forward_pre_hook(hook)
-    losses = plainly(bench)
+    losses = _evaluated(bench)
     handle.remove()
     return losses
 
@@ -328,7 +364,7 @@ for _ranks in (1, 2):
         stage=3,
         num_ranks=_ranks,
         precision=NARROW,
-        may_sync=_FULL,
+        may_sync=(*_FULL, *NEW_STATES),
         near_bytes=4096,
     )
 _add("host_stage2_one_rank_bf16", HOST, stage=2, num_ranks=1, precision=BF16)
@@ -396,17 +432,21 @@ for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files"
     _add(f"{_name}_saved", _offload, _saved, stage=3, precision=BF16, may_sync=("zeroshard/checkpoint/",))
 _add("host_saved_stage1", HOST, _saved, stage=1, precision=BF16, may_sync=("zeroshard/checkpoint/",))
 _add("files_stepped_in_backward", FILES | _EARLY, stage=3, precision=BF16)
-_add("host_steps_in_backward", HOST | _EARLY, _with_readers, most_near=0, stage=3, precision=BF16)
 _add(
-    "host_steps_in_backward_accumulate",
-    HOST | _EARLY,
+    "files_read_in_backward",
+    FILES | {"parameters": "cpu"} | _EARLY,
+    _with_readers,
+    stage=3,
+    precision=BF16,
+)
+_add(
+    "files_stepped_in_backward_accumulate",
+    FILES | _EARLY,
     _accumulated,
-    most_near=0,
     stage=3,
     precision=BF16,
     gradient_accumulation_steps=2,
 )
-_add("host_steps_after_backward", HOST, most_near=0, stage=3, precision=BF16)
 _add("host_stepped_in_backward", HOST | _EARLY, _with_readers, stage=3, precision=BF16)
 _add("fraction_stepped_in_backward", _MOST_ON_DEVICE | _EARLY, stage=3, precision=BF16)
 _add(
@@ -431,21 +471,59 @@ _add(
     "host_in_parts",
     HOST,
     _saved,
-    near_bytes=4096,
+    near_bytes=1 << 15,
     stage=3,
     precision=BF16,
     may_sync=("zeroshard/checkpoint/",),
 )
-_add("host_in_parts_stepped_in_backward", HOST | _EARLY, near_bytes=4096, stage=3, precision=BF16)
+_add(
+    "host_in_pieces",
+    HOST,
+    _saved,
+    near_bytes=2048,
+    stage=3,
+    precision=BF16,
+    clip_grad_norm=0.01,
+    may_sync=("zeroshard/checkpoint/", *READS_FACTOR, *NEW_STATES),
+)
+_add(
+    "host_in_pieces_stepped_in_backward",
+    HOST | _EARLY,
+    optimizer=_fused,
+    near_bytes=2048,
+    stage=3,
+    precision=BF16,
+    may_sync=NEW_STATES,
+)
+for _name, _early in (("", {}), ("_in_backward", _EARLY)):
+    _add(
+        f"host_in_pieces_interrupted{_name}",
+        HOST | _early,
+        _interrupted,
+        near_bytes=2048,
+        stage=3,
+        precision=BF16,
+        may_sync=("zeroshard/checkpoint/", *NEW_STATES),
+    )
+_add(
+    "host_in_pieces_late_state",
+    HOST,
+    _with_a_late_state,
+    optimizer=lambda p: torch.optim.SGD(p, 0.05),
+    near_bytes=1024,
+    stage=3,
+    precision=NARROW,
+    may_sync=NEW_STATES,
+)
 _add(
     "host_8bit",
     HOST | _EARLY,
     _saved,
     optimizer=lambda p: AdamW8bit(p, 1e-3, min_8bit_size=512),
-    near_bytes=4096,
+    near_bytes=1024,
     stage=3,
     precision=NARROW,
-    may_sync=("zeroshard/checkpoint/", "zeroshard/optim/eightbit/"),
+    may_sync=("zeroshard/checkpoint/", "zeroshard/optim/eightbit/", *NEW_STATES),
 )
 _add(
     "host_saved_fused",
