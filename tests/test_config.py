@@ -77,7 +77,6 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
             "step_in_backward": False,
             "device_fraction": 0.0,
             "nvme_path": None,
-            "num_threads": None,
         },
         "checkpoint": {"keep_last": None, "verify": True, "frozen": True},
         "loader": {"num_workers": 0, "pin_memory": None, "drop_last": False},
@@ -172,7 +171,6 @@ WRONG_VALUES = [
     *wrong("offload.activations", None, "disk", "nvme", ["cpu"]),
     *wrong("offload.device_fraction", -0.1, 1.1, NAN, None, True, "0.5"),
     *wrong("offload.nvme_path", "", 3, True, b"/nvme"),
-    *wrong("offload.num_threads", 0, *AN_INTEGER),
     *wrong("checkpoint.keep_last", 0, -1, *AN_INTEGER),
     *wrong("checkpoint.verify", 1, None, "yes"),
     *wrong("mesh.pp", 0, None, *AN_INTEGER),
@@ -487,7 +485,6 @@ offloads = st.builds(
     activations=st.just("none"),
     device_fraction=st.floats(0, 1),
     nvme_path=st.text(min_size=1),
-    num_threads=st.none() | counts,
 )
 configs = st.builds(
     Config,

@@ -13,7 +13,7 @@ from zeroshard.comm import streams
 from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.device import share_of_cores, use_device
+from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import watch
 from zeroshard.comm.mesh import Axes, build_mesh, open_axes, open_world
 from zeroshard.comm.pool import BufferPool
@@ -234,7 +234,6 @@ def read_setting(
         tiers=Tiers.of(offload.optimizer, offload.parameters, host_computes=host_computes),
         device_fraction=offload.device_fraction,
         host_computes=host_computes,
-        num_threads=offload.num_threads or (None if host_computes else share_of_cores()),
         steps_in_backward=offload.step_in_backward,
         steps_by_parts=steps_by_parts,
         weights=config.pipeline.chosen_weights,

@@ -215,28 +215,6 @@ def test_a_batch_cannot_be_dropped_after_its_steps_and_training_goes_on(ranks):
         assert not differences
 
 
-def threads_of_steps():
-    seen = []
-
-    class Watched(torch.optim.SGD):
-        def step(self, closure=None):
-            seen.append(torch.get_num_threads())
-            return super().step(closure)
-
-    before = torch.get_num_threads()
-    config = {"stage": 3, "offload": {"optimizer": "cpu", "num_threads": before + 2}}
-    engine = runs.start(config, lambda model: Watched(model.parameters(), lr=0.1))
-    runs.train(engine, range(2))
-    return seen, before, torch.get_num_threads()
-
-
-def test_a_step_on_the_host_has_its_own_number_of_threads(ranks):
-    [(seen, before, after)] = ranks(1, threads_of_steps)
-    assert before == after
-    assert seen == [before + 2] * len(seen)
-    assert seen
-
-
 class Failing(torch.autograd.Function):
     """Raises in backward."""
 

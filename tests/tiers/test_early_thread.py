@@ -252,7 +252,8 @@ def test_errors_of_the_thread_are_told_and_no_thread_is_left(ranks, tmp_path):
 def threads_of_steps(folder):
     before, seen, others = torch.get_num_threads(), [], []
     files = {"optimizer": "nvme", "nvme_path": str(folder), "step_in_backward": True}
-    engine = start(folder, adamw, offload=files | {"num_threads": before + 2})
+    engine = start(folder, adamw, offload=files)
+    engine._early._parts._num_threads = before + 2  # as with a GPU: the cores of the rank
     own_step = engine._early._parts._own_step
 
     def step(twin):

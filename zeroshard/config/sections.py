@@ -141,11 +141,6 @@ class Offload(Checked):
     """Part of what is offloaded that stays on the device, 0 to 1: parameters first, then optimizer states."""
     nvme_path: Annotated[str | None, checked.PATH] = None
     """Directory for the files of the nvme tier."""
-    num_threads: Annotated[int | None, checked.integer(1)] = None
-    """Threads of an optimizer step on the host.
-
-    None: with a GPU this rank's share of the cores, on CPU ranks as many as torch uses.
-    """
 
     def _requirements(self) -> list[Requirement]:
         has_path, tiers = self.nvme_path is not None, ("optimizer", "parameters")

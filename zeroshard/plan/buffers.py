@@ -65,8 +65,6 @@ class Setting:
     """The share of what is offloaded that stays on the device, 0 to 1; see `tiers_of_units`."""
     host_computes: bool = False
     """True for ranks on the CPU, whose device is host memory."""
-    num_threads: int | None = None
-    """Threads of an optimizer step on the host; None: as many as torch uses anyway."""
     steps_in_backward: bool = False
     """True if units may step during the backward."""
     steps_by_parts: bool = False

@@ -22,6 +22,7 @@ from weakref import WeakMethod, WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
+from zeroshard.comm.device import share_of_cores
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.internals.steps import is_inner_step
 from zeroshard.parameters.saved import SavedOptimizer
@@ -94,12 +95,12 @@ def attach(
         in_pieces = _in_pieces(runtime, optimizer, starts, near)
         homes = _homes(runtime, optimizer, rounding, starts, in_pieces, near)
         setting = runtime.context.setting
-        computes_on_host = has_far_parameters(runtime) or setting.host_computes
-        sets_threads = setting.num_threads is not None and computes_on_host
+        # On CPU ranks a step has the threads that torch has anyway.
+        threads = share_of_cores() if has_far_parameters(runtime) and not setting.host_computes else None
         waits = engine is not None and may_wait(runtime)
-        if homes or setting.steps_in_backward or sets_threads or waits:
+        if homes or setting.steps_in_backward or threads or waits:
             divided = [part for unit in runtime.units for part in _divided(unit, near)]
-            stepped = StepByParts(optimizer, divided, homes, setting.num_threads, in_pieces)
+            stepped = StepByParts(optimizer, divided, homes, threads, in_pieces)
             if engine is not None and waits:
                 stepped.late = LateSteps(runtime, optimizer, engine.halfway.begin)
             parts.append(stepped)
