@@ -239,7 +239,9 @@ class Reference:
         self._copy_back()
 
     def names_with_gradient(self) -> list[str]:
-        return [name for name, main in self.main.items() if main.grad is not None]
+        """The names; refused where a sharded one lacks gradients of later micro-batches, which wait."""
+        names = [name for name, main in self.main.items() if main.grad is not None]
+        return ["refused"] if self._waiting and not self.ignored.issuperset(names) else names
 
     def state(self) -> dict[str, Tensor]:
         """As engine.full_state_dict()."""

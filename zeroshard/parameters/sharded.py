@@ -176,8 +176,8 @@ class ShardedParameter(NotCopied, nn.Parameter):
         if self.state.has_sums:
             raise RuntimeError(
                 f"p.grad of {self.describe()} lacks gradients of micro-batches that wait for a reduction: "
-                "read it after a backward outside of no_sync(). To drop all of them, call zero_grad() of the "
-                "engine, the optimizer or the model"
+                "read it after the last backward of a step, outside of no_sync(), or use full_gradient() of "
+                "the engine. To drop all of them, call zero_grad() of the engine, the optimizer or the model"
             )
 
     def drop_sums(self) -> None:
