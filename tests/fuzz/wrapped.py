@@ -28,15 +28,19 @@ ROWS = 4
 
 
 class ValueHead(nn.Module):
-    """A language model and a number for each token; the loss is the sum of both."""
+    """A language model and a number for each token; the loss is the sum of both.
+
+    It is all in float64: transformers computes a loss in float32, and a scale that comes near zero shows it.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner, self.value = inner, nn.Linear(WIDTH, 1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        output = self.inner(input_ids=tokens, labels=tokens, output_hidden_states=True)
-        return output.loss.double() + self.value(output.hidden_states[-1]).square().mean()
+        output = self.inner(input_ids=tokens, output_hidden_states=True)
+        loss = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return loss + self.value(output.hidden_states[-1]).square().mean()
 
 
 class Backbone(nn.Module):
