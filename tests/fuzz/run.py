@@ -127,7 +127,7 @@ def _train(case: Case, trainer: Reference | Sharded, step: Step, number: int, tr
             trainer.backward(loss, unsynced=unsynced)
         for position, (_, inputs) in enumerate(losses if case.wants_input_gradients else ()):
             trace.note(f"{what}: gradient of inputs {position}", inputs.grad)
-        if not any(step.unsynced) and not case.steps_early:
+        if not case.steps_early:
             trace.note(f"{what}: parameters with a gradient", trainer.names_with_gradient())
         _act(case, trainer, number, micro, trace)
         if case.loop == "engine":
