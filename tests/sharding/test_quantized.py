@@ -583,9 +583,9 @@ def not_exported(kind, folder):
 def without_biases(folder):
     model = peft.get_peft_model(base("nf4"), peft.LoraConfig(lora_bias=True, **TARGETS))
     engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
-    with pytest.raises(ValueError, match=r"expected a bias in '.*q_proj', which takes in that"):
+    with pytest.raises(ValueError, match=r"expected a bias in '.*q_proj', which takes in the bias"):
         engine.save_pretrained(folder / "out", merge_adapters=True)
-    with pytest.raises(ValueError, match=r"expected a bias in '.*q_proj', which takes in that"):
+    with pytest.raises(ValueError, match=r"expected a bias in '.*q_proj', which takes in the bias"):
         engine.named_full_parameters(merge_adapters=True)
     return train(engine, range(1))
 
