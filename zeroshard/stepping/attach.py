@@ -102,7 +102,7 @@ def attach(
             divided = [part for unit in runtime.units for part in _divided(unit, near)]
             stepped = StepByParts(optimizer, divided, homes, threads, in_pieces)
             if engine is not None and waits:
-                stepped.late = LateSteps(runtime, optimizer, engine.halfway.begin)
+                stepped.late = LateSteps(runtime, optimizer, engine.halfway.fail)
             parts.append(stepped)
         if rounding is not None:
             load_states_wide(optimizer, [p for unit in units for p in unit])

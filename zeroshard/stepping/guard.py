@@ -308,15 +308,28 @@ class InterruptedStep:
     """The mark of a step that has begun and has not ended; a closure is a part of its step."""
 
     def __init__(self) -> None:
-        self._has_begun = False
+        self._has_begun = self._has_failed = False
 
     def begin(self) -> None:
-        """Note that the optimizer's step begins."""
+        """Note that the optimizer's step begins.
+
+        Raises:
+            RuntimeError: a step that waited for a forward has failed there, and nothing was loaded since.
+        """
+        if self._has_failed:
+            raise RuntimeError(
+                "an exception has ended the last step in a forward: some parameters were stepped and others "
+                "were not. Load the last checkpoint with engine.load_checkpoint()"
+            )
         self._has_begun = True
+
+    def fail(self) -> None:
+        """Note that a step that waited for a forward has failed there, where its exception may be caught."""
+        self._has_begun = self._has_failed = True
 
     def end(self) -> None:
         """Note the end of the step, or a load of a checkpoint that has replaced its values."""
-        self._has_begun = False
+        self._has_begun = self._has_failed = False
 
     def check(self, what: str) -> None:
         """Refuse `what` for a model that is between two steps.
