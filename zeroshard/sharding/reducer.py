@@ -258,7 +258,8 @@ class Reducer:
             self._must_agree = False
         self._to_start, self._ready = deque(self._order.of_reductions()), set()
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
-            noted = (one for one in self._all if one.landing is not None)
+            waits = self._state.gives_memory is not None  # steps may wait, with gradients that are held
+            noted = (one for one in self._all if waits or one.landing is not None)
             gradients = (gradient_of(p) for one in noted for p in one.buffer.sharded)
             self._state.has_shown_gradients = any(gradient is not None for gradient in gradients)
 
