@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import functools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import zeroshard
 from tests.checkpoint import runs
@@ -103,6 +106,20 @@ def fail_in_a_forward(engine, _):
     handle.remove()
 
 
+def clear_states(engine, _):
+    engine.optimizer.state.clear()
+
+
+def read_memory(engine, seen):
+    places = [(p.data_ptr(), p.untyped_storage()) for p in engine.parameters() if p.numel()]
+    seen.append([torch.tensor(list(ctypes.string_at(place, 4))) for place, _ in places])
+
+
+def read_text(engine, seen):
+    seen += [len(engine.optimizer.state), copy.copy(engine.optimizer.state) != {}]
+    seen.append(torch.tensor(list(repr(last(engine)).encode())))
+
+
 def step_again(engine, _):
     engine.optimizer.step()
 
@@ -123,6 +140,9 @@ LOOKS = {
     "autocast": (compute_in_autocast, adamw, {}, True),
     "graph": (leave_a_graph, fused, BF16, True),
     "failure": (fail_in_a_forward, adamw, {}, True),
+    "states cleared": (clear_states, adamw, {}, False),
+    "memory": (read_memory, adamw, {}, False),
+    "text": (read_text, adamw, {}, False),
     "second step": (step_again, adamw, {}, False),
     "accumulated": (change_rate, adamw, {"gradient_accumulation_steps": 3}, True),
     "clipped": (change_rate, fused, {"clip_grad_norm": 0.01}, True),
@@ -203,7 +223,7 @@ def plain_loop(is_late, hold):
                 found += [value.clone() for value in held]
                 for value in held if hold is gradients else ():
                     value.zero_()
-            engine.zero_grad(set_to_none=number == 1)
+            engine.zero_grad(set_to_none=number != 1)
         in_forwards = len(names)
         state = runs.state(engine)
         engine.close(restore=False)
@@ -223,6 +243,10 @@ def views(engine):
         return [p[:1] for p in engine.parameters() if p.numel()]
 
 
+def states(engine):
+    return [value for state in engine.optimizer.state.values() for value in state.values()]
+
+
 def nothing(_):
     return []
 
@@ -234,11 +258,96 @@ def held_differ(hold):
     return runs.differences(got, want) + ["seen"] * (not same), in_forwards
 
 
-@pytest.mark.parametrize("hold", [nothing, gradients, memory, views])
+@pytest.mark.parametrize("hold", [nothing, gradients, memory, views, states])
 def test_no_step_waits_once_somebody_may_look_unseen(ranks, hold):
     for found, in_forwards in ranks(2, held_differ, hold):
         assert not found
         assert bool(in_forwards) is (hold is nothing)
+
+
+def kept_gradients(engine, number, kept):
+    """The loop of somebody who clears gradients by references from the first backward."""
+    loss = runs.token_loss(engine, number)
+    engine.backward(loss)
+    kept += gradients(engine) if not kept else []
+    engine.optimizer.step()
+    for gradient in kept:
+        gradient.zero_()
+    return loss.item()
+
+
+class Shift(torch.nn.Module):
+    """Its gradient is a view of the gradient of its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.ones(4, 8))
+
+    def forward(self, x):
+        return x + self.shift.unsqueeze(0)
+
+
+def own_gradient(engine, number, kept):
+    """A gradient that comes from elsewhere, in memory that is used again."""
+    kept += [torch.empty(1, 4, 8)] if not kept else []
+    out = engine(torch.ones(1, 4, 8))
+    out.backward(kept[0].fill_(number - 1.5))
+    engine.step()
+    kept[0].fill_(9.0)
+    return out.sum().item()
+
+
+class Selective(torch.nn.Module):
+    """Checkpoints that keep results of functions which an optimizer calls as well."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x):
+        for layer in (self.first, self.second):
+            keeps = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.div.Tensor])
+            x = checkpoint(
+                lambda y, layer=layer: (layer(y) / 2).tanh(), x, use_reentrant=False, context_fn=keeps
+            )
+        return x
+
+
+def selective(engine, number, _):
+    loss = engine(torch.ones(2, 8) * number).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def one_by_one(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def losses_of(is_late, loop, model, config):
+    with waiting(is_late) as names:
+        engine, kept = runs.start({"stage": 3} | config, one_by_one, model=model), []
+        losses = [loop(engine, number, kept) for number in range(4)]
+        in_forwards = len(names)
+        engine.close(restore=False)
+    return losses, in_forwards
+
+
+def losses_differ(loop, make):
+    config = {"units": ["Sequential"]} if make is Selective else {}
+    want, _ = losses_of(False, loop, make(), config)
+    got, in_forwards = losses_of(True, loop, make(), config)
+    return got == want, bool(in_forwards)
+
+
+@pytest.mark.parametrize(
+    ("loop", "make"), [(kept_gradients, runs.build), (own_gradient, Shift), (selective, Selective)]
+)
+def test_memory_and_contexts_of_others_change_no_step(ranks, loop, make):
+    for is_same, waits in ranks(1, losses_differ, loop, make):
+        assert is_same
+        assert waits is (loop is selective)
 
 
 def other_uses(folder):
@@ -285,11 +394,14 @@ def failing():
                 runs.token_loss(engine, 2)
         with pytest.raises(RuntimeError, match="after a step that was interrupted") as caught:
             engine.save_checkpoint("never")
+        engine.backward(runs.token_loss(engine, 2))
+        with pytest.raises(RuntimeError, match="has ended the last step in a forward"):
+            engine.step()
         engine.close(restore=False)
     return str(caught.value)
 
 
-def test_after_a_step_that_failed_nothing_is_saved(ranks):
+def test_after_a_step_that_failed_nothing_is_saved_or_stepped(ranks):
     for message in ranks(2, failing):
         assert "Load the last checkpoint" in message
 

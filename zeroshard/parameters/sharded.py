@@ -84,6 +84,7 @@ _DESCRIBES = frozenset(
     )
 )
 """Functions, and all getters but these, that read no values: a model may ask for a dtype anywhere."""
+_PLACES = frozenset((Tensor.data_ptr, Tensor.untyped_storage))
 _VALUES = frozenset(getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
@@ -223,6 +224,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
         return f"the sharded parameter '{self.fqn}' of {describe_unit(self.unit_name)}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        self.state.look()
         with past_guards():
             values = self.detach().__repr__()
         return f"ShardedParameter({self.fqn}, slice of {tuple(self.full_shape)}: {values})"
@@ -253,8 +255,9 @@ class ShardedParameter(NotCopied, nn.Parameter):
         with past_guards():
             try:
                 result = func(*args, **kwargs)
-                if first.state.gives_memory is not None and _has_memory_of(first, result):
-                    first.state.gives_memory()
+                gives = first.state.gives_memory
+                if gives is not None and (func in _PLACES or _has_memory_of(first, result)):
+                    gives()
                 return result
             except (RuntimeError, IndexError) as error:
                 if torch.is_grad_enabled():  # a model computes with a slice; an optimizer has gradients off

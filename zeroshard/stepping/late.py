@@ -9,19 +9,23 @@ forward has reached is stepped before the next backward or step begins. Before a
 gradients or states from outside, all steps are taken.
 
 A tensor over the memory of a parameter, as `p.data`, could be read unseen. Once somebody has one, steps no
-longer wait. Nor does a step whose gradients somebody holds.
+longer wait; nor after a read of `optimizer.state`. Nor does a step whose gradients somebody holds.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.gradient import gradient_of, set_gradients
@@ -49,8 +53,12 @@ class LateSteps:
         self._left: dict[Unit, list[tuple[Step, Gradients]]] = {}
         self._end: Step | None = None
         """Ends the step whose parts wait, or have waited since the last look."""
+        self._num_modes = 0
+        """The modes of torch's dispatch around the last step."""
         self._state.gives_memory = self._step_at_once
+        self.watch(optimizer)
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
+        optimizer.register_load_state_dict_post_hook(self.watch)
 
     def watch(self, optimizer: Optimizer) -> None:
         """Notice who reads the states; a load puts others into the place of them."""
@@ -81,6 +89,7 @@ class LateSteps:
         for unit in self._left:
             unit.wait_for_step(lambda unit=unit: self._step(unit))  # type: ignore[misc]
         self._end, state.before_look = end, self.finish
+        self._num_modes = torch._C._len_torch_dispatch_stack()
         return True
 
     def finish(self) -> None:
@@ -92,12 +101,14 @@ class LateSteps:
             end()
 
     def _step(self, unit: Unit) -> None:
-        """Take the step of a unit, on the stream and in the modes of nobody's forward."""
+        """Take the step of a unit, in the modes of nobody's forward."""
         before, self._state.before_look = self._state.before_look, None
         no_cast = torch.autocast(self._device.type, enabled=False)
         unit.step_under_way = object
         try:
-            with torch.inference_mode(False), torch.no_grad(), past_guards(), no_cast:
+            with ExitStack() as modes, torch.inference_mode(False), torch.no_grad(), past_guards(), no_cast:
+                for _ in range(torch._C._len_torch_dispatch_stack() - self._num_modes):
+                    modes.enter_context(_pop_mode_temporarily())  # a selective checkpoint counts calls
                 for step, gradients in self._left.pop(unit):
                     present = [(p, gradient_of(p)) for p, _ in gradients]
                     set_gradients(gradients)
@@ -113,38 +124,44 @@ class LateSteps:
 
     def _step_at_once(self) -> None:
         self._state.gives_memory = None
+        self.finish()
 
 
 class _LateStates(defaultdict[Any, dict[str, Any]]):
-    """The states of an optimizer; whoever reads them finds them after all steps."""
+    """The states of an optimizer; whoever reads or changes them finds them after all steps."""
 
     def __init__(self, states: Mapping[Any, dict[str, Any]], state: ModuleState) -> None:
         super().__init__(dict, states)
-        self._look = state.look
-
-    def __getitem__(self, key: Any) -> dict[str, Any]:
-        self._look()
-        return super().__getitem__(key)
-
-    def __iter__(self) -> Any:
-        self._look()
-        return super().__iter__()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict."""
-        self._look()
-        return super().get(key, default)
-
-    def items(self) -> Any:
-        """As of a dict."""
-        self._look()
-        return super().items()
-
-    def values(self) -> Any:
-        """As of a dict."""
-        self._look()
-        return super().values()
+        self.of_module = state
 
     def __reduce__(self) -> Any:
-        self._look()
         return defaultdict, (dict, dict(self))
+
+    def copy(self) -> Any:
+        """As of a dict."""
+        return defaultdict(dict, dict(self))
+
+    __copy__ = copy
+
+
+def _looking(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a dict after all steps; code of the user may keep what it returns."""
+
+    @functools.wraps(method)
+    def look(states: _LateStates, *args: Any, **kwargs: Any) -> Any:
+        state, caller = states.of_module, sys._getframe(1).f_globals.get("__name__", "")
+        state.look()
+        if state.gives_memory is not None and caller.partition(".")[0] not in _LIBRARIES:
+            state.gives_memory()
+        return method(states, *args, **kwargs)
+
+    return look
+
+
+_LIBRARIES = ("zeroshard", "torch", "bitsandbytes")
+"""Packages that keep no states of an optimizer."""
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "get", "keys"),
+    *("items", "values", "pop", "popitem", "clear", "update", "setdefault", "__copy__", "copy", "__repr__"),
+):
+    setattr(_LateStates, _name, _looking(getattr(_LateStates, _name)))
