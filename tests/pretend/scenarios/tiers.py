@@ -274,22 +274,22 @@ def _looked_at(bench: Bench) -> list[Tensor]:
         if number == 0:
             seen.append(parameter.norm())
         elif number == 1:
-            seen.append(near(optimizer.state[parameter]["exp_avg"]))
-        elif number == 2:
             optimizer.param_groups[0]["lr"] *= 0.5
             bench.evaluate()
-        elif number == 3:
+        elif number == 2:
             with engine.unsharded(), torch.no_grad():
                 seen.extend(p.sum() for p in engine.parameters())
-        elif number == 4:
+        elif number == 3:
             states = optimizer.state_dict()["state"].values()
             seen.extend(near(state["exp_avg"]) for state in states)
-        elif number == 5:
+        elif number == 4:
             bench.loss(0)  # a graph without a backward
             with torch.no_grad():
                 parameter.mul_(0.5)
-        elif number == 6:
+        elif number == 5:
             seen.append(parameter.detach())  # from now on no step waits
+        elif number == 6:
+            seen.append(near(optimizer.state[parameter]["exp_avg"]))
 
     for number in range(8):
         seen += plainly(bench, 1)
