@@ -6,6 +6,8 @@ import contextlib
 import copy
 import ctypes
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -374,6 +376,22 @@ def other_uses(folder):
 def test_averages_checkpoints_and_an_end_find_everything_stepped(ranks, tmp_path):
     for found in ranks(2, other_uses, tmp_path):
         assert not found
+
+
+def dropped():
+    """An engine goes, with a step that waits."""
+    with waiting(True):
+        engine = runs.start({"stage": 3}, adamw)
+        runs.train(engine, range(2))
+        ends = [weakref.ref(one) for one in (engine.optimizer, engine._runtime, last(engine))]
+        del engine
+        gc.collect()
+    return [end() for end in ends]
+
+
+def test_a_step_that_waits_keeps_nothing_in_memory(ranks):
+    for left in ranks(2, dropped):
+        assert left == [None] * 3
 
 
 def failing():

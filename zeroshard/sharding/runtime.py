@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.streams import mark_here
+from zeroshard.comm.streams import Streams, mark_here
 from zeroshard.comm.watch.status import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parameters.gradient import gradient_of, set_gradients
@@ -89,7 +90,10 @@ class Runtime:
         self.state.before_edit = lambda: (call := finish()) is not None and call()
         self.state.drop_gradient = lambda parameter: (call := drop()) is not None and call(parameter)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
-        weakref.finalize(self, _drain, self.context, bool(self.passes.offloaded)).atexit = False
+        # Not the context: a step that waits is in its state, and leads back here.
+        is_offloaded = any(buffer.plan.state_tier is not Tier.DEVICE for buffer in self.buffers)
+        own = context.axes, context.streams, context.device if is_offloaded else None
+        weakref.finalize(self, _drain, *own).atexit = False
 
     # -- questions ------------------------------------------------------------------------------------
 
@@ -350,8 +354,8 @@ class Runtime:
             self.reducer.drop_sum(parameter)
 
 
-def _drain(context: Context, is_offloaded: bool) -> None:
-    context.axes.drain(DRAIN_S)
-    context.streams.join()
-    if is_offloaded:  # host memory goes back to the system at once
-        mark_here(context.device).synchronize()
+def _drain(axes: Axes, streams: Streams, offloaded: torch.device | None) -> None:
+    axes.drain(DRAIN_S)
+    streams.join()
+    if offloaded is not None:  # host memory goes back to the system at once
+        mark_here(offloaded).synchronize()

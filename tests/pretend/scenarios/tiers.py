@@ -568,8 +568,14 @@ def host_dropped(bench: Bench) -> None:
     """Engines go while copies from and to the host are under way; one is closed, and another one goes on."""
     for parameters in ("none", "cpu"):
         bench.start(bench.gpt(2), stage=3, offload={**HOST, "parameters": parameters})
+        plainly(bench, 2)
         bench.engine.backward(bench.loss(0))
         bench.loss(1)
+        bench.engine = None
+        gc.collect()
+        bench.start(bench.gpt(2), stage=3, offload={**HOST, "parameters": parameters})
+        plainly(bench, 2)
+        bench.loss(1)  # states go back to the host
         bench.engine = None
         gc.collect()
     model = bench.gpt(2)
