@@ -53,6 +53,12 @@ class WholeTensor:
         return self.buffer.sharded[self.index]
 
     @property
+    def values(self) -> Tensor:
+        """This rank's slice."""
+        with past_guards():
+            return self.sharded.detach()
+
+    @property
     def gradient(self) -> Tensor | None:
         """This rank's slice of the gradient."""
         with past_guards():
@@ -130,7 +136,7 @@ def full_parameter(engine: Engine, name: str) -> Tensor:
         ValueError: the model has no such parameter, or ranks give different names.
     """
     agreed = _agree(engine._runtime, "full_parameter()", name)
-    return agreed.read(engine._runtime, lambda place: place.gather(place.sharded.detach()))
+    return agreed.read(engine._runtime, lambda place: place.gather(place.values))
 
 
 def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
@@ -150,7 +156,7 @@ def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
     if (place := agreed.place) is None:
         return
     with torch.no_grad():
-        place.sharded.detach().copy_(place.cut(values))
+        place.values.copy_(place.cut(values))
     for unit in engine._runtime.units:
         if place.buffer in unit.buffers:
             unit.refresh()
