@@ -228,4 +228,23 @@ ORDERS = (
             "test_each_rank_goes_on_with_its_random_numbers_and_new_ranks_derive_theirs",
         ),
     ),
+    Break(
+        name="a_unit_is_stepped_while_its_backward_reads_it",
+        says="A unit that computes with main parameters is stepped as soon as its gradients are there.",
+        file="zeroshard/sharding/reducer.py",
+        find="held, self._held = self._held, unit",
+        replace="held = unit",
+        tests=(
+            "tests/tiers/test_early.py::"
+            "test_a_unit_is_stepped_when_its_backward_reads_its_weights_no_more[UnwatchedReader]",
+        ),
+    ),
+    Break(
+        name="a_look_finds_parameters_before_their_step",
+        says="Whoever reads a parameter before the next forward finds the values before a step that waits.",
+        file="zeroshard/parameters/sharded.py",
+        find="        first.state.look()\n",
+        replace="",
+        tests=("tests/tiers/test_late.py::test_steps_that_wait_have_the_bits_of_steps_at_once[0-1]",),
+    ),
 )

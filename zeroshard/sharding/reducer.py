@@ -122,6 +122,8 @@ class Reducer:
         """Steps a unit whose gradients are reduced, during a backward that is the last one of its step."""
         self._is_open = False
         """True from the beginning of a backward that reduces to the agreement at its end."""
+        self._held: Unit | None = None
+        """A unit that computes with main parameters, and is stepped when the backward has come further."""
         self._ended: list[Unit] | None = None
         """The units whose reductions ended during the agreement, which says if more gradients come."""
         self._is_tainted = False
@@ -316,7 +318,19 @@ class Reducer:
         """Step a unit at once, if that is wanted and this rank has had all of its gradients."""
         if self._ended is not None:
             self._ended.append(unit)
-        elif self.step_unit is not None and self._may_step(unit):
+        elif any(buffer.plan.is_alias for buffer in unit.buffers):
+            self._step_held(unit)
+        else:
+            self._step(unit)
+
+    def _step_held(self, unit: Unit | None) -> None:
+        """Step the unit before: now the backward is past its hooks, which may read its main parameters."""
+        held, self._held = self._held, unit
+        if held is not None:
+            self._step(held)
+
+    def _step(self, unit: Unit) -> None:
+        if self.step_unit is not None and self._may_step(unit):
             self.step_unit(unit)
 
     def _may_step(self, unit: Unit) -> bool:
@@ -429,7 +443,7 @@ class Reducer:
         self._state.has_sums = False
         for unit in self._units:
             unit.drop_gradients()
-        self.under_way, self._ahead = [], {}
+        self.under_way, self._ahead, self._held = [], {}, None
         self._pool.release()
 
     def _deliver(self) -> None:
@@ -459,6 +473,7 @@ class Reducer:
                 )
             self._start(unit)
         self._finish()
+        self._step_held(None)
         for gradients, used in zip(self._all, agreed.used, strict=True):
             gradients.deliver(used)
             if self._state.has_hooks:
