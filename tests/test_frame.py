@@ -28,20 +28,20 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 30011,
-    "statements of the package": 24511,
-    "tokens of the package": 283826,
-    "lines of code of the core": 10564,
-    "statements of the core": 9068,
-    "tokens of the core": 95670,
+    "lines of code of the package": 30199,
+    "statements of the package": 24684,
+    "tokens of the package": 286093,
+    "lines of code of the core": 10725,
+    "statements of the core": 9227,
+    "tokens of the core": 97749,
     "lines of code of examples, benchmarks and tools": 7669,
     "lines of the longest file": 600,
-    "booleans of the core": 50,
+    "booleans of the core": 52,
     "class names that are defined twice": 0,
-    "modules that one other module imports": 29,
+    "modules that one other module imports": 30,
     "files of a step, two ranks": 39,
-    "files of a step, one rank, offload": 39,
-    "words in docs/": 54659,
+    "files of a step, one rank, offload": 41,
+    "words in docs/": 54914,
 }
 
 CORE = (

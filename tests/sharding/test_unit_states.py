@@ -71,7 +71,7 @@ def shard_net(axis=None, **options):
         inner=inner,
         before=before,
         axis=axis,
-        step=lambda: runtime.after_step(optimizer),
+        step=runtime.after_step,
     )
 
 

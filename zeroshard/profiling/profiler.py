@@ -237,8 +237,8 @@ class PhaseRecorder:
         """Note each step that ends: not one that fails, nor one that another optimizer is to go on with."""
         runtime, after_step = self._runtime, self._runtime.after_step
 
-        def noted(is_last: bool = True) -> None:
-            after_step(is_last)
+        def noted(stepped: Any = (), is_last: bool = True) -> None:
+            after_step(stepped, is_last)
             self._has_stepped = is_last
 
         runtime.after_step = noted  # type: ignore[method-assign]

@@ -11,11 +11,12 @@ parameters whose main dtype is the compute dtype, or one rank alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from zeroshard.comm.collectives import Axis, GatherPart
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
@@ -82,6 +83,8 @@ class FlatBuffer:
         self.unsharded = self._make_unsharded()
         for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
             carry_attributes(original.parameter, *others)
+        self.versions = [parameter._version for parameter in self.unsharded]
+        """The version of each unsharded parameter that nobody has edited."""
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         self._hidden: Tensor | None = None
@@ -209,6 +212,16 @@ class FlatBuffer:
             for index, sharded in enumerate(self.sharded):
                 move_values(sharded, self.main[self.sharded_span(index).slice])
         return left
+
+    def count_step(self, stepped: Container[nn.Parameter]) -> None:
+        """Count a step of some sharded parameters as an edit of the unsharded ones.
+
+        So torch refuses the backward of a forward that has saved values from before.
+        """
+        own = [index for index, parameter in enumerate(self.sharded) if parameter in stepped]
+        increment_version([self.unsharded[index] for index in own])
+        for index in own:
+            self.versions[index] += 1
 
     def begin_gather(self) -> Gather | None:
         """Allocate `full` and write this rank's part, on the current stream.

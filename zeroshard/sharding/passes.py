@@ -148,6 +148,8 @@ class Passes:
             self._begin_forward()
         elif self._state.phase is _FORWARD:
             self._called.append(unit)
+        else:
+            unit.refresh()
         if not unit.is_resident:
             self.leases.in_use.take(unit)
             for lease in (self.leases.ahead, self.leases.graph):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 
 import torch
@@ -242,16 +242,20 @@ class Runtime:
         self.passes.drop_graphs()
         self.reducer.before_step()
 
-    def after_step(self, is_last: bool = True) -> None:
+    def after_step(self, stepped: Container[nn.Parameter] = (), is_last: bool = True) -> None:
         """Start to gather replicated parameters again, since main parameters have changed.
 
         Args:
+            stepped: the parameters that the optimizer has stepped.
             is_last: False if another optimizer steps together with this one, later.
         """
         self.context.axes.dp.ledger.note(STEP, REDUCE)
         torch.clear_autocast_cache()  # torch keeps casts up to the end of the context
         # On the tier of files each part of a step is noted by itself, by `stepped` of the source.
         self.changed(b for b in self.buffers if b.trainable and b.plan.main_tier is not Tier.DISK)
+        if not self.state.is_in_batch:  # an asynchronous pipeline chooses the values of a backward
+            for buffer in self.buffers:
+                buffer.count_step(stepped)
         if self.state.phase is (Phase.STEP if is_last else Phase.REST):
             self.state.move(Phase.REST if is_last else Phase.STEP)
         if is_last:

@@ -236,8 +236,6 @@ class Edits:
 
     def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
         self._buffers = tuple(buffers)
-        self._parameters = [parameter for buffer in buffers for parameter in buffer.unsharded]
-        self._versions = list(map(_version_of, self._parameters))
         self._filled = [[p for p in buffer.unsharded if p.numel()] for buffer in buffers]
         self._starts = [
             [
@@ -259,10 +257,10 @@ class Edits:
         """
         # torch takes several times as long to read an attribute of a subclass of Parameter.
         with past_guards():
-            versions = list(map(_version_of, self._parameters))
+            edited = [b for b in self._buffers if list(map(_version_of, b.unsharded)) != b.versions]
             moved = [buffer for number, buffer in enumerate(self._buffers) if self._has_moved(number, buffer)]
-        if moved or versions != self._versions:
-            self._refuse(versions, moved)
+        if moved or edited:
+            self._refuse(moved)
 
     def _has_moved(self, number: int, buffer: FlatBuffer) -> bool:
         if not (buffer.is_resident or is_allocated(buffer.full)):
@@ -272,12 +270,12 @@ class Edits:
         return list(map(_address_of, self._filled[number])) != self._places[number][1]
 
     @torch.no_grad()
-    def _refuse(self, versions: list[int], moved: Sequence[FlatBuffer]) -> None:
-        before, now = iter(self._versions), iter(versions)
-        self._versions, lost = versions, []
+    def _refuse(self, moved: Sequence[FlatBuffer]) -> None:
+        lost = []
         for buffer in self._buffers:
+            before, buffer.versions = buffer.versions, list(map(_version_of, buffer.unsharded))
             for index, parameter in enumerate(buffer.unsharded):
-                is_lost = next(before) != next(now) and not buffer.shows_main
+                is_lost = before[index] != buffer.versions[index] and not buffer.shows_main
                 if buffer in moved:
                     values, view = parameter.detach(), buffer.view(index)
                     set_data(parameter, view)

@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from zeroshard.comm.device import share_of_cores
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.internals.steps import is_inner_step
+from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.saved import SavedOptimizer
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.parameters.state import refuse_to_drop
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
@@ -225,7 +226,9 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: 
         if is_inner_step(optimizer):
             return
         if (runtime := of_runtime()) is not None:
-            runtime.after_step(together.step(optimizer))
+            parameters = (p for group in optimizer.param_groups for p in only_sharded(group["params"]))
+            stepped = {p for p in parameters if gradient_of(p) is not None}
+            runtime.after_step(stepped, together.step(optimizer))
             runtime.here.exit()
         if engine is not None and (count := engine.count()) is not None:
             count()
