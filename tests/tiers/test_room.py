@@ -34,16 +34,12 @@ def refusals(folder):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_is_needed_what_there_is_and_what_would_need_less_are_told_on_all_ranks(
-    ranks, tmp_path, num_ranks
-):
+def test_what_is_needed_what_there_is_and_what_needs_less_are_told_on_all_ranks(ranks, tmp_path, num_ranks):
     for messages in ranks(num_ranks, refusals, tmp_path):
         for message in messages.values():
             assert "of host memory on this node, got 1000 B free" in message
             assert "buffers for the units in files: " in message
             assert f"on each of {num_ranks} rank(s)" in message
             assert f"on the disk of {tmp_path} for {num_ranks} rank(s), got 4.9 KiB free" in message
-            assert 'precision.main_dtype="bf16": ' in message
-        assert "an optimizer with states of 8 bits: " in messages["AdamW"]
-        assert "states of 8 bits" not in messages["8-bit"]
+            assert 'precision.main_dtype="bf16"' in message
         assert not list(tmp_path.rglob("*.swap"))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.stepping.early import MOST_UNDER_WAY
 from zeroshard.stepping.stored import NUM_PIECES
-from zeroshard.tiers.budget import Alternative, check_budget
+from zeroshard.tiers.budget import check_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +197,9 @@ def check_room(
         ValueError: a folder is not there.
         RuntimeError: the node has less; the message has the bytes of each kind, and says what needs less.
     """
-
-    def count(config: Config, states: States) -> dict[Tier, TierBytes]:
-        setting = read_setting(config, sizes, host_computes=host_computes, steps_by_parts=steps_by_parts)
-        plans = plan_units(specs, setting)
-        return bytes_on_tiers(plans, setting, config.gradient_accumulation_steps, states)
-
-    tiers = count(config, states)
+    setting = read_setting(config, sizes, host_computes=host_computes, steps_by_parts=steps_by_parts)
+    plans = plan_units(specs, setting)
+    tiers = bytes_on_tiers(plans, setting, config.gradient_accumulation_steps, states)
     host, disk = tiers[Tier.HOST], tiers[Tier.DISK]
     if not host.total and not disk.total:
         return
@@ -214,32 +209,9 @@ def check_room(
         "optimizer states": host.optimizer,
         "buffers for the units in files": host.buffers,
     }
-    alternatives = []
-    for text, other, other_states in _alternatives(config, states):
-        found = count(other, other_states)
-        alternatives.append(Alternative(text, found[Tier.HOST].total, found[Tier.DISK].total))
     check_budget(
         {kind: num_bytes for kind, num_bytes in needed.items() if num_bytes},
         disk.total,
         (config.offload.nvme_path or "").split(":") if disk.total else [],
         int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)),
-        alternatives,
     )
-
-
-def _alternatives(config: Config, states: States) -> Iterator[tuple[str, Config, States]]:
-    """Yield settings that need less, each together with those before it."""
-    given, chosen = config.offload, list[str]()
-    if states.num and states.bits == 32:
-        chosen, states = ["an optimizer with states of 8 bits"], replace(states, bits=8)
-        yield chosen[0], config, states
-    if config.precision.main_dtype is not torch.bfloat16 and not config.ignored:
-        chosen.append('precision.main_dtype="bf16"')
-        config = replace(config, precision=replace(config.precision, main_dtype=torch.bfloat16))
-        yield ", and ".join(chosen), config, states
-    for name in ("optimizer", "parameters"):
-        if getattr(given, name) == "cpu":
-            chosen.append(f'offload.{name}="nvme"')
-            changed: dict[str, Any] = {name: "nvme", "nvme_path": given.nvme_path or "."}
-            config = replace(config, offload=replace(config.offload, **changed))
-            yield ", and ".join(chosen), config, states

@@ -1,7 +1,7 @@
 """The memory and disk space that tiers need, compared with what this node has, before any is taken.
 
 The kernel hands out more memory than there is, and ends processes later. So a job that cannot fit is refused
-at its start, with what would need less.
+at its start, with what needs less.
 """
 
 from __future__ import annotations
@@ -17,15 +17,6 @@ from zeroshard.tables import format_bytes
 from zeroshard.tiers.swapfile import SETTING, check_folder, place_in, remove_leftovers
 
 
-class Alternative(NamedTuple):
-    """A change of the config, and the bytes that a rank would need with it."""
-
-    setting: str
-    """The line to write, as in 'offload.optimizer="nvme"'."""
-    host: int
-    nvme: int
-
-
 class Node(NamedTuple):
     """Bytes that are free on a node."""
 
@@ -35,12 +26,17 @@ class Node(NamedTuple):
     """Free bytes of each disk, by the folders that lie on it."""
 
 
+_REMEDY = (
+    'Less is needed with optimizer states of 8 bits, with precision.main_dtype="bf16", and with files: '
+    'offload.optimizer="nvme", then offload.parameters="nvme". `zeroshard estimate` lists what fits'
+)
+
+
 def check_budget(
     needed: Mapping[str, int],
     nvme: int,
     folders: Sequence[str | Path],
     num_ranks_on_node: int,
-    alternatives: Sequence[Alternative] = (),
 ) -> None:
     """Refuse what this node has no room for. Call it on all ranks before one of them allocates.
 
@@ -51,11 +47,10 @@ def check_budget(
         nvme: bytes that a rank will reserve on disks, the same in each folder.
         folders: the folders of the nvme tier; none if `nvme` is 0.
         num_ranks_on_node: the ranks that share this node.
-        alternatives: settings to name in the error.
 
     Raises:
         ValueError: a folder is not there.
-        RuntimeError: the node has less. The message has the bytes of each kind, and the settings.
+        RuntimeError: the node has less. The message has the bytes of each kind, and the remedy.
     """
     disks: dict[int, list[str]] = {}
     for folder in map(Path, folders):
@@ -63,14 +58,12 @@ def check_budget(
         remove_leftovers(place_in(folder))
         disks.setdefault(os.stat(folder).st_dev, []).append(str(folder))
     free = {tuple(paths): shutil.disk_usage(paths[0]).free for paths in disks.values()}
-    problem = describe_shortage(needed, nvme, num_ranks_on_node, Node(host_bytes_free(), free), alternatives)
+    problem = describe_shortage(needed, nvme, num_ranks_on_node, Node(host_bytes_free(), free))
     if problem:
         raise RuntimeError(problem)
 
 
-def describe_shortage(
-    needed: Mapping[str, int], nvme: int, num_ranks: int, node: Node, alternatives: Sequence[Alternative] = ()
-) -> str:
+def describe_shortage(needed: Mapping[str, int], nvme: int, num_ranks: int, node: Node) -> str:
     """Return the text of the error, or "" if everything fits; pure. See `check_budget`."""
     lines = []
     if sum(needed.values()) * num_ranks > node.host:
@@ -86,10 +79,7 @@ def describe_shortage(
                 f"{SETTING}: expected {format_bytes(asked)} on the disk of {', '.join(folders)} "
                 f"for {num_ranks} rank(s), got {format_bytes(free)} free"
             ]
-    if lines and alternatives:
-        lines.append("Each rank would need less with:")
-        lines += [_describe(alternative, num_ranks, node) for alternative in alternatives]
-    return "\n".join(lines)
+    return "\n".join([*lines, _REMEDY] if lines else [])
 
 
 def _disks(nvme: int, num_ranks: int, node: Node) -> Iterator[tuple[tuple[str, ...], int, int]]:
@@ -97,16 +87,6 @@ def _disks(nvme: int, num_ranks: int, node: Node) -> Iterator[tuple[tuple[str, .
     num_folders = sum(map(len, node.disks))
     for folders, free in node.disks.items():
         yield folders, -(-nvme * num_ranks * len(folders) // num_folders), free
-
-
-def _describe(alternative: Alternative, num_ranks: int, node: Node) -> str:
-    has_memory = alternative.host * num_ranks <= node.host
-    has_disks = all(asked <= free for _, asked, free in _disks(alternative.nvme, num_ranks, node))
-    return (
-        f"  {alternative.setting}: {format_bytes(alternative.host)} of host memory, "
-        f"{format_bytes(alternative.nvme)} of files"
-        f"{'' if has_memory and has_disks else '; still too much'}"
-    )
 
 
 def host_bytes_free() -> int:
