@@ -156,7 +156,7 @@ class _MethodStandIn:
 
 
 class _OnWholes(_MethodStandIn):
-    """A method that writes a file of the model's parameters: it writes whole ones, or those it is given.
+    """A method that writes or resizes the model's parameters: whole ones, or those it is given.
 
     Args:
         module, name: the model and the name of the method.
@@ -177,17 +177,22 @@ class _OnWholes(_MethodStandIn):
 
 
 def refuse_files_of_slices(runtime: Runtime) -> None:
-    """Have methods of transformers and peft refuse to write slices, in all of their models inside a model."""
+    """Have methods of transformers and peft refuse slices, in all of their models inside a model."""
     is_divided = runtime.context.axes.pp.size > 1
     remedy = "call it under engine.unsharded() on all ranks"
     if is_divided:
         remedy = "save engine.full_state_dict(), which has the parameters of all pipeline ranks"
+    resizes = "call it before initialize, or after engine.close()"
     for path, module in runtime.module.named_modules():
-        for name in ("save_pretrained", "push_to_hub"):
+        saves = remedy if path else f"{remedy}; or call save_pretrained() of the engine"
+        remedies = dict.fromkeys(("save_pretrained", "push_to_hub"), saves)
+        names = ("resize_token_embeddings", "set_input_embeddings", "set_output_embeddings")
+        remedies |= dict.fromkeys(names, resizes)
+        for name, call in remedies.items():
             if hasattr(type(module), name):  # peft hands on the methods of the model inside
                 refusal = (
                     f"{name}(){f' of {path!r}' if path else ''} of the sharded model sees only this rank's "
-                    f"slices: {remedy}{'' if path else '; or call save_pretrained() of the engine'}"
+                    f"slices: {call}"
                 )
                 method = _OnWholes(module, name, refusal, is_divided=is_divided)
                 runtime.changes.set(module, name, method)
