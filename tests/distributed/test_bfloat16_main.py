@@ -636,7 +636,8 @@ def test_memory_at_rest_is_2_bytes_a_parameter_and_2_a_gradient_as_foretold(rank
             case = stage, num_micro, precision
             held = size if stage == 0 else size / n
             in_bf16 = {0: 2, 1: 2, 2: 2, 3: 2 / n}[stage] * size
-            in_fp32 = 4 * size * (stage < 3) + 2 * held  # a copy to compute with, and the main parameters
+            # A copy to compute with, which one rank keeps at stage 3, too, and the main parameters.
+            in_fp32 = 4 * size * (stage < 3 or n == 1) + 2 * held
             assert parameters == (in_bf16 if precision == BF16_MAIN else in_fp32), case
             assert parameters == foretold.parameters, case
             padding = size - sum(p.numel() for p in build().parameters())

@@ -74,7 +74,7 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """
     for group in by_device(tensors):
         own, runs = moves.beside(factor, group[0]), contiguous_runs(group)
-        if own is not factor and own.item() == 1.0:
+        if own.is_cpu and own is not factor and own.item() == 1.0:
             continue  # host memory is slow
         if alike := [run for run in runs if run.dtype == own.dtype]:
             torch._foreach_mul_(alike, own)

@@ -340,7 +340,7 @@ def test_what_differs_for_a_parameter_goes_with_a_copy_and_a_pickle():
 def test_an_override_that_would_have_no_effect_is_refused():
     parameter = nn.Parameter(torch.ones(5000))
     optimizer = AdamW8bit([parameter])
-    with pytest.raises(ValueError, match="expected one of the optimizer's parameters"):
+    with pytest.raises(ValueError, match="expected a parameter of the optimizer"):
         optimizer.override(nn.Parameter(torch.ones(5000)), {"lr": 0.1})
     parameter.grad = torch.ones(5000)
     optimizer.step()
