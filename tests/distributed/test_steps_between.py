@@ -159,6 +159,7 @@ def games(make):
     return runs
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("make", [halves_of, only_one])
 def test_a_step_outdates_no_values_of_other_parameters(ranks, num_ranks, make):

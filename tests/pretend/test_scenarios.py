@@ -49,6 +49,7 @@ LONG = {
     *("asynchronous_alone", "asynchronous_alone_versions", "asynchronous_alone_moved", "stage1_norms_fp32"),
     *("pipeline_recompute", "pipeline_chunks_host", "pipeline_kept", "muon_tensor", "muon_on_host"),
     *("files_read_in_backward", "files_stepped_in_backward_accumulate", "host_in_pieces_late_state"),
+    *("host_looked_at_1", "some_parameters_on_host", "host_stage2_clip_accumulate", "host_saved_fused"),
     *("tensor_sequence", "host_stage3_clip_accumulate", "ema_stage3_on_host", "log_stage3"),
 }
 """Scenarios of features that have another one, alone or together with something else, and of rare uses."""

@@ -203,6 +203,7 @@ def flat(seen):
     return [value for one in seen for value in (one if isinstance(one, list) else [one])]
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("names", [list(LOOKS)[start::3] for start in range(3)], ids=["0", "1", "2"])
 def test_steps_that_wait_have_the_bits_of_steps_at_once(ranks, names, num_ranks):
