@@ -4,9 +4,9 @@
     compute     | step 0 | forward 0 | step 1 | forward 1 | step 2 | forward 2 |
     copies      | states 1 up        | states 2 up, 0 down | states 3 up, 1 down
 
-So values on the host travel along with a forward. Values are those of a step at once. What no
-forward has reached is stepped before the next backward or step begins. Before anybody looks at parameters,
-gradients or states from outside, all steps are taken.
+So values on the host travel along with a forward. Values are those of a step at once. What no forward has
+reached is stepped before the next backward or step begins. Before anybody looks at parameters, gradients or
+states from outside, all steps are taken.
 
 A tensor over the memory of a parameter, as `p.data`, could be read unseen. Once somebody has one, steps no
 longer wait; nor after a read of `optimizer.state`. Nor does a step whose gradients somebody holds.

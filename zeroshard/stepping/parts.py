@@ -401,8 +401,10 @@ class StepByParts:
         pairs = zip(twins, parts, strict=True)
         steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in pairs]
         if self.late is None or not self.late.take(steps, self._end_step):
-            for _, step in steps:
-                step()
+            # Else the memory that an optimizer takes of a parameter would look as if code of the user had it.
+            with nullcontext() if self.late is None else past_guards():
+                for _, step in steps:
+                    step()
             self._end_step()
 
     def _end_step(self) -> None:

@@ -261,6 +261,15 @@ def _edited_after_forwards(bench: Bench) -> list[Tensor]:
     return [loss.detach() for loss in graphs] + plainly(bench, 1)
 
 
+def _gradients_read_once(bench: Bench) -> list[Tensor]:
+    """The first step does not wait, since somebody may hold its gradients; later ones do."""
+    loss = bench.loss(0)
+    bench.engine.backward(loss)
+    seen = [p.grad.sum() for p in bench.engine.parameters() if p.grad is not None]
+    bench.engine.step()
+    return [loss.detach(), *seen, *plainly(bench)]
+
+
 def _looked_at(bench: Bench) -> list[Tensor]:
     """Between a step and the next forward somebody looks at values, or changes options."""
     engine, optimizer = bench.engine, bench.engine.optimizer
@@ -356,6 +365,15 @@ _FRACTION = {**HOST, "device_fraction": 0.5}
 _FULL = ("full/parameters.py", "sharding/source.py(write)")
 
 _add("host_stage3_one_rank", HOST, stage=3, num_ranks=1)
+_add(
+    "host_gradients_read_once",
+    HOST,
+    _gradients_read_once,
+    stage=3,
+    precision=NARROW,
+    near_bytes=4096,
+    may_sync=NEW_STATES,
+)
 for _ranks in (1, 2):
     _add(
         f"host_looked_at_{_ranks}",
