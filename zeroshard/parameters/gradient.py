@@ -42,8 +42,12 @@ def set_gradients(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
     """
     with past_guards():
         for parameter, gradient in pairs:
-            is_near = gradient is not None and gradient.device == parameter.device
-            _SET(parameter, gradient if is_near else None)
+            try:
+                _SET(parameter, gradient)
+            except RuntimeError:
+                if gradient is None or gradient.device == parameter.device:
+                    raise
+                _SET(parameter, None)
             cast(Any, parameter)._gradient = gradient
 
 
