@@ -49,32 +49,32 @@ class Pipeline:
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.swap = Swap([folder], rank=0, num_threads=args.threads)
-        self.extents = [self.swap.allocate(args.part << 20) for _ in range(args.total // args.part)]
-        self._buffers = [host_memory(self.extents[0].padded, pinned=False) for _ in range(3)]
-        for number, extent in enumerate(self.extents):
-            self.swap.write(extent, self._buffers[0].fill_(number % 251)).wait()
+        self.places = [self.swap.empty(args.part << 20) for _ in range(args.total // args.part)]
+        self._buffers = [host_memory(self.places[0].nbytes, pinned=False) for _ in range(3)]
+        for number, place in enumerate(self.places):
+            self.swap.write(place, self._buffers[0].fill_(number % 251)).wait()
 
     def run(self) -> None:
         reads = {0: self._read(0)}
         writes = {}
-        for number, extent in enumerate(self.extents):
-            if number + 1 < len(self.extents):
+        for number, place in enumerate(self.places):
+            if number + 1 < len(self.places):
                 if number >= 2:  # the buffer of the next part is that of the last but one
                     writes.pop(number - 2).wait()
                 reads[number + 1] = self._read(number + 1)
             reads.pop(number).wait()
-            writes[number] = self.swap.write(extent, self._buffers[number % 3])
+            writes[number] = self.swap.write(place, self._buffers[number % 3])
         for transfer in writes.values():
             transfer.wait()
 
     def _read(self, number: int) -> FileTransfer:
-        return self.swap.read(self.extents[number], self._buffers[number % 3])
+        return self.swap.read(self.places[number], self._buffers[number % 3])
 
     def check(self) -> None:
         """Raise an error unless each part still has its bytes."""
-        for number, extent in enumerate(self.extents):
-            self.swap.read(extent, self._buffers[0]).wait()
-            if not torch.all(self._buffers[0][: extent.num_bytes] == number % 251):
+        for number, place in enumerate(self.places):
+            self.swap.read(place, self._buffers[0]).wait()
+            if not torch.all(self._buffers[0] == number % 251):
                 raise RuntimeError(f"Expected the bytes of part {number}, got others")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,14 +23,13 @@ from zeroshard.comm import collectives, mesh, streams
 from zeroshard.comm.collectives import Axis, Channel, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
-from zeroshard.sharding import landing, runtime, storage
+from zeroshard.sharding import runtime
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping import stored
-from zeroshard.stepping.early import Worker
-from zeroshard.stepping.stored import HostStore, Piece
+from zeroshard.stepping.stored import Piece
 from zeroshard.tiers.memory import HostBuffer, HostCopy
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
@@ -206,45 +204,10 @@ def _no_wait_for_gradients_on_the_host(bench: Bench, patch: pytest.MonkeyPatch) 
     patch.setattr(Landing, "arrival", lambda landing: lambda: None)
 
 
-@_must_show(Kind.RACE, scenarios=_EARLY)
-def _gradients_are_overwritten_before_their_step(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-    """The memory of gradients on the host is used again while another thread still steps with them."""
-
-    def count(memory: Tensor) -> int:
-        _let_steps_end(bench)
-        return storage.count_views(memory)
-
-    patch.setattr(landing, "count_views", count)
-
-
-def _let_steps_end(bench: Bench) -> None:
-    """Let another thread end its work, so that all values are right; nothing notes the order."""
-    early = bench.engine._early
-    futures.wait(() if early is None else early._worker._under_way)
-
-
-@_must_show(Kind.RACE, scenarios=("files_read_in_backward",))
-def _no_wait_for_steps_at_the_end(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-    """A backward ends while another thread still steps units."""
-    patch.setattr(Worker, "finish", lambda worker: _let_steps_end(bench))
-
-
-@_must_show(Kind.RACE, scenarios=("files_read_in_backward",))
-def _no_wait_for_a_step_under_way(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-    """A unit is gathered while another thread steps it."""
-    give = Worker.give
-
-    def gives(worker: Worker, work: Callable[[], None]) -> Callable[[], None]:
-        give(worker, work)
-        return lambda: _let_steps_end(bench)
-
-    patch.setattr(Worker, "give", gives)
-
-
 @_must_show(Kind.RACE, scenarios=("host_stage3", "host_stepped_in_backward", "host_in_pieces"))
 def _no_wait_for_what_is_stepped(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The device steps values before they have come from the host, and reads others into their memory."""
-    patch.setattr(HostStore, "ready", lambda store, piece: piece.copies.clear())
+    patch.setattr(Piece, "follow", lambda piece: None)
 
 
 @_must_show(Kind.RACE, scenarios=("host_stage3_bf16", "host_edited", "parameters_on_host_saved"))

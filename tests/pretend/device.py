@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from tests.pretend.clocks import Event, Stream, Timeline
-from tests.pretend.threads import install_threads
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
 from zeroshard.checkpoint.save import SnapshotMemory
@@ -29,7 +28,7 @@ from zeroshard.checkpoint.tensors import TensorReader
 from zeroshard.comm import activations, collectives, lifecycle, mesh, messages, moves, streams
 from zeroshard.stepping import rounding, wholes
 from zeroshard.tiers import files, memory, places
-from zeroshard.tiers.files import Extent, FileTransfer, Swap
+from zeroshard.tiers.files import FileTransfer, Swap
 
 _resize = torch.UntypedStorage.resize_
 
@@ -72,7 +71,6 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
     patch.setattr(torch.UntypedStorage, "resize_", resize)
     _install_host(patch, trace)
     _install_moves(patch, trace)
-    install_threads(patch, trace)
     for name in ("cpu", "numpy", "tolist"):
         patch.setattr(torch.Tensor, name, _reading(getattr(torch.Tensor, name), trace))
 
@@ -118,10 +116,11 @@ def _install_transfers(patch: pytest.MonkeyPatch, trace: Trace) -> None:
 
     def starting(method: Callable[..., FileTransfer], *, is_write: bool) -> Callable[..., FileTransfer]:
         @functools.wraps(method)
-        def start(swap: Swap, extent: Extent, memory: torch.Tensor) -> FileTransfer:
+        def start(swap: Swap, values: torch.Tensor, memory: torch.Tensor, *is_ready: Any) -> FileTransfer:
             with trace.paused():
-                transfer = method(swap, extent, memory)
-            ends[transfer] = trace.transfer(memory, method.__name__, writes=is_write)
+                transfer = method(swap, values, memory)
+            after = [wait.__self__.event for wait in is_ready]
+            ends[transfer] = trace.transfer(memory, method.__name__, after, writes=is_write)
             return transfer
 
         return start

@@ -284,10 +284,12 @@ class Trace:
                 self.note(name, (), regions)
                 self._wait_here(name)
 
-    def transfer(self, tensor: Tensor, name: str, *, writes: bool) -> Event:
-        """A thread of the host reads or writes memory beside all others, up to the event."""
+    def transfer(self, tensor: Tensor, name: str, after: Iterable[Event], *, writes: bool) -> Event:
+        """A thread of the host reads or writes memory along with all others, between the events."""
         regions = regions_of(tensor)
         with self.lock, (stream := self.timeline.stream("transfer")):
+            for event in after:
+                stream.wait_event(event)
             self.note(name, () if writes else regions, regions if writes else ())
         return stream.record_event()
 

@@ -1,7 +1,8 @@
-"""Extents keep their bytes; what goes wrong is one error for whoever waits, and holds up nobody else."""
+"""Places in files keep their bytes; what goes wrong is one error for whoever waits, and stops nobody else."""
 
 import errno
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -31,23 +32,25 @@ def swap(tmp_path):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """An extent of some blocks has several chunks."""
+    """An place of some blocks has several chunks."""
     monkeypatch.setattr(files, "LEAST_CHUNK", BLOCK)
     monkeypatch.setattr(files, "MOST_CHUNK", 2 * BLOCK)
 
 
-def memory_of(extent, seed=None):
-    """Memory for an extent, with random bytes if there is a seed."""
-    memory = host_memory(extent.padded, pinned=False)
+def memory_of(place, seed=None):
+    """Memory for a place, with random bytes if there is a seed."""
+    lead = place.storage_offset() % BLOCK
+    memory = host_memory(lead + place.nbytes, pinned=False)[lead:]
     if seed is not None:
         memory.random_(generator=torch.Generator().manual_seed(seed))
     return memory
 
 
-def content_of(swap, extent):
-    memory = memory_of(extent)
-    swap.read(extent, memory).wait()
-    return memory[: extent.num_bytes]
+def content_of(swap, place):
+    memory = memory_of(place)
+    swap.read(place, memory).wait()
+    assert torch.equal(place, memory)
+    return memory
 
 
 def paths_in(folder):
@@ -62,42 +65,71 @@ ACTS = st.lists(
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(acts=ACTS, num_folders=st.integers(1, 3))
-def test_every_extent_keeps_the_bytes_that_were_written_last(tmp_path, acts, num_folders):
+def test_every_place_keeps_the_bytes_that_were_written_last(tmp_path, acts, num_folders):
     folders = [tmp_path / str(number) for number in range(num_folders)]
     for folder in folders:
         folder.mkdir(exist_ok=True)
     with closing(Swap(folders, 0, num_threads=2)) as swap:
-        extents = follow(swap, acts)
-        for extent, values in extents.items():
+        places = follow(swap, acts)
+        for place, values in places:
             if values is not None:
-                assert torch.equal(content_of(swap, extent), values[: extent.num_bytes])
+                assert torch.equal(content_of(swap, place), values)
         sizes = [path.stat().st_size for folder in folders for path in paths_in(folder)]
         assert (len(sizes), sum(sizes)) == (num_folders, swap.num_bytes)
     assert not any(list(folder.iterdir()) for folder in folders)
 
 
 def follow(swap, acts):
-    """Allocate, write and free; return the values that each extent should have, None before a write."""
-    expected, transfers = {}, []
+    """Allocate, write and free; return the places, each with its values, None before a write."""
+    expected, transfers = [], []
     for number, (act, num_bytes, which) in enumerate(acts):
         if act == "allocate" or not expected:
-            expected[swap.allocate(num_bytes)] = None
+            expected.append((swap.empty(num_bytes + 1), None))
             continue
-        extent = list(expected)[which % len(expected)]
-        if act == "free":
-            swap.free(extent)
-            del expected[extent]
-        else:
-            expected[extent] = memory_of(extent, seed=number)
-            transfers.append(swap.write(extent, expected[extent]))
+        place, _ = expected.pop(which % len(expected))
+        if act == "write":
+            for transfer in transfers:
+                transfer.wait()
+            expected.append((place, memory_of(place, seed=number)))
+            transfers.append(swap.write(*expected[-1]))
     for transfer in transfers:
         transfer.wait()
         assert transfer.is_over()
     return expected
 
 
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts=st.sets(st.integers(1, 9 * BLOCK - 1), max_size=6), num_folders=st.integers(1, 2))
+def test_ranges_of_a_place_may_begin_and_end_inside_of_blocks(tmp_path, cuts, num_folders):
+    with closing(Swap([tmp_path] * num_folders, 0, num_threads=2)) as swap:
+        place = swap.empty(9 * BLOCK)
+        ends = [0, *sorted(cuts), place.nbytes]
+        ranges = [place[first:last] for first, last in itertools.pairwise(ends)]
+        values = [memory_of(part, seed) for seed, part in enumerate(ranges)]
+        writes = [swap.write(*each) for each in zip(ranges, values, strict=True)]
+        for part, written in zip(ranges, values, strict=True):
+            assert torch.equal(content_of(swap, part), written)
+        assert all(write.is_over() for write in writes)
+        assert torch.equal(place, torch.cat(values))
+
+
+def test_a_write_begins_when_its_values_are_there_and_what_they_come_from_may_fail(swap):
+    place, is_there = swap.empty(BLOCK), threading.Event()
+    values = memory_of(place)
+
+    def wait():
+        assert is_there.wait(30)
+
+    transfer = swap.write(place, values, wait)
+    values.fill_(7)
+    assert not transfer.is_over()
+    is_there.set()
+    transfer.wait()
+    assert place.eq(7).all()
+
+
 def test_a_file_that_grows_while_it_is_written_is_not_taken_for_a_truncated_one(swap, monkeypatch):
-    extent, fstat, size_is_known = swap.allocate(BLOCK), os.fstat, threading.Event()
+    place, fstat, size_is_known = swap.empty(BLOCK), os.fstat, threading.Event()
 
     def slow(descriptor):
         status = fstat(descriptor)
@@ -106,41 +138,48 @@ def test_a_file_that_grows_while_it_is_written_is_not_taken_for_a_truncated_one(
         return status
 
     monkeypatch.setattr(os, "fstat", slow)
-    transfer = swap.write(extent, memory_of(extent, 1))
+    transfer = swap.write(place, memory_of(place, 1))
     size_is_known.wait()
-    swap.allocate(BLOCK)
+    swap.empty(BLOCK)
     transfer.wait()
 
 
-def test_a_freed_extent_makes_room_for_one_of_the_same_size_whose_values_are_its_own(swap):
-    first, other = swap.allocate(10 * BLOCK + 1), swap.allocate(BLOCK)
+def test_a_freed_place_makes_room_for_one_of_the_same_size(swap):
+    first, other = swap.empty(10 * BLOCK + 1), swap.empty(BLOCK)
     swap.write(other, memory_of(other, 1)).wait()
-    swap.write(first, memory_of(first, 2))  # nobody waits for it but `free`
+    swap.write(first, memory_of(first, 2))  # it holds the place until it is over
     size = swap.num_bytes
-    swap.free(first)
-    second = swap.allocate(11 * BLOCK)
+    del first
+    wait_for_threads(swap)
+    second = swap.empty(11 * BLOCK)
     assert swap.num_bytes == size == 12 * BLOCK
-    with pytest.raises(RuntimeError, match="written before it is read"):
-        swap.read(second, memory_of(second))
-    with pytest.raises(KeyError):
-        swap.free(first)
+    swap.write(second, memory_of(second, 3)).wait()
+    assert torch.equal(content_of(swap, second), memory_of(second, 3))
     assert torch.equal(content_of(swap, other), memory_of(other, 1))
+
+
+def wait_for_threads(swap):
+    """Wait until all work so far is over, and nobody holds anything of it."""
+    barrier = threading.Barrier(swap._num_threads + 1)
+    for _ in range(swap._num_threads):
+        swap._threads.submit(barrier.wait, 30)
+    barrier.wait(30)
 
 
 def test_values_are_whole_where_the_system_moves_less_than_it_was_asked_for(swap, monkeypatch):
     def short(call):
-        return lambda fd, buffers, offset: call(fd, [buffers[0][:BLOCK]], offset)
+        return lambda fd, buffers, offset, *flags: call(fd, [buffers[0][:BLOCK]], offset, *flags)
 
-    extent = swap.allocate(8 * BLOCK)
+    place = swap.empty(8 * BLOCK)
     monkeypatch.setattr(os, "pwritev", short(os.pwritev))
     monkeypatch.setattr(os, "preadv", short(os.preadv))
-    swap.write(extent, memory_of(extent, 5)).wait()
-    assert torch.equal(content_of(swap, extent), memory_of(extent, 5))
+    swap.write(place, memory_of(place, 5)).wait()
+    assert torch.equal(content_of(swap, place), memory_of(place, 5))
 
 
 def test_a_failed_write_is_an_error_of_its_extent_alone_until_a_later_one_succeeds(swap, monkeypatch):
-    lost, other = swap.allocate(6 * BLOCK), swap.allocate(6 * BLOCK)
-    pwritev, bad = os.pwritev, lost.chunks[1].offset
+    lost, other = swap.empty(6 * BLOCK), swap.empty(6 * BLOCK)
+    pwritev, bad = os.pwritev, swap.extent_of(lost).chunks[1].offset
 
     def full(fd, buffers, offset):
         if offset == bad:
@@ -162,7 +201,7 @@ def test_a_failed_write_is_an_error_of_its_extent_alone_until_a_later_one_succee
 
 
 def test_nobody_uses_the_memory_any_more_when_a_failed_transfer_was_waited_for(swap, monkeypatch):
-    extent = swap.allocate(6 * BLOCK)
+    place = swap.empty(6 * BLOCK)
 
     def slow(fd, buffers, offset):
         if offset == 0:
@@ -171,36 +210,15 @@ def test_nobody_uses_the_memory_any_more_when_a_failed_transfer_was_waited_for(s
         return len(buffers[0])
 
     monkeypatch.setattr(os, "pwritev", slow)
-    transfer = swap.write(extent, memory_of(extent))
+    transfer = swap.write(place, memory_of(place))
     with pytest.raises(RuntimeError, match="Input/output error"):
         transfer.wait()
     assert transfer.is_over()
 
 
-@pytest.mark.parametrize("frees", [False, True])
-def test_transfers_of_one_place_on_the_disk_are_done_in_order(swap, monkeypatch, frees):
-    extent, pwritev, calls = swap.allocate(BLOCK), os.pwritev, []
-
-    def first_is_slow(fd, buffers, offset):
-        calls.append(offset)
-        if len(calls) == 1:
-            time.sleep(0.1)
-        return pwritev(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "pwritev", first_is_slow)
-    first = swap.write(extent, memory_of(extent, 1))
-    if frees:
-        swap.free(extent)
-        extent = swap.allocate(BLOCK)
-    swap.write(extent, memory_of(extent, 2)).wait()
-    first.wait()
-    assert torch.equal(content_of(swap, extent), memory_of(extent, 2))
-    assert calls == [0, 0]
-
-
 def test_a_failed_read_can_be_tried_again(swap, monkeypatch):
-    extent = swap.allocate(BLOCK)
-    swap.write(extent, memory_of(extent, 1)).wait()
+    place = swap.empty(BLOCK)
+    swap.write(place, memory_of(place, 1)).wait()
 
     def broken(fd, buffers, offset):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -208,50 +226,50 @@ def test_a_failed_read_can_be_tried_again(swap, monkeypatch):
     with monkeypatch.context() as patches:
         patches.setattr(os, "preadv", broken)
         with pytest.raises(RuntimeError, match=r"could not read 4096 bytes at 0: Input/output error\. Check"):
-            swap.read(extent, memory_of(extent)).wait()
-    assert torch.equal(content_of(swap, extent), memory_of(extent, 1))
+            swap.read(place, memory_of(place)).wait()
+    assert torch.equal(content_of(swap, place), memory_of(place, 1))
 
 
 @pytest.mark.parametrize("size", [0, BLOCK, 3 * BLOCK + 100])
 def test_a_file_that_was_truncated_is_damaged_for_good(swap, size):
-    extents = [swap.allocate(2 * BLOCK) for _ in range(3)]
-    for extent in extents:
-        swap.write(extent, memory_of(extent, 1)).wait()
+    places = [swap.empty(2 * BLOCK) for _ in range(3)]
+    for place in places:
+        swap.write(place, memory_of(place, 1)).wait()
     os.truncate(swap.paths[0], size)
     message = rf"{swap.paths[0]}: expected 24576 bytes, got {size}: the file was truncated\..*checkpoint"
     with pytest.raises(RuntimeError, match=message):
-        swap.write(extents[2], memory_of(extents[2], 1)).wait()  # would leave zeros before it
+        swap.write(places[2], memory_of(places[2], 1)).wait()  # would leave zeros before it
     os.truncate(swap.paths[0], 6 * BLOCK)
     with pytest.raises(RuntimeError, match=message):
-        swap.read(extents[0], memory_of(extents[0])).wait()
+        swap.read(places[0], memory_of(places[0])).wait()
 
 
 def test_a_file_that_was_truncated_does_not_grow_again_with_zeros(swap):
-    extent = swap.allocate(2 * BLOCK)
-    swap.write(extent, memory_of(extent, 1)).wait()
+    place = swap.empty(2 * BLOCK)
+    swap.write(place, memory_of(place, 1)).wait()
     os.truncate(swap.paths[0], 0)
     with pytest.raises(RuntimeError, match="expected 8192 bytes, got 0: the file was truncated"):
-        swap.allocate(BLOCK)
+        swap.empty(BLOCK)
     with pytest.raises(RuntimeError, match="the file was truncated"):
-        swap.read(extent, memory_of(extent)).wait()
+        swap.read(place, memory_of(place)).wait()
 
 
 def test_a_file_that_ends_while_it_is_read_is_an_error(swap, monkeypatch):
-    extent = swap.allocate(3 * BLOCK)
-    swap.write(extent, memory_of(extent, 1)).wait()
+    place = swap.empty(3 * BLOCK)
+    swap.write(place, memory_of(place, 1)).wait()
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 100)
     with pytest.raises(
         RuntimeError, match=r"expected to read \d+ bytes at \d+, got 0\. Values in it are lost"
     ):
-        swap.read(extent, memory_of(extent)).wait()
+        swap.read(place, memory_of(place)).wait()
 
 
 def test_a_file_that_was_removed_is_an_error(swap):
-    extent = swap.allocate(BLOCK)
-    swap.write(extent, memory_of(extent, 1)).wait()
+    place = swap.empty(BLOCK)
+    swap.write(place, memory_of(place, 1)).wait()
     swap.paths[0].unlink()
     with pytest.raises(RuntimeError, match="the file was removed while it was in use"):
-        swap.read(extent, memory_of(extent)).wait()
+        swap.read(place, memory_of(place)).wait()
 
 
 def test_a_full_disk_is_told_at_once_and_takes_nothing_on_the_others(tmp_path, monkeypatch):
@@ -259,7 +277,7 @@ def test_a_full_disk_is_told_at_once_and_takes_nothing_on_the_others(tmp_path, m
     for folder in folders:
         folder.mkdir()
     swap = Swap(folders, 0)
-    kept = swap.allocate(4 * BLOCK)
+    kept = swap.empty(4 * BLOCK)
     swap.write(kept, memory_of(kept, 1)).wait()
     reserve, calls = os.posix_fallocate, []
 
@@ -274,9 +292,9 @@ def test_a_full_disk_is_told_at_once_and_takes_nothing_on_the_others(tmp_path, m
         rf"{swap.paths[1]}: could not reserve 40\.0 KiB \(40960 bytes\) more: No space left.* free.*nvme_path"
     )
     with pytest.raises(RuntimeError, match=message):
-        swap.allocate(20 * BLOCK)
+        swap.empty(20 * BLOCK)
     assert swap.num_bytes == sum(path.stat().st_size for path in swap.paths) == 4 * BLOCK
-    later = swap.allocate(20 * BLOCK)
+    later = swap.empty(20 * BLOCK)
     swap.write(later, memory_of(later, 2)).wait()
     assert torch.equal(content_of(swap, kept), memory_of(kept, 1))
     assert torch.equal(content_of(swap, later), memory_of(later, 2))
@@ -284,7 +302,7 @@ def test_a_full_disk_is_told_at_once_and_takes_nothing_on_the_others(tmp_path, m
 
 
 def test_an_allocation_may_find_mapped_tensors_in_the_garbage(swap, monkeypatch):
-    garbage = [swap.map(swap.allocate(BLOCK))]
+    garbage = [swap.empty(BLOCK)]
     garbage.append(garbage)
     del garbage
     cut = files.cut
@@ -295,26 +313,26 @@ def test_an_allocation_may_find_mapped_tensors_in_the_garbage(swap, monkeypatch)
 
     monkeypatch.setattr(files, "cut", collect_and_cut)
     found = []
-    thread = threading.Thread(target=lambda: found.append(swap.allocate(2 * BLOCK)), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(swap.empty(2 * BLOCK)), daemon=True)
     thread.start()
     thread.join(10)
     assert found
     before = swap.num_bytes
-    swap.allocate(BLOCK)
+    swap.empty(BLOCK)
     assert swap.num_bytes == before
 
 
 def test_close_waits_removes_and_may_be_called_again(tmp_path):
     swap = Swap([tmp_path], 0)
-    extent = swap.allocate(50 * BLOCK)
-    transfer = swap.write(extent, memory_of(extent, 1))
+    place = swap.empty(50 * BLOCK)
+    transfer = swap.write(place, memory_of(place, 1))
     swap.close()
     assert transfer.is_over()
     transfer.wait()
     assert not list(tmp_path.iterdir())
     swap.close()
     assert swap.num_bytes == 0
-    for call in (lambda: swap.allocate(1), lambda: swap.read(extent, memory_of(extent))):
+    for call in (lambda: swap.empty(1), lambda: swap.read(place, memory_of(place))):
         with pytest.raises(RuntimeError, match="Expected an open Swap"):
             call()
 
@@ -330,29 +348,36 @@ def test_files_go_with_their_swap_which_waits_for_no_thread(tmp_path, monkeypatc
         assert may_write.wait(30)
         return write(*args)
 
-    extent = swap.allocate(5 * BLOCK)
+    place = swap.empty(5 * BLOCK)
     monkeypatch.setattr(os, "pwritev", write_late)
-    transfer = swap.write(extent, memory_of(extent, 1))
+    transfer = swap.write(place, memory_of(place, 1))
     del swap  # a garbage collection that waited here could do so under a lock that the thread needs
     assert len(paths_in(tmp_path)) == 1
     may_write.set()
+    del place
     transfer.wait()
-    assert not list(tmp_path.iterdir())
+    wait_for_all(lambda: not list(tmp_path.iterdir()))
+
+
+def wait_for_all(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_thread_holds_no_file_after_the_transfer_that_one_waits_for(tmp_path, monkeypatch):
     swap, arguments = Swap([tmp_path], 0), []
-    submit, extent = swap._threads.submit, swap.allocate(5 * BLOCK)
+    submit, place = swap._threads.submit, swap.empty(5 * BLOCK)
 
     def submit_and_keep(*args):  # as a thread does for a moment after the result is there
         arguments.append(args)
         return submit(*args)
 
     monkeypatch.setattr(swap._threads, "submit", submit_and_keep)
-    swap.write(extent, memory_of(extent, 1)).wait()
-    swap.flush().wait()
+    swap.write(place, memory_of(place, 1)).wait()
     monkeypatch.undo()
-    del swap
+    del swap, place
     assert arguments
     assert not list(tmp_path.iterdir())
 
@@ -363,20 +388,20 @@ from zeroshard.tiers.files import Swap
 from zeroshard.tiers.memory import host_memory
 
 swap = Swap([sys.argv[1]], 0)
-extent, memory = swap.allocate(5000), host_memory(8192, False).fill_(9)
-swap.write(extent, memory).wait()
+place, memory = swap.empty(5000), host_memory(8192, False).fill_(9)
+swap.write(place, memory).wait()
 child = os.fork()
 if not child:
     try:
-        swap.read(extent, memory)
+        swap.read(place, memory)
     except RuntimeError as error:
         print(error, flush=True)
     sys.exit(3)  # with all that happens at exit
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 Swap([sys.argv[1]], 1).close()  # the lock is still there
-swap.read(extent, memory.zero_()).wait()
+swap.read(place, memory.zero_()).wait()
 assert memory[:5000].eq(9).all() and swap.paths[0].exists()
-swap.write(extent, memory)
+swap.write(place, memory)
 raise LookupError("the end")
 """
 
@@ -397,8 +422,8 @@ def test_engines_and_ranks_share_a_folder_without_a_warning(tmp_path):
         swaps = [Swap([tmp_path], rank) for rank in (0, 0, 1)]
     assert len(paths_in(tmp_path)) == 3
     for swap in swaps:
-        extent = swap.allocate(BLOCK)
-        swap.write(extent, memory_of(extent, 1)).wait()
-        assert torch.equal(content_of(swap, extent), memory_of(extent, 1))
+        place = swap.empty(BLOCK)
+        swap.write(place, memory_of(place, 1)).wait()
+        assert torch.equal(content_of(swap, place), memory_of(place, 1))
         swap.close()
     assert not list(tmp_path.iterdir())

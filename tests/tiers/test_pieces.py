@@ -1,14 +1,12 @@
-"""Units that are stepped in pieces have the bits of units that are stepped whole, and need no buffers."""
+"""Parameters that are stepped in pieces have the bits of those that are stepped whole."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import zeroshard
 from tests.checkpoint import runs
@@ -22,14 +20,9 @@ PIECE = 2048
 """Bytes; some parameters of the test model have ten such pieces on each of two ranks."""
 
 
-@contextlib.contextmanager
-def small_pieces(*, every=1):
-    """Inside, each unit of some is stepped in small pieces."""
-    cuts = mock.patch.object(
-        pieces, "are_cut", lambda sizes: [size > 0 and n % every == 0 for n, size in enumerate(sizes)]
-    )
-    with cuts, mock.patch.object(pieces, "PIECE_BYTES", PIECE):
-        yield
+def small_pieces(num_bytes=PIECE):
+    """Inside, parameters are stepped in small pieces."""
+    return mock.patch.object(pieces, "NEAR_BYTES", num_bytes)
 
 
 def with_a_late_state(engine, steps):
@@ -45,7 +38,7 @@ def with_a_late_state(engine, steps):
 def trained_in_pieces(folder, names):
     found = []
     early = {"step_in_backward": True}
-    with small_pieces(every=1 + dist.get_rank()):  # each rank decides by itself
+    with small_pieces():
         for name in names:
             make = OPTIMIZERS[name]
             tiers = ({},) if name in UNDIVIDED else ({}, early)
@@ -71,7 +64,7 @@ def trained_in_pieces(folder, names):
         pytest.param(3, tuple(OPTIMIZERS), marks=pytest.mark.long),
     ],
 )
-def test_pieces_give_the_bits_of_whole_units(ranks, tmp_path, num_ranks, names):
+def test_pieces_give_the_bits_of_whole_parameters(ranks, tmp_path, num_ranks, names):
     for found in ranks(num_ranks, trained_in_pieces, tmp_path, names, timeout=300):
         assert not found
 
@@ -84,9 +77,7 @@ def with_and_without(folder):
         runs.train(engine, range(2))
         numel = sorted({p.numel() for p in engine.parameters()})
         counts = {state["step"] for state in engine.optimizer.state.values()}
-        buffers = engine.memory_report().host - sum(
-            p.grad.nbytes for p in engine.parameters() if p.grad is not None
-        )
+        buffers = engine._runtime.context.memory.staging_bytes
         engine.save_checkpoint(folder / "saved")
         runs.train(engine, range(2, 4))
     other = runs.start(config, OPTIMIZERS["8-bit"])
@@ -95,11 +86,11 @@ def with_and_without(folder):
     return numel, counts, buffers, runs.differences(runs.state(other), runs.state(engine))
 
 
-def test_a_piece_counts_no_step_of_its_own_and_needs_no_buffer(ranks, tmp_path):
+def test_a_piece_counts_no_step_of_its_own_and_buffers_are_as_large_as_a_piece(ranks, tmp_path):
     [(numel, counts, buffers, differences)] = ranks(1, with_and_without, tmp_path)
     assert numel[-1] * 4 > PIECE
     assert counts == {2}
-    assert buffers == 0
+    assert 0 < buffers <= 3 * (3 * PIECE + 3 * 2 * 4096)  # values and states, each from a byte of a block on
     assert not differences
 
 
@@ -141,7 +132,7 @@ def test_a_step_after_one_that_failed_in_a_piece_begins_new_states(ranks, tmp_pa
 
 
 def failing(folder):
-    """The error of the step after one whose pages were not written, and differences after a load."""
+    """The errors of a step of which a write fails and of the next one, and differences after a load."""
     config = {"stage": 3, **offload(folder)}
     with small_pieces():
         want = runs.start(config, OPTIMIZERS["AdamW"])
@@ -149,24 +140,26 @@ def failing(folder):
         engine = runs.start(config, OPTIMIZERS["AdamW"])
         runs.train(engine, range(2))
         engine.save_checkpoint(folder / "saved")
-        with mock.patch("os.fdatasync", side_effect=OSError(5, os.strerror(5))):
-            runs.train(engine, [2])
-            with pytest.raises(RuntimeError) as caught:
-                runs.train(engine, [3])
-        with pytest.raises(RuntimeError, match="could not write values of the last step"):
-            runs.train(engine, [3])
+        errors = []
+        with mock.patch("os.pwritev", side_effect=OSError(5, os.strerror(5))):
+            for _ in range(2):
+                with pytest.raises(RuntimeError) as caught:
+                    runs.train(engine, [2])
+                errors.append(str(caught.value))
         engine.load_checkpoint(folder / "saved")
         runs.train(engine, range(2, 4))
-        return str(caught.value), runs.differences(runs.state(engine), runs.state(want))
+        return errors, runs.differences(runs.state(engine), runs.state(want))
 
 
-def test_pages_that_could_not_be_written_are_an_error_of_the_next_step(ranks, tmp_path):
-    [(error, differences)] = ranks(1, failing, tmp_path)
-    assert ".swap: could not write values of the last step: Input/output error" in error
+def test_a_piece_that_could_not_be_written_is_an_error_until_a_load(ranks, tmp_path):
+    [(errors, differences)] = ranks(1, failing, tmp_path)
+    assert ".swap: could not write" in errors[0]
+    assert "Input/output error" in errors[0]
+    assert "load" in errors[1] or "Input/output error" in errors[1]
     assert not differences
 
 
-def test_estimates_count_buffers_of_the_usual_unit_alone():
+def test_estimates_count_buffers_of_pieces():
     def model(vocabulary):
         blocks = [torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)]
         return torch.nn.Sequential(torch.nn.Embedding(vocabulary, 2048), *blocks)
@@ -174,7 +167,7 @@ def test_estimates_count_buffers_of_the_usual_unit_alone():
     config = {"stage": 3, "units": ["Linear", "Embedding"], **offload("/local")}
     with torch.device("meta"):
         small, large = (
-            zeroshard.estimate(model(size), 1, config, optimizer_bits=8).host for size in (8, 9000)
+            zeroshard.estimate(model(size), 1, config, optimizer_bits=8).host for size in (20_000, 90_000)
         )
-    gradients = 4 * 2048 * (9000 - 8)
-    assert large - small == gradients
+    gradients = 4 * 2048 * 70_000
+    assert large - small == pytest.approx(gradients, abs=1 << 20)

@@ -414,12 +414,12 @@ def measure_disk(folder: Path, rank: int = 0) -> Facts:
         warnings.simplefilter("always")
         swap = Swap([folder], rank)
     try:
-        extents = [swap.allocate(PART) for _ in range(NUM_PARTS)]
-        buffers = [host_memory(extent.padded, pinned=False).fill_(17) for extent in extents]
+        places = [swap.empty(PART) for _ in range(NUM_PARTS)]
+        buffers = [host_memory(place.nbytes, pinned=False).fill_(17) for place in places]
 
         def run(move: Callable[..., Any]) -> float:
             begin = time.perf_counter()
-            for transfer in list(map(move, extents, buffers)):
+            for transfer in list(map(move, places, buffers)):
                 transfer.wait()
             return time.perf_counter() - begin
 

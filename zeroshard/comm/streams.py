@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 
 import torch
@@ -99,23 +99,15 @@ class SideStream:
         self._held: deque[tuple[Tensor, Mark]] = deque()
         """Tensors that this stream reads, and the ends of its reads."""
 
-    @contextmanager
-    def after_compute(self) -> Iterator[None]:
-        """Issue work on this stream, after all work so far on the current stream."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            yield
-
-    def use_here(self) -> None:
-        """Make this the current stream of the thread, whose work compute is not ordered with.
-
-        Another thread than the forwards' calls it: a new thread has the default device and stream.
-        """
+    def after_compute(self) -> AbstractContextManager[object]:
+        """Return a context that issues work on this stream, after all work so far on the current stream."""
         if self._stream is not None:
-            torch.accelerator.set_stream(self._stream)
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        return self.here()
+
+    def here(self) -> AbstractContextManager[object]:
+        """Return a context that issues work on this stream, which waits for no compute."""
+        return nullcontext() if self._stream is None else self._stream
 
     def join(self) -> None:
         """Let the current stream wait for all work on this stream; the host goes on."""

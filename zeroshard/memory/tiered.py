@@ -43,8 +43,7 @@ class TierBytes:
     gradients: int
     optimizer: int
     buffers: int = 0
-    """Memory in which units of a farther tier are stepped: host buffers for those in files, pieces of the
-    device for those on the host."""
+    """Pieces of memory through which values of farther tiers pass."""
 
     @property
     def total(self) -> int:
@@ -89,27 +88,23 @@ def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier:
 
 def _bytes_of_gradients(buffer: BufferPlan, setting: Setting, num: int, tier: Tier, *, is_early: bool) -> int:
     """Bytes on a tier; gradients with which the device steps in the backward stay there."""
-    comes_near = buffer.main_tier is Tier.HOST and pieces.near_parts(buffer)
+    comes_near = buffer.main_tier is not Tier.DEVICE and pieces.near_parts(buffer)
     if not is_early or setting.host_computes or not comes_near:
         return traffic.gradient_bytes(buffer, setting, num, tier)
     return traffic.gradient_bytes(buffer, setting, num, Tier.HOST) if tier is Tier.DEVICE else 0
 
 
 def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, tier: Tier) -> int:
-    """Bytes of the pieces of memory on a tier in which values of the next tier are stepped."""
+    """Bytes of the pieces of memory on a tier through which values of farther tiers pass."""
+    if tier is Tier.DISK or (tier is Tier.DEVICE and setting.host_computes):
+        return 0
     parts = []
-    if tier is Tier.DEVICE and not setting.host_computes:
-        for buffer in (buffer for unit in units for buffer in unit.buffers):
-            sizes, most = pieces.slice_sizes(buffer), pieces.most_elements(buffer)
-            parts += [
-                sum(_bytes_of_a_step(buffer, min(sizes[index], most), index, states) for index in indices)
-                for indices in pieces.near_parts(buffer)
-            ]
-    elif tier is Tier.HOST:
-        are_cut = pieces.are_cut([pieces.main_bytes(unit.buffers) for unit in units])
-        for unit in (unit for unit, is_cut in zip(units, are_cut, strict=True) if not is_cut):
-            trained = [b for b in unit.buffers if b.trainable and b.main_tier is Tier.DISK]
-            parts.append(pieces.main_bytes(trained) + _state_bytes(trained, setting, states))
+    for buffer in (b for u in units for b in u.buffers if tier.distance < b.state_tier.distance):
+        sizes, most = pieces.slice_sizes(buffer), pieces.most_elements(buffer)
+        parts += [
+            sum(_bytes_of_a_step(buffer, min(sizes[index], most), index, states) for index in indices)
+            for indices in pieces.near_parts(buffer)
+        ]
     return NUM_PIECES * max(parts, default=0)
 
 

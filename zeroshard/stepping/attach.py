@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod, WeakSet
@@ -31,7 +31,6 @@ from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.parameters.state import refuse_to_drop
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -39,7 +38,7 @@ from zeroshard.stepping.clipping import has_far_parameters
 from zeroshard.stepping.guard import InterruptedStep
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
-from zeroshard.stepping.parts import Home, PieceHome, StepByParts, is_divisible, is_known
+from zeroshard.stepping.parts import Home, PieceHome, StepByParts, is_divisible, is_known, pieces_of
 from zeroshard.stepping.rounding import (
     InPlace,
     Rounding,
@@ -92,15 +91,14 @@ def attach(
             optimizer.wholes_of = WholesOverRanks(runtime.buffers, runtime.context.axes)
         units = [unit.starts() for unit in runtime.units]
         starts = {p: start for unit in units for p, start in unit.items()}
-        near = _stepped_near(runtime, optimizer)
-        in_pieces = _in_pieces(runtime, optimizer, starts, near)
-        homes = _homes(runtime, optimizer, rounding, starts, in_pieces, near)
+        travelling = _travelling(runtime, optimizer)
+        homes, in_pieces = _homes(runtime, optimizer, rounding, starts, travelling)
         setting = runtime.context.setting
         # On CPU ranks a step has the threads that torch has anyway.
         threads = share_of_cores() if has_far_parameters(runtime) and not setting.host_computes else None
         waits = engine is not None and may_wait(runtime)
         if homes or setting.steps_in_backward or threads or waits:
-            divided = [part for unit in runtime.units for part in _divided(unit, near)]
+            divided = [part for unit in runtime.units for part in _divided(unit, travelling)]
             stepped = StepByParts(optimizer, divided, homes, threads, in_pieces)
             if engine is not None and waits:
                 stepped.late = LateSteps(runtime, optimizer, engine.halfway.fail)
@@ -110,42 +108,34 @@ def attach(
     return parts
 
 
-def _in_pieces(
-    runtime: Runtime, optimizer: Optimizer, starts: dict[ShardedParameter, int], near: Iterable[Gradients]
-) -> PieceHome | None:
-    """The home of the parts that are stepped in pieces; None if there are none."""
-    are_cut = pieces.are_cut([pieces.main_bytes(b.plan for b in unit.buffers) for unit in runtime.units])
-    cut = [unit for unit, is_cut in zip(runtime.units, are_cut, strict=True) if is_cut]
-    buffers = [g.buffer for g in near] or [b for unit in cut for b in unit.buffers if _is_in_files(b)]
-    if not buffers or not is_divisible(optimizer):
-        return None
-    return PieceHome(buffers, runtime.context.memory, starts)
-
-
-def _is_in_files(buffer: FlatBuffer) -> bool:
-    return buffer.trainable and buffer.plan.main_tier is Tier.DISK
-
-
 def _homes(
     runtime: Runtime,
     optimizer: Optimizer,
     rounding: Rounding | None,
     starts: dict[ShardedParameter, int],
-    in_pieces: PieceHome | None,
-    near: Mapping[Gradients, list[range]],
-) -> list[Home]:
-    """The homes that parameters pass on the way to an optimizer, the farthest first."""
-    homes: list[Home] = [] if in_pieces is None else [in_pieces]
-    in_files = [buffer for buffer in runtime.buffers if _is_in_files(buffer) and buffer.main.numel()]
-    if whole := [b for b in in_files if in_pieces is None or not in_pieces.has(b.sharded)]:
-        ranges = ((buffer, range(len(buffer.sharded))) for buffer in whole)
-        homes.append(StoreHome(optimizer, ranges, FileStore(runtime.context.memory)))
-    if near:
-        store = HostStore(runtime.context.memory, runtime.context.streams)
-        parts = ((g.buffer, indices) for g, found in near.items() for indices in found)
+    travelling: Mapping[Gradients, list[range]],
+) -> tuple[list[Home], PieceHome | None]:
+    """The homes that parameters pass on the way to an optimizer, the farthest first; that of pieces again."""
+    context, is_cut = runtime.context, is_divisible(optimizer)
+    homes: list[Home] = []
+    in_pieces = None
+    if travelling:
+        if is_cut:
+            in_pieces = PieceHome([g.buffer for g in travelling], context.memory, starts)
+            homes.append(in_pieces)
+        store = HostStore(context.memory, context.streams)
+        if any(g.buffer.plan.state_tier is Tier.DISK for g in travelling):
+            host_steps = context.setting.host_computes or not is_cut
+            steps_on = Tier.HOST if host_steps else Tier.DEVICE
+            store = FileStore(context.memory, context.streams, steps_on)
+        parts = [
+            (g.buffer, indices, pieces_of(g.buffer, indices) if in_pieces else [None])
+            for g, found in travelling.items()
+            for indices in found
+        ]
         homes.append(StoreHome(optimizer, parts, store))
-        for gradients in near:
-            gradients.is_stepped_near = gradients.landing is not None
+        for gradients in travelling:
+            gradients.is_stepped_near = is_cut and gradients.landing is not None
     if rounding is not None:
         has_kernels(runtime.context.device)  # a warning comes before training
         # An optimizer of another class may compute with values.
@@ -155,15 +145,19 @@ def _homes(
             homes.append(in_place)
         else:
             homes.append(Widening(starts, rounding))
-    return homes
+    return homes, in_pieces
 
 
-def _stepped_near(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, list[range]]:
-    """The buffers with states on the host that are stepped on the device; their parameters part by part."""
-    if not is_divisible(optimizer) or runtime.context.setting.host_computes:
-        return {}
+def _travelling(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, list[range]]:
+    """The buffers with states on a farther tier, and the parameters that are fetched together.
+
+    An optimizer that is not divisible steps values on the host where they are.
+    """
     filled = [g for unit in runtime.units for g in unit.gradients if g.buffer.main.numel()]
-    return {g: parts for g in filled if (parts := pieces.near_parts(g.buffer.plan))}
+    if is_divisible(optimizer):
+        return {g: parts for g in filled if (parts := pieces.near_parts(g.buffer.plan))}
+    in_files = (g for g in filled if g.buffer.trainable and g.buffer.plan.main_tier is Tier.DISK)
+    return {g: [range(len(g.buffer.sharded))] for g in in_files}
 
 
 def may_wait(runtime: Runtime) -> bool:
@@ -176,10 +170,12 @@ def may_wait(runtime: Runtime) -> bool:
     return travels and not (is_in_files or any(plan.is_resident and plan.gathers for plan in trained))
 
 
-def _divided(unit: Unit, near: Mapping[Gradients, list[range]]) -> list[list[ShardedParameter]]:
+def _divided(unit: Unit, travelling: Mapping[Gradients, list[range]]) -> list[list[ShardedParameter]]:
     """The parameters of a unit that are stepped together."""
-    together = [p for b in unit.buffers if all(g.buffer is not b for g in near) for p in b.sharded]
-    parts = [[g.buffer.sharded[i] for i in indices] for g in unit.gradients for indices in near.get(g, ())]
+    together = [p for b in unit.buffers if all(g.buffer is not b for g in travelling) for p in b.sharded]
+    parts = [
+        [g.buffer.sharded[i] for i in indices] for g in unit.gradients for indices in travelling.get(g, ())
+    ]
     return [together, *parts] if together else parts
 
 

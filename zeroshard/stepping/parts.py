@@ -5,22 +5,16 @@ a part of them, the optimizer steps the part, and the home writes the values bac
 the memory of one part, the trained parameters of a unit. After an exception the parts before it have had
 their step.
 
-A unit in files that is much larger than the others is stepped in pieces, because buffers of its size would be
-too large. So is a large parameter on the host:
+A large parameter is stepped in pieces, because memory of its size would be too large:
 
-    part       the parameters of one unit in files, or one parameter on the host
-    piece      ranges of their slices: step, step, ... over the files or on the device
-    at rest    tensors over the files or on the host, before and after
+    part       the parameters of one unit or less, or one large parameter
+    piece      a range of its slice: step, step, ... on the device that steps
+    at rest    tensors on the host or over files, before and after
 
-For each piece the optimizer sees the same parameters with fewer elements: ranges of their values, gradients
-and states. Before each piece but the first, counters and other states without elements get their values of
+For each piece the optimizer sees the same parameter with fewer elements: ranges of its values, gradient and
+states. Before each piece but the first, counters and other states without elements get their values of
 before the step. So an optimizer that steps each element by itself gives the same bits as in one step. Pieces
-on the host are moved by another home (see `stored.py`). Pieces in files are not read into buffers: they are
-stepped where they lie, and the system reads the next one ahead. Only the pages of one piece are in use at a
-time.
-
-The system writes pages later, and a failure would show nowhere. So the files are flushed after each step, and
-the next step waits for that.
+are moved by another home (see `stored.py`).
 
 A twin of the optimizer steps a part of its parameters, while others may look at the optimizer. The twin has
 the states, the options and the class of its optimizer, and parameter groups of its own. So `param_groups` and
@@ -47,14 +41,13 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.gradient import gradient_of, set_gradient, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.plan import pieces
-from zeroshard.plan.layout import BLOCK
+from zeroshard.plan.layout import BLOCK, Span
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Deliver
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import UsesNorms
 from zeroshard.stepping.wholes import UsesWholes
-from zeroshard.tiers.files import FileTransfer
 from zeroshard.tiers.places import TierMemory
 
 Groups = list[list[ShardedParameter]]
@@ -81,18 +74,12 @@ class Home:
         """Note that all parts of a step are written back."""
 
 
-class _RestingPlace(NamedTuple):
-    """The place of a parameter at rest."""
+class _InPieces(NamedTuple):
+    """A parameter that is stepped in pieces."""
 
-    buffer: FlatBuffer
-    start: int
-    """Its first element in the main parameters of the buffer."""
-    size: int
-
-    @property
-    def values(self) -> Tensor:
-        """Its main parameters at rest, [size]."""
-        return self.buffer.main[self.start : self.start + self.size]
+    values: Tensor
+    """Its main parameters at rest, [n]."""
+    pieces: list[Span]
 
 
 class _StateBefore(NamedTuple):
@@ -111,10 +98,10 @@ class _StateBefore(NamedTuple):
 
 
 class PieceHome(Home):
-    """Holds pieces of main parameters that lie in files, or have states on the host.
+    """Holds pieces of large parameters whose states rest on the host or in files.
 
     Args:
-        buffers: the buffers of units in files that are stepped in pieces, or of large parameters on the host.
+        buffers: the buffers whose states rest there.
         memory: the memory of the rank.
         starts: the first element of each slice, counted in the whole parameter; for the time of a piece it is
             the first element of the piece.
@@ -127,72 +114,36 @@ class PieceHome(Home):
         starts: MutableMapping[ShardedParameter, int],
     ) -> None:
         self._memory, self._starts, self._tier = memory, starts, buffers[0].plan.state_tier
-        self._places: dict[ShardedParameter, _RestingPlace] = {}
+        self._cut: dict[ShardedParameter, _InPieces] = {}
         for buffer in buffers:
             for index, parameter in enumerate(buffer.sharded):
-                if self._tier is Tier.DISK or pieces_of(buffer, range(index, index + 1)) != [None]:
-                    span = buffer.sharded_span(index)
-                    self._places[parameter] = _RestingPlace(buffer, span.start, span.size)
+                if (cuts := pieces_of(buffer, range(index, index + 1))) != [None]:
+                    values = buffer.main[buffer.sharded_span(index).slice]
+                    self._cut[parameter] = _InPieces(values, [piece for piece in cuts if piece is not None])
         self._made = WeakValueDictionary[tuple[ShardedParameter, str], Tensor]()
         """States at rest that were made here."""
-        self._flush = FileTransfer(())
-
-    def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
-        """Wait until the pages of the last step are in the files.
-
-        Raises:
-            RuntimeError: they could not be written; the message names the file. Every use of these values
-                raises the error again until they are written anew, as by a load.
-        """
-        flush, self._flush = self._flush, FileTransfer(())
-        if flush.join():
-            for buffer in {place.buffer for place in self._places.values()}:
-                self._memory.has_failed(buffer.main, flush)
-        flush.wait()
-
-    def end_step(self) -> None:
-        """Begin to flush the files."""
-        if self._tier is Tier.DISK:
-            self._flush = self._memory.swap.flush()
 
     def has(self, parameters: Sequence[ShardedParameter]) -> bool:
-        """True if these are parameters that are stepped in pieces."""
-        return any(p in self._places for p in parameters)
+        """True if this is a parameter that is stepped in pieces."""
+        return any(p in self._cut for p in parameters)
 
     def of(
-        self, parameters: Sequence[ShardedParameter], states: MutableMapping[Any, dict[str, Any]]
-    ) -> Generator[list[ShardedParameter], None, None]:
-        """Yield the parameters of each piece while they have its elements alone.
+        self, p: ShardedParameter, states: MutableMapping[Any, dict[str, Any]]
+    ) -> Generator[None, None, None]:
+        """Yield for each piece of a parameter while it has the elements of this piece alone.
 
         Raises:
             RuntimeError: values are lost; the message names the file.
         """
-        places = [self._places[p] for p in parameters]
-        most = min(pieces.most_elements(place.buffer.plan) for place in places)
-        cuts = pieces.cut([place.size for place in places], most)
-        held: dict[ShardedParameter, _StateBefore] = {}
-        whole: set[ShardedParameter] = set()
-        """Parameters whose pieces have all been stepped."""
-        if self._tier is Tier.DISK:
-            self._put_to_rest(set(self._places) - set(parameters), states)
+        before, is_whole = self._hold(p, states), False
         try:
-            for number, together in enumerate(cuts):
-                for piece in together:
-                    p = parameters[piece.parameter]
-                    if piece.start == 0:
-                        held[p] = self._hold(p, states)
-                    self._narrow(p, held[p], piece, states)
-                for piece in cuts[number + 1] if number + 1 < len(cuts) else ():
-                    self._read_ahead(parameters[piece.parameter], held, piece)
-                yield [parameters[piece.parameter] for piece in together]
-                for piece in together:
-                    p = parameters[piece.parameter]
-                    self._put_back(p, held, piece, states)
-                    if piece.stop == self._places[p].size:
-                        whole.add(p)
+            for piece in self._cut[p].pieces:
+                self._narrow(p, before, piece, states)
+                yield
+                self._put_back(p, before, piece, states)
+            is_whole = True
         finally:
-            for p, before in held.items():
-                self._show_all(p, before, states, is_whole=p in whole)
+            self._show_all(p, before, states, is_whole=is_whole)
 
     def _hold(self, p: ShardedParameter, states: Mapping[Any, dict[str, Any]]) -> _StateBefore:
         """Note the state of a parameter; states of elements that are elsewhere are put to rest."""
@@ -201,7 +152,7 @@ class PieceHome(Home):
         resting: dict[str, Tensor] = {}
         others: dict[str, Any] | None = None
         if p in states:
-            size, others = self._places[p].size, {}
+            size, others = self._cut[p].values.numel(), {}
             for name, value in states[p].items():
                 if per_element(value, size) is None:
                     others[name] = value.clone() if isinstance(value, Tensor) else value
@@ -209,27 +160,11 @@ class PieceHome(Home):
                     resting[name] = self._at_rest(p, name, value)
         return _StateBefore(gradient, self._starts.get(p, 0), resting, {}, others)
 
-    def _put_to_rest(self, parameters: set[ShardedParameter], states: Mapping[Any, dict[str, Any]]) -> None:
-        """Put states of elements that are elsewhere to rest; these parameters have no gradient now."""
-        for p in parameters & states.keys():
-            for name, value in states[p].items():
-                if per_element(value, self._places[p].size) is not None:
-                    states[p][name] = self._at_rest(p, name, value)
-
-    def _read_ahead(
-        self, p: ShardedParameter, held: Mapping[ShardedParameter, _StateBefore], piece: pieces.StepPiece
-    ) -> None:
-        place = self._places[p]
-        self._memory.fetch(place.values[piece.start : piece.stop])
-        for whole in held[p].resting.values() if p in held else ():
-            if whole.dim() == 1:
-                self._memory.fetch(_part(whole, piece, place.size))
-
     def _at_rest(self, p: ShardedParameter, name: str, value: Tensor) -> Tensor:
         if self._memory.is_in_files(value) or self._made.get((p, name)) is value:
             return value
-        found = self._new(p, name, value.shape, value.dtype).copy_(value)
-        self._memory.evict(found)
+        found = self._new(p, name, value.shape, value.dtype)
+        self._memory.write(found, value)
         return found
 
     def _new(self, p: ShardedParameter, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -241,14 +176,12 @@ class PieceHome(Home):
         self,
         p: ShardedParameter,
         held: _StateBefore,
-        piece: pieces.StepPiece,
+        piece: Span,
         states: MutableMapping[Any, dict[str, Any]],
     ) -> None:
         """Show the optimizer the elements of one piece."""
-        place = self._places[p]
-        if place.size:
-            self._memory.check(place.buffer.main)
-        show(p, place.values[piece.start : piece.stop], held.gradient[piece.start : piece.stop])
+        values = self._cut[p].values
+        show(p, values[piece.slice], held.gradient[piece.slice])
         if p in self._starts:
             self._starts[p] = held.start + piece.start
         if held.others is None:
@@ -261,34 +194,28 @@ class PieceHome(Home):
         for name, value in held.others.items():
             state[name] = value.clone() if isinstance(value, Tensor) else value
         for name, whole in held.resting.items():
-            self._memory.check(whole)
-            state[name] = _part(whole, piece, place.size).contiguous()
+            state[name] = _part(whole, piece, values.numel()).contiguous()
 
     def _put_back(
         self,
         p: ShardedParameter,
-        held: Mapping[ShardedParameter, _StateBefore],
-        piece: pieces.StepPiece,
+        held: _StateBefore,
+        piece: Span,
         states: Mapping[Any, dict[str, Any]],
     ) -> None:
         """Write the values of a piece to their places at rest, where they are not there already."""
-        place, resting, new = self._places[p], held[p].resting, held[p].new
-        values = place.values[piece.start : piece.stop]
+        size, resting, new = self._cut[p].values.numel(), held.resting, held.new
         for name, value in states[p].items() if p in states else ():
-            length = per_element(value, piece.stop - piece.start)
+            length = per_element(value, piece.size)
             if length is None:
                 continue
             if name not in resting and name not in new:
-                ratio = 1 if length == piece.stop - piece.start else BLOCK
-                new[name] = self._new(p, name, (*value.shape[:-1], -(-place.size // ratio)), value.dtype)
+                ratio = 1 if length == piece.size else BLOCK
+                new[name] = self._new(p, name, (*value.shape[:-1], -(-size // ratio)), value.dtype)
             whole = resting[name] if name in resting else new[name]
-            target = _part(whole, piece, place.size)
+            target = _part(whole, piece, size)
             if target.data_ptr() != value.data_ptr():
-                target.copy_(value)
-            self._memory.evict(whole)
-        if values.numel() and self._tier is Tier.DISK:
-            place.buffer.source.stepped(values, place.start + piece.start)
-            self._memory.evict(values)
+                self._memory.write(target, value)
 
     def _show_all(
         self,
@@ -299,7 +226,7 @@ class PieceHome(Home):
         is_whole: bool,
     ) -> None:
         """Show all elements again; after an exception without new states, which some pieces do not have."""
-        show(p, self._places[p].values, held.gradient)
+        show(p, self._cut[p].values, held.gradient)
         if p in self._starts:
             self._starts[p] = held.start
         if is_whole:
@@ -311,12 +238,12 @@ class PieceHome(Home):
             states[p] = held.others | held.resting
 
 
-def pieces_of(buffer: FlatBuffer, indices: range) -> list[pieces.StepPiece | None]:
-    """Return the pieces of a part that is one large parameter with states on the host; else [None]."""
-    sizes = [buffer.sharded_span(index).size for index in indices]
-    cuts = pieces.cut(sizes, pieces.most_elements(buffer.plan))
-    is_cut = buffer.plan.state_tier is Tier.HOST and len(cuts) > 1
-    return [piece for (piece,) in cuts] if is_cut else [None]
+def pieces_of(buffer: FlatBuffer, indices: range) -> Sequence[Span | None]:
+    """Return the pieces of a part that is one large parameter; else [None]."""
+    if buffer.plan.state_tier is Tier.DEVICE or len(indices) > 1:
+        return [None]
+    cuts = pieces.cut(buffer.sharded_span(indices[0]).size, pieces.most_elements(buffer.plan))
+    return cuts if len(cuts) > 1 else [None]
 
 
 def show(p: ShardedParameter, values: Tensor, gradient: Tensor | None) -> None:
@@ -335,7 +262,7 @@ def per_element(value: Any, size: int) -> int | None:
     return length if length in (size, -(-size // BLOCK)) else None
 
 
-def _part(whole: Tensor, piece: pieces.StepPiece, size: int) -> Tensor:
+def _part(whole: Tensor, piece: Span, size: int) -> Tensor:
     """The part of a state that belongs to a piece."""
     ratio = 1 if whole.shape[-1] == size else BLOCK
     return whole[..., piece.start // ratio : -(-piece.stop // ratio)]
@@ -417,33 +344,25 @@ class StepByParts:
         for home in self._homes:
             home.expect(expected)
 
-    def step_of(
-        self, optimizer: Optimizer, unit: Collection[ShardedParameter], deliver: Sequence[Deliver]
-    ) -> Callable[[], None]:
-        """Prepare the step of one unit ahead of the step of the others.
+    def step_units(
+        self, optimizer: Optimizer, parameters: Collection[ShardedParameter], deliver: Sequence[Deliver]
+    ) -> None:
+        """Step some units ahead of the others.
 
         Args:
             optimizer: an optimizer for which `is_divisible`.
-            unit: the parameters of the unit; parameters of other optimizers are left alone.
-            deliver: calls that set the gradients of the unit.
-
-        Returns:
-            The step, for any thread: it steps parameters with gradients, and takes these gradients away.
+            parameters: those of the units; parameters of other optimizers are left alone.
+            deliver: calls that set their gradients, which are taken away after the step.
         """
-        numbers = sorted({self._unit_of[p] for p in unit})
-        divided = [_groups_of(optimizer, {p for p in unit if self._unit_of[p] == each}) for each in numbers]
-        groups_of_parts = [groups for groups in divided if any(groups)]
-        parts = [[p for group in groups for p in group] for groups in groups_of_parts]
-        self._units += parts
-        twins = [twin_of(optimizer, groups) for groups in groups_of_parts]
-
-        def step() -> None:
-            for twin, part in zip(twins, parts, strict=True):
-                self._step_part(twin, part, deliver)
-                for p in part:
-                    set_gradient(p, None)
-
-        return step
+        for number in sorted({self._unit_of[p] for p in parameters}):
+            groups = _groups_of(optimizer, {p for p in parameters if self._unit_of[p] == number})
+            part = [p for group in groups for p in group]
+            if not part:
+                continue
+            self._units.append(part)
+            self._step_part(twin_of(optimizer, groups), part, deliver)
+            for p in part:
+                set_gradient(p, None)
 
     def _step_part(
         self, optimizer: Optimizer, part: list[ShardedParameter], deliver: Sequence[Deliver] = ()
@@ -453,9 +372,11 @@ class StepByParts:
         if self._pieces is None or not self._pieces.has(part):
             self._step_at_once(optimizer, part)
             return
-        with closing(self._pieces.of(part, optimizer.state)) as all_pieces:  # ends at once after an exception
-            for present in all_pieces:
-                self._step_at_once(twin_of(optimizer, _groups_of(optimizer, set(present))), present)
+        with closing(
+            self._pieces.of(part[0], optimizer.state)
+        ) as all_pieces:  # ends at once after an exception
+            for _ in all_pieces:
+                self._step_at_once(optimizer, part)
 
     def _step_at_once(self, optimizer: Optimizer, part: list[ShardedParameter]) -> None:
         with _without_hooks(optimizer), ExitStack() as stack:

@@ -1,30 +1,27 @@
 """Values that rest on a farther tier: they are read to where they are stepped, and written back.
 
-    read      unit 2           unit 3           unit 4
-    step               unit 1           unit 2           unit 3
-    write              unit 0           unit 1           unit 2
+    read      part 2           part 3           part 4
+    step               part 1           part 2           part 3
+    write              part 0           part 1           part 2
 
-Between steps a main parameter and its states are tensors at rest, which anybody may read and write. For its
-part of a step they are views of one of three pieces of memory. A `Store` knows the places at rest and the
-pieces, and moves values between them:
+Between steps a main parameter and its states are tensors at rest, which anybody may read and write. For their
+part of a step they are ranges of one of three pieces of memory, on the device that steps. A store moves them:
 
-    HostStore    from pinned memory of the host to pieces on the device, which steps. Copies run on a stream
-                 for each direction, and compute alone waits for them. The host waits at the end of the step.
-                 Main parameters that lie on the device anyway are stepped where they are
-    FileStore    from files to pieces in host memory, past the page cache; the host steps and waits
+    HostStore    from pinned memory of the host. Copies run on a stream for each direction, and compute alone
+                 waits for them. The host waits at the end of the step
+    FileStore    from files to pinned memory of the host, past the page cache, and on from there. The host
+                 waits for reads
 
-States that are new, or come from elsewhere, get a place at rest after their step, side by side for each flat
-buffer. A large parameter on the host is moved in pieces, and each of its states has a place of its own (see
-`parts.py`). A unit in files that is much larger than the others is stepped at rest.
+Main parameters that lie on the device anyway are stepped where they are. States that are new, or come from
+elsewhere, get a place at rest after their step, side by side for each part. A large parameter is moved in
+pieces, and each of its states has a place of its own (see `parts.py`).
 """
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,44 +33,36 @@ from zeroshard.comm.streams import Mark, Streams, mark_here
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.layout import Span, round_up
-from zeroshard.plan.pieces import StepPiece
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.stepping.parts import Home, per_element, pieces_of, show
-from zeroshard.tiers.files import Extent, FileTransfer
+from zeroshard.stepping.parts import Home, per_element, show
+from zeroshard.tiers.files import FileTransfer
 from zeroshard.tiers.places import TierMemory
 
 NUM_PIECES = 3
 """Pieces of memory: one is read, one is stepped, one is written."""
 _ALIGNMENT = 64
-"""Bytes: each value in a piece begins at a multiple, for loads of vectors."""
+"""Bytes: states side by side begin at a multiple, for loads of vectors."""
 
 Key = tuple[ShardedParameter, str]
 """A state: its parameter and its name."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """A place of values at rest."""
-
-    values: Tensor
-    """uint8, [bytes]"""
-    extent: Extent | None = None
-    """Its extent in the files."""
-
-    @property
-    def padded(self) -> int:
-        """Bytes that are moved."""
-        return self.values.nbytes if self.extent is None else self.extent.padded
+Places = Sequence[tuple[Tensor, slice]]
+"""Places at rest, uint8, each with its range of bytes in a piece."""
 
 
 class Piece:
     """Memory in which a part is stepped, with the copies and transfers that use it."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = self.on_host = torch.empty(0, dtype=torch.uint8)
+        """Of the device that steps; and of the host, between files and that device."""
         self.transfers: list[FileTransfer] = []
         self.copies: list[Mark] = []
+
+    def follow(self) -> None:
+        """Let the current stream wait for the copies."""
+        for copy in self.copies:
+            copy.wait()
 
     def join(self) -> list[FileTransfer]:
         """Let the host wait for copies and transfers; return the transfers without their errors."""
@@ -90,185 +79,131 @@ class Piece:
         for transfer in self.join():
             transfer.wait()
 
-    def divide(self, blocks: Sequence[_Block]) -> list[Tensor]:
-        """The memory of each block."""
-        sizes = [block.size for block in blocks]
-        return list(self.memory[: sum(sizes)].split(sizes))
 
-
-class Store(ABC):
-    """Places at rest on one tier, and the way to the pieces.
-
-    Args:
-        memory: the memory of the rank.
-    """
-
-    def __init__(self, memory: TierMemory) -> None:
-        self._memory, self.device = memory, memory.device
-
-    @abstractmethod
-    def place_of(self, main: Tensor) -> Place:
-        """Return the place of main parameters."""
-
-    @abstractmethod
-    def allocate(self, num_bytes: int) -> Place:
-        """Return a new place."""
-
-    @abstractmethod
-    def reading(self) -> AbstractContextManager[None]:
-        """Return the context in which pieces are made ready and values are read."""
-
-    @abstractmethod
-    def ready(self, piece: Piece) -> None:
-        """Let nobody use a piece before the copies and transfers so far have ended."""
-
-    @abstractmethod
-    def reserve(self, piece: Piece, num_bytes: int) -> None:
-        """Make a piece as large as that, in the context of `reading`."""
-
-    @abstractmethod
-    def read(self, place: Place, into: Tensor, piece: Piece) -> None:
-        """Start to read, in the context of `reading`."""
-
-    @abstractmethod
-    def write(self, block: _Block, values: Sequence[tuple[Place, Tensor]], piece: Piece) -> None:
-        """Start to write main parameters, the first of `values` if they travel, and states."""
-
-    def near(self, value: Tensor) -> Tensor:
-        """Return a gradient, or a state that is at no place of the store, where its parameter is stepped."""
-        return value
-
-    @abstractmethod
-    def fill(self, place: Place, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """Write states to a place that is new, each from a byte of it on; the host waits."""
-
-
-class FileStore(Store):
-    """Files; the host steps in memory of its own, and waits for reads and writes."""
-
-    def place_of(self, main: Tensor) -> Place:
-        """Return the place of main parameters."""
-        extent = self._memory.swap.extent_of(main)
-        assert extent is not None, "its plan says that it lies in files"
-        return Place(main, extent)
-
-    def allocate(self, num_bytes: int) -> Place:
-        """Return a new place.
-
-        Raises:
-            RuntimeError: the disks are full.
-        """
-        swap = self._memory.swap
-        extent = swap.allocate(num_bytes)
-        return Place(swap.map(extent), extent)
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return nullcontext()
-
-    def ready(self, piece: Piece) -> None:
-        """Let the host wait; raise the error of the first transfer that failed, after all have ended."""
-        piece.wait()
-
-    def reserve(self, piece: Piece, num_bytes: int) -> None:
-        """Make a piece as large as that."""
-        if piece.memory.numel() < num_bytes:
-            self._memory.staging_bytes += num_bytes - piece.memory.nbytes
-            piece.memory = piece.memory.new_empty(0)  # before the larger one is taken
-            piece.memory = self._memory.host(num_bytes)
-
-    def read(self, place: Place, into: Tensor, piece: Piece) -> None:
-        """Start to read."""
-        assert place.extent is not None, "it is in files"
-        piece.transfers.append(self._memory.swap.read(place.extent, into))
-
-    def write(self, block: _Block, values: Sequence[tuple[Place, Tensor]], piece: Piece) -> None:
-        """Start to write, and to copy main parameters to the device."""
-        piece.copies.append(block.buffer.source.stepped(block.main_in(values[0][1])))
-        for place, part in values:
-            assert place.extent is not None, "it is in files"
-            piece.transfers.append(self._memory.swap.write(place.extent, part))
-
-    def fill(self, place: Place, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """Write states into the files.
-
-        Raises:
-            RuntimeError: the disk fails; the message names the file.
-        """
-        assert place.extent is not None, "it is in files"
-        values = self._memory.host(place.padded)
-        for start, value in parts:
-            _over(values, start, value).copy_(value)
-            self._memory.evict(value)
-        self._memory.swap.write(place.extent, values).wait()
-
-
-class HostStore(Store):
-    """Pinned memory of the host; the device steps, and the host waits for nothing in between.
+class HostStore:
+    """Pinned memory of the host; the host waits for nothing in between.
 
     Args:
         memory: the memory of the rank.
         streams: the side streams of the engine.
     """
 
+    tier = Tier.HOST
+    alignment = _ALIGNMENT
+    """A value begins at the same byte of a block of this size at rest and in a piece."""
+
     def __init__(self, memory: TierMemory, streams: Streams) -> None:
-        super().__init__(memory)
-        self._streams = streams
-
-    def place_of(self, main: Tensor) -> Place:
-        """Return the place of main parameters."""
-        return Place(main.data.view(torch.uint8))  # `Source` hears of writes, which count no version
-
-    def allocate(self, num_bytes: int) -> Place:
-        """Return a new place.
-
-        Raises:
-            RuntimeError: there is no such memory.
-        """
-        return Place(self._memory.host(num_bytes))
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Return the context of the stream of copies to the device, after all compute so far."""
-        return self._streams.to_device.after_compute()
-
-    def ready(self, piece: Piece) -> None:
-        """Let the current stream wait."""
-        copies, piece.copies = piece.copies, []
-        for copy in copies:
-            copy.wait()
+        self.memory, self.streams = memory, streams
 
     def reserve(self, piece: Piece, num_bytes: int) -> None:
-        """Make a piece as large as that."""
+        """Make a piece as large as that, when its copies and transfers so far have ended."""
+        piece.follow()
+        piece.copies.clear()
         if piece.memory.numel() < num_bytes:
-            self._memory.piece_bytes += num_bytes - piece.memory.nbytes
+            self.memory.piece_bytes += num_bytes - piece.memory.nbytes
             piece.memory = piece.memory.new_empty(0)  # before the larger one is taken
-            piece.memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
+            piece.memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.memory.device)
 
-    def read(self, place: Place, into: Tensor, piece: Piece) -> None:
-        """Start to copy to the device."""
-        into.copy_(place.values, non_blocking=True)
-        piece.copies.append(self._streams.to_device.mark())
+    def read(self, places: Places, piece: Piece) -> None:
+        """Start to read, on the stream of copies to the device."""
+        for rest, span in places:
+            piece.memory[span].copy_(rest, non_blocking=True)
+        piece.copies.append(self.streams.to_device.mark())
 
-    def write(self, block: _Block, values: Sequence[tuple[Place, Tensor]], piece: Piece) -> None:
-        """Start to copy to the host, after the copies out of the main parameters that were started."""
-        with self._streams.to_host.after_compute():
-            block.buffer.source.follow_copies()
-            for place, part in values:
-                place.values.copy_(part, non_blocking=True)
-            if block.main is not None:
-                block.buffer.source.stepped(block.main_in(values[0][1]), block.start)
-        piece.copies.append(self._streams.to_host.mark())
+    def arrive(self, piece: Piece) -> None:
+        """Let the current stream wait for what was read."""
+        piece.follow()
 
     def near(self, value: Tensor) -> Tensor:
-        """Return it on the device, by a copy on the current stream."""
-        return moves.to_device(value, self._memory.device)
+        """Return a gradient, or a state that is at no place of the store, where its parameter is stepped."""
+        return moves.to_device(value, self.memory.device)
 
-    def fill(self, place: Place, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """Copy states to the host."""
-        with self._streams.to_host.after_compute():
-            for start, value in parts:
-                _over(place.values, start, value).copy_(value, non_blocking=True)
-        self._streams.to_host.mark().synchronize()
+    def write(self, block: _Block, places: Places, piece: Piece) -> None:
+        """Start to write main parameters, if they travel, and states, after copies out of their places."""
+        source = block.buffer.source
+        with self.streams.to_host.after_compute():
+            source.follow_copies()
+            self._send(places, piece)
+            if block.main:
+                source.stepped(block.main_in(piece.memory), block.start)
+        piece.copies.append(self.streams.to_host.mark())
+
+    def _send(self, places: Places, piece: Piece) -> None:
+        """Copy values to the host."""
+        for rest, span in places:
+            rest.copy_(piece.memory[span], non_blocking=True)
+
+
+class FileStore(HostStore):
+    """Files, past the page cache.
+
+    Args:
+        memory: the memory of the rank.
+        streams: the side streams of the engine.
+        steps_on: the tier whose memory is stepped, the host or the device.
+    """
+
+    tier = Tier.DISK
+
+    def __init__(self, memory: TierMemory, streams: Streams, steps_on: Tier) -> None:
+        super().__init__(memory, streams)
+        self._steps_on = steps_on
+
+    @property
+    def alignment(self) -> int:  # type: ignore[override]
+        """Bytes of a block of the files."""
+        return self.memory.swap.alignment
+
+    def reserve(self, piece: Piece, num_bytes: int) -> None:
+        """Make a piece as large as that; the host waits.
+
+        Raises:
+            RuntimeError: an earlier transfer has failed; the message names the file.
+        """
+        piece.wait()
+        if piece.on_host.numel() < num_bytes:
+            self.memory.staging_bytes += num_bytes - piece.on_host.nbytes
+            piece.memory = piece.on_host = piece.on_host.new_empty(0)  # before the larger one is taken
+            piece.on_host = self.memory.host(num_bytes)
+        if self._steps_on is Tier.HOST:
+            piece.memory = piece.on_host
+        else:
+            super().reserve(piece, num_bytes)
+
+    def read(self, places: Places, piece: Piece) -> None:
+        """Start to read."""
+        for rest, span in places:
+            piece.transfers.append(self.memory.swap.read(rest, piece.on_host[span]))
+
+    def arrive(self, piece: Piece) -> None:
+        """Let the host wait for what was read, and the current stream for the copy of it.
+
+        Raises:
+            RuntimeError: a read has failed; the message names the file.
+        """
+        piece.wait()
+        if self._steps_on is Tier.DEVICE:
+            with self.streams.to_device.here():  # compute has let go of the piece: the host has waited
+                piece.memory.copy_(piece.on_host[: piece.memory.numel()], non_blocking=True)
+            piece.copies.append(self.streams.to_device.mark())
+            piece.follow()
+
+    def write(self, block: _Block, places: Places, piece: Piece) -> None:
+        """Start to write; the threads of the files wait for copies from the device."""
+        super().write(block, places, piece)
+        for rest, span in places:
+            is_there = piece.copies[-1].synchronize
+            piece.transfers.append(self.memory.swap.write(rest, piece.on_host[span], is_there))
+
+    def near(self, value: Tensor) -> Tensor:
+        """Return it where its parameter is stepped."""
+        if self._steps_on is Tier.DEVICE:
+            return super().near(value)
+        return value.clone() if self.memory.is_in_files(value) else value
+
+    def _send(self, places: Places, piece: Piece) -> None:
+        for _, span in places if self._steps_on is Tier.DEVICE else ():
+            piece.on_host[span].copy_(piece.memory[span], non_blocking=True)
 
 
 class StoreHome(Home):
@@ -276,17 +211,21 @@ class StoreHome(Home):
 
     Args:
         optimizer: the optimizer that steps them.
-        ranges: the buffers, each with the indices of parameters that are fetched together.
+        parts: the buffers, each with the indices of parameters that are fetched together, and the pieces of
+            them; one that is None has all.
         store: the store of the tier.
     """
 
     def __init__(
-        self, optimizer: Optimizer, ranges: Iterable[tuple[FlatBuffer, range]], store: Store
+        self,
+        optimizer: Optimizer,
+        parts: Iterable[tuple[FlatBuffer, range, Sequence[Span | None]]],
+        store: HostStore,
     ) -> None:
         self._store, self._optimizer = store, weakref.ref(optimizer)
         self._blocks_of: dict[ShardedParameter, list[_Block]] = {}
-        for buffer, indices in ranges:
-            blocks = [_Block(buffer, indices, store, piece) for piece in pieces_of(buffer, indices)]
+        for buffer, indices, pieces in parts:
+            blocks = [_Block(buffer, indices, store, piece) for piece in pieces]
             self._blocks_of |= {buffer.sharded[index]: blocks for index in indices}
         self._parts: list[list[_Block]] = []
         """The blocks of the parts that are expected, and were not fetched yet."""
@@ -329,16 +268,15 @@ class StoreHome(Home):
         blocks = found[0] if len(found) == 1 else next(b for b in found if b[0].is_shown_by(parameters[0]))
         try:
             piece = self._fetch(blocks)
-            parts = piece.divide(blocks)
-            for block, memory in zip(blocks, parts, strict=True):
-                block.hold(memory, optimizer.state, self._counting)
+            for block in blocks:
+                block.hold(piece.memory, optimizer.state, self._counting)
             yield
             with torch.no_grad():
-                for block, memory in zip(blocks, parts, strict=True):
-                    self._store.write(block, block.pack(memory, optimizer.state), piece)
+                for block in blocks:
+                    self._store.write(block, block.pack(piece.memory, optimizer.state), piece)
         except BaseException:
             self._join()
-            mark_here(self._store.device).synchronize()  # it may read states and gradients on the host
+            mark_here(self._store.memory.device).synchronize()  # it may read states and gradients on the host
             raise
         finally:
             for block in blocks:
@@ -357,7 +295,7 @@ class StoreHome(Home):
         if self._ahead is None or self._ahead[0] != blocks:
             self._ahead = self._read(blocks)
         (_, piece), self._ahead = self._ahead, None
-        self._store.ready(piece)
+        self._store.arrive(piece)
         if blocks in self._parts:
             del self._parts[: self._parts.index(blocks) + 1]
         self._read_ahead()
@@ -375,7 +313,7 @@ class StoreHome(Home):
             raise
 
     def _join(self) -> None:
-        """End all transfers. Reads of an extent whose write has failed will raise its error."""
+        """End all transfers. Reads of a range whose write has failed will raise its error."""
         self._parts, self._ahead = [], None
         for piece in self._pieces:
             piece.join()
@@ -393,12 +331,12 @@ class StoreHome(Home):
         """Start to read blocks into the piece that was used longest ago."""
         piece = self._pieces.pop(0)
         self._pieces.append(piece)
-        with torch.no_grad(), self._store.reading():
-            self._store.ready(piece)
-            self._store.reserve(piece, sum(block.size for block in blocks))
-            for block, memory in zip(blocks, piece.divide(blocks), strict=True):
-                for place, part in block.places_in(memory):
-                    self._store.read(place, part, piece)
+        with torch.no_grad(), self._store.streams.to_device.after_compute():
+            end = 0
+            for block in blocks:
+                end = block.lay_out(end)
+            self._store.reserve(piece, end)
+            self._store.read([place for block in blocks for place in block.places()], piece)
         return blocks, piece
 
 
@@ -408,11 +346,11 @@ class _Block:
     A block of a piece has a range of one parameter, and of each of its states: a place each.
     """
 
-    def __init__(self, buffer: FlatBuffer, indices: range, store: Store, piece: StepPiece | None) -> None:
+    def __init__(self, buffer: FlatBuffer, indices: range, store: HostStore, piece: Span | None) -> None:
         self.buffer, self._store, self._piece = buffer, store, piece
         spans = [buffer.sharded_span(index) for index in indices]
         if piece is not None:
-            spans = [Span(piece.start, piece.stop).shifted(spans[0].start)]
+            spans = [piece.shifted(spans[0].start)]
         is_whole = len(indices) == len(buffer.sharded) and piece is None
         filled = [span for span in spans if span.size]
         self.start = 0 if is_whole else min((span.start for span in filled), default=0)
@@ -420,35 +358,36 @@ class _Block:
         stop = buffer.main.numel() if is_whole else max((span.stop for span in filled), default=0)
         self._main = buffer.main[self.start : stop]
         travels = buffer.plan.main_tier is not Tier.DEVICE
-        self.main = store.place_of(self._main) if travels else None
-        """The place of the main parameters; None if they are stepped where they are."""
-        self._states: list[Place] = []
+        self.main = [self._main.data.view(torch.uint8)] if travels else []
+        """The place of the main parameters; none if they are stepped where they are."""
+        self._states: list[Tensor] = []
         """The places of states."""
+        self._spans: list[slice] = []
+        """The ranges of bytes of all places in a piece."""
         self.span_of = {
             buffer.sharded[index]: span.shifted(-self.start).slice if span.size else slice(0, 0)
             for index, span in zip(indices, spans, strict=True)
         }
         """The elements of each parameter, counted from the first one here."""
-        self._places: dict[Key, tuple[int, Tensor]] = {}
-        """The first byte of each state in memory of a piece, and its tensor at rest."""
+        self._places: dict[Key, tuple[int, int, Tensor]] = {}
+        """Of each state the number of its place, its first byte there, and its tensor at rest."""
         self._held: dict[Key, Tensor] = {}
         """The tensors at rest of states that are where they are stepped now, or are to go back."""
         self._gradients: dict[ShardedParameter, Tensor | None] = {}
-        """The gradients as they were, while parameters are views of a piece."""
+        """The gradients as they were, while parameters are ranges of a piece."""
 
-    @property
-    def _at_rest(self) -> list[Place]:
-        return self._states if self.main is None else [self.main, *self._states]
+    def lay_out(self, at: int) -> int:
+        """Give each place a range of a piece, from a byte on; return the end."""
+        self._spans = []
+        for rest in (*self.main, *self._states):
+            start = round_up(at, self._store.alignment) + int(rest.storage_offset()) % self._store.alignment
+            at = start + rest.nbytes
+            self._spans.append(slice(start, at))
+        return at
 
-    @property
-    def size(self) -> int:
-        """Bytes in a piece."""
-        return sum(round_up(place.padded, _ALIGNMENT) for place in self._at_rest)
-
-    def places_in(self, memory: Tensor) -> list[tuple[Place, Tensor]]:
-        """The places of values, with their memory in a piece, side by side."""
-        parts = memory[: self.size].split([round_up(place.padded, _ALIGNMENT) for place in self._at_rest])
-        return [(place, part[: place.padded]) for place, part in zip(self._at_rest, parts, strict=True)]
+    def places(self) -> list[tuple[Tensor, slice]]:
+        """The places at rest, each with its range in a piece."""
+        return list(zip((*self.main, *self._states), self._spans, strict=False))
 
     def is_shown_by(self, p: ShardedParameter) -> bool:
         """True if its parameter shows its values, and no other piece."""
@@ -456,32 +395,36 @@ class _Block:
         return start == self.start * self._main.itemsize
 
     def main_in(self, memory: Tensor) -> Tensor:
-        """The main parameters in memory of a piece, [n]."""
-        return memory[: self._main.nbytes].view(self._main.dtype)
+        """The main parameters in a piece, [n]."""
+        return memory[self._spans[0]].view(self._main.dtype)
 
     def hold(self, memory: Tensor, states: Mapping[Any, dict[str, Any]], counting: set[Any]) -> None:
-        """Make parameters and states views of a piece; and bring gradients there.
+        """Make parameters and states ranges of a piece; and bring gradients there.
 
         Args:
-            memory: [bytes] of uint8, with the values that were at their places.
+            memory: the memory of the piece, with the values of its places.
             states: the states of the optimizer.
             counting: the parameters whose counters of steps lie with them.
         """
         for p, span in self.span_of.items():
-            if self.main is not None:
+            if self.main:
                 self._gradients[p] = gradient = gradient_of(p)
-                near_gradient = None if gradient is None else self._store.near(gradient)
-                show(p, self.main_in(memory)[span], near_gradient)
+                show(p, self.main_in(memory)[span], None if gradient is None else self._store.near(gradient))
             for name, value in states[p].items() if p in states else ():
                 if not isinstance(value, Tensor):
                     continue
-                start, resting = self._places.get((p, name), (0, None))
                 if value.dim() == 1:
                     self._held[p, name] = value.data
+                resting = self._places[p, name][2] if (p, name) in self._places else None
                 if resting is not None and value.data_ptr() == resting.data_ptr():
-                    value.data = _over(memory, start, resting)
+                    value.data = self._in_piece(memory, (p, name))
                 elif (value.dim() or p in counting) and (near := self._store.near(value)) is not value:
                     value.data = near
+
+    def _in_piece(self, memory: Tensor, key: Key) -> Tensor:
+        """A state that has a place, in a piece."""
+        place, start, resting = self._places[key]
+        return _over(memory, self._spans[place].start + start, resting)
 
     def release(self, states: Mapping[Any, dict[str, Any]]) -> None:
         """Make parameters and states tensors at rest again; after an exception, those that were held."""
@@ -493,12 +436,12 @@ class _Block:
             if isinstance(value, Tensor) and _is_alike(value, resting):
                 value.data = resting
 
-    def pack(self, memory: Tensor, states: Mapping[Any, dict[str, Any]]) -> list[tuple[Place, Tensor]]:
-        """Put states that are not in `memory` into their places there, or to a new place at rest.
+    def pack(self, memory: Tensor, states: Mapping[Any, dict[str, Any]]) -> list[tuple[Tensor, slice]]:
+        """Put states that are not in `memory` into their ranges there, or to a new place at rest.
 
         Returns:
-            The values that are to be written: main parameters if they travel and, unless they have got a new
-            place, states. States of a piece that were not in `memory` are left for `PieceHome`.
+            The places that are to be written: of main parameters if they travel and, unless they have got a
+            new place, of states. States of a piece that were not in `memory` are left for `PieceHome`.
         """
         present = {
             (p, name): value
@@ -508,28 +451,26 @@ class _Block:
             if per_element(value, p.numel()) is not None
         }
         if self._fill(memory, present):
-            self._held = {key: self._places[key][1] for key in present}
-            return self.places_in(memory)
-        self._states, self._places = [], {}
-        written, first = self.places_in(memory), self.size
+            self._held = {key: self._places[key][2] for key in present}
+            return self.places()
+        self._states = []
+        written = self.places()
         if self._piece is None:
-            resting = self._held = self._move(present, states)
+            self._held = self._move(present, states)
         else:
             resting, self._held = {key: v for key, v in self._held.items() if key in present}, {}
-            self._states = [Place(v.view(torch.uint8)) for v in resting.values()]
-        starts, _ = _side_by_side(resting)
-        self._places = {key: (first + starts[key], v) for key, v in resting.items()}
+            self._places = {key: (n, 0, v) for n, (key, v) in enumerate(resting.items(), len(self.main))}
+            self._states = [value.view(torch.uint8) for value in resting.values()]
         return written
 
     def _fill(self, memory: Tensor, present: Mapping[Key, Tensor]) -> bool:
-        """Copy states into their places; False, and nothing is copied, if they are others than before."""
+        """Copy states into their ranges; False, and nothing is copied, if they are others than before."""
         if present.keys() != self._places.keys():
             return False
         new: list[tuple[Tensor, Tensor]] = []
         for key, value in present.items():
-            start, resting = self._places[key]
-            target = _over(memory, start, resting)
-            if not _is_alike(value, resting):
+            target = self._in_piece(memory, key)
+            if not _is_alike(value, target):
                 return False
             if value.data_ptr() != target.data_ptr():
                 if value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
@@ -541,23 +482,21 @@ class _Block:
 
     def _move(self, present: Mapping[Key, Tensor], states: Mapping[Any, dict[str, Any]]) -> dict[Key, Tensor]:
         """Write states to a new place, side by side; return their tensors at rest."""
-        starts, end = _side_by_side(present)
-        place = self._store.allocate(end)
-        self._store.fill(place, [(starts[key], value) for key, value in present.items()])
+        starts, end, self._places = {}, 0, {}
+        if not present:
+            return {}
+        for key, value in present.items():
+            starts[key] = end
+            end += round_up(value.nbytes, _ALIGNMENT)
+        place = self._store.memory.empty(round_up(end, self._store.alignment), torch.uint8, self._store.tier)
+        self._store.memory.fill(place, [(starts[key], value) for key, value in present.items()])
         for (p, name), value in present.items():
             if value._is_view():  # of a tensor that would stay in memory with it
                 states[p][name] = value.data
+        resting = {key: _over(place, starts[key], value) for key, value in present.items()}
+        self._places = {key: (len(self.main), starts[key], value) for key, value in resting.items()}
         self._states = [place]
-        return {key: _over(place.values, starts[key], value) for key, value in present.items()}
-
-
-def _side_by_side(values: Mapping[Key, Tensor]) -> tuple[dict[Key, int], int]:
-    """The first byte of each value where all lie one after the other, and the end."""
-    starts, end = {}, 0
-    for key, value in values.items():
-        starts[key] = end
-        end += round_up(value.nbytes, _ALIGNMENT)
-    return starts, end
+        return resting
 
 
 def _is_alike(value: Tensor, other: Tensor) -> bool:

@@ -1,12 +1,12 @@
 """The files of one rank on the nvme tier: space is reserved in them, read and written by a few threads.
 
-    allocate -> Extent            space in the files, padded to whole blocks
+    empty    -> Tensor            new space in the files, as a tensor; it is used again when the tensor goes
     write    -> FileTransfer      its chunks go to the threads, which write while the caller goes on
     read     -> FileTransfer
-    free                          the space is used again by an extent of the same size
 
-Memory must begin on a page, as memory of `host_memory` does, since direct I/O copies nothing. A transfer
-holds its memory until it is over, but does not protect it: wait before you use it.
+Direct I/O copies nothing: memory must begin at the same byte of a block as the values in the files do, and
+memory of `host_memory` begins at a page. A transfer holds its memory until it is over, but does not protect
+it: wait before you use it.
 
 The bytes of an extent become chunks in files:
 
@@ -18,8 +18,8 @@ A chunk is what one thread reads or writes with one call. Each goes to the file 
 take turns, and none is ever ahead of another by more than a chunk.
 
 Values on the nvme tier rest as tensors over ranges of files, through the page cache of the system: whoever
-reads or writes such a tensor reads or writes the files, one page at a time. Steps read and write whole
-extents past the page cache; the system keeps both views of a file equal as long as they take turns.
+reads or writes such a tensor reads or writes the files, one page at a time. Steps read and write ranges past
+the page cache; the system keeps both views of a file equal as long as they take turns.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,16 +97,6 @@ LEAST_CHUNK = 1 << 20
 MOST_CHUNK = 16 << 20
 
 
-@dataclass(frozen=True, eq=False)
-class Extent:
-    """Space in the files of a `Swap`, for values of a fixed size."""
-
-    num_bytes: int
-    padded: int
-    """Bytes on the disk, and the least of a tensor that is read into or written from."""
-    chunks: tuple[Chunk, ...]
-
-
 class FileTransfer:
     """A read or a write that runs while the caller goes on."""
 
@@ -135,6 +125,17 @@ class FileTransfer:
         return all(future.done() for future in self._futures)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Extent:
+    """Space in the files of a `Swap`, for values of a fixed size."""
+
+    padded: int
+    """Bytes, in whole blocks."""
+    chunks: tuple[Chunk, ...]
+    writes: dict[int, FileTransfer] = field(default_factory=dict)
+    """The last write of each range, by its first byte. After an error its values are lost."""
+
+
 class Swap:
     """The files of one rank on the nvme tier: one in each folder, with the chunks of an extent in turns."""
 
@@ -161,19 +162,15 @@ class Swap:
         except BaseException:
             self.close()
             raise
-        self._lock = threading.RLock()  # a garbage collection under it may free extents
+        self._lock = threading.RLock()  # a garbage collection under it may free space
         self._free: dict[int, list[tuple[Chunk, ...]]] = defaultdict(list)
-        self._live: set[Extent] = set()
         self._mapped: dict[int, Extent] = {}
         """By the address of their mapping."""
-        self._writes: dict[Extent, FileTransfer] = {}
-        """The last write of each extent."""
-        self._reads: dict[Extent, FileTransfer] = {}
         _swaps().add(self)
 
     @property
     def alignment(self) -> int:
-        """Bytes of a block and of a page, the multiple that `Extent.padded` is rounded up to."""
+        """Bytes of a block and of a page, the multiple that space is rounded up to."""
         return max(mmap.PAGESIZE, *(file.alignment for file in self._files))
 
     @property
@@ -186,8 +183,10 @@ class Swap:
         """The files, for messages and reports."""
         return [file.path for file in self._files]
 
-    def allocate(self, num_bytes: int) -> Extent:
-        """Reserve space on the disk. It has no values before the first write.
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return new space as a tensor through the page cache, of uint8: [num_bytes], in whole blocks.
+
+        The space is freed when nobody holds the tensor any more. Use tensor and transfers in turns.
 
         Raises:
             RuntimeError: the disk is full. The message has the bytes that were asked for and that are free.
@@ -196,9 +195,14 @@ class Swap:
         padded = round_up(num_bytes, self.alignment)
         with self._lock:
             chunks = self._free[padded].pop() if self._free[padded] else self._reserve(padded)
-            extent = Extent(num_bytes, padded, chunks)
-            self._live.add(extent)
-        return extent
+        ranges = [
+            Range(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes) for chunk in chunks
+        ]
+        places: list[int] = []
+        tensor = map_ranges(ranges, lambda: self._free_mapped(places))
+        places.append(tensor.data_ptr())
+        self._mapped[tensor.data_ptr()] = Extent(padded, chunks)
+        return tensor
 
     def _reserve(self, padded: int) -> tuple[Chunk, ...]:
         """Make the files longer for a new extent; on all disks or on none."""
@@ -214,138 +218,96 @@ class Swap:
             raise
         return chunks
 
-    def map(self, extent: Extent) -> Tensor:
-        """Return an extent as a tensor through the page cache, [extent.padded] of uint8.
-
-        The extent is freed when nobody holds the tensor any more. Use tensor and transfers in turns.
-        """
-        ranges = [
-            Range(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes)
-            for chunk in extent.chunks
-        ]
-        places: list[int] = []
-        tensor = map_ranges(ranges, lambda: self._free_mapped(extent, places))
-        self._writes.setdefault(extent, FileTransfer(()))  # by whoever writes into the tensor
-        places.append(tensor.data_ptr())
-        self._mapped[tensor.data_ptr()] = extent
-        return tensor
-
     def extent_of(self, tensor: Tensor) -> Extent | None:
-        """Return the extent that a tensor of `map` shows, or a view of one; None for other memory."""
+        """Return the extent that a tensor of `empty` shows, or a view of one; None for other memory."""
         return self._mapped.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu else None
 
     def check(self, extent: Extent) -> None:
-        """Check that the files have the values of an extent, before they are read through a mapping.
+        """Check that the files have the values of an extent, before they are read through its tensor.
 
         Raises:
             RuntimeError: a file was removed or truncated, or the last write has failed.
         """
         self._check_files(extent)
-        if (write := self._writes.get(extent)) is not None:
+        for write in list(extent.writes.values()):
             write.wait()
 
-    def has_failed(self, extent: Extent, write: FileTransfer) -> None:
-        """Note that a failed write was one of an extent that was written through its mapping."""
-        self._writes[extent] = write
-
     def renew(self, extent: Extent) -> None:
-        """Drop the error of the last write, since all values will be written through the mapping.
+        """Drop the errors of writes, since all values will be written through the tensor.
 
         Raises:
             RuntimeError: a file was removed or truncated.
         """
         self._check_files(extent)
-        self._join(extent)
-        self._writes[extent] = FileTransfer(())
+        while extent.writes:
+            extent.writes.popitem()[1].join()
 
     def _check_files(self, extent: Extent) -> None:
         for number in {chunk.file for chunk in extent.chunks}:
             self._files[number].check()
 
-    def _free_mapped(self, extent: Extent, places: Sequence[int]) -> None:
-        # A garbage collection calls this anywhere, while another thread may change the dict.
+    def _free_mapped(self, places: Sequence[int]) -> None:
+        # A garbage collection calls this anywhere, while another thread may change the dict. No transfer is
+        # under way: it would hold the tensor.
         for place in places:
-            self._mapped.pop(place, None)
-        if self._files:
-            self.free(extent)
+            extent = self._mapped.pop(place)
+            with self._lock:
+                self._free[extent.padded].append(extent.chunks)
 
-    def free(self, extent: Extent) -> None:
-        """Give an extent back, after its transfers. The next one of the same size takes its space."""
-        self._join(extent)
-        with self._lock:
-            self._live.remove(extent)
-            self._free[extent.padded].append(extent.chunks)
-        self._writes.pop(extent, None)
-        self._reads.pop(extent, None)
-
-    def read(self, extent: Extent, into: Tensor) -> FileTransfer:
-        """Start to read an extent; waits for a write of it that is under way.
+    def read(self, values: Tensor, into: Tensor) -> FileTransfer:
+        """Start to read values past the page cache; waits for a write of this range that is under way.
 
         Args:
-            extent: it was written before.
-            into: [extent.padded] or more of uint8 on the CPU, from the start of a page. Bytes from
-                `extent.num_bytes` to `extent.padded` get undefined values.
+            values: a tensor of `empty`, or a range of one, which was written as such.
+            into: as many bytes of memory, from the same byte of a block on.
 
         Raises:
-            RuntimeError: the extent was never written, or its last write has failed.
+            RuntimeError: the last write of the range has failed.
         """
-        self._check_open()
-        memory = self._view(extent, into)
-        if extent not in self._writes:
-            raise RuntimeError("Expected an extent that was written before it is read, got a new one")
-        self._writes[extent].wait()
-        transfer = self._reads[extent] = self._start(SwapFile.read, extent, memory)
-        return transfer
+        extent, start = self._place_of(values)
+        if start in extent.writes:
+            extent.writes[start].wait()
+        return self._start(SwapFile.read, values, into)
 
-    def write(self, extent: Extent, source: Tensor) -> FileTransfer:
-        """Start to write an extent; waits for a transfer of it that is under way.
+    def write(
+        self, values: Tensor, source: Tensor, is_ready: Callable[[], None] | None = None
+    ) -> FileTransfer:
+        """Start to write values past the page cache.
 
-        A failed write leaves no values: `read` raises its error until a later write succeeds.
+        A failed write leaves no values: `read` and `check` raise its error until a later write succeeds.
 
         Args:
-            extent: all of it is written.
-            source: [extent.padded] or more of uint8 on the CPU, from the start of a page.
+            values: a tensor of `empty`, or a range of one, which no transfer uses.
+            source: as many bytes of memory, from the same byte of a block on.
+            is_ready: waits until the memory has the values; called in other threads.
         """
-        self._check_open()
-        memory = self._view(extent, source)
-        self._join(extent)
-        transfer = self._writes[extent] = self._start(SwapFile.write, extent, memory)
+        extent, start = self._place_of(values)
+        waits = [] if is_ready is None else [is_ready]
+        transfer = extent.writes[start] = self._start(SwapFile.write, values, source, *waits)
         return transfer
 
-    def flush(self) -> FileTransfer:
-        """Start to wait for the disks: for all values that were written through tensors of `map`."""
+    def _place_of(self, values: Tensor) -> tuple[Extent, int]:
+        """The extent of values, and their first byte in it."""
         self._check_open()
-        return FileTransfer([self._submit(SwapFile.flush, file) for file in self._files])
+        return self._mapped[values.untyped_storage().data_ptr()], int(values.storage_offset())
 
     def _start(
-        self, call: Callable[[SwapFile, memoryview, int], None], extent: Extent, memory: memoryview
+        self,
+        call: Callable[[SwapFile, memoryview, int], None],
+        values: Tensor,
+        memory: Tensor,
+        *before: Callable[[], None],
     ) -> FileTransfer:
-        return FileTransfer(
-            [
-                self._submit(
-                    call,
-                    self._files[chunk.file],
-                    memory[chunk.start : chunk.start + chunk.num_bytes],
-                    chunk.offset,
-                )
-                for chunk in extent.chunks
-            ]
-        )
-
-    def _submit(self, call: Callable[..., None], *args: Any) -> Future[str]:
-        return self._threads.submit(_attempt, [partial(call, *args)])
-
-    def _join(self, extent: Extent) -> None:
-        """Wait for the transfers of an extent; whoever started them learns of their errors."""
-        for transfers in (self._writes, self._reads):
-            if extent in transfers:
-                transfers[extent].join()
-
-    def _view(self, extent: Extent, tensor: Tensor) -> memoryview:
-        """Return the bytes of a tensor that a transfer uses; the view keeps them."""
-        assert tensor.dtype is torch.uint8, "memory is bytes"
-        assert tensor.numel() >= extent.padded, "it holds the extent"
-        return tensor.detach().numpy().data[: extent.padded]
+        extent, start = self._place_of(values)
+        view, futures = memory.detach().numpy().data, []
+        for chunk in extent.chunks:
+            first = max(start, chunk.start)
+            last = min(start + values.nbytes, chunk.start + chunk.num_bytes)
+            if first < last:
+                part, offset = view[first - start : last - start], chunk.offset + first - chunk.start
+                work = partial(call, self._files[chunk.file], part, offset)
+                futures.append(self._threads.submit(_attempt, [*before, work], [values]))
+        return FileTransfer(futures)
 
     def _check_open(self) -> None:
         if not self._files:
@@ -369,16 +331,21 @@ class Swap:
             file.close()
 
 
-def _attempt(calls: list[Callable[[], None]]) -> str:
-    """Make one call, and return the message of its error.
+def _attempt(calls: list[Callable[[], None]], held: list[Tensor]) -> str:
+    """Make calls, and return the message of the first error.
 
-    Neither file nor memory is held when the result is there. The error would hold them through its traceback.
-    A thread holds its arguments a little longer than anybody waits for it: hence a list, which is emptied.
+    Neither file, memory nor the space of `held` is held when the result is there. The error would hold them
+    through its traceback. A thread holds its arguments a little longer than anybody waits for it: hence
+    lists, which are emptied.
     """
     try:
-        calls.pop()()
+        while calls:
+            calls.pop(0)()
     except RuntimeError as error:
         return str(error)
+    finally:
+        calls.clear()
+        held.clear()
     return ""
 
 

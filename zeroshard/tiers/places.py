@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from zeroshard.comm.streams import mark_here
 from zeroshard.plan.tiers import Tier
-from zeroshard.tiers.files import FileTransfer, Swap, evict, read_ahead
+from zeroshard.tiers.files import Swap, evict, read_ahead
 from zeroshard.tiers.memory import host_memory, return_freed_memory
 
 
@@ -38,9 +39,9 @@ class TierMemory:
         self.device, self._open_swap = device, open_swap
         self._swap: Swap | None = None
         self.staging_bytes = 0
-        """Bytes of host buffers through which units of files pass."""
+        """Bytes of host memory through which values of files pass."""
         self.piece_bytes = 0
-        """Bytes on the device in which units of the host are stepped."""
+        """Bytes on the device in which values of the host and of files are stepped."""
 
     @property
     def nvme_bytes(self) -> int:
@@ -66,8 +67,7 @@ class TierMemory:
         num_bytes = size * dtype.itemsize
         if tier is Tier.HOST:
             return self.host(num_bytes).view(dtype)
-        swap = self.swap
-        return swap.map(swap.allocate(num_bytes))[:num_bytes].view(dtype)
+        return self.swap.empty(num_bytes)[:num_bytes].view(dtype)
 
     def host(self, num_bytes: int) -> Tensor:
         """Return host memory, [num_bytes] of uint8 from the start of a page; pinned if there is a GPU."""
@@ -107,11 +107,6 @@ class TierMemory:
         if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
             self._swap.check(extent)
 
-    def has_failed(self, tensor: Tensor, write: FileTransfer) -> None:
-        """Note that values of a tensor in files are lost: `check` raises the error of a failed write."""
-        if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
-            self._swap.has_failed(extent, write)
-
     def renew(self, tensor: Tensor) -> None:
         """Prepare memory whose values will all be written through tensors, after earlier writes have failed.
 
@@ -120,3 +115,32 @@ class TierMemory:
         """
         if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
             self._swap.renew(extent)
+
+    def write(self, place: Tensor, values: Tensor) -> None:
+        """Write values to their place at rest; the host waits.
+
+        Raises:
+            RuntimeError: a file could not be written; the message names it.
+        """
+        if place.dim() == 1:
+            self.fill(place.view(torch.uint8), [(0, values)])
+        else:
+            place.copy_(values)
+
+    def fill(self, place: Tensor, parts: Sequence[tuple[int, Tensor]]) -> None:
+        """Write values to a place at rest, of uint8, each from a byte of it on; the host waits.
+
+        Raises:
+            RuntimeError: a file could not be written; the message names it.
+        """
+        is_in_files = self.is_in_files(place)
+        lead = int(place.storage_offset()) % self.swap.alignment if is_in_files else 0
+        target = self.host(lead + place.nbytes)[lead:] if is_in_files else place
+        for start, value in parts:
+            target[start : start + value.nbytes].view(value.dtype).view(value.shape).copy_(
+                value, non_blocking=True
+            )
+            self.evict(value)
+        mark_here(self.device).synchronize()
+        if is_in_files:
+            self.swap.write(place, target).wait()

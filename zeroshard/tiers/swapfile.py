@@ -37,6 +37,15 @@ _ATTEMPTS = 100
 """Others that end or clean up may remove the folder, or a file that is not locked yet."""
 
 
+_Call = Callable[[int, list[memoryview], int], int]
+"""(descriptor, memory, offset) -> bytes moved."""
+
+
+def _write_to_disk(descriptor: int, memory: list[memoryview], offset: int) -> int:
+    """Write, and wait for the disk: an error of the page cache would show later, or nowhere."""
+    return os.pwritev(descriptor, memory, offset, os.RWF_DSYNC)
+
+
 class SwapFile:
     """A file that this process alone uses. Calls of `read` and `write` may come from any thread."""
 
@@ -139,7 +148,7 @@ class SwapFile:
         Raises:
             RuntimeError: the bytes are not there any more, or the disk fails.
         """
-        self._move(os.preadv, "read", into, offset)
+        self._move("read", os.preadv, os.preadv, into, offset)
 
     def write(self, source: memoryview, offset: int) -> None:
         """Write all bytes of `source`.
@@ -147,42 +156,37 @@ class SwapFile:
         Raises:
             RuntimeError: the file was removed or truncated, or the disk is full or fails.
         """
-        self._move(os.pwritev, "write", source, offset)
+        self._move("write", os.pwritev, _write_to_disk, source, offset)
 
-    def _move(self, call: Callable[..., int], verb: str, memory: memoryview, offset: int) -> None:
+    def _move(self, verb: str, call: _Call, at_ends: _Call, memory: memoryview, offset: int) -> None:
+        """Move whole blocks past the page cache, and what is left at both ends through it."""
+        head = min(-offset % self.alignment, len(memory))
+        stop = len(memory) - (len(memory) - head) % self.alignment
+        self._move_range(verb, at_ends, self._lock, memory[:head], offset)
+        self._move_range(verb, call, self._data, memory[head:stop], offset + head, self.alignment)
+        self._move_range(verb, at_ends, self._lock, memory[stop:], offset + stop)
+
+    def _move_range(
+        self, verb: str, call: _Call, descriptor: int, memory: memoryview, offset: int, block: int = 1
+    ) -> None:
         done = 0
         while done < len(memory):
             self.check()
             try:
-                moved = call(self._data, [memory[done:]], offset + done)
+                moved = call(descriptor, [memory[done:]], offset + done)
             except OSError as error:
                 remedy = _REMEDY if error.errno in _FULL else f"Check this disk, or set {SETTING} to another."
                 raise RuntimeError(
                     f"{self.path}: could not {verb} {len(memory)} bytes at {offset}: {error.strerror}. "
                     f"{remedy}"
                 ) from error
-            moved -= moved % self.alignment  # the next call must begin at a block, too
+            moved -= moved % block  # the next call must begin at a block, too
             if not moved:
                 raise RuntimeError(
                     f"{self.path}: expected to {verb} {len(memory)} bytes at {offset}, got {done}. "
                     f"{self._describe_loss()}"
                 )
             done += moved
-
-    def flush(self) -> None:
-        """Wait until all values that were written through mappings are on the disk.
-
-        Raises:
-            RuntimeError: the file was removed or truncated, or the disk fails.
-        """
-        self.check()
-        try:
-            os.fdatasync(self._data)
-        except OSError as error:
-            raise RuntimeError(
-                f"{self.path}: could not write values of the last step: {error.strerror}. "
-                f"{self._describe_loss()}"
-            ) from error
 
     def check(self) -> None:
         """Raise a RuntimeError if somebody has removed or truncated the file; its values are lost for good.

@@ -96,19 +96,16 @@ def _add(
         is_early = "step_in_backward" in offload
         frees = config["stage"] == 3 or num_ranks == 1  # else all parameters are gathered after a step
         is_late = late and frees and not (is_in_files or is_early)
-        # More units than buffers of a step, or than steps under way.
+        # More units than pieces of memory.
         model = bench.gpt(5 if is_in_files or is_early else 2)
         moved = _values(bench, model, train, optimizer, config | {"offload": tiers})
         used = {stream for stream, _ in bench.trace.kernels}
         assert "to_host" in used, "gradients leave the device"
-        if is_in_files and is_early and "parameters" not in offload:
-            assert "to_device" in used, "stepped values come back beside compute"
         on_device = bench.engine._runtime.context.memory.piece_bytes
         assert bool(in_forwards) is (is_late and is_divisible(bench.engine.optimizer)), in_forwards
         if not is_in_files:
             check_places(bench)
-        is_stepped_near = not is_in_files and is_divisible(bench.engine.optimizer)
-        assert bool(on_device) is is_stepped_near, "who steps"
+        assert bool(on_device) is is_divisible(bench.engine.optimizer), "who steps"
         plain = _values(bench, model, train, optimizer, config)
         with bench.trace.syncs_allowed():
             assert all(torch.equal(one, other) for one, other in zip(moved, plain, strict=True))
@@ -503,6 +500,22 @@ _add(
     precision=BF16,
     clip_grad_norm=0.01,
     may_sync=("zeroshard/checkpoint/", *READS_FACTOR, *NEW_STATES),
+)
+_add(
+    "files_in_pieces",
+    FILES,
+    near_bytes=2048,
+    stage=3,
+    precision=BF16,
+    may_sync=NEW_STATES,
+)
+_add(
+    "files_in_pieces_stepped_in_backward",
+    FILES | {"parameters": "cpu"} | _EARLY,
+    near_bytes=2048,
+    stage=3,
+    precision=BF16,
+    may_sync=NEW_STATES,
 )
 _add(
     "host_in_pieces_stepped_in_backward",
