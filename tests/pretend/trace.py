@@ -284,7 +284,7 @@ class Trace:
                 self.note(name, (), regions)
                 self._wait_here(name)
 
-    def transfer(self, tensor: Tensor, name: str, after: Iterable[Event], *, writes: bool) -> Event:
+    def transfer(self, tensor: Tensor, name: str, after: Iterable[Event] = (), *, writes: bool) -> Event:
         """A thread of the host reads or writes memory along with all others, between the events."""
         regions = regions_of(tensor)
         with self.lock, (stream := self.timeline.stream("transfer")):

@@ -135,9 +135,10 @@ def lose(folder, how, tier):
 @pytest.mark.long_where(how=["truncate"])
 @pytest.mark.parametrize("how", ["unlink", "truncate"])
 def test_lost_files_are_an_error_that_names_them_and_end_no_process(ranks, tmp_path, how):
-    for tier in ({}, FILES):
+    parameters = ("state_dict", "forward", "close")
+    for tier, also in (({}, ()), (FILES, parameters)):
         [(errors, file, found)] = ranks(1, lose, tmp_path, how, tier)
-        for what in ("step", "state_dict", "load", "close", *(["forward"] if tier else [])):
+        for what in ("step", "load", *also):
             assert errors[what].startswith(f"{file}: "), (what, errors)
         assert errors["save"]
         assert not errors["drop"]

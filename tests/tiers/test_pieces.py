@@ -164,7 +164,7 @@ def test_estimates_count_buffers_of_pieces():
         blocks = [torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)]
         return torch.nn.Sequential(torch.nn.Embedding(vocabulary, 2048), *blocks)
 
-    config = {"stage": 3, "units": ["Linear", "Embedding"], **offload("/local")}
+    config = {"stage": 3, "precision": "bf16", "units": ["Linear", "Embedding"], **offload("/local")}
     with torch.device("meta"):
         small, large = (
             zeroshard.estimate(model(size), 1, config, optimizer_bits=8).host for size in (20_000, 90_000)

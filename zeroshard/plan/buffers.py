@@ -250,7 +250,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     far = tiers.parameters if is_sharded else Tier.DEVICE
     state_tier = tiers.optimizer if first.requires_grad else far
     computes = main == compute and far is Tier.DEVICE
-    stays = computes and state_tier is Tier.HOST and setting.steps_by_parts
+    stays = computes and state_tier is not Tier.DEVICE and setting.steps_by_parts
     main_tier = Tier.DEVICE if stays else state_tier
     is_computed = setting.weights in MOVED_WEIGHTS and first.requires_grad
     is_freed = is_sharded and (bool(gathers) or is_computed or far is not Tier.DEVICE)

@@ -453,6 +453,7 @@ class _Block:
         if self._fill(memory, present):
             self._held = {key: self._places[key][2] for key in present}
             return self.places()
+        mark_here(self._store.memory.device).synchronize()  # it has read the places that go
         self._states = []
         written = self.places()
         if self._piece is None:
@@ -469,8 +470,9 @@ class _Block:
             return False
         new: list[tuple[Tensor, Tensor]] = []
         for key, value in present.items():
-            target = self._in_piece(memory, key)
-            if not _is_alike(value, target):
+            target, resting = self._in_piece(memory, key), self._places[key][2]
+            is_elsewhere = self._piece is not None and self._held[key].data_ptr() != resting.data_ptr()
+            if is_elsewhere or not _is_alike(value, target):
                 return False
             if value.data_ptr() != target.data_ptr():
                 if value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():

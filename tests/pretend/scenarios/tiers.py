@@ -222,6 +222,21 @@ def _with_a_late_state(bench: Bench) -> list[Tensor]:
     return losses + plainly(bench)
 
 
+def _with_swapped_states(bench: Bench) -> list[Tensor]:
+    """Code of the user lets states be others, and lets two of them change places."""
+    losses = plainly(bench)
+    for state in bench.engine.optimizer.state.values():
+        if state:
+            state["exp_avg_sq"] = state["exp_avg_sq"] * 0.5
+            state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"].sqrt(), state["exp_avg"].square()
+    losses += plainly(bench)
+    for state in bench.engine.optimizer.state.values():
+        if state:
+            state["exp_avg"].abs_()
+            state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
+    return losses + plainly(bench)
+
+
 def _overflowing(bench: Bench) -> list[Tensor]:
     """One of the steps is left out."""
     losses = plainly(bench, 1)
@@ -500,6 +515,15 @@ _add(
     precision=BF16,
     clip_grad_norm=0.01,
     may_sync=("zeroshard/checkpoint/", *READS_FACTOR, *NEW_STATES),
+)
+_add(
+    "host_in_pieces_swapped_states",
+    HOST,
+    _with_swapped_states,
+    near_bytes=2048,
+    stage=3,
+    precision=BF16,
+    may_sync=(*NEW_STATES, "pretend/scenarios/tiers.py"),
 )
 _add(
     "files_in_pieces",
