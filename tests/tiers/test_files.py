@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from contextlib import closing
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -99,7 +100,7 @@ def follow(swap, acts):
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cuts=st.sets(st.integers(1, 9 * BLOCK - 1), max_size=6), num_folders=st.integers(1, 2))
+@given(cuts=st.lists(st.integers(0, 9 * BLOCK), max_size=6), num_folders=st.integers(1, 2))
 def test_ranges_of_a_place_may_begin_and_end_inside_of_blocks(tmp_path, cuts, num_folders):
     with closing(Swap([tmp_path] * num_folders, 0, num_threads=2)) as swap:
         place = swap.empty(9 * BLOCK)
@@ -110,6 +111,16 @@ def test_ranges_of_a_place_may_begin_and_end_inside_of_blocks(tmp_path, cuts, nu
         for part, written in zip(ranges, values, strict=True):
             assert torch.equal(content_of(swap, part), written)
         assert all(write.is_over() for write in writes)
+        with mock.patch("os.pwritev", side_effect=OSError(5, "broken")):
+            failed = [swap.write(*each) for each in zip(ranges, values, strict=True)]
+            failed += [swap.write(place[end:end], values[0][:0]) for end in ends]
+            for part in filter(torch.numel, ranges):
+                with pytest.raises(RuntimeError, match="broken"):
+                    swap.read(part, memory_of(part))
+            with pytest.raises(RuntimeError, match="broken"):
+                swap.check(swap.extent_of(place))
+        swap.renew(swap.extent_of(place))
+        swap.check(swap.extent_of(place))
         assert torch.equal(place, torch.cat(values))
 
 

@@ -182,12 +182,13 @@ def run(is_late, look, make, config):
     return found, seen, in_forwards
 
 
-def different(names):
+def different(names, far=None):
+    """Differences between steps at once on the device and steps that wait, perhaps for values in files."""
     found = []
     for name in names:
         look, make, config, waits = LOOKS[name]
         want, seen_at_once, _ = run(False, look, make, config)
-        got, seen, in_forwards = run(True, look, make, config)
+        got, seen, in_forwards = run(True, look, make, config | ({"offload": far} if far else {}))
         found += [f"{name}: {text}" for text in runs.differences(got, want)]
         found += [f"{name}: losses"] * (got.losses != want.losses)
         found += [f"{name}: {in_forwards} units in forwards"] * (bool(in_forwards) is not waits)
@@ -208,6 +209,15 @@ def flat(seen):
 @pytest.mark.parametrize("names", [list(LOOKS)[start::3] for start in range(3)], ids=["0", "1", "2"])
 def test_steps_that_wait_have_the_bits_of_steps_at_once(ranks, names, num_ranks):
     for found in ranks(num_ranks, different, names, timeout=200):
+        assert not found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("parameters", ["none", "nvme"])
+def test_steps_from_files_that_wait_have_the_bits_of_steps_at_once(ranks, tmp_path, num_ranks, parameters):
+    files = {"optimizer": "nvme", "parameters": parameters, "nvme_path": str(tmp_path)}
+    for found in ranks(num_ranks, different, list(LOOKS), files, timeout=300):
         assert not found
 
 

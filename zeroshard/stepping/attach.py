@@ -165,9 +165,8 @@ def may_wait(runtime: Runtime) -> bool:
     setting, trained = runtime.context.setting, [b.plan for b in runtime.buffers if b.trainable]
     if setting.steps_in_backward or setting.weights not in NEWEST_WEIGHTS or runtime.context.axes.pp.size > 1:
         return False
-    travels = any(plan.state_tier is Tier.HOST for plan in trained) and setting.steps_by_parts
-    is_in_files = any(plan.state_tier is Tier.DISK for plan in trained)
-    return travels and not (is_in_files or any(plan.is_resident and plan.gathers for plan in trained))
+    travels = any(plan.state_tier is not Tier.DEVICE for plan in trained) and setting.steps_by_parts
+    return travels and not any(plan.is_resident and plan.gathers for plan in trained)
 
 
 def _divided(unit: Unit, travelling: Mapping[Gradients, list[range]]) -> list[list[ShardedParameter]]:

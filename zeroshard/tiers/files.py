@@ -283,7 +283,9 @@ class Swap:
         """
         extent, start = self._place_of(values)
         waits = [] if is_ready is None else [is_ready]
-        transfer = extent.writes[start] = self._start(SwapFile.write, values, source, *waits)
+        transfer = self._start(SwapFile.write, values, source, *waits)
+        if values.nbytes:  # a range of none may begin where another one does
+            extent.writes[start] = transfer
         return transfer
 
     def _place_of(self, values: Tensor) -> tuple[Extent, int]:

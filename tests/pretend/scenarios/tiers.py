@@ -95,7 +95,7 @@ def _add(
         tiers = offload | ({"nvme_path": str(bench.folder)} if is_in_files else {})
         is_early = "step_in_backward" in offload
         frees = config["stage"] == 3 or num_ranks == 1  # else all parameters are gathered after a step
-        is_late = late and frees and not (is_in_files or is_early)
+        is_late = late and frees and not is_early
         # More units than pieces of memory.
         model = bench.gpt(5 if is_in_files or is_early else 2)
         moved = _values(bench, model, train, optimizer, config | {"offload": tiers})
