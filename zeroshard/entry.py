@@ -43,7 +43,7 @@ from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.units import UnitSpec
-from zeroshard.stepping.parts import is_divisible
+from zeroshard.stepping.parts import is_known
 
 
 class Initialized(NamedTuple):
@@ -146,7 +146,7 @@ def initialize(
             check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
         close_at_exit(axes, *axes.members)
         _check_room(specs, config, axes, optimizer, device)
-        by_parts = optimizer is not None and is_divisible(optimizer)
+        by_parts = optimizer is not None and is_known(optimizer)
         runtime, replacements = shard_over(model, division, config, axes, device, steps_by_parts=by_parts)
         if optimizer is not None:
             take_over(optimizer, replacements, overrides)
@@ -255,7 +255,7 @@ def _check_room(
         check_room(
             *given,
             host_computes=computes,
-            steps_by_parts=optimizer is not None and is_divisible(optimizer),
+            steps_by_parts=optimizer is not None and is_known(optimizer),
             num_ranks=axes.world.size,
         )
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from zeroshard.comm.device import Surroundings, choose_device, share_of_cores, use_device
+from zeroshard.comm.device import Surroundings, choose_device, use_device
 from zeroshard.comm.mesh import start_process_group
 
 NODE = Surroundings(
@@ -144,12 +144,3 @@ def test_ranks_with_devices_of_different_types_are_told_before_they_wait_for_eac
     expected = "expected devices of one type on all ranks, got rank(s) [0, 2] on cpu; rank(s) [1] on cuda"
     assert ranks(3, start_on, kinds, process_group=False) == [expected] * 3
     assert ranks(2, start_on, ["cpu", "cpu"], process_group=False) == [None, None]
-
-
-def test_the_ranks_of_a_node_share_its_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-    for local_ranks, share in ((None, 12), ("4", 3), ("5", 2), ("16", 1)):
-        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-        if local_ranks is not None:
-            monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
-        assert share_of_cores() == share

@@ -132,14 +132,6 @@ def use_device(asked: str | None) -> torch.device:
     return device
 
 
-def share_of_cores() -> int:
-    """The number of cores that this rank may use if the ranks of its node share them, at least 1.
-
-    torchrun sets OMP_NUM_THREADS to 1, which would leave all other cores idle in a step on the host.
-    """
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
 def available_backends() -> tuple[str, ...]:
     """Return the backends of torch.distributed that this torch was built with, of "gloo" and "nccl"."""
     return tuple(name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name))

@@ -22,7 +22,6 @@ from weakref import WeakMethod, WeakSet
 from torch import nn
 from torch.optim import Optimizer
 
-from zeroshard.comm.device import share_of_cores
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.internals.steps import is_inner_step
 from zeroshard.parameters.gradient import gradient_of
@@ -34,7 +33,6 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
-from zeroshard.stepping.clipping import has_far_parameters
 from zeroshard.stepping.guard import InterruptedStep
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
@@ -93,13 +91,11 @@ def attach(
         starts = {p: start for unit in units for p, start in unit.items()}
         travelling = _travelling(runtime, optimizer)
         homes, in_pieces = _homes(runtime, optimizer, rounding, starts, travelling)
-        setting = runtime.context.setting
-        # On CPU ranks a step has the threads that torch has anyway.
-        threads = share_of_cores() if has_far_parameters(runtime) and not setting.host_computes else None
-        waits = engine is not None and may_wait(runtime)
-        if homes or setting.steps_in_backward or threads or waits:
+        waits = engine is not None and is_divisible(optimizer) and may_wait(runtime)
+        if homes or runtime.context.setting.steps_in_backward or waits:
+            divides = is_divisible(optimizer) or (is_known(optimizer) and travelling)
             divided = [part for unit in runtime.units for part in _divided(unit, travelling)]
-            stepped = StepByParts(optimizer, divided, homes, threads, in_pieces)
+            stepped = StepByParts(optimizer, divided if divides else [], homes, in_pieces)
             if engine is not None and waits:
                 stepped.late = LateSteps(runtime, optimizer, engine.halfway.fail)
             parts.append(stepped)
@@ -116,17 +112,16 @@ def _homes(
     travelling: Mapping[Gradients, list[range]],
 ) -> tuple[list[Home], PieceHome | None]:
     """The homes that parameters pass on the way to an optimizer, the farthest first; that of pieces again."""
-    context, is_cut = runtime.context, is_divisible(optimizer)
+    context, near = runtime.context, is_known(optimizer)
     homes: list[Home] = []
     in_pieces = None
     if travelling:
-        if is_cut:
+        if is_divisible(optimizer):
             in_pieces = PieceHome([g.buffer for g in travelling], context.memory, starts)
             homes.append(in_pieces)
         store = HostStore(context.memory, context.streams)
         if any(g.buffer.plan.state_tier is Tier.DISK for g in travelling):
-            host_steps = context.setting.host_computes or not is_cut
-            steps_on = Tier.HOST if host_steps else Tier.DEVICE
+            steps_on = Tier.DEVICE if near and not context.setting.host_computes else Tier.HOST
             store = FileStore(context.memory, context.streams, steps_on)
         parts = [
             (g.buffer, indices, pieces_of(g.buffer, indices) if in_pieces else [None])
@@ -135,7 +130,7 @@ def _homes(
         ]
         homes.append(StoreHome(optimizer, parts, store))
         for gradients in travelling:
-            gradients.is_stepped_near = is_cut and gradients.landing is not None
+            gradients.is_stepped_near = near and gradients.landing is not None
     if rounding is not None:
         has_kernels(runtime.context.device)  # a warning comes before training
         # An optimizer of another class may compute with values.
@@ -151,21 +146,21 @@ def _homes(
 def _travelling(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, list[range]]:
     """The buffers with states on a farther tier, and the parameters that are fetched together.
 
-    An optimizer that is not divisible steps values on the host where they are.
+    An optimizer that is not known steps values on the host where they are.
     """
     filled = [g for unit in runtime.units for g in unit.gradients if g.buffer.main.numel()]
-    if is_divisible(optimizer):
+    if is_known(optimizer):
         return {g: parts for g in filled if (parts := pieces.near_parts(g.buffer.plan))}
     in_files = (g for g in filled if g.buffer.trainable and g.buffer.plan.main_tier is Tier.DISK)
     return {g: [range(len(g.buffer.sharded))] for g in in_files}
 
 
 def may_wait(runtime: Runtime) -> bool:
-    """True if the steps of units may wait for a forward, along with which values on the host travel."""
+    """True if the steps of units may wait for a forward, along with which values travel."""
     setting, trained = runtime.context.setting, [b.plan for b in runtime.buffers if b.trainable]
     if setting.steps_in_backward or setting.weights not in NEWEST_WEIGHTS or runtime.context.axes.pp.size > 1:
         return False
-    travels = any(plan.state_tier is not Tier.DEVICE for plan in trained) and setting.steps_by_parts
+    travels = any(plan.state_tier is not Tier.DEVICE for plan in trained)
     return travels and not any(plan.is_resident and plan.gathers for plan in trained)
 
 

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 
 from zeroshard.comm import moves
 from zeroshard.parameters.gradient import gradient_of
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.norms import sum_of_powers
 
@@ -196,11 +195,6 @@ def _join(parts: list[Tensor]) -> Iterator[Tensor]:
     for group in groups:
         num = sum(part.numel() for part in group)
         yield group[0] if len(group) == 1 else group[0].as_strided((num,), (1,), group[0].storage_offset())
-
-
-def has_far_parameters(runtime: Runtime) -> bool:
-    """True if main parameters lie on the host or in files."""
-    return any(b.trainable and b.plan.main_tier is not Tier.DEVICE for b in runtime.buffers)
 
 
 def has_hooks_of_others(optimizer: Optimizer) -> bool:

@@ -273,9 +273,8 @@ class StepByParts:
 
     Args:
         optimizer: an optimizer over sharded parameters.
-        units: lists of parameters that are fetched together.
+        units: lists of parameters that are fetched together; none if the optimizer steps all at once.
         homes: the homes that they pass on the way to the optimizer, the farthest one first.
-        num_threads: threads of a step on the host; None: those that torch has anyway.
         pieces: the home of the parts that are stepped in pieces, one of `homes`; None if there are none.
     """
 
@@ -284,10 +283,9 @@ class StepByParts:
         optimizer: Optimizer,
         units: Sequence[Sequence[ShardedParameter]],
         homes: Sequence[Home],
-        num_threads: int | None = None,
         pieces: PieceHome | None = None,
     ) -> None:
-        self._num_threads, self._pieces = num_threads, pieces
+        self._pieces = pieces
         self._unit_of = {p: number for number, unit in enumerate(units) for p in unit}
         self._units: list[list[ShardedParameter]] = []
         """The units that were stepped ahead of others since the last `begin_units`."""
@@ -324,7 +322,7 @@ class StepByParts:
         ]
         for home in self._homes:
             home.expect(parts)
-        twins = [twin_of(optimizer, groups) if is_divisible(optimizer) else optimizer for groups in divided]
+        twins = [twin_of(optimizer, groups) if self._unit_of else optimizer for groups in divided]
         pairs = zip(twins, parts, strict=True)
         steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in pairs]
         if self.late is None or not self.late.take(steps, self._end_step):
@@ -380,17 +378,16 @@ class StepByParts:
 
     def _step_at_once(self, optimizer: Optimizer, part: list[ShardedParameter]) -> None:
         with _without_hooks(optimizer), ExitStack() as stack:
-            stack.enter_context(_threads(self._num_threads))
             for home in self._homes:
                 stack.enter_context(home.fetched(part))
             self._own_step(optimizer)
 
 
 def is_divisible(optimizer: Optimizer) -> bool:
-    """True if an optimizer may step its parameters one unit after the other.
+    """True if an optimizer may step its parameters one unit after the other, at any time, and in pieces.
 
-    An optimizer that asks all ranks for norms or whole tensors may not: it asks once for all parameters. Nor
-    may a class that is not known: it may count steps by group.
+    An optimizer that asks all ranks for norms or whole tensors may not: all ranks must ask at the same time,
+    for whole slices. Nor may a class that is not known: it may count steps by group.
     """
     return is_known(optimizer) and not isinstance(optimizer, UsesNorms | UsesWholes)
 
@@ -401,12 +398,12 @@ def _groups_of(optimizer: Optimizer, chosen: Collection[ShardedParameter]) -> Gr
 
 
 def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> list[Groups]:
-    """The parts of a step: one for each unit, or one for all parameters if the optimizer is not divisible.
+    """The parts of a step: one for each unit; one for all parameters if there are no units.
 
     Parameters that are in no unit, such as ignored ones, are a part together.
     """
     groups = [group["params"] for group in optimizer.param_groups]
-    if not is_divisible(optimizer):
+    if not unit_of:
         return [groups]
     parts: dict[int, Groups] = {}
     for number, parameters in enumerate(groups):
@@ -419,19 +416,6 @@ def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> li
 def is_known(optimizer: Optimizer) -> bool:
     """True for a class of a library whose steps are known to treat each parameter by itself."""
     return type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard", "bitsandbytes")
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Compute with so many threads on the host; None: with as many as before."""
-    before = torch.get_num_threads()
-    if number is not None:
-        torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        if number is not None:
-            torch.set_num_threads(before)
 
 
 @contextmanager

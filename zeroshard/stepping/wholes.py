@@ -214,8 +214,8 @@ def checked_updates(compute: Compute, wholes: list[Tensor], keys: list[Key]) -> 
     return updates
 
 
-_MOST_PLANS = 8
-"""Plans that are kept. A run has one for each set of parameters with gradients, and mostly one set."""
+_MOST_PLANS = 256
+"""Plans that are kept. A run has one for each set of parameters that step together."""
 
 
 class _BufferPlace(NamedTuple):

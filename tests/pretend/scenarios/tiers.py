@@ -23,7 +23,7 @@ from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.late import LateSteps
-from zeroshard.stepping.parts import is_divisible
+from zeroshard.stepping.parts import is_divisible, is_known
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
 NARROW = BF16 | {"main_dtype": "bfloat16"}
@@ -105,7 +105,7 @@ def _add(
         assert bool(in_forwards) is (is_late and is_divisible(bench.engine.optimizer)), in_forwards
         if not is_in_files:
             check_places(bench)
-        assert bool(on_device) is is_divisible(bench.engine.optimizer), "who steps"
+        assert bool(on_device) is is_known(bench.engine.optimizer), "who steps"
         plain = _values(bench, model, train, optimizer, config)
         with bench.trace.syncs_allowed():
             assert all(torch.equal(one, other) for one, other in zip(moved, plain, strict=True))
@@ -122,7 +122,7 @@ def _add(
             stays = plan.main_dtype == plan.compute_dtype and "parameters" not in offload
             assert trace.is_on_host(buffer.main) is (plan.main_tier is Tier.HOST)
             if plan.state_tier is Tier.HOST and "device_fraction" not in offload:
-                stays = stays and is_divisible(engine.optimizer)
+                stays = stays and is_known(engine.optimizer)
                 assert trace.is_on_host(buffer.main) is not stays
 
     add(name, run, num_ranks=num_ranks, may_sync=may_sync)
