@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.checkpoint import runs
 from tests.distributed.training import ALL_STAGES, numbers
-from zeroshard.optim import LAMB, LARS, AdamW8bit
+from zeroshard.optim import LAMB, LARS, AdamW8bit, Muon, muon_groups
 
 CHOSEN_STAGES = ALL_STAGES if os.environ.get("ALL_STAGES") else (3,)
 
@@ -74,6 +74,7 @@ OPTIMIZERS = {
     "replacing groups": in_groups(Replacing),
     "LAMB": over(LAMB, lr=1e-2),
     "LARS": over(LARS, lr=1e-2),
+    "Muon": lambda model: Muon(muon_groups(model)),
     "bitsandbytes": over(bitsandbytes.optim.AdamW8bit, lr=1e-2, min_8bit_size=256),
     "AdEMAMix": over(bitsandbytes.optim.AdEMAMix, lr=1e-2),
 }

@@ -14,8 +14,8 @@ from tests.tiers.test_offload import BF16_MAIN, FILES, OPTIMIZERS, WAYS, compare
 from tests.tiers.test_offload_failures import fail, refuse_space
 from zeroshard.plan import pieces
 
-UNDIVIDED = {"replacing", "replacing groups", "LAMB", "LARS"}
-"""Optimizers that step all parameters at once, and none of them in pieces."""
+UNDIVIDED = {"replacing", "replacing groups", "LAMB", "LARS", "Muon"}
+"""Optimizers that step no parameter in pieces."""
 PIECE = 2048
 """Bytes; some parameters of the test model have ten such pieces on each of two ranks."""
 

@@ -15,9 +15,6 @@ from tests.pretend.scenarios.divided import COMPARES
 from tests.pretend.scenarios.plain import BF16, READS_NORM
 from zeroshard.optim import Muon, muon_groups
 
-RETURNS_TO_HOST = ("stepping/wholes.py",)
-"""The host waits for updates that are applied there."""
-
 
 def _add(name: str, *, num_ranks: int = 2, may_sync: Iterable[str] = (), **config: Any) -> None:
     """A scenario that trains a GPT with Muon."""
@@ -28,6 +25,8 @@ def _add(name: str, *, num_ranks: int = 2, may_sync: Iterable[str] = (), **confi
         def muon(_: Iterable[nn.Parameter]) -> Optimizer:
             return Muon(muon_groups(model))
 
+        if "nvme" in config.get("offload", {}).values():
+            config["offload"]["nvme_path"] = str(bench.folder)
         bench.start(model, muon, **config)
         bench.train(steps=3)
 
@@ -49,6 +48,8 @@ for _stage in range(4):
     _add(f"muon_stage{_stage}", stage=_stage)
 _add("muon_hybrid", num_ranks=4, stage=3, shard_group_size=2, precision=BF16)
 _add("muon_clipped", stage=2, clip_grad_norm=1.0, may_sync=READS_NORM)
-_add("muon_on_host", stage=3, offload={"optimizer": "cpu"}, may_sync=RETURNS_TO_HOST)
+_add("muon_on_host", stage=3, offload={"optimizer": "cpu"})
+_add("muon_parameters_on_host", stage=3, offload={"optimizer": "cpu", "parameters": "cpu"}, precision=BF16)
+_add("muon_in_files", stage=3, offload={"optimizer": "nvme"}, precision=BF16)
 _add("muon_bf16_main", stage=3, precision={"main_dtype": "bf16", "param_dtype": "bf16"})
 add("muon_tensor", _divided, may_sync=COMPARES)
