@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 30171,
-    "statements of the package": 24660,
-    "tokens of the package": 285759,
-    "lines of code of the core": 10715,
-    "statements of the core": 9220,
-    "tokens of the core": 97666,
+    "lines of code of the package": 29959,
+    "statements of the package": 24465,
+    "tokens of the package": 283649,
+    "lines of code of the core": 10508,
+    "statements of the core": 9029,
+    "tokens of the core": 95632,
     "lines of code of examples, benchmarks and tools": 7669,
     "lines of the longest file": 600,
     "booleans of the core": 52,
@@ -41,7 +41,7 @@ BUDGETS = {
     "modules that one other module imports": 30,
     "files of a step, two ranks": 39,
     "files of a step, one rank, offload": 41,
-    "words in docs/": 54911,
+    "words in docs/": 54840,
 }
 
 CORE = (
