@@ -10,6 +10,7 @@ from tests.distributed.training import ALL_STAGES
 from tests.optim.test_muon import build, gradient, is_used, step_plainly, step_sharded, unequal
 from tests.parallel import test_divided
 from zeroshard.optim import UsesWholes, wholes_here
+from zeroshard.stepping.wholes import WholesOverRanks
 
 NUM_STEPS = 10
 OPTIONS = {"lr": 0.01, "relative_step": False, "weight_decay": 0.1, "beta1": 0.9}
@@ -109,6 +110,36 @@ def test_tensor_ranks_hand_out_whole_tensors_of_parts_and_of_replicas(ranks):
     step_plainly(model, adafactor(model.parameters()), range(NUM_STEPS))
     want = {name: p.detach() for name, p in model.named_parameters()}
     assert ranks(2, divided, want) == [[]] * 2
+
+
+def with_ignored(stage):
+    """An ignored parameter of two tensors in one call with slices, with other values on each rank."""
+    model = build()
+    ignored = torch.nn.Parameter(torch.full((6, 2), 1.0 + dist.get_rank()))
+    model.register_parameter("alone", ignored)
+    engine = zeroshard.initialize(model, None, {"stage": stage, "ignored": ["alone"]}).engine
+    p = engine.module.layers[0].tall.weight
+    seen = []
+
+    def double(wholes, keys):
+        seen.extend((*key, tuple(whole.shape)) for whole, key in zip(wholes, keys, strict=True))
+        return [whole.mul_(2) for whole in wholes]
+
+    wholes_of = WholesOverRanks(engine._runtime.buffers, engine._axes)
+    shapes = [[(2, 2), (4, 2)], [(70, 24)]]
+    first, second = wholes_of([ignored, p], [ignored.detach(), p.detach()], double, shapes=shapes)
+    are_right = torch.equal(first, 2 * ignored.detach()), torch.equal(second, 2 * p.detach())
+    (alone,) = wholes_of([ignored], [ignored.detach()], double)
+    return *are_right, torch.equal(alone, first), sorted(seen)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_rank_computes_ignored_parameters_by_itself(ranks, stage):
+    own = [(0, 0, (2, 2)), (0, 0, (6, 2)), (0, 1, (4, 2))]
+    (*right, first), (*other_right, second) = ranks(2, with_ignored, stage)
+    assert all(right)
+    assert all(other_right)
+    assert sorted([*first, *second]) == sorted([*own, *own, (1, 0, (70, 24))])
 
 
 class KeepsRows(Optimizer):

@@ -78,37 +78,8 @@ Cost = Callable[[Shape], int]
 """(shape) -> the cost of the update of a tensor, in any unit."""
 
 
-class Wholes(Protocol):
-    """Computes updates from whole tensors."""
-
-    def __call__(
-        self,
-        parameters: Sequence[Tensor],
-        tensors: Sequence[Given],
-        compute: Compute,
-        *,
-        shapes: Sequence[Sequence[Shape]] | None = None,
-        cost: Cost = math.prod,
-    ) -> list[Tensor]:
-        """Return the updates of slices; collective, with the same parameters and shapes on all ranks.
-
-        Args:
-            parameters: the parameters. A rank may hold slices of them, [n].
-            tensors: for each slice a tensor of its shape, of the same dtype on all ranks, or a deferred one.
-                `compute` gets the whole of it.
-            compute: the computation. A rank calls it for the tensors that it owns.
-            shapes: the tensors that each parameter consists of, one after another in its memory. Each of them
-                has an owner of its own. None: one, of the shape of the parameter.
-            cost: the cost of an update; all ranks get the same costs if possible. The default is the number
-                of elements.
-
-        Returns:
-            The update of each slice, of the shape, dtype and device of its tensor.
-
-        Raises:
-            ValueError: shapes that do not fill a parameter, or updates of other shapes or dtypes.
-            RuntimeError: slices of a parameter whose other slices are not known.
-        """
+Wholes = Callable[..., list[Tensor]]
+"""Computes updates from whole tensors, with the arguments of `wholes_here`."""
 
 
 @runtime_checkable
@@ -133,7 +104,27 @@ def wholes_here(
     shapes: Sequence[Sequence[Shape]] | None = None,
     cost: Cost = math.prod,
 ) -> list[Tensor]:
-    """`Wholes` for a process that holds every parameter whole."""
+    """Return the updates of slices; collective where ranks share the parameters, with the same ones on all.
+
+    This one is for a process that holds every parameter whole.
+
+    Args:
+        parameters: the parameters. A rank may hold slices of them, [n].
+        tensors: for each slice a tensor of its shape, of the same dtype on all ranks, or a deferred one.
+            `compute` gets the whole of it.
+        compute: the computation. A rank calls it for the tensors that it owns.
+        shapes: the tensors that each parameter consists of, one after another in its memory. Each of them
+            has an owner of its own. None: one, of the shape of the parameter.
+        cost: the cost of an update; all ranks get the same costs if possible. The default is the number
+            of elements.
+
+    Returns:
+        The update of each slice, of the shape, dtype and device of its tensor.
+
+    Raises:
+        ValueError: shapes that do not fill a parameter, or updates of other shapes or dtypes.
+        RuntimeError: slices of a parameter whose other slices are not known.
+    """
     refuse_slices(parameters, "updates from whole parameters")
     asked = shapes_asked(parameters, shapes)
     keys = [Key(number, part) for number, own in enumerate(asked) for part in range(len(own))]
@@ -203,14 +194,14 @@ def checked_updates(compute: Compute, wholes: list[Tensor], keys: list[Key]) -> 
         return []
     forms = [(whole.shape, whole.dtype) for whole in wholes]
     updates = list(compute(wholes, keys))
-    found = [(update.shape, update.dtype) for update in updates]
-    if found != forms:
-        number = next((at for at, (a, b) in enumerate(zip(found, forms, strict=False)) if a != b), None)
-        told = f"{len(forms)} updates, got {len(found)}"
-        if number is not None:
-            (shape, dtype), (other_shape, other_dtype) = forms[number], found[number]
-            told = f"{list(shape)} {dtype} for {keys[number]}, got {list(other_shape)} {other_dtype}"
-        raise ValueError(f"updates from whole tensors: expected {told}")
+    if len(updates) != len(forms):
+        raise ValueError(f"updates from whole tensors: expected {len(forms)} updates, got {len(updates)}")
+    for (shape, dtype), update, key in zip(forms, updates, keys, strict=True):
+        if (update.shape, update.dtype) != (shape, dtype):
+            raise ValueError(
+                f"updates from whole tensors: expected {list(shape)} {dtype} for {key}, got "
+                f"{list(update.shape)} {update.dtype}"
+            )
     return updates
 
 
@@ -246,19 +237,10 @@ class _OwnedPart(NamedTuple):
     """The place of this range in the slice of the parameter."""
 
 
-class _UpdatePiece(NamedTuple):
-    """The update of a part of a slice."""
-
-    place: slice
-    values: Tensor
-    """[n], in the dtype of the slice; or its bytes."""
-
-
 class _CallPlan(NamedTuple):
     """A call: its tensors with their owners, and what this rank sends and receives."""
 
     parts: list[_OwnedPart]
-    sizes: list[int]
     owned: list[int]
     """The numbers of the parts that this rank owns."""
     inward: list[Send] | None
@@ -301,64 +283,41 @@ class WholesOverRanks:
         shapes: Sequence[Sequence[Shape]] | None = None,
         cost: Cost = math.prod,
     ) -> list[Tensor]:
-        """Return the updates of slices; see `Wholes`."""
+        """Return the updates of slices; see `wholes_here`."""
+        if not any(isinstance(p, ShardedParameter) for p in parameters):
+            return wholes_here(parameters, tensors, compute, shapes=shapes, cost=cost)
         asked = shapes_asked(parameters, shapes)
-        results: dict[int, Tensor] = {}
-        shared = [at for at, p in enumerate(parameters) if isinstance(p, ShardedParameter)]
-        ignored = sorted(set(range(len(parameters))) - set(shared))
-        # Each rank holds ignored parameters whole, with a gradient of its own.
-        for numbers, update in ((shared, self._update), (ignored, wholes_here)):
-            if numbers:
-                own, values = [parameters[at] for at in numbers], [tensors[at] for at in numbers]
-                forms = [asked[at] for at in numbers]
-                found = update(own, values, _renumbered(compute, numbers), shapes=forms, cost=cost)
-                results |= zip(numbers, found, strict=True)
-        return [results[at] for at in range(len(parameters))]
-
-    def _update(
-        self,
-        parameters: Sequence[Tensor],
-        tensors: Sequence[Given],
-        compute: Compute,
-        *,
-        shapes: Sequence[tuple[Shape, ...]],
-        cost: Cost,
-    ) -> list[Tensor]:
-        plan = self._plan_of(parameters, shapes, cost)
-        agreed = self._agree(plan)
+        costs = [tuple(map(cost, own)) for own in asked]
+        key = (*map(id, parameters), *asked, *costs)
+        if key not in self._plans:
+            if len(self._plans) == _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = self._make_plan(parameters, asked, costs)
+        plan = self._plans[key]
+        # Without an agreement ranks with other tensors or owners would take pieces of one tensor for pieces
+        # of another, or expect other sizes than are sent, for which Gloo ends the process.
+        self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
+        agreed = self._axis.any([False], "agreement on whole tensors", compares=True)
         if plan.inward is not None:
             agreed()
         updates = self._compute(plan, tensors, compute)
         if plan.inward is None:  # the agreement ran during the computation
             agreed()
-        pieces: list[list[_UpdatePiece]] = [[] for _ in parameters]
+        pieces: list[list[tuple[slice, Tensor]]] = [[] for _ in parameters]
         for number in plan.owned:
             part = plan.parts[number]
             if part.own.size:
-                pieces[part.parameter].append(_UpdatePiece(part.place, updates[number][part.own.slice]))
-        label = f"all-to-all of the updates of {plan.label}"
-        sizes = [tensor.dtype.itemsize for tensor in tensors]
-        outward = self._exchange(plan, plan.outward, lambda m: updates[m.item][m.span.slice], sizes, label)
+                pieces[part.parameter].append((part.place, updates[number][part.own.slice]))
+        outward = self._exchange(
+            plan, plan.outward, lambda m: updates[m.item][m.span.slice], tensors, "updates"
+        )
         for move, values in outward:
             part = plan.parts[move.item]
-            start = part.place.start + move.span.start - part.own.start
-            pieces[part.parameter].append(_UpdatePiece(slice(start, start + move.span.size), values))
+            place = move.span.shifted(part.place.start - part.own.start).slice
+            pieces[part.parameter].append((place, values))
         results = [_joined(*own, self._device) for own in zip(tensors, pieces, strict=True)]
         places = [tensor.like if isinstance(tensor, Deferred) else tensor for tensor in tensors]
         return list(map(moves.beside, results, places))
-
-    def _agree(self, plan: _CallPlan) -> Callable[[], object]:
-        """Begin to compare the calls of all ranks.
-
-        Without it ranks with other tensors or owners would take pieces of one tensor for pieces of another,
-        or expect other sizes than are sent, for which Gloo ends the process.
-
-        Returns:
-            A function that waits, to be called before anything is exchanged. It raises RuntimeError, on all
-            ranks, where their calls differ.
-        """
-        self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
-        return self._axis.any([False], "agreement on whole tensors", compares=True)
 
     def _compute(self, plan: _CallPlan, tensors: Sequence[Given], compute: Compute) -> dict[int, Tensor]:
         """Return the updates of the parts that this rank owns, [n] each, by number."""
@@ -366,21 +325,19 @@ class WholesOverRanks:
 
         @functools.cache
         def given(number: int) -> Tensor:
-            return moves.to_device(made(tensors[number]), self._device)
+            return moves.to_device(made(tensors[number]), self._device).reshape(-1)
 
         for number in plan.owned:
             part = plan.parts[number]
             values = given(part.parameter)
-            flat[number] = values.new_empty(plan.sizes[number])
+            flat[number] = values.new_empty(sum(map(math.prod, part.shapes)))
             flat[number][part.own.slice] = values[part.place]
 
         def source(move: Send) -> Tensor:
             part = plan.parts[move.item]
             return given(part.parameter)[part.place][move.span.shifted(-part.own.start).slice]
 
-        label = f"all-to-all of the slices of {plan.label}"
-        sizes = [tensor.dtype.itemsize for tensor in tensors]
-        for move, values in self._exchange(plan, plan.inward, source, sizes, label):
+        for move, values in self._exchange(plan, plan.inward, source, tensors, "slices"):
             flat[move.item][move.span.slice].view(torch.uint8).copy_(values)
         given.cache_clear()
         wholes: list[Tensor] = []
@@ -401,8 +358,8 @@ class WholesOverRanks:
         plan: _CallPlan,
         exchanged: Sequence[Send] | None,
         source: Callable[[Send], Tensor],
-        sizes: Sequence[int],
-        label: str,
+        tensors: Sequence[Given],
+        what: str,
     ) -> list[tuple[Send, Tensor]]:
         """Send and receive ranges.
 
@@ -410,8 +367,8 @@ class WholesOverRanks:
             plan: the call.
             exchanged: what this rank sends or receives; None where no rank does.
             source: gives the values of a range that this rank sends.
-            sizes: the bytes of an element of each parameter.
-            label: the name of the exchange in errors.
+            tensors: the tensors of the call.
+            what: a word for what is sent, in errors.
 
         Returns:
             The ranges that this rank receives, [n] uint8 each.
@@ -425,29 +382,15 @@ class WholesOverRanks:
             if move.source == axis.rank:
                 sent[move.target].append(source(move))
             else:
-                num_bytes = move.span.size * sizes[plan.parts[move.item].parameter]
+                num_bytes = move.span.size * tensors[plan.parts[move.item].parameter].dtype.itemsize
                 expected[move.source].append((move, num_bytes))
         totals = [sum(num_bytes for _, num_bytes in own) for own in expected]
-        received = all_to_all(axis, sent, totals, label=label)
+        received = all_to_all(axis, sent, totals, label=f"all-to-all of the {what} of {plan.label}")
         return [
             (move, piece)
             for own, values in zip(expected, received, strict=True)
             for (move, _), piece in zip(own, values.split([size for _, size in own]), strict=True)
         ]
-
-    # -- planning -------------------------------------------------------------------------------------
-
-    def _plan_of(
-        self, parameters: Sequence[Tensor], shapes: Sequence[tuple[Shape, ...]], cost: Cost
-    ) -> _CallPlan:
-        """Return the plan for a call, the same on all ranks."""
-        costs = tuple(tuple(map(cost, own)) for own in shapes)
-        key = (*map(id, parameters), *shapes, *costs)
-        if (plan := self._plans.get(key)) is None:
-            if len(self._plans) == _MOST_PLANS:
-                del self._plans[next(iter(self._plans))]
-            plan = self._plans[key] = self._make_plan(parameters, shapes, costs)
-        return plan
 
     def _make_plan(
         self,
@@ -455,11 +398,17 @@ class WholesOverRanks:
         shapes: Sequence[tuple[Shape, ...]],
         costs: Sequence[tuple[int, ...]],
     ) -> _CallPlan:
+        """Return the plan for a call; what ranks share is planned alike on all of them."""
         items: list[Item] = []
         parts: list[_OwnedPart] = []
+        alone: list[_OwnedPart] = []
         names: list[object] = []
         rank = self._axis.rank
         for number, (p, own, own_costs) in enumerate(zip(parameters, shapes, costs, strict=True)):
+            if not isinstance(p, ShardedParameter):  # each rank holds it whole, with a gradient of its own
+                whole = Span(0, p.numel())
+                alone.append(_OwnedPart(number, 0, own, None, whole, whole.slice))
+                continue
             place = place_among(self._places, p, "updates from whole parameters")
             held = [place.held(*at) for at in self._ranks]
             start = 0
@@ -473,7 +422,6 @@ class WholesOverRanks:
                 inside = here.shifted(-held[rank].start).slice if here.size else slice(0, 0)
                 items.append(Item(whole.size, run_cost, ranges))
                 parts.append(_OwnedPart(number, first, run, place.cut, ranges[rank], inside))
-            assert isinstance(p, ShardedParameter)
             names.append((p.fqn, own))
         keys = [(id(parameters[part.parameter]), part.first, part.shapes) for part in parts]
         kept = {at: owner for at, key in enumerate(keys) if (owner := self._owners.get(key)) is not None}
@@ -481,20 +429,22 @@ class WholesOverRanks:
         self._owners |= zip(keys, owners, strict=True)
         digest = crc32(repr((names, owners)).encode())
         return _CallPlan(
-            parts=parts,
-            sizes=[item.size for item in items],
-            owned=[number for number, owner in enumerate(owners) if owner == rank],
+            parts=[*parts, *alone],
+            owned=[number for number, owner in enumerate([*owners, *[rank] * len(alone)]) if owner == rank],
             inward=_of_rank(inward(items, owners), rank),
             outward=_of_rank(outward(items, owners), rank),
             label=f"{len(parts)} whole tensors ({digest:08x})",
         )
 
 
-def _joined(given: Given, pieces: Sequence[_UpdatePiece], device: torch.device) -> Tensor:
-    """Return the update of a tensor from its pieces; one piece that is all of it is not copied."""
+def _joined(given: Given, pieces: Sequence[tuple[slice, Tensor]], device: torch.device) -> Tensor:
+    """Return the update of a tensor from its pieces, each with its place in the slice and perhaps as bytes.
+
+    One piece that is all of it is not copied.
+    """
     shape, dtype = given.shape, given.dtype
     if len(pieces) == 1:
-        values = pieces[0].values
+        ((_, values),) = pieces
         is_aligned = values.storage_offset() * values.element_size() % dtype.itemsize == 0
         if is_aligned and values.nbytes == shape.numel() * dtype.itemsize:
             return values.view(dtype).view(shape)
@@ -520,10 +470,8 @@ def _of_rank(all_moves: Sequence[Send], rank: int) -> list[Send] | None:
 
 def _wholes_of(flat: Tensor, part: _OwnedPart) -> list[Tensor]:
     """Return the tensors of a part, in memory of their own."""
-    if part.cut is None:
-        return [flat.view(part.shapes[0])]
     cut = part.cut
-    whole = whole_of(flat.view(cut.num_ranks, *cut.local_shape).unbind(), cut)
+    whole = flat if cut is None else whole_of(flat.view(cut.num_ranks, *cut.local_shape).unbind(), cut)
     return [whole.view(part.shapes[0])] if len(part.shapes) == 1 else divide(whole, part.shapes)
 
 
@@ -533,12 +481,3 @@ def _flat_of(updates: Sequence[Tensor], part: _OwnedPart) -> Tensor:
     if cut is None:
         return flat
     return join([part_of(flat.view(cut.shape), cut, rank) for rank in range(cut.num_ranks)])
-
-
-def _renumbered(compute: Compute, numbers: Sequence[int]) -> Compute:
-    """Return `compute` with keys that have other numbers of parameters."""
-
-    def renumbered(wholes: list[Tensor], keys: list[Key]) -> Sequence[Tensor]:
-        return compute(wholes, [Key(numbers[key.parameter], key.part) for key in keys])
-
-    return renumbered
