@@ -11,9 +11,8 @@ transformers) then has averages, and knows nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,19 +24,6 @@ from zeroshard.parameters.state import refuse_averages
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
-
-
-@dataclass(frozen=True, slots=True)
-class _Averaged:
-    """A buffer whose main parameters are averaged."""
-
-    buffer: FlatBuffer
-    values: Tensor
-    """[n], as many as `buffer.main` has."""
-
-    def slices(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a flat range as long as `values` that the sharded parameters take, in their order."""
-        return [flat[self.buffer.sharded_span(index).slice] for index in range(len(self.buffer.sharded))]
 
 
 class Averages:
@@ -59,7 +45,9 @@ class Averages:
         self.num_updates = 0
         """Updates so far."""
         self._runtime, memory = runtime, runtime.context.memory
-        self._averaged: list[_Averaged] = []
+        self._values: dict[FlatBuffer, Tensor] = {}
+        """The averages of each buffer, [n], as many as `buffer.main` has."""
+        self._copies: dict[str, Tensor] = {}
         trained = [buffer for buffer in runtime.buffers if buffer.trainable]
         for buffer in trained:
             if buffer.plan.main_tier is Tier.DISK:
@@ -70,10 +58,8 @@ class Averages:
         with torch.inference_mode(False):
             for buffer in trained:
                 dtype = torch.promote_types(buffer.main.dtype, torch.float32)
-                values = memory.empty(buffer.main.numel(), dtype, buffer.plan.state_tier)
-                self._averaged.append(_Averaged(buffer, values))
-            self._copies = {name: value.detach().clone() for name, value in self._model_buffers()}
-        self.begin_anew()
+                self._values[buffer] = memory.empty(buffer.main.numel(), dtype, buffer.plan.state_tier)
+            self.begin_anew()
 
     @property
     def decay(self) -> float:
@@ -90,9 +76,9 @@ class Averages:
     def parameters(self) -> dict[ShardedParameter, Tensor]:
         """The average of this rank's slice of each trained parameter, [n]."""
         return {
-            sharded: values
-            for one in self._averaged
-            for sharded, values in zip(one.buffer.sharded, one.slices(one.values), strict=True)
+            sharded: part
+            for buffer, values in self._values.items()
+            for sharded, part in zip(buffer.sharded, _slices(buffer, values), strict=True)
         }
 
     @property
@@ -103,39 +89,37 @@ class Averages:
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All memory of the averages."""
-        yield from (one.values for one in self._averaged)
+        yield from self._values.values()
         yield from self._copies.values()
 
     def begin_anew(self) -> None:
         """Drop the updates: averages are the present values until the next one."""
         self.num_updates = 0
-        self._update(is_copy=True)
-
-    def update(self) -> None:
-        """Take in the present values, after a step."""
-        self._update(is_copy=not self.num_updates)
-        self.num_updates += 1
+        self.update()
+        self.num_updates = 0
 
     @torch.no_grad()
-    def _update(self, *, is_copy: bool) -> None:
+    def update(self) -> None:
+        """Take in the present values, after a step."""
         self._runtime.state.look()
-        for one in self._averaged:
-            main = moves.beside(one.buffer.main.detach(), one.values)
-            if is_copy:
-                one.values.copy_(main)
+        for buffer, values in self._values.items():
+            main = moves.beside(buffer.main.detach(), values)
+            if not self.num_updates:
+                values.copy_(main)
                 continue
             # Parameter by parameter, as torch does it: kernels may compute the last elements of a tensor in
             # another way than the others. Slices begin at blocks, so their last elements are the same ones.
-            pairs = zip(one.slices(one.values), one.slices(main.to(one.values.dtype)), strict=True)
+            pairs = zip(_slices(buffer, values), _slices(buffer, main.to(values.dtype)), strict=True)
             taken = [pair for pair in pairs if pair[0].numel()]
             if taken:
                 own, present = zip(*taken, strict=True)
                 torch._foreach_lerp_(list(own), list(present), 1 - self._decay)
-        for name, value in self._model_buffers():
+        for name, value in self._runtime.module.named_buffers():
             if name in self._copies and self._copies[name].shape == value.shape:
                 self._copies[name].copy_(value)
             else:  # a module has made it since, as lazy ones do, or a buffer of another shape
                 self._copies[name] = value.detach().clone()
+        self.num_updates += 1
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -153,11 +137,13 @@ class Averages:
         runtime.require_slices(what)
         refuse_averages(runtime.state, what)
         with torch.inference_mode(False), torch.no_grad():
-            trained = [self._keep(one) for one in self._averaged]
-            buffers = {name: value.detach().clone() for name, value in self._model_buffers()}
+            mains = [(buffer.main.detach(), buffer.plan.main_tier) for buffer in self._values]
+            empty = runtime.context.memory.empty
+            trained = [empty(main.numel(), main.dtype, tier).copy_(main) for main, tier in mains]
+            buffers = {name: value.detach().clone() for name, value in runtime.module.named_buffers()}
         runtime.state.is_averaged = True
         try:
-            self._write([one.values for one in self._averaged], self._copies)
+            self._write(self._values.values(), self._copies)
             yield
         finally:
             try:
@@ -169,22 +155,18 @@ class Averages:
                     self._write(trained, buffers)
                 runtime.state.is_averaged = False
 
-    def _keep(self, one: _Averaged) -> Tensor:
-        """A copy of main parameters, on their tier."""
-        main = one.buffer.main.detach()
-        kept = self._runtime.context.memory.empty(main.numel(), main.dtype, one.buffer.plan.main_tier)
-        return kept.copy_(main)
-
     @torch.no_grad()
-    def _write(self, parameters: list[Tensor], buffers: Mapping[str, Tensor]) -> None:
+    def _write(self, parameters: Iterable[Tensor], buffers: Mapping[str, Tensor]) -> None:
         runtime = self._runtime
-        for one, values in zip(self._averaged, parameters, strict=True):
-            one.buffer.source.write(values)
-        for name, value in self._model_buffers():
+        for buffer, values in zip(self._values, parameters, strict=True):
+            buffer.source.write(values)
+        for name, value in runtime.module.named_buffers():
             if name in buffers and buffers[name].shape == value.shape:
                 value.copy_(buffers[name])
-        runtime.changed(one.buffer for one in self._averaged)
+        runtime.changed(self._values)
         runtime.passes.refresh()
 
-    def _model_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        return self._runtime.module.named_buffers()
+
+def _slices(buffer: FlatBuffer, flat: Tensor) -> list[Tensor]:
+    """The parts of a flat range as long as `buffer.main` that the sharded parameters take, in their order."""
+    return [flat[buffer.sharded_span(index).slice] for index in range(len(buffer.sharded))]
