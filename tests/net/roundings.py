@@ -55,8 +55,8 @@ ROUNDINGS = (
             "A slice is rounded with the random bits of the beginning of the parameter, not of its own place."
         ),
         file="zeroshard/stepping/rounding.py",
-        find="self._rounding.key(name_of_part(p)), self._starts[p])\n        finally",
-        replace="self._rounding.key(name_of_part(p)), 0)\n        finally",
+        find="round_into(main, p.detach(), *self._bits(p))",
+        replace="round_into(main, p.detach(), *self._bits(p)._replace(start=0))",
         tests=(
             "tests/distributed/test_bfloat16_main.py::"
             "test_every_optimizer_at_every_stage_has_the_bits_of_float32_steps_rounded_by_hand",

@@ -44,7 +44,7 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.libraries import is_usable, works
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.stepping.parts import Home
+from zeroshard.stepping.parts import Home, show
 
 _PER_WORD = 4
 _MASK = (1 << 64) - 1
@@ -201,7 +201,11 @@ class InPlace(Home):
         """Return the random bits of a main parameter in this step; None for any other tensor."""
         if not isinstance(parameter, ShardedParameter) or parameter not in self._starts:
             return None
-        return Bits(self._rounding.key(name_of_part(parameter)), self._starts[parameter])
+        return self._bits(parameter)
+
+    def _bits(self, p: ShardedParameter) -> Bits:
+        name = p.fqn if p.cut is None else f"{p.fqn}:{p.tp_rank}"  # each part draws bits of its own
+        return Bits(self._rounding.key(name), self._starts[p])
 
     def end_step(self) -> None:
         """Count a step."""
@@ -219,21 +223,14 @@ class Widening(InPlace):
         try:
             for p, (main, grad) in zip(parameters, narrow, strict=True):
                 assert grad is not None, "it is stepped because of it"
-                _hold(p, main.float(), grad.float())
+                show(p, main.float(), grad.float())
             yield
             with past_guards():
                 for p, (main, _) in zip(parameters, narrow, strict=True):
-                    round_into(main, p.detach(), self._rounding.key(name_of_part(p)), self._starts[p])
+                    round_into(main, p.detach(), *self._bits(p))
         finally:
             for p, (main, grad) in zip(parameters, narrow, strict=True):
-                _hold(p, main, grad)
-
-
-def _hold(parameter: ShardedParameter, values: Tensor, grad: Tensor | None) -> None:
-    with past_guards():
-        parameter.grad = None  # torch wants both in one dtype
-        parameter.data = values
-        parameter.grad = grad
+                show(p, main, grad)
 
 
 def load_states_wide(optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:
@@ -253,8 +250,3 @@ def load_states_wide(optimizer: Optimizer, parameters: Sequence[ShardedParameter
                     p.data = main
 
     optimizer.load_state_dict = load_wide  # type: ignore[method-assign]
-
-
-def name_of_part(parameter: ShardedParameter) -> str:
-    """The original name, with the number of a part: each part draws random bits of its own."""
-    return parameter.fqn if parameter.cut is None else f"{parameter.fqn}:{parameter.tp_rank}"
