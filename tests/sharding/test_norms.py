@@ -7,7 +7,7 @@ import torch
 
 from tests.operators import Operators
 from zeroshard.internals.foreach import foreach_norm, foreach_sum_of_squares
-from zeroshard.stepping.norms import sum_of_squares, whole_norms
+from zeroshard.stepping.norms import sum_of_powers, whole_norms
 
 
 def tensors_of_all_sizes():
@@ -17,7 +17,7 @@ def tensors_of_all_sizes():
     return [large, large.reshape(-1, 1)[::2], torch.zeros(0, 3), torch.tensor(-3.0), large[:5].bfloat16()]
 
 
-@pytest.mark.parametrize("compute", [sum_of_squares, foreach_sum_of_squares])
+@pytest.mark.parametrize("compute", [sum_of_powers, foreach_sum_of_squares])
 def test_squares_are_added_up_in_float64_over_any_number_of_elements(compute):
     tensors = tensors_of_all_sizes()
     want = torch.stack([tensor.double().square().sum() for tensor in tensors])

@@ -16,7 +16,7 @@ parameters have a multiple of `layout.BLOCK` elements, so most buffers have padd
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -98,30 +98,22 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
     """
     axes, device = runtime.context.axes, runtime.context.device
     own = own_gradients(runtime, order)
-    groups = by_device(own.tensors)
     if math.isinf(order):
-        largest = torch.zeros((), dtype=torch.float64, device=device)
-        for group in groups:
-            largest = torch.maximum(largest, moves.to_device(_largest(group), device))
+        found = [moves.to_device(g.abs().max().double(), device) for g in own.tensors if g.numel()]
+        largest = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *found]).max()
         for axis in (axes.dp_shard, axes.tp, axes.pp):
             everyone = torch.zeros(axis.size, dtype=torch.float64, device=device)
             everyone[axis.rank] = largest
             largest = axis.sum(everyone, "largest gradients").max()
         return largest.float()
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for group in groups:
+    for group in by_device(own.tensors):
         total += moves.to_device(sum_of_powers(group, order).sum(), device)
     if own.squares:
         total += torch.stack(own.squares).sum()
     for axis in (axes.dp_shard, axes.tp, axes.pp):
         total = axis.sum(total, f"sum of the gradient norms to the power of {order:g}")
     return (total.sqrt() if order == 2.0 else total.pow(1.0 / order)).float()
-
-
-def _largest(tensors: Sequence[Tensor]) -> Tensor:
-    """0-dim, float64: the largest magnitude; 0 without any element."""
-    found = [tensor.abs().max().double() for tensor in tensors if tensor.numel()]
-    return torch.stack(found).max() if found else tensors[0].new_zeros((), dtype=torch.float64)
 
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -162,39 +154,32 @@ def own_gradients(runtime: Runtime, order: float = 2.0) -> OwnGradients:
 def contiguous_runs(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Cover the elements of tensors with as few contiguous tensors as possible; nothing is copied.
 
-    A tensor joins a run if it begins at the end of the run, in the same storage and dtype. A tensor with
-    gaps between its strides is a run by itself; an empty one is in none. An element of two tensors is in two
-    runs.
+    A tensor joins the run before it if it begins at the end of that run, in the same storage and dtype. A
+    tensor with gaps between its strides is a run by itself; an empty one is in none.
 
     Args:
-        tensors: tensors of any shapes and dtypes, on any devices.
+        tensors: tensors of any shapes and dtypes, on any devices; those of one buffer in the order of memory.
 
     Returns:
-        Views, 1-D where tensors were joined. Storages come in the order of their first tensors, whatever
-        their addresses are, so that sums over the runs are the same in each execution.
+        Views in the order of the tensors, 1-D where tensors were joined. So sums over the runs are the same
+        in each execution.
     """
-    by_storage: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    runs: list[list[Tensor]] = []
+    end = None
     for tensor in tensors:
         if tensor.numel():
-            key = tensor.untyped_storage().data_ptr(), tensor.dtype
-            by_storage.setdefault(key, []).append(tensor)
-    return [run for parts in by_storage.values() for run in _join(parts)]
-
-
-def _join(parts: list[Tensor]) -> Iterator[Tensor]:
-    """The runs within one storage."""
-    groups: list[list[Tensor]] = []
-    end = -1
-    for part in sorted(parts, key=Tensor.storage_offset):
-        is_dense, start = part.is_contiguous(), int(part.storage_offset())
-        if is_dense and start == end:
-            groups[-1].append(part)
-        else:
-            groups.append([part])
-        end = start + part.numel() if is_dense else -1
-    for group in groups:
-        num = sum(part.numel() for part in group)
-        yield group[0] if len(group) == 1 else group[0].as_strided((num,), (1,), group[0].storage_offset())
+            memory, start = (tensor.untyped_storage().data_ptr(), tensor.dtype), tensor.storage_offset()
+            is_dense = tensor.is_contiguous()
+            if is_dense and (memory, start) == end:
+                runs[-1].append(tensor)
+            else:
+                runs.append([tensor])
+            end = (memory, start + tensor.numel()) if is_dense else None
+    sizes = [sum(part.numel() for part in run) for run in runs]
+    return [
+        first if not others else first.as_strided((size,), (1,), first.storage_offset())
+        for (first, *others), size in zip(runs, sizes, strict=True)
+    ]
 
 
 def has_hooks_of_others(optimizer: Optimizer) -> bool:

@@ -36,20 +36,14 @@ class UsesNorms(Protocol):
     """The function that gives norms: `whole_norms` until ranks share the parameters."""
 
 
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """[n], float64: the sum of squares of each tensor. All tensors are on one device.
+def sum_of_powers(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """[n], float64: of each tensor, the sum of its magnitudes to the power of `order`, above 0 and finite.
 
-    A CPU goes through a tensor in chunks; an accelerator takes the kernels of `foreach_sum_of_squares`.
+    All tensors are on one device. A CPU goes through a tensor in chunks; an accelerator takes the kernels of
+    `foreach_sum_of_squares` for squares.
     """
-    if tensors[0].is_cpu:
-        return torch.stack([_sum_in_chunks(tensor) for tensor in tensors])
-    return foreach_sum_of_squares(tensors)
-
-
-def sum_of_powers(tensors: Sequence[Tensor], order: float) -> Tensor:
-    """[n], float64: of each tensor, the sum of its magnitudes to the power of `order`, above 0 and finite."""
-    if order == 2.0:
-        return sum_of_squares(tensors)
+    if order == 2.0 and not tensors[0].is_cpu:
+        return foreach_sum_of_squares(tensors)
     return torch.stack([_sum_in_chunks(tensor, order) for tensor in tensors])
 
 
@@ -57,7 +51,7 @@ def sum_of_powers(tensors: Sequence[Tensor], order: float) -> Tensor:
 def whole_norms(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """`Norms` for a process that holds every parameter whole."""
     refuse_slices(parameters, "norms of whole parameters")
-    return sum_of_squares(tensors).sqrt()
+    return sum_of_powers(tensors).sqrt()
 
 
 def refuse_slices(parameters: Iterable[Tensor], what: str) -> None:
@@ -117,7 +111,7 @@ class NormsOverRanks:
         own = [tensor[place] for place, tensor in zip(places, tensors, strict=True)]
         squares: dict[int, Tensor] = {}
         for group in moves.by_device(own):
-            found = moves.to_device(sum_of_squares([own[index] for index in group]), self._device)
+            found = moves.to_device(sum_of_powers([own[index] for index in group]), self._device)
             squares |= zip(group, found.unbind(), strict=True)
         total = torch.stack([squares[index] for index in range(len(own))])
         for axis in self._axes:
@@ -125,7 +119,7 @@ class NormsOverRanks:
         return total.sqrt()
 
 
-def _sum_in_chunks(tensor: Tensor, order: float = 2.0) -> Tensor:
+def _sum_in_chunks(tensor: Tensor, order: float) -> Tensor:
     """0-dim, float64: the sum of magnitudes to the power of `order`."""
     chunks = tensor.reshape(-1).split(_CHUNK)
     norms = [torch.linalg.vector_norm(chunk, order, dtype=torch.float64) for chunk in chunks]
