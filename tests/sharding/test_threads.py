@@ -49,13 +49,13 @@ def test_an_error_in_any_thread_is_raised_when_all_have_ended(num_threads, faili
 
 @given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9))
 def test_ranges_are_cut_into_parts_of_the_same_size(sizes, num_parts):
-    works = [object() for _ in sizes]
+    works = [lambda first, last: None for _ in sizes]
     parts = divide(list(zip(works, sizes, strict=True)), num_parts)
     pieces = [piece for part in parts for piece in part]
     for work, size in zip(works, sizes, strict=True):
-        blocks = [block for piece in pieces if piece.work is work for block in range(piece.first, piece.last)]
+        blocks = [block for piece in pieces if piece.func is work for block in range(*piece.args)]
         assert blocks == list(range(size))
-    lengths = [sum(piece.last - piece.first for piece in part) for part in parts]
+    lengths = [sum(len(range(*piece.args)) for piece in part) for part in parts]
     assert max(lengths) - min(lengths) <= 1
     assert len(pieces) <= len(sizes) + num_parts  # each cut makes one more
 

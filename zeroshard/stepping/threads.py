@@ -12,8 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
 
 import torch
 
@@ -26,30 +25,25 @@ Work = Callable[[int, int], None]
 """Does the blocks from the first to before the last one."""
 
 
-class BlockRange(NamedTuple):
-    """A range of blocks of one work."""
-
-    work: Work
-    first: int
-    last: int
-
-
-def divide(ranges: Sequence[tuple[Work, int]], num_parts: int) -> list[list[BlockRange]]:
+def divide(ranges: Sequence[tuple[Work, int]], num_parts: int) -> list[list[partial[None]]]:
     """Cut ranges, one after the other, into parts whose numbers of blocks differ by at most one.
 
     Args:
         ranges: works, each with its number of blocks.
         num_parts: the number of parts, at least 1.
+
+    Returns:
+        The calls of each part, one for each work that has blocks in it.
     """
     total = sum(num_blocks for _, num_blocks in ranges)
     cuts = [total * at // num_parts for at in range(num_parts + 1)]
-    parts: list[list[BlockRange]] = [[] for _ in range(num_parts)]
+    parts: list[list[partial[None]]] = [[] for _ in range(num_parts)]
     start = 0
     for work, num_blocks in ranges:
         for part, low, high in zip(parts, cuts, cuts[1:], strict=False):
             first, last = max(low - start, 0), min(high - start, num_blocks)
             if first < last:
-                part.append(BlockRange(work, first, last))
+                part.append(partial(work, first, last))
         start += num_blocks
     return parts
 
@@ -82,8 +76,7 @@ class BlockBatch:
         total, self._num_blocks = self._num_blocks, 0
         num_threads = max(1, min(torch.get_num_threads(), total // _FEWEST))
         own, *others = divide(ranges, num_threads)
-        pool = _pool(os.getpid(), num_threads - 1) if others else None
-        begun = [pool.submit(_do, part) for part in others] if pool is not None else []
+        begun = [_pool(os.getpid(), num_threads - 1).submit(_do, part) for part in others]
         try:
             _do(own)
         finally:
@@ -104,9 +97,9 @@ def over_blocks(work: Work, num_blocks: int) -> None:
     batch.run()
 
 
-def _do(pieces: Sequence[BlockRange]) -> None:
-    for piece in pieces:
-        piece.work(piece.first, piece.last)
+def _do(calls: Sequence[partial[None]]) -> None:
+    for call in calls:
+        call()
 
 
 @cache
