@@ -9,10 +9,15 @@ import torch
 from tests.tiers.held import held_bytes
 from tests.tiers.test_memory import Driver
 from zeroshard.comm.streams import Mark
-from zeroshard.tiers import memory
-from zeroshard.tiers.memory import HostBuffer, HostMeter, HostPool, size_class
+from zeroshard.tiers import places
+from zeroshard.tiers.memory import HostBuffer, HostPool, size_class
+from zeroshard.tiers.places import TierMemory
 
 PAGE, MB = 4096, 1 << 20
+
+
+def memory_on(device: str) -> TierMemory:
+    return TierMemory(torch.device(device), lambda: pytest.fail("no files are needed"))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +36,7 @@ def test_a_buffer_is_at_most_an_eighth_or_a_page_larger_than_asked_for(num_bytes
 
 
 def test_a_buffer_of_the_same_class_is_used_again() -> None:
-    pool = HostPool(HostMeter(), pinned=False)
+    pool = HostPool(memory_on("cpu"))
     first = pool.take(8 * MB - 5)
     other = pool.take(8 * MB)
     assert other is not first
@@ -40,41 +45,40 @@ def test_a_buffer_of_the_same_class_is_used_again() -> None:
 
 
 def test_all_buffers_are_never_more_than_were_in_use_at_once() -> None:
-    meter = HostMeter()
-    pool = HostPool(meter, pinned=False)
+    meter = memory_on("cpu")
+    pool = HostPool(meter)
     pool.give(pool.take(2 * MB))
     small = [pool.take(MB), pool.take(MB)]
-    assert meter.num_bytes == 2 * MB
+    assert meter.staging_bytes == 2 * MB
     for buffer in small:
         pool.give(buffer)
     pool.take(PAGE)
-    assert meter.num_bytes == MB + PAGE
+    assert meter.staging_bytes == MB + PAGE
     large = pool.take(4 * MB)
     pool.give(large)
-    assert meter.num_bytes == 4 * MB + PAGE
+    assert meter.staging_bytes == 4 * MB + PAGE
 
 
 def test_an_error_of_the_allocator_tells_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = HostMeter()
-    pool = HostPool(meter, pinned=True)
+    meter = memory_on("cpu")
+    pool = HostPool(meter)
 
     def fail(num_bytes: int, pinned: bool) -> None:
         raise RuntimeError("CUDA error: out of memory\nmore lines")
 
-    monkeypatch.setattr(memory, "host_memory", fail)
-    with pytest.raises(RuntimeError, match=r"no 4096 bytes of pinned host memory .*\(CUDA error: out"):
+    monkeypatch.setattr(places, "host_memory", fail)
+    with pytest.raises(RuntimeError, match=r"no 4096 bytes of host memory .*\(CUDA error: out"):
         pool.take(10)
     monkeypatch.undo()
-    pool = HostPool(meter, pinned=False)
     pool.take(10)
-    assert meter.num_bytes == 4096
+    assert meter.staging_bytes == 4096
 
 
-def pinned_pool(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, HostMeter, HostPool]:
-    driver, meter = Driver(), HostMeter()
+def pinned_pool(monkeypatch: pytest.MonkeyPatch) -> tuple[Driver, TierMemory, HostPool]:
+    driver, meter = Driver(), memory_on("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    return driver, meter, HostPool(meter, pinned=True)
+    return driver, meter, HostPool(meter)
 
 
 def test_exactly_the_bytes_of_the_buffers_are_pinned_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +87,14 @@ def test_exactly_the_bytes_of_the_buffers_are_pinned_and_counted(monkeypatch: py
     sizes = [PAGE, 9 * MB, 15 * MB]
     buffers = [pool.take(size - 7) for size in sizes]
     assert sorted(driver.registered.values()) == sizes
-    assert meter.num_bytes == held_bytes().pinned - before == sum(sizes)
+    assert meter.staging_bytes == held_bytes().pinned - before == sum(sizes)
     pool.give(buffers.pop())
     buffers.append(pool.take(10 * MB))  # in place of the one that is free
     assert (
-        meter.num_bytes == held_bytes().pinned - before == sum(driver.registered.values()) == 19 * MB + PAGE
+        meter.staging_bytes
+        == held_bytes().pinned - before
+        == sum(driver.registered.values())
+        == 19 * MB + PAGE
     )
     del buffers, pool
     assert not driver.registered

@@ -233,9 +233,7 @@ def offload_activations(units: Sequence[Unit], changes: Changes, context: Contex
     """
     if not streams.has_streams(context.device):
         return
-    activations = SavedActivations(
-        HostCopies(context.device, context.streams, context.host), LEAST_BYTES, warns
-    )
+    activations = SavedActivations(HostCopies(context.memory, context.streams), LEAST_BYTES, warns)
     modules = {module: unit for unit in units[1:] for module in unit.modules}
     for module, unit in modules.items():
         inside = {modules[part] for part in module.modules() if part in modules}

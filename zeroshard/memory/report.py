@@ -156,7 +156,7 @@ def measure(
     scales = _by_tier(scales_in(runtime.module), context.memory)
     averaged = _by_tier((tensor for own in averages for tensor in own.tensors), context.memory)
     on_host = [kind[Tier.HOST] for kind in (parameters, gradients, states, averaged)]
-    buffers = context.memory.staging_bytes + context.host.num_bytes
+    buffers = context.memory.staging_bytes
     pinned_buffers = buffers if context.device.type == "cuda" else 0
     return MemoryReport(
         parameters=parameters[Tier.DEVICE].all,

@@ -12,7 +12,6 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import Setting
-from zeroshard.tiers.memory import HostMeter
 from zeroshard.tiers.places import TierMemory
 
 
@@ -40,7 +39,6 @@ class Context:
     memory: TierMemory
     meter: Meter
     state: ModuleState
-    host: HostMeter = field(default_factory=HostMeter)
     landed: list[Tensor] = field(default_factory=list)
     """Host memory of reduced gradients, in use or free."""
 

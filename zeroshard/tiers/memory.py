@@ -42,14 +42,16 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm.streams import Mark, Streams
 from zeroshard.tables import format_bytes
+
+if TYPE_CHECKING:
+    from zeroshard.tiers.places import TierMemory
 
 
 class _Mapping(mmap.mmap):
@@ -136,13 +138,6 @@ _CLASSES = 8
 buffer is at most an eighth larger than asked for, or a page."""
 
 
-@dataclass(slots=True)
-class HostMeter:
-    """Bytes of host memory for offloaded values, over all pools of an engine, free buffers included."""
-
-    num_bytes: int = 0
-
-
 class HostBuffer:
     """One buffer and the device work that uses it; see [Note: Buffers end after their copies].
 
@@ -184,15 +179,14 @@ class HostPool:
     """Buffers by size class. Those in use and the free ones are never more than were in use at once.
 
     Args:
-        meter: counts the bytes of all buffers.
-        pinned: True for pinned memory.
+        memory: the memory of the rank, which counts the bytes of all buffers.
     """
 
-    def __init__(self, meter: HostMeter, *, pinned: bool) -> None:
-        self._meter, self._pinned = meter, pinned
+    def __init__(self, memory: TierMemory) -> None:
+        self._memory = memory
         self._free: list[HostBuffer] = []
         """The buffer that was given back last is at the end."""
-        self._bytes_in_use = self._bytes_free = self._most_in_use = 0
+        self._bytes = self._bytes_in_use = self._most_in_use = 0
 
     def take(self, num_bytes: int) -> HostBuffer:
         """Return a buffer of `size_class(num_bytes)`; the host waits for copies of buffers that go for it.
@@ -201,65 +195,51 @@ class HostPool:
             RuntimeError: there is not so much memory.
         """
         size = size_class(num_bytes)
-        buffer = self._find(size)
+        buffer = next((one for one in reversed(self._free) if one.nbytes == size), None)
+        if buffer is not None:
+            self._free.remove(buffer)
+        new = size if buffer is None else 0
         self._most_in_use = max(self._most_in_use, self._bytes_in_use + size)
-        while self._free and self._bytes_in_use + size + self._bytes_free > self._most_in_use:
-            dropped = self._free.pop(0).nbytes
-            self._bytes_free -= dropped
-            self._meter.num_bytes -= dropped
+        while self._free and self._bytes + new > self._most_in_use:
+            self._count(-self._free.pop(0).nbytes)
         if buffer is None:
-            buffer = self._allocate(size)
-            self._meter.num_bytes += size
+            try:
+                buffer = HostBuffer(self._memory.host(size))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"no {size} bytes of host memory for offloaded values, which have {self._bytes} bytes: "
+                    f"offload less, or use smaller micro-batches ({str(error).splitlines()[0]})"
+                ) from error
+            self._count(size)
         self._bytes_in_use += size
         return buffer
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back, as `take` returned it."""
         self._bytes_in_use -= buffer.nbytes
-        self._bytes_free += buffer.nbytes
         self._free.append(buffer)
 
-    def _allocate(self, size: int) -> HostBuffer:
-        try:
-            return HostBuffer(host_memory(size, self._pinned))
-        except RuntimeError as error:
-            kind = "pinned host memory" if self._pinned else "host memory"
-            raise RuntimeError(
-                f"no {size} bytes of {kind} for offloaded values, which have {self._meter.num_bytes} bytes: "
-                f"offload less, or use smaller micro-batches ({str(error).splitlines()[0]})"
-            ) from error
-
-    def _find(self, size: int) -> HostBuffer | None:
-        for place in reversed(range(len(self._free))):
-            if self._free[place].nbytes == size:
-                self._bytes_free -= size
-                return self._free.pop(place)
-        return None
-
-
-class _Leftover(NamedTuple):
-    """The memory of a dead copy."""
-
-    buffer: HostBuffer
-    """It holds the memory of the device that is in use up to the marks."""
-    marks: tuple[Mark, ...]
-    """For these the compute stream has not waited yet."""
+    def _count(self, num_bytes: int) -> None:
+        self._bytes += num_bytes
+        self._memory.staging_bytes += num_bytes
 
 
 class HostCopies:
     """Copy memory of one device to the host and back, each direction on its side stream.
 
     Args:
-        device: the device; memory of the host is pinned for CUDA.
+        memory: the memory of the rank.
         streams: the side streams of the engine.
-        meter: counts the bytes on the host.
     """
 
-    def __init__(self, device: torch.device, streams: Streams, meter: HostMeter) -> None:
-        self.device, self.streams = device, streams
-        self._pool = HostPool(meter, pinned=device.type == "cuda")
-        self.left: deque[_Leftover] = deque()
-        """Filled by dying copies, which may interrupt anything: nothing else changes there."""
+    def __init__(self, memory: TierMemory, streams: Streams) -> None:
+        self.device, self.streams, self._pool = memory.device, streams, HostPool(memory)
+        self.left: deque[tuple[HostBuffer, list[Mark]]] = deque()
+        """Buffers of dead copies, and the marks for which the compute stream has not waited yet.
+
+        A buffer holds the memory of the device that is in use up to these. Dying copies fill this, which may
+        interrupt anything: nothing else changes there.
+        """
 
     def copy(self, source: Tensor) -> HostCopy:
         """Start to copy memory to the host, after all compute so far.
@@ -275,11 +255,11 @@ class HostCopies:
     def release_dead(self) -> None:
         """Take back the memory of copies that have died. Called on the compute stream."""
         while self.left:
-            leftover = self.left.popleft()
-            for mark in leftover.marks:
+            buffer, marks = self.left.popleft()
+            for mark in marks:
                 mark.wait()
-            leftover.buffer.held = ()
-            self._pool.give(leftover.buffer)
+            buffer.held = ()
+            self._pool.give(buffer)
 
 
 class HostCopy:
@@ -347,7 +327,7 @@ class HostCopy:
         self._arrived = self._back = None
 
     def __del__(self) -> None:
-        marks = tuple(mark for mark in (self._sent, self._arrived) if mark is not None)
+        marks = [mark for mark in (self._sent, self._arrived) if mark is not None]
         held = (self._source, self._back) if marks else ()
         self._buffer.held = tuple(memory for memory in held if memory is not None)
-        self._owner.left.append(_Leftover(self._buffer, marks))
+        self._owner.left.append((self._buffer, marks))

@@ -39,7 +39,7 @@ class TierMemory:
         self.device, self._open_swap = device, open_swap
         self._swap: Swap | None = None
         self.staging_bytes = 0
-        """Bytes of host memory through which values of files pass."""
+        """Bytes of host memory through which values of files pass, and in which activations rest."""
         self.piece_bytes = 0
         """Bytes on the device in which values of the host and of files are stepped."""
 
