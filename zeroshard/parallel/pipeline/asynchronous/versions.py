@@ -204,7 +204,7 @@ def write_moved(target: Tensor, buffer: FlatBuffer, change: Change, ahead: int) 
 
 
 class WeightsPlace:
-    """The weights of one buffer; a subclass says how the units get them.
+    """The weights of one buffer, and the way in which the units get them; see the head of this file.
 
     Args:
         buffer: the buffer.
@@ -215,14 +215,22 @@ class WeightsPlace:
         self._buffer, self._change = buffer, change
         self._kept: dict[int, Tensor] = {}
         """Older versions by their numbers."""
+        self._moved: Tensor | None = None
+        """The copy that is shown, in a list with actions whose weights are moved."""
+        self._written = 0, 0
+        """The version that is in the copy, and by how many steps it is moved."""
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all weights here other than the main parameters."""
-        return sum(values.nbytes for values in self._kept.values())
+        return sum(values.nbytes for values in self._kept.values()) + (
+            0 if self._moved is None else self._moved.nbytes
+        )
 
     def begin(self, *, moves: bool) -> None:
         """Begin a list; `moves` if it has actions whose weights are moved."""
+        if moves and self._buffer.plan.shows_versions:
+            self._moved, self._written = _copy(self._buffer), (0, 0)
 
     def enter(self, use: Use, newest: int) -> None:
         """Let the units have the weights of an action.
@@ -231,84 +239,41 @@ class WeightsPlace:
             use: the weights.
             newest: the number of the newest version.
         """
-        raise NotImplementedError
-
-    def show_main(self) -> None:
-        """Show the main parameters where units stay gathered: a step may call hooks of the user."""
-
-    def drop(self, but: Collection[int]) -> None:
-        """Drop versions that nobody uses any more."""
-        for version in self._kept.keys() - but:
-            del self._kept[version]
-
-    def keep(self, newest: int) -> None:
-        """Keep the newest version, before a step."""
-        self._kept[newest] = _copy(self._buffer)
-
-    def end(self) -> None:
-        """Let the units have the main parameters again."""
-        self._kept = {}
-        self.show_main()
-
-
-class GatheredWeights(WeightsPlace):
-    """The weights of a buffer that is gathered or computed before each action."""
-
-    def enter(self, use: Use, newest: int) -> None:
-        """Let gathers start from the weights of an action; see `WeightsPlace`."""
-        if use.ahead and self._change is not None:
-            self._buffer.use((newest, use.ahead), moved(self._buffer, self._change, use.ahead))
-        elif use.version in (None, newest):
-            self._buffer.use_main()
+        buffer, change = self._buffer, self._change
+        values = None if use.version in (None, newest) else self._kept[use.version]
+        if self._moved is not None and change is not None:
+            buffer.show(self._moved)
+            if self._written != (newest, use.ahead):
+                write_moved(self._moved, buffer, change, use.ahead)
+                self._written = newest, use.ahead
+        elif buffer.plan.shows_versions:
+            buffer.show(values)
+        elif use.ahead and change is not None:
+            buffer.use((newest, use.ahead), moved(buffer, change, use.ahead))
+        elif values is None:
+            buffer.use_main()
         else:
-            values = self._kept[use.version]
-            self._buffer.use((use.version, 0), lambda: values)
+            buffer.use((use.version, 0), lambda: values)
+
+    def step(self, newest: int, kept: Collection[int]) -> None:
+        """Keep the newest version before a step, if it is used after it, and drop others that are not.
+
+        Where units stay gathered, the main parameters are shown: a step may call hooks of the user.
+        """
+        buffer = self._buffer
+        buffer.show(None)
+        for version in self._kept.keys() - kept:
+            del self._kept[version]
+        if newest in kept:
+            # Graphs have the memory of a buffer that shows versions, if an action has read it.
+            is_read = buffer.plan.shows_versions and not buffer.is_stale
+            self._kept[newest] = buffer.detach() if is_read else _copy(buffer)
 
     def end(self) -> None:
         """Let the units have the main parameters again."""
-        super().end()
-        self._buffer.use_main()
-
-
-class ShownWeights(WeightsPlace):
-    """The weights of a buffer that shows versions: those that were kept, or one copy that is moved."""
-
-    _moved: Tensor | None = None
-    """The copy, in a list with actions whose weights are moved."""
-    _written: tuple[int, int] = (0, 0)
-    """The version that is in the copy, and by how many steps it is moved."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all weights here other than the main parameters."""
-        return super().num_bytes + (0 if self._moved is None else self._moved.nbytes)
-
-    def begin(self, *, moves: bool) -> None:
-        """Make the copy, if an action needs it."""
-        self._moved, self._written = _copy(self._buffer) if moves else None, (0, 0)
-
-    def enter(self, use: Use, newest: int) -> None:
-        """Show the weights of an action; see `WeightsPlace`."""
-        if self._moved is None or self._change is None:
-            self._buffer.show(None if use.version in (None, newest) else self._kept[use.version])
-            return
-        self._buffer.show(self._moved)
-        if self._written != (newest, use.ahead):
-            write_moved(self._moved, self._buffer, self._change, use.ahead)
-            self._written = newest, use.ahead
-
-    def show_main(self) -> None:
-        """Show the main parameters; see `WeightsPlace`."""
+        self._kept, self._moved = {}, None
         self._buffer.show(None)
-
-    def keep(self, newest: int) -> None:
-        """Keep the newest version, before a step; graphs have its memory if an action has read it."""
-        self._kept[newest] = _copy(self._buffer) if self._buffer.is_stale else self._buffer.detach()
-
-    def end(self) -> None:
-        """Let the units have the main parameters again."""
-        self._moved = None
-        super().end()
+        self._buffer.use_main()
 
 
 @torch.no_grad()
@@ -376,11 +341,7 @@ class WeightVersions:
 
     def __init__(self, runtime: Runtime, change: Change | None) -> None:
         self._runtime = runtime
-        self._places = [
-            (ShownWeights if buffer.plan.shows_versions else GatheredWeights)(buffer, change)
-            for buffer in runtime.buffers
-            if buffer.trainable
-        ]
+        self._places = [WeightsPlace(buffer, change) for buffer in runtime.buffers if buffer.trainable]
         self._kept: tuple[frozenset[int], ...] = ()
         self._newest = 0
         self.peak_bytes = 0
@@ -427,10 +388,7 @@ class WeightVersions:
         kept = self._kept[self._newest]
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         for place in self._places:
-            place.show_main()
-            place.drop(but=kept)
-            if self._newest in kept:
-                place.keep(self._newest)
+            place.step(self._newest, kept)
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
         yield
         self._newest += 1
