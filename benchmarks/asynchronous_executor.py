@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zeroshard.optim.asynchronous import Corrected, rescaled, spike_compensated, update_of
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction, Use, count_live, kept_versions
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.asynchronous.versions import decay_of_changes, mean_of_changes
 from zeroshard.parallel.pipeline.simulate import ScheduleTimes, simulate
 from zeroshard.parameters.gradient import set_gradient
@@ -59,7 +59,7 @@ class Delays:
 
     def __post_init__(self) -> None:
         ages, ranks = Ages(self.schedule), range(self.schedule.num_ranks)
-        uses = WEIGHTS[self.weights].uses(ages)
+        uses = WEIGHTS[self.weights](ages)
         kept = tuple(kept_versions(ages, rank, rank, uses) for rank in ranks)
         taus = tuple(tuple(ages.tau_of_step(rank, step) for step in range(len(kept[rank]))) for rank in ranks)
         found: dict[str, object] = {"uses": uses, "kept": kept, "taus": taus, "live": count_live(ages, uses)}
@@ -88,10 +88,9 @@ class Stage:
             parameter.data = values[place].view_as(parameter)
             parameter.grad = self._gradient[place].view_as(parameter)
         self.optimizer = make([self.main])
-        self._direction = WEIGHTS[rule.weights].direction
-        needs_update = self._direction is Direction.UPDATE
+        needs_update = rule.weights in ("predict", "lwp")
         self._update = update_of(self.optimizer, rule.weights) if needs_update else None
-        self.noted = None if needs_update or self._direction is None else torch.zeros_like(values)
+        self.noted = torch.zeros_like(values) if rule.weights in ("estimate", "lwp-weights") else None
         """The mean of changes, or the last one: a state beside those of the optimizer."""
         self._corrected = self._find_correction()
         self._kept: dict[int, Tensor] = {}
@@ -176,7 +175,7 @@ class Stage:
 
     def _note(self, change: Tensor, crossed: int) -> None:
         assert self.noted is not None, "asked by the caller"
-        if self._direction is Direction.MEAN_CHANGE:
+        if self.rule.weights == "estimate":
             mean_of_changes(self.noted, change, decay_of_changes(self.rule.decay, crossed))
         else:
             self.noted.copy_(change)

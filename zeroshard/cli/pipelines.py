@@ -174,7 +174,7 @@ def _table(charts: Sequence[Chart]) -> str:
         rows += [LINE, ("steps", *(str(max(1, _num_steps(chart.schedule))) for chart in charts))]
         rows += _by_rank("delay in steps", [_delays(own) for own in ages])
         pairs = zip(ages, charts, strict=True)
-        versions = [count_live(own, WEIGHTS[chart.weights].uses(own)) for own, chart in pairs]
+        versions = [count_live(own, WEIGHTS[chart.weights](own)) for own, chart in pairs]
         rows += [LINE, *_by_rank("versions of weights", versions)]
     return render("", ("", *(chart.name for chart in charts)), rows)
 

@@ -399,9 +399,8 @@ def staleness_of(pipelined: PlannedPipeline | None, config: Config) -> list[Stal
     """Return the weights of each pipeline rank; None for a synchronous pipeline, and without one."""
     if pipelined is None or not config.pipeline.is_asynchronous:
         return None
-    schedule, method = pipelined.schedule, WEIGHTS[config.pipeline.chosen_weights]
-    ages = Ages(schedule)
-    uses = method.uses(ages)
+    schedule, ages = pipelined.schedule, Ages(pipelined.schedule)
+    uses = WEIGHTS[config.pipeline.chosen_weights](ages)
     live = count_live(ages, uses)
     moved = {action.chunk for action, use in uses.items() if use.ahead}
     return [

@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from zeroshard.config.pipeline import NOTED_CHANGES, Pipeline
+from zeroshard.config.pipeline import MOVED_WEIGHTS, NOTED_CHANGES, Pipeline
 from zeroshard.optim.eightbit import blocks, rules
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.ranges import RANGES, Range, Ranges, check_ranges
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Direction
 from zeroshard.parallel.pipeline.asynchronous.versions import (
     Change,
     Corrected,
@@ -270,10 +269,9 @@ def chosen_by(config: Pipeline, optimizer: Optimizer | None, buffers: Sequence[F
     elif config.chosen_correction == "spike":
         corrected = spike_compensated(optimizer)
     change: Change | None = None
-    direction = WEIGHTS[weights := config.chosen_weights].direction
-    if direction is Direction.UPDATE:
+    weights = config.chosen_weights
+    if weights in NOTED_CHANGES:
+        change = NotedChange(optimizer, buffers, NOTED_CHANGES[weights], is_mean=weights == "estimate")
+    elif weights in MOVED_WEIGHTS:
         change = UpdateChange(optimizer, f"pipeline.weights={weights!r}")
-    elif direction is not None:
-        is_mean = direction is Direction.MEAN_CHANGE
-        change = NotedChange(optimizer, buffers, NOTED_CHANGES[weights], is_mean=is_mean)
     return OptimizerParts(change, corrected)

@@ -67,7 +67,7 @@ def test_a_steady_list_runs_and_every_gradient_is_applied(p: int, m: int, k: int
 def test_a_stage_has_p_minus_1_minus_s_steps_between_forward_and_backward(p: int, m: int) -> None:
     """Narayanan et al. 2019, "PipeDream", section 3.3: and p - s versions are live under stashing."""
     ages = Ages(steady(p, m))
-    live = count_live(ages, WEIGHTS["stash"].uses(ages))
+    live = count_live(ages, WEIGHTS["stash"](ages))
     for s in range(p):
         assert ages.most_crossed(s) == ages.tau_forward(s) == min(p - 1 - s, m - 1)
         assert not any(ages.until_applied(Action(Kind.BACKWARD, s, microbatch)) for microbatch in range(m))
@@ -99,7 +99,7 @@ def test_the_largest_lists_hold_as_much_as_long_ones(weights: str, p: int, k: in
     pipeline = Pipeline(schedule="pb", num_microbatches=1, microbatches_per_step=k)
     largest = largest_schedule_of(Config(mesh=Mesh(pp=p), pipeline=pipeline))
     long = steady(p, 9 * (p + k), k)
-    one, other = ((ages, WEIGHTS[weights].uses(ages)) for ages in (Ages(largest), Ages(long)))
+    one, other = ((ages, WEIGHTS[weights](ages)) for ages in (Ages(largest), Ages(long)))
     assert count_live(*one) == count_live(*other)
     assert count_activations(largest) == count_activations(long)
     moved, expected = (
@@ -112,7 +112,7 @@ def test_the_largest_lists_hold_as_much_as_long_ones(weights: str, p: int, k: in
 def test_two_versions_are_enough_from_p_micro_batches_a_step_on(p: int, more: int, m: int) -> None:
     """Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1."""
     ages = Ages(steady(p, m, p + more))
-    uses = WEIGHTS["double"].uses(ages)
+    uses = WEIGHTS["double"](ages)
     assert max(count_live(ages, uses)) <= 2
     for action, use in uses.items():
         assert action.microbatch is not None
@@ -122,7 +122,7 @@ def test_two_versions_are_enough_from_p_micro_batches_a_step_on(p: int, more: in
 @given(DEPTHS, SIZES)
 def test_vertical_keeps_the_version_of_the_first_stage_everywhere(p: int, m: int) -> None:
     ages = Ages(steady(p, m))
-    uses = WEIGHTS["vertical"].uses(ages)
+    uses = WEIGHTS["vertical"](ages)
     for action, use in uses.items():
         assert action.microbatch is not None
         assert use.version == max(0, action.microbatch - (p - 1))
@@ -157,7 +157,7 @@ def test_a_bound_of_crossed_steps_is_kept(p: int, m: int, bound: int) -> None:
 def test_kept_versions_are_those_that_later_actions_use(p: int, m: int, k: int, name: str) -> None:
     """Against a walk over the list that looks at all later actions."""
     ages = Ages(steady(p, m, k))
-    uses = WEIGHTS[name].uses(ages)
+    uses = WEIGHTS[name](ages)
     for rank, actions in enumerate(ages.schedule.lists):
         newest, found = 0, []
         for place, action in enumerate(actions):
@@ -174,14 +174,14 @@ def test_a_synchronous_schedule_has_one_version(name: str) -> None:
     schedule = build_schedule(name, 3, 6)
     lists = tuple((*own, Action(Kind.STEP, None, None)) for own in schedule.lists)
     ages = Ages(Schedule(schedule.placement, 6, lists))
-    assert count_live(ages, WEIGHTS["stash"].uses(ages)) == (1, 1, 1)
+    assert count_live(ages, WEIGHTS["stash"](ages)) == (1, 1, 1)
     assert set(ages.crossed.values()) == {0}
 
 
 def test_a_step_of_one_chunk_counts_for_that_chunk_alone() -> None:
     ages = Ages(parse_schedule("0F0,1F0,1STEP,1B0,0B0,0STEP,1STEP"))
     assert ages.crossed == {parse_action("1B0"): 1, parse_action("0B0"): 0}
-    assert count_live(ages, WEIGHTS["stash"].uses(ages)) == (2,)
+    assert count_live(ages, WEIGHTS["stash"](ages)) == (2,)
 
 
 def test_the_halves_and_the_recompute_of_a_backward_have_ages_of_their_own() -> None:

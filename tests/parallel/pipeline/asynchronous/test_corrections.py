@@ -55,7 +55,7 @@ NUM_STEPS = 3000
 def versions_of(tau: int) -> list[int]:
     """The version that each step of the first rank has its gradient from, in steady 1F1B with stashing."""
     ages = Ages(steady(tau + 1, NUM_STEPS, 1))
-    uses = WEIGHTS["stash"].uses(ages)
+    uses = WEIGHTS["stash"](ages)
     own = {action.microbatch: use.version for action, use in uses.items() if action.chunk == 0}
     found = [own[number] for number in range(NUM_STEPS)]
     assert None not in found

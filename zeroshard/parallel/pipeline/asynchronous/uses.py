@@ -1,8 +1,8 @@
 """The weights that each action computes with: a table of the methods of asynchronous pipelines.
 
 An action uses a *version*, or the newest weights, perhaps moved by some steps along a *direction*. Methods
-differ in nothing else, so each is a row: a function from the ages of a schedule to the use of each action,
-and the name of a direction.
+differ in nothing else, so each is a function from the ages of a schedule to the use of each action.
+`optim/asynchronous.py` has the directions.
 
     latest        the newest weights                        Petrowski et al. 1993; "pipelined backpropagation"
     stash         backward: the version of its forward      Narayanan et al. 2019, "PipeDream", section 3.3
@@ -21,7 +21,6 @@ gradients with the new matrices, and activations come from the old ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import NamedTuple
 
 from zeroshard.parallel.pipeline.actions import Action, Kind
@@ -37,27 +36,8 @@ class Use(NamedTuple):
     """The steps by which these are moved along the direction of the method; negative for backwards."""
 
 
-class Direction(Enum):
-    """The change of weights that a step is taken to make."""
-
-    UPDATE = "update"
-    """The optimizer's own next update, without a new gradient: from its momentum."""
-    MEAN_CHANGE = "mean of changes"
-    """The exponential mean of the changes so far."""
-    LAST_CHANGE = "last change"
-    """The change of the last step."""
-
-
 Uses = Mapping[Action, Use]
 """By compute action of all ranks."""
-
-
-class WeightMethod(NamedTuple):
-    """A row of the table of methods."""
-
-    uses: Callable[[Ages], dict[Action, Use]]
-    direction: Direction | None = None
-    """The direction along which weights are moved; None: they never are."""
 
 
 def _latest(ages: Ages) -> dict[Action, Use]:
@@ -87,16 +67,16 @@ def _lwp(ages: Ages) -> dict[Action, Use]:
     }
 
 
-WEIGHTS: dict[str, WeightMethod] = {
-    "latest": WeightMethod(_latest),
-    "stash": WeightMethod(_stash),
-    "vertical": WeightMethod(lambda ages: _by_microbatch(ages, ages.first_versions)),
-    "double": WeightMethod(lambda ages: _by_microbatch(ages, ages.versions_of_steps)),
-    "estimate": WeightMethod(_estimate, Direction.MEAN_CHANGE),
-    "predict": WeightMethod(_predict, Direction.UPDATE),
-    "lwp": WeightMethod(_lwp, Direction.UPDATE),
-    "lwp-weights": WeightMethod(_lwp, Direction.LAST_CHANGE),
-    "bounded": WeightMethod(_latest),
+WEIGHTS: Mapping[str, Callable[[Ages], dict[Action, Use]]] = {
+    "latest": _latest,
+    "stash": _stash,
+    "vertical": lambda ages: _by_microbatch(ages, ages.first_versions),
+    "double": lambda ages: _by_microbatch(ages, ages.versions_of_steps),
+    "estimate": _estimate,
+    "predict": _predict,
+    "lwp": _lwp,
+    "lwp-weights": _lwp,
+    "bounded": _latest,
 }
 """The methods by the names that a user writes."""
 

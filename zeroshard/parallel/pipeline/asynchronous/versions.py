@@ -7,17 +7,17 @@ costs W / N on each of its N data-parallel ranks, if these divide the main param
     at a step          the version before it is kept, if an action after it uses that
     at the next steps  it is dropped when no action after them uses it
 
-The lists of `uses.py` show which versions that are. Each buffer has its own place, from which its units read:
+The lists of `uses.py` show which versions that are. Each buffer has its own place, from which its units read.
+Its plan says in which of two ways:
 
-GatheredWeights    a version is this rank's shard. The units gather it before each forward and backward, in
-                   the place of the main parameters, and free it after that. Weights that are moved along a
-                   direction are computed for each gather, and at stage 3 for each use by a rank that gathers
-                   nothing
-ShownWeights       a version is whole, as nothing is gathered. The parameters are views of it, without a copy.
-                   If later actions use the weights before a step, the step writes to new memory, and the old
-                   memory becomes a version. Weights that are moved are in one copy, which all actions read,
-                   and which is written where they differ. The weights of a forward and its backward share
-                   memory, so autograd finds the new ones
+gathered    a version is this rank's shard. The units gather it before each forward and backward, in the place
+            of the main parameters, and free it after that. Weights that are moved along a direction are
+            computed for each gather, and at stage 3 for each use by a rank that gathers nothing
+shown       a version is whole, as nothing is gathered. The parameters are views of it, without a copy. If
+            later actions use the weights before a step, the step writes to new memory, and the old memory
+            becomes a version. Weights that are moved are in one copy, which all actions read, and which is
+            written where they differ. The weights of a forward and its backward share memory, so autograd
+            finds the new ones
 
 The directions along which weights are moved: the change that one step is taken to make; their arithmetic.
 
@@ -312,7 +312,7 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
             f"pipeline.max_crossed_steps={max_crossed}: a micro-batch crosses {crossed} steps between its "
             "forward and its backward: take more micro-batches in each step (pipeline.microbatches_per_step)"
         )
-    uses = WEIGHTS[weights].uses(ages)
+    uses = WEIGHTS[weights](ages)
     for action, use in uses.items():
         if use.version is not None and use.version > ages.before[action]:
             raise ValueError(
