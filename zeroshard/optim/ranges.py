@@ -66,11 +66,13 @@ def called(closure: Callable[[], Any] | None) -> Any:
 
 
 def dense(grad: Tensor) -> Tensor:
-    """Return a gradient that is no sparse tensor.
+    """Return a gradient that is no sparse tensor, and real.
 
     Raises:
-        RuntimeError: it is one.
+        RuntimeError: it is not.
     """
-    if grad.layout is not torch.strided:
-        raise RuntimeError(f"expected a dense gradient, got one of layout {grad.layout}")
+    if grad.layout is not torch.strided or grad.is_complex():
+        raise RuntimeError(
+            f"expected a dense, real gradient, got one of {grad.dtype} and layout {grad.layout}"
+        )
     return grad

@@ -411,16 +411,17 @@ class WholesOverRanks:
                 continue
             place = place_among(self._places, p, "updates from whole parameters")
             held = [place.held(*at) for at in self._ranks]
+            together = 1 if place.cut is None else len(own) or 1  # parts of tensor ranks have one owner
             start = 0
-            for first, run, run_cost in _runs(place.cut, own, own_costs):
+            for first in range(0, len(own), together):
+                run = own[first : first + together]
                 whole = Span(start, start + sum(map(math.prod, run)))
                 start = whole.stop
                 if not whole.size:
                     continue
                 ranges = tuple(one.intersect(whole).shifted(-whole.start) for one in held)
-                here = held[rank].intersect(whole)
-                inside = here.shifted(-held[rank].start).slice if here.size else slice(0, 0)
-                items.append(Item(whole.size, run_cost, ranges))
+                inside = held[rank].intersect(whole).shifted(-held[rank].start).slice
+                items.append(Item(whole.size, sum(own_costs[first : first + together]), ranges))
                 parts.append(_OwnedPart(number, first, run, place.cut, ranges[rank], inside))
             names.append((p.fqn, own))
         keys = [(id(parameters[part.parameter]), part.first, part.shapes) for part in parts]
@@ -452,15 +453,6 @@ def _joined(given: Given, pieces: Sequence[tuple[slice, Tensor]], device: torch.
     for place, values in pieces:
         result[place].view(torch.uint8).copy_(values.view(torch.uint8))
     return result
-
-
-def _runs(
-    cut: Cut | None, shapes: tuple[Shape, ...], costs: tuple[int, ...]
-) -> list[tuple[int, tuple[Shape, ...], int]]:
-    """Return the tensors of a parameter that have one owner together: (number of the first, shapes, cost)."""
-    if cut is not None:
-        return [(0, shapes, sum(costs))]
-    return [(number, (shape,), cost) for number, (shape, cost) in enumerate(zip(shapes, costs, strict=True))]
 
 
 def _of_rank(all_moves: Sequence[Send], rank: int) -> list[Send] | None:

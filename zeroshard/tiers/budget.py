@@ -73,20 +73,15 @@ def describe_shortage(needed: Mapping[str, int], nvme: int, num_ranks: int, node
             f"  {kind}: {format_bytes(num_bytes)} on each of {num_ranks} rank(s)"
             for kind, num_bytes in needed.items()
         ]
-    for folders, asked, free in _disks(nvme, num_ranks, node):
+    num_folders = sum(map(len, node.disks))
+    for folders, free in node.disks.items():
+        asked = -(-nvme * num_ranks * len(folders) // num_folders)  # of the ranks' files on this disk
         if asked > free:
             lines += [
                 f"{SETTING}: expected {format_bytes(asked)} on the disk of {', '.join(folders)} "
                 f"for {num_ranks} rank(s), got {format_bytes(free)} free"
             ]
     return "\n".join([*lines, _REMEDY] if lines else [])
-
-
-def _disks(nvme: int, num_ranks: int, node: Node) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """Yield the folders on each disk, the bytes that all ranks need there, and the free ones."""
-    num_folders = sum(map(len, node.disks))
-    for folders, free in node.disks.items():
-        yield folders, -(-nvme * num_ranks * len(folders) // num_folders), free
 
 
 def host_bytes_free() -> int:

@@ -13,7 +13,7 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.eightbit.step import has_kernel, take_step
-from zeroshard.optim.ranges import RANGES, called, check_ranges
+from zeroshard.optim.ranges import RANGES, called, check_ranges, dense
 from zeroshard.stepping.rounding import Bits, BitsOf, no_bits
 from zeroshard.stepping.threads import BlockBatch
 
@@ -190,10 +190,6 @@ class ElementWise8bit(BlockwiseOptimizer):
     def _step_one(
         self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any], batch: BlockBatch
     ) -> None:
-        if gradient.layout is not torch.strided or gradient.is_complex():
-            raise RuntimeError(
-                f"expected a dense, real gradient, got one of {gradient.dtype} and layout {gradient.layout}"
-            )
         bits = self.bits_of(parameter)
-        flat = blocks.flat(gradient, is_widened=bits is None)
+        flat = blocks.flat(dense(gradient), is_widened=bits is None)
         self._step_by_rule(parameter, flat, self.settings(parameter, group), bits, batch)

@@ -169,16 +169,12 @@ class NotedChange:
             self._optimizer.state[parameter][self._name] = first
 
 
-def moved(buffer: FlatBuffer, change: Change, ahead: int) -> Callable[[], Tensor]:
-    """Return a call that computes the main parameters of a buffer some steps ahead: w + ahead * change."""
-
-    @torch.no_grad()
-    def compute() -> Tensor:
-        values = buffer.main.detach().clone()
-        write_moved(values, buffer, change, ahead)
-        return values
-
-    return compute
+@torch.no_grad()
+def moved(buffer: FlatBuffer, change: Change, ahead: int) -> Tensor:
+    """Return the main parameters of a buffer some steps ahead: w + ahead * change."""
+    values = buffer.main.detach().clone()
+    write_moved(values, buffer, change, ahead)
+    return values
 
 
 @torch.no_grad()
@@ -195,7 +191,7 @@ def write_moved(target: Tensor, buffer: FlatBuffer, change: Change, ahead: int) 
     if not ahead:
         target.copy_(main)
     elif target.dtype != main.dtype:
-        target.copy_(moved(buffer, change, ahead)())
+        target.copy_(moved(buffer, change, ahead))
     else:
         for index, parameter in enumerate(buffer.sharded):
             span = buffer.sharded_span(index).slice
@@ -249,7 +245,7 @@ class WeightsPlace:
         elif buffer.plan.shows_versions:
             buffer.show(values)
         elif use.ahead and change is not None:
-            buffer.use((newest, use.ahead), moved(buffer, change, use.ahead))
+            buffer.use((newest, use.ahead), lambda: moved(buffer, change, use.ahead))
         elif values is None:
             buffer.use_main()
         else:
