@@ -245,11 +245,11 @@ class WeightsPlace:
         elif buffer.plan.shows_versions:
             buffer.show(values)
         elif use.ahead and change is not None:
-            buffer.use((newest, use.ahead), lambda: moved(buffer, change, use.ahead))
+            buffer.source.use((newest, use.ahead), lambda: moved(buffer, change, use.ahead))
         elif values is None:
-            buffer.use_main()
+            buffer.source.use_main()
         else:
-            buffer.use((use.version, 0), lambda: values)
+            buffer.source.use((use.version, 0), lambda: values)
 
     def step(self, newest: int, kept: Collection[int]) -> None:
         """Keep the newest version before a step, if it is used after it, and drop others that are not.
@@ -269,7 +269,7 @@ class WeightsPlace:
         """Let the units have the main parameters again."""
         self._kept, self._moved = {}, None
         self._buffer.show(None)
-        self._buffer.use_main()
+        self._buffer.source.use_main()
 
 
 @torch.no_grad()
