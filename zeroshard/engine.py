@@ -38,7 +38,7 @@ from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
 from zeroshard.sharding.unit import UnitInfo
 from zeroshard.stepping.attach import StepHooks, attach
 from zeroshard.stepping.early import EarlySteps
-from zeroshard.stepping.guard import InterruptedStep, StepGuard
+from zeroshard.stepping.guard import StepGuard
 
 
 class Engine(NotCopied, nn.Module):
@@ -86,7 +86,6 @@ class Engine(NotCopied, nn.Module):
         self._guard = StepGuard(parts.runtime, parts.config, parts.optimizer)
         self._part = part
         self._pipeline: PipelineTraining | None = None
-        self._halfway = InterruptedStep()
         self._early: EarlySteps | None = None
         self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
         self._num_dropped = 0
@@ -103,10 +102,10 @@ class Engine(NotCopied, nn.Module):
         weakref.finalize(self, saver.run_alone)
         if parts.optimizer is not None:
             judge, count = self._judge_step, self._count_step
-            own = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count), self._halfway)
+            own = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count))
             steps = attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=own)
             if parts.config.offload.step_in_backward:
-                self._early = EarlySteps(parts.runtime, parts.optimizer, steps, self._halfway)
+                self._early = EarlySteps(parts.runtime, parts.optimizer, steps)
         refuse_wrappers([self], object.__setattr__)
         parts.runtime.changes.set(module, "zero_grad", methods.EnginesOwn(self, module, "zero_grad"))
 
@@ -187,7 +186,8 @@ class Engine(NotCopied, nn.Module):
         self._runtime.before_step()
         if self._early is not None:
             self._early.check()
-        is_early = self._early is not None and self._early.end()
+        state = self._runtime.state
+        is_early, state.is_in_step = state.is_in_step, False
         # A pipeline rank may have no trained parameters, and takes part in the agreements all the same.
         if self._pipeline is None:
             if not self._runtime.has_gradients and not is_early:
@@ -236,7 +236,7 @@ class Engine(NotCopied, nn.Module):
             self._is_ready = False
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self._halfway.end()
+        self._runtime.state.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, local sums included, and the micro-batches that they come from.
@@ -325,7 +325,7 @@ class Engine(NotCopied, nn.Module):
             self._guard.make_ready()
         if self._guard.loss is None:  # tensor.backward(gradient): p.grad may be a view of the user's memory
             self._runtime.state.has_shown_gradients = True
-        self._halfway.begin()
+        self._runtime.state.begin_step()
 
     def _count_step(self) -> None:
         """Count a step of the optimizer."""
@@ -334,9 +334,7 @@ class Engine(NotCopied, nn.Module):
         for averages in self._parts.averages.values():
             averages.update()
         if not self._is_ready:
-            self._halfway.end()
-            if self._early is not None:
-                self._early.end()
+            self._runtime.state.end_step()
 
     def _watch(self, *values: Tensor | None) -> None:
         """Warn of a step with a loss or norm that is not finite, where the host need not wait to see it."""

@@ -376,9 +376,9 @@ GUARDS = (
     Break(
         name="a_save_after_half_a_step",
         says="A checkpoint is saved after a step that Ctrl-C has ended halfway.",
-        file="zeroshard/stepping/guard.py",
-        find="        if self._has_begun:\n            raise",
-        replace="        if False:\n            raise",
+        file="zeroshard/parameters/state.py",
+        find="    if state.last_step is not LastStep.ENDED:\n        raise",
+        replace="    if False:\n        raise",
         tests=("tests/distributed/test_interrupts.py::test_after_ctrl_c_inside_a_step_nothing_is_saved",),
     ),
     Break(

@@ -44,7 +44,7 @@ from zeroshard.config.sections import Config
 from zeroshard.data.given import GivenLoader
 from zeroshard.data.loader import EpochLoader
 from zeroshard.internals.warn import warn_user
-from zeroshard.parameters.state import refuse_averages, refuse_in_batch
+from zeroshard.parameters.state import refuse_averages, refuse_halfway, refuse_in_batch
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
@@ -219,7 +219,7 @@ def save_checkpoint(
             batch; a list of an asynchronous pipeline has failed; or the last save failed.
     """
     refuse_in_batch(engine._runtime.state, "save_checkpoint()")
-    engine._halfway.check("save_checkpoint()")
+    refuse_halfway(engine._runtime.state, "save_checkpoint()")
     refuse_averages(engine._runtime.state, "save_checkpoint()")
     if engine._micro_step:
         raise RuntimeError(

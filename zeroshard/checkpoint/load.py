@@ -130,9 +130,7 @@ def load_checkpoint(
         parts = replace(parts, optimizer=None, lr_scheduler=None, loader=None)
     with torch.inference_mode(False):  # tensors that are made here are trained
         plan = _load(parts, dir, tag, restore_hyperparameters, convert_states)
-    engine._halfway.end()
-    if engine._early is not None:
-        engine._early.end()
+    engine._runtime.state.end_step()
     engine.zero_grad()
     if optimizer:
         manifest, guard = plan.stored.manifest, engine._guard

@@ -27,6 +27,14 @@ _MOVES = {
 """The next call notices a backward that ended in an exception, and moves to REST first."""
 
 
+class LastStep(Enum):
+    """The state of the last step of an optimizer."""
+
+    ENDED = "ended"
+    BEGUN = "begun"
+    FAILED = "failed in a forward or backward, where its exception may be caught"
+
+
 class ModuleState:
     """The state that a runtime shares with its parameters."""
 
@@ -41,8 +49,8 @@ class ModuleState:
     """True once a post-accumulate hook was registered on a sharded parameter."""
     is_in_step = False
     """True from the beginning of a backward that steps units to the end of that step."""
-    has_failed_in_step = False
-    """True if that backward has ended in an exception."""
+    last_step = LastStep.ENDED
+    """The last step of an optimizer, whoever takes it; a closure is a part of its step."""
     has_shown_gradients = False
     """True if somebody may hold a `p.grad`, and change it unseen."""
     before_look: Callable[[], object] | None = None
@@ -71,6 +79,31 @@ class ModuleState:
         """Prepare for somebody who reads or sets a `p.grad`."""
         self.look()
         self.has_shown_gradients = True
+
+    def begin_step(self) -> None:
+        """Note that a step begins, or goes on.
+
+        Raises:
+            RuntimeError: see `refuse_failed_step`.
+        """
+        self.refuse_failed_step()
+        self.last_step = LastStep.BEGUN
+
+    def refuse_failed_step(self) -> None:
+        """Refuse to go on after a step that has failed in a forward or backward.
+
+        Raises:
+            RuntimeError: one has, and nothing was loaded since.
+        """
+        if self.last_step is LastStep.FAILED:
+            raise RuntimeError(
+                "an exception has ended the last step in a forward or backward: some parameters were stepped "
+                "and others were not. Load the last checkpoint with engine.load_checkpoint()"
+            )
+
+    def end_step(self) -> None:
+        """Note the end of a step, or a load of a checkpoint that has replaced its values."""
+        self.last_step, self.is_in_step = LastStep.ENDED, False
 
     def refuse_between_steps(self) -> None:
         """Refuse a forward between steps of optimizers that step together.
@@ -106,6 +139,19 @@ def refuse_in_step(state: ModuleState, what: str) -> None:
         raise RuntimeError(
             f"{what} after a backward that has stepped units, whose gradients are gone: set "
             "offload.step_in_backward=False to have all gradients until step()"
+        )
+
+
+def refuse_halfway(state: ModuleState, what: str) -> None:
+    """Refuse a call for a model that is between two steps.
+
+    Raises:
+        RuntimeError: the last step has begun and not ended.
+    """
+    if state.last_step is not LastStep.ENDED:
+        raise RuntimeError(
+            f"{what} after a step that was interrupted: some parameters may have been stepped and others "
+            "not, so nothing was saved. Load the last checkpoint, or take a whole step before saving"
         )
 
 
@@ -149,7 +195,7 @@ def refuse_to_drop(state: ModuleState) -> None:
     Raises:
         RuntimeError: it has, and step() has not been called since.
     """
-    if state.is_in_step and not state.has_failed_in_step:
+    if state.is_in_step and state.last_step is not LastStep.FAILED:
         raise RuntimeError(
             "zero_grad() between backward and step(): units were stepped in the backward, so the step of "
             "this batch has been taken and cannot be dropped. Call step() to end it and go on; to drop "

@@ -33,7 +33,6 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
-from zeroshard.stepping.guard import InterruptedStep
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
 from zeroshard.stepping.parts import Home, PieceHome, StepByParts, is_divisible, is_known, pieces_of
@@ -56,8 +55,6 @@ class StepHooks:
     judge: WeakMethod[Callable[[tuple[Any, ...], dict[str, Any]], None]]
     """Takes the arguments of a step; it may raise an error."""
     count: WeakMethod[Callable[[], None]]
-    halfway: InterruptedStep
-    """The mark of a step that has begun."""
 
 
 def attach(
@@ -96,8 +93,8 @@ def attach(
             divides = is_divisible(optimizer) or (is_known(optimizer) and travelling)
             divided = [part for unit in runtime.units for part in _divided(unit, travelling)]
             stepped = StepByParts(optimizer, divided if divides else [], homes, in_pieces)
-            if engine is not None and waits:
-                stepped.late = LateSteps(runtime, optimizer, engine.halfway.fail)
+            if waits:
+                stepped.late = LateSteps(runtime, optimizer)
             parts.append(stepped)
         if rounding is not None:
             load_states_wide(optimizer, [p for unit in units for p in unit])

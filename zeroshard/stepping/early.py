@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
+from zeroshard.parameters.state import LastStep
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import has_hooks_of_others
-from zeroshard.stepping.guard import InterruptedStep
 from zeroshard.stepping.parts import StepByParts, is_divisible
 
 MOST_UNDER_WAY = 2
@@ -36,28 +36,24 @@ class EarlySteps:
         runtime: the runtime of the parameters.
         optimizer: the optimizer of the engine.
         parts: its steps by part.
-        halfway: the mark of a step that has begun.
 
     Raises:
         ValueError: the optimizer steps all of its parameters at once.
     """
 
-    def __init__(
-        self, runtime: Runtime, optimizer: Optimizer, parts: Sequence[StepByParts], halfway: InterruptedStep
-    ) -> None:
+    def __init__(self, runtime: Runtime, optimizer: Optimizer, parts: Sequence[StepByParts]) -> None:
         if not is_divisible(optimizer):
             raise ValueError(
                 f"offload.step_in_backward: expected an optimizer of torch, zeroshard or bitsandbytes that "
                 f"steps each element by itself, got {type(optimizer).__name__}"
             )
-        self._reducer, self._optimizer, self._halfway = runtime.reducer, weakref.ref(optimizer), halfway
-        self._state = runtime.context.state
+        self._reducer, self._optimizer, self._state = runtime.reducer, weakref.ref(optimizer), runtime.state
         (self._parts,) = parts
         self._options: list[dict[str, Any]] = []
         """The options of each group with which units were stepped."""
 
     def __enter__(self) -> None:
-        self._check_backward()
+        self._state.refuse_failed_step()
         self._reducer.check_begin()
         optimizer = self._optimizer()
         assert optimizer is not None, "the engine holds it"
@@ -73,8 +69,7 @@ class EarlySteps:
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         self._reducer.step_unit = None
         if self._state.is_in_step:  # on all ranks: any may have stepped units
-            self._halfway.begin()
-            self._state.has_failed_in_step = exc_type is not None
+            self._state.last_step = LastStep.BEGUN if exc_type is None else LastStep.FAILED
 
     def check(self) -> None:
         """Check that the units that were stepped belong to the step that begins.
@@ -82,7 +77,7 @@ class EarlySteps:
         Raises:
             RuntimeError: their backward has failed, or options of the optimizer were changed after it.
         """
-        self._check_backward()
+        self._state.refuse_failed_step()
         optimizer = self._optimizer()
         if not self._state.is_in_step or optimizer is None:
             return
@@ -95,24 +90,11 @@ class EarlySteps:
                         "backward, or set offload.step_in_backward=False"
                     )
 
-    def _check_backward(self) -> None:
-        if self._state.has_failed_in_step:
-            raise RuntimeError(
-                "a backward has ended in an exception after it began to step units: some may have been "
-                "stepped and others have not. Load the last checkpoint with engine.load_checkpoint()"
-            )
-
-    def end(self) -> bool:
-        """Note the end of the step, or a load; return True, on all ranks alike, if a backward began it."""
-        is_in_step = self._state.is_in_step
-        self._state.has_failed_in_step = self._state.is_in_step = False
-        return is_in_step
-
     def _step(self, unit: Unit) -> None:
         """Step a unit whose gradients are reduced."""
         optimizer = self._optimizer()
         assert optimizer is not None, "the engine holds it"
-        self._halfway.begin()
+        self._state.begin_step()
         deliver = [gradients.hand_over() for gradients in unit.gradients]
         parameters = {p for gradients in unit.gradients for p in gradients.buffer.sharded}
         with torch.no_grad(), past_guards():

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.parameters.state import ModuleState
+from zeroshard.parameters.state import LastStep, ModuleState
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 
@@ -44,11 +44,10 @@ class LateSteps:
     Args:
         runtime: the runtime of the parameters.
         optimizer: the optimizer, which steps each parameter by itself.
-        has_failed: called when a step has ended in an exception.
     """
 
-    def __init__(self, runtime: Runtime, optimizer: Optimizer, has_failed: Callable[[], None]) -> None:
-        self._state, self._device, self._has_failed = runtime.state, runtime.context.device, has_failed
+    def __init__(self, runtime: Runtime, optimizer: Optimizer) -> None:
+        self._state, self._device = runtime.state, runtime.context.device
         self._runtime = weakref.ref(runtime)  # the optimizer holds this
         self._left: dict[Unit, list[tuple[Step, Gradients]]] = {}
         self._end: Step | None = None
@@ -117,7 +116,7 @@ class LateSteps:
                     finally:
                         set_gradients(present)
         except BaseException:
-            self._has_failed()
+            self._state.last_step = LastStep.FAILED
             raise
         finally:
             self._state.before_look = before
