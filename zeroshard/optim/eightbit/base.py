@@ -181,15 +181,10 @@ class ElementWise8bit(BlockwiseOptimizer):
                 for group in self.param_groups:
                     for parameter in group["params"]:
                         if (gradient := parameter.grad) is not None:
-                            self._step_one(parameter, gradient, group, batch)
+                            bits = self.bits_of(parameter)
+                            flat = blocks.flat(dense(gradient), is_widened=bits is None)
+                            self._step_by_rule(parameter, flat, self.settings(parameter, group), bits, batch)
                             batch.run_if_large()
             finally:
                 batch.run()
         return loss
-
-    def _step_one(
-        self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any], batch: BlockBatch
-    ) -> None:
-        bits = self.bits_of(parameter)
-        flat = blocks.flat(dense(gradient), is_widened=bits is None)
-        self._step_by_rule(parameter, flat, self.settings(parameter, group), bits, batch)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -179,9 +179,7 @@ class AsynchronousMethod:
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         self._has_begun = False
         self._looked_at.clear()
-        with ExitStack() as stack:
-            if self.versions is not None:
-                stack.enter_context(self.versions.batch(self._delays))
+        with nullcontext() if self.versions is None else self.versions.batch(self._delays):
             try:
                 yield
             except BaseException:
