@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zeroshard.optim import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
+from zeroshard.optim.eightbit.blocks import Exact
 
 bnb = pytest.importorskip("bitsandbytes")
 operators = pytest.importorskip("zeroshard.optim.eightbit.operators")
@@ -37,7 +38,12 @@ def gradients(size, device, num_steps=4):
 
 def use_operators(monkeypatch):
     def step(rule, p, g, states, numbers, bits, batch):
-        if len(states) == 3:
+        if len(states) == 3 and isinstance(states[0], Exact):
+            both = torch.stack([one.values for one in states[:2]])
+            operators.call(rule, p, g, Exact(both), states[2], numbers)
+            for one, values in zip(states, both, strict=False):
+                one.values.copy_(values)
+        elif len(states) == 3:
             operators.step(rule, p, g, states, numbers)
         else:
             operators.call(rule, p, g, states[0], states[1] if len(states) > 1 else None, numbers)

@@ -13,21 +13,24 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, StateValues
+from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues
 from zeroshard.optim.eightbit.rule import Numbers, Rule
 from zeroshard.plan.layout import BLOCK
 
 
 def step(rule: Rule, p: Tensor, g: Tensor, states: Sequence[StateValues], numbers: Numbers) -> None:
-    """Take a step of AdEMAMix, on a GPU; arguments as `take_step`."""
+    """Take a step of AdEMAMix with quantized states, on a GPU; arguments as `take_step`."""
+    quantized = [state for state in states if isinstance(state, QuantizedState)]
     whole = p.numel() // BLOCK
     for first, last in ((0, whole), (whole, whole + 1)):
         part = slice(first * BLOCK, last * BLOCK)
         if p[part].numel():
-            fast, slow, squares = (state.part(first, last) for state in states)
-            both = _stack(fast, slow)
-            call(rule, p[part], g[part], both, squares, numbers)
-            _unstack(both, fast, slow)
+            fast, slow, squares = (state.part(first, last) for state in quantized)
+            codes, absmax = torch.stack((fast.codes, slow.codes)), torch.stack((fast.absmax, slow.absmax))
+            call(rule, p[part], g[part], QuantizedState(codes, absmax, fast.book), squares, numbers)
+            for one, new_codes, new_absmax in zip((fast, slow), codes, absmax, strict=True):
+                one.codes.copy_(new_codes)
+                one.absmax.copy_(new_absmax)
 
 
 def call(
@@ -81,17 +84,3 @@ def call(
         alpha,
         numbers.weight_decay,
     )
-
-
-def _stack(fast: StateValues, slow: StateValues) -> StateValues:
-    """One state of both; the first two parts of a state are its tensors."""
-    stacked = [torch.stack(pair) for pair in zip(fast[:2], slow[:2], strict=True)]
-    if isinstance(fast, QuantizedState):
-        return QuantizedState(stacked[0], stacked[1], fast.book)
-    return Exact(stacked[0])
-
-
-def _unstack(both: StateValues, fast: StateValues, slow: StateValues) -> None:
-    for at, one in enumerate((fast, slow)):
-        for values, rows in zip(one[:2], both[:2], strict=True):
-            values.copy_(rows[at])
