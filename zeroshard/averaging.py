@@ -26,7 +26,7 @@ class EMA:
 
     Raises:
         ValueError: an argument is not as expected, or differs between ranks; the engine has an average
-            of this name; or main parameters lie in files (`offload.optimizer="nvme"`).
+            of this name; or optimizer states lie in files (`offload.optimizer="nvme"`).
         RuntimeError: the call is in a forward or backward, or in `unsharded()` or `applied()`.
     """
 

@@ -1,7 +1,7 @@
 """Moving averages of the main parameters: updated after a step, shown in the model in place of these.
 
     main parameters    slices of this rank   of the step
-    averages           slices of this rank   float32 or wider, on the tier of the main parameters
+    averages           slices of this rank   float32 or wider, on the tier of the optimizer states
     buffers            whole                 copies of the model's at the last update
 
 Main parameters are a slice of each parameter, and an average is element-wise: no update needs another rank.
@@ -37,7 +37,7 @@ class Averages:
         decay: 0 to 1, the share of the average that an update keeps.
 
     Raises:
-        ValueError: `decay` is no such number, or main parameters lie in files.
+        ValueError: `decay` is no such number, or optimizer states lie in files.
     """
 
     def __init__(self, runtime: Runtime, decay: Any) -> None:
@@ -50,10 +50,10 @@ class Averages:
         self._copies: dict[str, Tensor] = {}
         trained = [buffer for buffer in runtime.buffers if buffer.trainable]
         for buffer in trained:
-            if buffer.plan.main_tier is Tier.DISK:
+            if buffer.plan.state_tier is Tier.DISK:
                 raise ValueError(
                     "averages of parameters in files are not supported: expected offload.optimizer 'none' "
-                    f"or 'cpu', got 'nvme', where {buffer.describe()} has its main parameters"
+                    f"or 'cpu', got 'nvme', where {buffer.describe()} has its optimizer states"
                 )
         with torch.inference_mode(False):
             for buffer in trained:
