@@ -107,8 +107,7 @@ class NormsOverRanks:
     @torch.no_grad()
     def __call__(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
         what = "norms of whole parameters"
-        places = [place_among(self._own, p, what) for p in parameters]
-        own = [tensor[place] for place, tensor in zip(places, tensors, strict=True)]
+        own = [t[place_among(self._own, p, what)] for p, t in zip(parameters, tensors, strict=True)]
         squares: dict[int, Tensor] = {}
         for group in moves.by_device(own):
             found = moves.to_device(sum_of_powers([own[index] for index in group]), self._device)
