@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.plan.layout import BLOCK, round_up
+from zeroshard.plan.layout import BLOCK
 
 _NUM_DECADES = 7
 _SIGN = 1 << 31
@@ -162,7 +162,7 @@ class QuantizedState(NamedTuple):
 
         A block whose largest magnitude is so small that its inverse is infinite becomes zeros.
         """
-        missing = round_up(values.numel(), BLOCK) - values.numel()
+        missing = -values.numel() % BLOCK
         rows = _by_blocks(torch.nn.functional.pad(values, (0, missing)) if missing else values)
         torch.maximum(rows.amax(1), rows.amin(1).neg_(), out=self.absmax).abs_()  # no zeros with a sign
         inverse = self.absmax.reciprocal()
