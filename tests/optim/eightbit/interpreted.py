@@ -13,10 +13,10 @@ import warnings
 import torch
 
 from tests.optim.eightbit.test_bfloat16 import SETTINGS
-from zeroshard.optim.eightbit import kernels_gpu
+from zeroshard.optim.eightbit import kernels, kernels_gpu
 from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, codebook
 from zeroshard.optim.eightbit.rules import LAMB_RULE, LARS_RULE
-from zeroshard.optim.eightbit.step import step_in_chunks, take_step
+from zeroshard.optim.eightbit.step import step_in_chunks
 from zeroshard.stepping import bfloat16, bfloat16_gpu
 from zeroshard.stepping.rounding import Bits, Rounding
 
@@ -76,10 +76,10 @@ def compare_steps(rule, size, device, dtype):
     q, others = begin(rule, size, dtype, device)
     for step, g in enumerate(gradients(size, dtype), 1):
         bits = Bits(Rounding(7, step).key("p"), 256 * 3 + 1) if dtype is torch.bfloat16 else None
-        h, (scalars, numbers) = g.to(device, copy=True), scalars_of(rule, step)
+        h, (scalars, _) = g.to(device, copy=True), scalars_of(rule, step)
         changed = h if rule.gives_update else q
         version = changed._version
-        take_step(rule, p, g, states, numbers, bits)  # by numba, and by torch for a last block that is cut
+        kernels.step(rule, p, g, states, scalars, bits)
         kernels_gpu.step(rule, q, h, others, scalars, bits)
         found += [] if changed._version > version else ["the version of what is changed"]
         place = f"step {step}, {dtype}"

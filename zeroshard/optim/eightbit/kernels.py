@@ -10,7 +10,7 @@ LLVM maps them to what the processor has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -218,7 +218,7 @@ def step(
     bits: Bits | None = None,
     batch: BlockBatch | None = None,
 ) -> None:
-    """One step of the whole blocks of a slice that starts on a block.
+    """One step of a slice that starts on a block.
 
     Args:
         rule: how it changes.
@@ -230,16 +230,56 @@ def step(
         batch: takes the work, for later; None: it is done now.
     """
     assert bits is None or not rule.gives_update, "an update is not rounded"
+    update, numbers = _compile(rule), tuple(map(np.float32, scalars))
     changed, other = (g, p) if rule.gives_update else (p, g)
-    pair = (changed, other) if bits is None else (changed.view(torch.uint16), other.view(torch.uint16))
-    key = None if bits is None else (np.uint64(bits.key), bits.start)
-    numbers = tuple(map(np.float32, scalars))
-    fixed = (_compile(rule), *(one.numpy() for one in pair), numbers, _arrays(states), key)
+    whole = p.numel() // BLOCK
     later = BlockBatch() if batch is None else batch
-    later.add(lambda first, last: _step_blocks(*fixed, first, last), p.numel() // BLOCK)
+    if whole:
+        later.add(_work(update, changed, other, numbers, states, bits), whole)
+    if p.numel() % BLOCK:
+        rest, last = slice(whole * BLOCK, None), [state.part(whole, whole + 1) for state in states]
+        bits = bits and bits._replace(start=bits.start + whole * BLOCK)
+        _step_cut_block(update, changed[rest], other[rest], numbers, last, bits)
     if batch is None:
         later.run()
     increment_version(changed)  # numpy does not count changes, by which replicated parameters are followed
+
+
+def _work(
+    update: Any,
+    changed: Tensor,
+    other: Tensor,
+    numbers: Any,
+    states: Sequence[QuantizedState],
+    bits: Bits | None,
+) -> Callable[[int, int], None]:
+    """The function that steps whole blocks, (first, last)."""
+    pair = (changed, other) if bits is None else (changed.view(torch.uint16), other.view(torch.uint16))
+    key = None if bits is None else (np.uint64(bits.key), bits.start)
+    fixed = (update, *(one.numpy() for one in pair), numbers, _arrays(states), key)
+    return lambda first, last: _step_blocks(*fixed, first, last)
+
+
+def _step_cut_block(
+    update: Any,
+    changed: Tensor,
+    other: Tensor,
+    numbers: Any,
+    states: Sequence[QuantizedState],
+    bits: Bits | None,
+) -> None:
+    """Step the last block of a parameter, filled up with zeros."""
+    filled, whole = _filled(changed, 0), [s._replace(codes=_filled(s.codes, s.book.zero)) for s in states]
+    _work(update, filled, _filled(other, 0), numbers, whole, bits)(0, 1)
+    changed.copy_(filled[: changed.numel()])
+    for state, one in zip(states, whole, strict=True):
+        state.codes.copy_(one.codes[: changed.numel()])
+
+
+def _filled(part: Tensor, value: int) -> Tensor:
+    filled = part.new_full((BLOCK,), value)
+    filled[: part.numel()] = part
+    return filled
 
 
 def _arrays(states: Sequence[QuantizedState]) -> tuple[tuple[Any, ...], ...]:

@@ -1,7 +1,7 @@
 """One step of a slice, by what its device has for it.
 
-It is one pass over memory, compiled by Triton on a GPU and by numba on the CPU. Without these, and for a last
-block that is cut short on the CPU, torch operations do it a chunk at a time: slower, with the same bits.
+It is one pass over memory, compiled by Triton on a GPU and by numba on the CPU. Without these, torch
+operations do it a chunk at a time: slower, with the same bits.
 """
 
 from __future__ import annotations
@@ -54,13 +54,7 @@ def take_step(
         from zeroshard.optim.eightbit import kernels
 
         kernels.step(rule, p, g, quantized, rule.scalars(numbers), bits, batch)
-        whole = p.numel() // BLOCK
-        if whole * BLOCK == p.numel():
-            return
-        p, g = p[whole * BLOCK :], g[whole * BLOCK :]
-        states = [state.part(whole, whole + 1) for state in states]
-        bits = bits and bits._replace(start=bits.start + whole * BLOCK)
-    if has_kernel(rule, p.device, len(scalars := rule.scalars(numbers))):
+    elif has_kernel(rule, p.device, len(scalars := rule.scalars(numbers))):
         from zeroshard.optim.eightbit import kernels_gpu
 
         kernels_gpu.step(rule, p, g, states, scalars, bits)
