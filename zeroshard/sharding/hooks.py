@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from zeroshard.internals.nested import cast_inputs
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.passes import Passes, closed_error
-from zeroshard.sharding.post_accumulate import redirect_hooks
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 
@@ -30,7 +30,7 @@ def hook(runtime: Runtime) -> None:
     for number, (_, gradients) in enumerate(runtime.passes.trained):
         for index, parameter in enumerate(gradients.buffer.unsharded):
             _hook_gradient(runtime.passes, number, index, parameter)
-            redirect_hooks(parameter, gradients.buffer.sharded[index])
+            _redirect_hooks(parameter, gradients.buffer.sharded[index])
     _avoid_fast_paths(runtime.module, runtime.changes)
 
 
@@ -115,6 +115,18 @@ def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parame
         passes.receive(number, index, gradient)
 
     parameter.register_post_accumulate_grad_hook(arrived)
+
+
+def _redirect_hooks(unsharded: nn.Parameter, sharded: ShardedParameter) -> None:
+    """Send post-accumulate hooks that a forward registers to the sharded parameter."""
+    reference = weakref.ref(sharded)
+
+    def register(hook: Callable[[Tensor], None]) -> Any:
+        sharded = reference()
+        assert sharded is not None, "the buffer holds it as long as the unsharded parameter"
+        return sharded.register_post_accumulate_grad_hook(hook)
+
+    unsharded.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
 
 
 def _avoid_fast_paths(root: nn.Module, changes: Changes) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import BufferPool
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
@@ -34,7 +35,6 @@ from zeroshard.parameters.state import ModuleState
 from zeroshard.sharding.agreed import Agreed, flags_of, read_flags
 from zeroshard.sharding.gradients import Gradients, GradientState
 from zeroshard.sharding.order import UnitOrder
-from zeroshard.sharding.post_accumulate import PostAccumulateHooks, has_hooks
 from zeroshard.sharding.unit import Unit
 
 
@@ -105,7 +105,9 @@ class Reducer:
         self._order = order
         self._has_warned, self.num_forwards = False, 0
         """Forwards with a graph, also failed ones, since the last agreement of all ranks."""
-        self._state, self._hooks = state, PostAccumulateHooks()
+        self._state = state
+        self._delivered: dict[int, ShardedParameter] = {}
+        """The parameters whose gradients have been delivered and whose hooks have not been called."""
         self._places: dict[int, tuple[Gradients, int]] = {}
         """The gradients and the index of each parameter, by its id; made when they are asked for."""
         self._must_agree = True
@@ -336,8 +338,10 @@ class Reducer:
     def _may_step(self, unit: Unit) -> bool:
         if not unit.gradients or self._role.has_more:
             return False
-        if self._state.has_hooks and any(map(has_hooks, unit.gradients)):
-            return False  # they are to see, and may change, the gradients of a whole backward
+        if self._state.has_hooks:  # they are to see, and may change, the gradients of a whole backward
+            with past_guards():
+                if any(p._post_accumulate_grad_hooks for one in unit.gradients for p in one.buffer.sharded):
+                    return False
         return all(all(one.used) and one.state not in _BEFORE for one in unit.gradients)
 
     def _finish(self) -> None:
@@ -392,11 +396,17 @@ class Reducer:
                 gradients.is_kept = False
             self._open()
             self._deliver()
-        self._hooks.call()
+        self.call_hooks()
 
     def call_hooks(self) -> None:
-        """Call the hooks of gradients after a backward to which no later one adds."""
-        self._hooks.call()
+        """Call the hooks of delivered gradients: no later micro-batch adds to them."""
+        delivered, self._delivered = self._delivered, {}
+        for parameter in delivered.values():
+            with past_guards():
+                hooks = parameter._post_accumulate_grad_hooks
+            for hook in tuple(hooks.values()) if hooks and gradient_of(parameter) is not None else ():
+                with torch.no_grad():
+                    hook(parameter)
 
     def drop_sum(self, parameter: ShardedParameter) -> None:
         """Drop the sum of one gradient that was not reduced yet, as `p.grad = None` does."""
@@ -412,7 +422,7 @@ class Reducer:
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
         self._is_tainted = self._state.has_sums = False
-        self._hooks.drop()
+        self._delivered = {}
         if self._ahead:
             self._finish()
         for gradients in self._all:
@@ -477,7 +487,8 @@ class Reducer:
         for gradients, used in zip(self._all, agreed.used, strict=True):
             gradients.deliver(used)
             if self._state.has_hooks:
-                self._hooks.note(gradients, used)
+                pairs = zip(gradients.buffer.sharded, used, strict=True)
+                self._delivered.update((id(parameter), parameter) for parameter, is_used in pairs if is_used)
         self._must_agree, self._ahead = agreed.has_changed, {}
         self._pool.release()
         self._state.has_sums = any(gradients.is_kept for gradients in self._all)
