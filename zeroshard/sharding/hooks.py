@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,38 +36,8 @@ def hook(runtime: Runtime) -> None:
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     """Hook the modules of a unit, and the layers inside them."""
-    before, after, at_last = _forward_hooks(runtime, unit)
-    changes = runtime.changes
-    for module in unit.modules:
-        own, dtype = None, runtime.input_dtype(module)
-        if dtype is not None and not _casts_itself(runtime, module):
-            own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
-        if own is not None:
-            changes.hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
-        if unit in runtime.passes.quiet:
-            _hook_quiet(runtime, unit, module)
-            continue
-        changes.hook(module.register_forward_pre_hook(before, prepend=True))
-        changes.hook(module.register_forward_hook(after))
-        changes.hook(module.register_forward_hook(at_last, always_call=True))
-    _hook_layers(runtime, unit)
+    hook = runtime.changes.hook
 
-
-def _casts_itself(runtime: Runtime, module: nn.Module) -> bool:
-    """True for a module whose inputs nobody casts before its forward."""
-    cast = runtime.casts.get(module)
-    return computes_in_own_dtype(module) if cast is None else cast.without is not None
-
-
-class _Hooks(NamedTuple):
-    """The hooks around the forward of a unit."""
-
-    before: Callable[[nn.Module, Any], None]
-    after: Callable[[nn.Module, Any, Any], Any]
-    at_last: Callable[[nn.Module, Any, Any], None]
-
-
-def _forward_hooks(runtime: Runtime, unit: Unit) -> _Hooks:
     def before(module: nn.Module, args: Any) -> None:
         runtime.passes.before_forward(unit, sys._getframe(1))
 
@@ -77,29 +47,34 @@ def _forward_hooks(runtime: Runtime, unit: Unit) -> _Hooks:
     def at_last(module: nn.Module, args: Any, output: Any) -> None:
         runtime.passes.exit_forward(unit)
 
-    return _Hooks(before, after, at_last)
-
-
-def _hook_quiet(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
-    """Hook a module whose unit only shows its parameters."""
-
-    def before(module: nn.Module, args: Any) -> None:
+    def show(module: nn.Module, args: Any) -> None:
         runtime.passes.show(unit)
 
-    def at_last(module: nn.Module, args: Any, output: Any) -> None:
+    def hide(module: nn.Module, args: Any, output: Any) -> None:
         runtime.passes.hide(unit)
         unit.edits.check()
 
-    runtime.changes.hook(module.register_forward_pre_hook(before, prepend=True))
-    runtime.changes.hook(module.register_forward_hook(at_last, always_call=True))
-
-
-def _hook_layers(runtime: Runtime, unit: Unit) -> None:
-    def after(layer: nn.Module, args: Any, output: Any) -> None:
+    def watch(layer: nn.Module, args: Any, output: Any) -> None:
         runtime.passes.watch_layer(unit, output)
 
+    is_quiet = unit in runtime.passes.quiet
+    for module in unit.modules:
+        dtype = runtime.input_dtype(module)
+        if dtype is not None and not _casts_itself(runtime, module):
+            own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
+            hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
+        hook(module.register_forward_pre_hook(show if is_quiet else before, prepend=True))
+        if not is_quiet:
+            hook(module.register_forward_hook(after))
+        hook(module.register_forward_hook(hide if is_quiet else at_last, always_call=True))
     for layer in unit.layers:
-        runtime.changes.hook(layer.register_forward_hook(after))
+        hook(layer.register_forward_hook(watch))
+
+
+def _casts_itself(runtime: Runtime, module: nn.Module) -> bool:
+    """True for a module whose inputs nobody casts before its forward."""
+    cast = runtime.casts.get(module)
+    return computes_in_own_dtype(module) if cast is None else cast.without is not None
 
 
 def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parameter) -> None:
