@@ -143,7 +143,7 @@ def collectives(case, num_prefetch, entered, completes, checkpoints=frozenset())
     log = []
     units, calls = forward(("root", case[0]), log, case[1])
     regions = checkpointed(case[0], calls, checkpoints) if case[1] == 1 else {}
-    walk = Walk(units, NotingReducer(log), Lease("graph"), num_prefetch=num_prefetch, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=num_prefetch, makes_graph=False)
     for number, call in sorted(enumerate(calls), key=lambda item: -item[1].ended):
         if number not in entered:
             continue
@@ -198,7 +198,7 @@ def test_at_most_the_units_ahead_and_those_around_are_gathered(case, num_prefetc
     log = []
     units, _ = forward(("root", case[0]), log)
     turns = plan_turns(units)
-    walk = Walk(units, NotingReducer(log), Lease("graph"), num_prefetch=num_prefetch, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=num_prefetch, makes_graph=False)
     inside = 0
     for turn in turns:
         walk._take_until(turn.tick)
@@ -212,7 +212,7 @@ def test_a_call_from_before_the_last_backward_is_left_before_earlier_ones_are_en
     a, b, root = sorted(calls, key=lambda call: call.unit.name)
     for unit in units:
         unit.visit = None
-    walk = Walk(units, NotingReducer(log), Lease("graph"), num_prefetch=1, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=1, makes_graph=False)
     for call in (root, b, a):
         walk.enter(call)
         call.unit.unshard()
@@ -224,7 +224,7 @@ def test_a_call_from_before_the_last_backward_is_left_before_earlier_ones_are_en
 def test_a_second_forward_of_an_unknown_kind_gathers_the_units_before_it_on_the_route_and_leaves_none():
     log = []
     units, calls = forward(("root", leaves("a", "b", "c")), log)
-    walk = Walk(units, NotingReducer(log), Lease("graph"), num_prefetch=0, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0, makes_graph=False)
     by_name = {call.unit.name: call for call in calls}
     walk.enter(by_name["c"])
     walk.enter_again(by_name["a"].unit)
@@ -240,7 +240,7 @@ def test_a_second_forward_in_a_checkpoint_leaves_the_units_behind_it_and_gathers
     region = Region(by_name["a"].began, by_name["c"].ended)
     for name in "abc":
         by_name[name].unit.visit.regions = (region,)
-    walk = Walk(units, NotingReducer(log), Lease("graph"), num_prefetch=0, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0, makes_graph=False)
     walk.enter(by_name["d"])
     walk.enter_again(by_name["a"].unit)
     assert log == ["gather root", "gather d", "reduce d", "gather c", "gather b", "gather a"]
@@ -255,7 +255,7 @@ def test_a_unit_that_was_left_stays_for_the_second_forward_of_its_checkpoint():
     for name in "bc":
         by_name[name].unit.visit.regions = (region,)
     c = by_name["c"].unit
-    walk = Walk(units, NotingReducer(log), Lease("graph"), num_prefetch=0, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0, makes_graph=False)
     walk.enter(by_name["b"])
     assert log == ["gather root", "gather d", "reduce d", "gather c", "gather b", "reduce c"]
     assert c.is_gathered
@@ -273,6 +273,6 @@ def test_a_unit_in_a_checkpoint_without_a_second_forward_is_freed_when_the_check
     region = Region(by_name["b"].began, by_name["c"].ended)
     for name in "bc":
         by_name[name].unit.visit.regions = (region,)
-    walk = Walk(units, NotingReducer(log), Lease("graph"), num_prefetch=0, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0, makes_graph=False)
     walk.enter(by_name["a"])
     assert [unit.name for unit in units if unit.is_gathered] == ["root", "a"]

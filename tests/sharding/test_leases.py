@@ -15,7 +15,7 @@ class Unit(SimpleNamespace):
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3))))
 def test_the_leases_of_a_unit_are_those_that_were_taken_and_did_not_end(moves):
-    leases, units = [Lease(str(n)) for n in range(3)], [Unit(leases=set()) for _ in range(4)]
+    leases, units = [Lease() for _ in range(3)], [Unit(leases=set()) for _ in range(4)]
     held = set()
     for takes, lease, unit in moves:
         if takes:
@@ -32,7 +32,7 @@ def test_the_leases_of_a_unit_are_those_that_were_taken_and_did_not_end(moves):
 
 
 def test_a_lease_that_ends_without_units_ends_for_all_of_them():
-    lease, other = Lease("a forward"), Lease("a graph")
+    lease, other = Lease(), Lease()
     units = [Unit(leases=set()) for _ in range(3)]
     lease.take(*units)
     other.take(units[1])

@@ -16,43 +16,24 @@ scheduled      by an unshard of a schedule              by its reshard
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Generic, Protocol, TypeVar
+
+from zeroshard.sharding.unit import Unit
 
 
-class Leased(Protocol):
-    """A unit as a lease sees it."""
+class Lease:
+    """One reason to keep units gathered."""
 
-    leases: set[Any]
-    """The leases on the unit that have not ended."""
-
-
-T = TypeVar("T", bound=Leased)
-
-
-class Lease(Generic[T]):
-    """One reason to keep units gathered.
-
-    Args:
-        why: the name of the reason, for people who debug.
-    """
-
-    __slots__ = ("units", "why")
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-        self.units: dict[T, None] = {}
+    def __init__(self) -> None:
+        self.units: dict[Unit, None] = {}
         """The units that it keeps, in the order in which it took them."""
 
-    def __repr__(self) -> str:
-        return f"Lease({self.why}, {len(self.units)} units)"
-
-    def take(self, *units: T) -> None:
+    def take(self, *units: Unit) -> None:
         """Keep units gathered from now on. The caller gathers them."""
         for unit in units:
             self.units[unit] = None
             unit.leases.add(self)
 
-    def end(self, units: Iterable[T] | None = None) -> None:
+    def end(self, units: Iterable[Unit] | None = None) -> None:
         """Keep units no longer; None: all of them. The caller frees those without another lease."""
         for unit in tuple(self.units if units is None else units):
             if unit in self.units:
@@ -60,14 +41,12 @@ class Lease(Generic[T]):
                 unit.leases.discard(self)
 
 
-class Leases(Generic[T]):
+class Leases:
     """The leases of a runtime, one of each kind; the lease of a backward belongs to the backward."""
 
     def __init__(self) -> None:
-        self.in_use, self.ahead, self.trailing = Lease[T]("in use"), Lease[T]("ahead"), Lease[T]("trailing")
-        self.staying, self.graph = Lease[T]("staying"), Lease[T]("graph")
-        self.second_graph, self.held = Lease[T]("second graph"), Lease[T]("held")
-        self.scheduled = Lease[T]("scheduled")
+        self.in_use, self.ahead, self.trailing, self.staying = Lease(), Lease(), Lease(), Lease()
+        self.graph, self.second_graph, self.held, self.scheduled = Lease(), Lease(), Lease(), Lease()
 
     def end_forward(self) -> None:
         """End the leases of a forward that is over or has failed."""

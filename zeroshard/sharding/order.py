@@ -49,7 +49,8 @@ class UnitOrder:
         """True if this rank has met a new unit or another order since the ranks last agreed."""
         self.scope: Collection[Unit] | None = None
         """The units that may be gathered ahead; None: all."""
-        self._reductions: list[Unit] = []
+        self.reductions: list[Unit] = []
+        """All units in the order in which they are reduced, the same on all ranks; the root comes last."""
         self._reduce([])
 
     def follow(self, called: Sequence[Unit], has_backward: bool) -> None:
@@ -76,10 +77,6 @@ class UnitOrder:
         self._set(merged)
         self.has_changed = False
 
-    def of_reductions(self) -> list[Unit]:
-        """All units in the order in which they are reduced, the same on all ranks; the root comes last."""
-        return self._reductions
-
     def following(self, unit: Unit, num: int) -> list[Unit]:
         """The next units in forward that are gathered; of the root, the first ones. A new unit has none."""
         is_known = unit.position >= 0 or unit is self._by_name[""]
@@ -90,7 +87,7 @@ class UnitOrder:
         """Reduce these units first from now on: the order is agreed on, or follows from the last backward."""
         root, *others = self._by_name.values()
         known = set(first)
-        self._reductions = [*first, *(unit for unit in reversed(others) if unit not in known), root]
+        self.reductions = [*first, *(unit for unit in reversed(others) if unit not in known), root]
 
     def _set(self, units: list[Unit]) -> None:
         self.units = units

@@ -93,7 +93,7 @@ class Passes:
         self.calls = CallLog(units)
         self._called: list[Unit] = []
         """The units of the forward under way, in the order of their calls."""
-        self.leases = Leases[Unit]()
+        self.leases = Leases()
         keeps_units = not (context.setting.placements.kept or has_versions)
         self._after_call = self.leases.staying if keeps_units else self.leases.trailing
         """The lease that a unit gets after its forward."""
@@ -253,7 +253,7 @@ class Passes:
         """Gather replicated parameters again and free the others, after main parameters have changed."""
         for unit in self.quiet:
             unit.refresh()
-        for unit in reversed(self._order.of_reductions()):  # the same on all ranks; about a forward's order
+        for unit in reversed(self._order.reductions):  # the same on all ranks; about a forward's order
             unit.refresh()
         self._state.reads_main |= any(unit.state is UnitState.GATHERING for unit in self._units)
 

@@ -260,7 +260,7 @@ class Reducer:
         if self._must_agree:
             self._order.agree(self._axis)
             self._must_agree = False
-        self._to_start, self._ready = deque(self._order.of_reductions()), set()
+        self._to_start, self._ready = deque(self._order.reductions), set()
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
             waits = self._state.gives_memory is not None  # steps may wait, with gradients that are held
             noted = (one for one in self._all if waits or one.landing is not None)
@@ -504,7 +504,7 @@ class Reducer:
 
     def _agree(self, has_failed: bool) -> tuple[Agreed, list[Unit]]:
         """Agree on the end of a backward with all ranks; return the units whose reductions end meanwhile."""
-        units = self._order.of_reductions()
+        units = self._order.reductions
         flags = flags_of(self._all, units, self._order.has_changed, has_failed, self.num_forwards)
         self.num_forwards = 0
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)

@@ -24,7 +24,6 @@ from zeroshard.plan.buffers import UnitPlan
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.lease import Lease
 from zeroshard.sharding.slots import Edits, Slots
 
 
@@ -159,7 +158,7 @@ class Unit:
         """The calls with a graph that no backward has come to; noted if the unit may join a backward."""
         self.joins_backward = self.backward_needs_parameters
         """True if this backward gathers its parameters: on all ranks, if any rank needs them."""
-        self.leases: set[Lease[Unit]] = set()
+        self.leases: set[object] = set()
         """The leases on the unit: it is freed when the last one ends."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[Handle] = []

@@ -216,12 +216,12 @@ class Walk:
         self,
         units: Iterable[Unit],
         reducer: Reducer,
-        graph: Lease[Unit],
+        graph: Lease,
         *,
         num_prefetch: int,
         makes_graph: bool,
     ) -> None:
-        self.lease, self._graph, self.makes_graph = Lease[Unit]("backward"), graph, makes_graph
+        self.lease, self._graph, self.makes_graph = Lease(), graph, makes_graph
         self._turns = plan_turns(units)
         self._next = 0
         """The first turn that is still to be taken."""
