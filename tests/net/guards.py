@@ -181,7 +181,7 @@ GUARDS = (
         name="another_parameter_in_a_slot",
         says="A parameter that was put in the place of a sharded one after initialize is not noticed.",
         file="zeroshard/sharding/slots.py",
-        find="raise RuntimeError(self._describe(owner, attribute, current))",
+        find="raise RuntimeError(_describe(place[3].fqn, current))",
         replace="pass",
         tests=(
             "tests/distributed/test_slots.py::"

@@ -106,11 +106,10 @@ class Slots:
             for owner, attribute in original.owners
         ]
         self._stand_ins: Mapping[int, nn.Parameter] = {}
-        self._at_rest: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        """Each slot with the unsharded parameter, and with the parameter that it shows at rest."""
-        self._plain: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
-        """The places in plain modules, with the dictionary in place of the module: this is the hot path."""
-        self._watched: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self._slots: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+        """Each slot: the dictionary of its module, the name there, the unsharded parameter, and what it shows
+        at rest."""
+        self._watched = [place[:2] for place in self._places if not _is_plain(place[0])]
         """The places in modules that must hear of a change: an RNN keeps a list of its weights, too."""
         self._versions: dict[int, tuple[int, int]] = {}
         """The version and the place in memory of each stand-in when it was first shown, by its id."""
@@ -133,27 +132,19 @@ class Slots:
             The stand-ins that were shown before.
         """
         before, self._stand_ins = self._stand_ins, parameters
-        self._at_rest = [
-            (owner, attribute, unsharded, parameters.get(id(sharded), sharded))
+        self._slots = [
+            (owner._parameters, attribute, unsharded, parameters.get(id(sharded), sharded))
             for owner, attribute, unsharded, sharded in self._places
         ]
-        self._plain = [
-            (owner._parameters, attribute, unsharded, shown)
-            for owner, attribute, unsharded, shown in self._at_rest
-            if _is_plain(owner)
-        ]
-        self._watched = [place for place in self._at_rest if not _is_plain(place[0])]
         self._versions = {
             id(shown): self._versions.get(id(shown), (shown._version, shown.data_ptr()))
-            for _, _, _, shown in self._at_rest
+            for _, _, _, shown in self._slots
             if parameters
         }
-        for slots, attribute, _, shown in self._plain:
+        for slots, attribute, _, shown in self._slots:
             if attribute in slots:  # a removed parameter stays removed, for `check` to find
                 slots[attribute] = shown
-        for owner, attribute, _, shown in self._watched:
-            if attribute in owner._parameters:
-                setattr(owner, attribute, shown)
+        self._announce()
         return before
 
     def install(self) -> None:
@@ -164,27 +155,25 @@ class Slots:
         """
         if self._stand_ins:
             self._check_shown()
-        for slots, attribute, unsharded, shown in self._plain:
+        for slots, attribute, unsharded, shown in self._slots:
             current = slots.get(attribute)
             if current is shown:
                 slots[attribute] = unsharded
             elif current is not unsharded:
                 self.check()
-        for owner, attribute, unsharded, shown in self._watched:
-            current = owner._parameters.get(attribute)
-            if current is shown:
-                setattr(owner, attribute, unsharded)
-            elif current is not unsharded:
-                self.check()
+        self._announce()
 
     def uninstall(self) -> None:
         """Show the parameters of rest again. An object of others stays, for `check` to find."""
-        for slots, attribute, unsharded, shown in self._plain:
+        for slots, attribute, unsharded, shown in self._slots:
             if slots.get(attribute) is unsharded:
                 slots[attribute] = shown
-        for owner, attribute, unsharded, shown in self._watched:
-            if owner._parameters.get(attribute) is unsharded:
-                setattr(owner, attribute, shown)
+        self._announce()
+
+    def _announce(self) -> None:
+        for owner, attribute in self._watched:
+            if attribute in owner._parameters:
+                setattr(owner, attribute, owner._parameters[attribute])
 
     def check(self) -> None:
         """Look at the slots between forwards.
@@ -192,39 +181,23 @@ class Slots:
         Raises:
             RuntimeError: a slot holds an object of others.
         """
-        for owner, attribute, unsharded, shown in self._at_rest:
-            current = owner._parameters.get(attribute)
+        for (slots, attribute, unsharded, shown), place in zip(self._slots, self._places, strict=True):
+            current = slots.get(attribute)
             if current is not shown and current is not unsharded:
-                raise RuntimeError(self._describe(owner, attribute, current))
+                raise RuntimeError(_describe(place[3].fqn, current))
 
     def clear(self) -> None:
         """Drop modules and parameters."""
-        self._places, self._at_rest, self._plain, self._watched, self._stand_ins = [], [], [], [], {}
+        self._places, self._slots, self._watched, self._stand_ins = [], [], [], {}
 
     def _check_shown(self) -> None:
-        for (_, _, _, sharded), (_, _, _, shown) in zip(self._places, self._at_rest, strict=True):
+        for (_, _, _, sharded), (_, _, _, shown) in zip(self._places, self._slots, strict=True):
             if self._versions.get(id(shown)) != (shown._version, shown.data_ptr()):
                 raise RuntimeError(
                     f"a forward inside engine.unsharded() after an edit of '{sharded.fqn}': the engine "
                     "still computes with the values before the edit. Leave the block, with "
                     "write_back=True, and then call forward"
                 )
-
-    def _describe(self, owner: nn.Module, attribute: str, current: object) -> str:
-        fqn = next(sharded.fqn for m, a, _, sharded in self._places if m is owner and a == attribute)
-        if current is None:
-            return f"'{fqn}' was removed after initialize; expected modules that keep their parameters"
-        if isinstance(current, ShardedParameter):
-            return (
-                f"'{fqn}' was tied to '{current.fqn}' after initialize, but the two are sharded separately: "
-                "tie parameters before initialize"
-            )
-        return (
-            f"'{fqn}' was replaced after initialize by {_tell(current)}, which would be neither sharded nor "
-            "trained: assign parameters before initialize, or edit them in place under "
-            "engine.unsharded(write_back=True). For torch.func.functional_call with other parameters use a "
-            "model that is not sharded"
-        )
 
 
 class Edits:
@@ -295,3 +268,19 @@ def _is_plain(owner: nn.Module) -> bool:
 def _tell(value: object) -> str:
     shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
     return f"a {type(value).__name__}{shape}"
+
+
+def _describe(fqn: str, current: object) -> str:
+    if current is None:
+        return f"'{fqn}' was removed after initialize; expected modules that keep their parameters"
+    if isinstance(current, ShardedParameter):
+        return (
+            f"'{fqn}' was tied to '{current.fqn}' after initialize, but the two are sharded separately: "
+            "tie parameters before initialize"
+        )
+    return (
+        f"'{fqn}' was replaced after initialize by {_tell(current)}, which would be neither sharded nor "
+        "trained: assign parameters before initialize, or edit them in place under "
+        "engine.unsharded(write_back=True). For torch.func.functional_call with other parameters use a "
+        "model that is not sharded"
+    )
