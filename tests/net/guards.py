@@ -307,8 +307,8 @@ GUARDS = (
         name="an_edit_in_a_forward_is_lost",
         says="A parameter that a forward edits has its old value after the next gather, without an error.",
         file="zeroshard/sharding/slots.py",
-        find="        if moved or edited:\n",
-        replace="        if False:\n",
+        find="    if moved or edited:\n",
+        replace="    if False:\n",
         tests=(
             "tests/distributed/test_edits.py::"
             "test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value[2]",

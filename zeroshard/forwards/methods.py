@@ -133,7 +133,7 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
                 output = method(*args, **kwargs)
             finally:
                 passes.hide(unit)
-            unit.edits.check()
+            unit.check_edits()
             return output
         try:
             passes.before_forward(unit, sys._getframe())

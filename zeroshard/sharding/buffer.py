@@ -30,7 +30,7 @@ from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original, counts
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.source import Source
-from zeroshard.sharding.storage import allocate, release
+from zeroshard.sharding.storage import allocate, is_allocated, release
 
 
 class Gather(NamedTuple):
@@ -85,6 +85,9 @@ class FlatBuffer:
             carry_attributes(original.parameter, *others)
         self.versions = [parameter._version for parameter in self.unsharded]
         """The version of each unsharded parameter that nobody has edited."""
+        item, offsets = self.full.element_size(), self.layout.offsets
+        self._starts = [(p, at * item) for p, at in zip(self.unsharded, offsets, strict=True) if p.numel()]
+        """The unsharded parameters that have elements, and the first byte in `full` of each."""
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         self._hidden: Tensor | None = None
@@ -166,6 +169,13 @@ class FlatBuffer:
     def shows_main(self) -> bool:
         """True if unsharded parameters lie in the memory of the main ones."""
         return self.plan.is_alias and self._hidden is None
+
+    def has_moved(self) -> bool:
+        """True if an unsharded parameter lies in other memory than `full`; past the guards of parameters."""
+        if not (self.is_resident or is_allocated(self.full)):
+            return False
+        first = self.full.data_ptr()
+        return any(parameter.data_ptr() != first + start for parameter, start in self._starts)
 
     def use(self, name: Hashable, values: Callable[[], Tensor]) -> None:
         """Gather other values than the main parameters, until `use_main`; see `Source.use`."""
@@ -285,6 +295,7 @@ class FlatBuffer:
         self.source.release()
         self.full, self._hidden = self.main, None
         self.sharded, self.unsharded, self.originals = (), (), ()
+        self.versions, self._starts = [], []
 
     def gather_main(self) -> Tensor:
         """[total], main dtype: the whole main parameters, a copy."""

@@ -52,7 +52,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
     def hide(module: nn.Module, args: Any, output: Any) -> None:
         runtime.passes.hide(unit)
-        unit.edits.check()
+        unit.check_edits()
 
     def watch(layer: nn.Module, args: Any, output: Any) -> None:
         runtime.passes.watch_layer(unit, output)

@@ -177,7 +177,7 @@ class Passes:
         """
         if self.is_in_method and unit is self._root:
             return output
-        unit.edits.check()
+        unit.check_edits()
         if unit is self._root:
             output = cast_outputs(output, self._output_dtype)
         if not unit.is_resident and not self.leases.held.units:
@@ -444,7 +444,7 @@ class Passes:
         torch.clear_autocast_cache()  # gradients of old casts would arrive at the end of the next backward
         self._here.exit()
         for unit in self._copied:
-            unit.edits.check()  # of hooks in the backward, too
+            unit.check_edits()  # of hooks in the backward, too
         if completes:
             self._reducer.call_hooks()
 

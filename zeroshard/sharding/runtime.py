@@ -208,9 +208,9 @@ class Runtime:
                     )
 
     def check_edits(self) -> None:
-        """Refuse edits of unsharded parameters, which would be lost; see `Edits.check`."""
+        """Refuse edits of unsharded parameters, which would be lost; see `slots.check_edits`."""
         for unit in self.units:
-            unit.edits.check()
+            unit.check_edits()
 
     # -- around a step --------------------------------------------------------------------------------
 

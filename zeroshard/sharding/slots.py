@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -26,10 +26,8 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter, refuse_gradients
 from zeroshard.parameters.unsharded import edit_error, equal_values, set_data
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.storage import is_allocated
 
 _version_of = attrgetter("_version")
-_address_of = methodcaller("data_ptr")
 
 
 class ShownParameter(nn.Parameter):
@@ -200,64 +198,36 @@ class Slots:
                 )
 
 
-class Edits:
-    """Notices edits of one unit's unsharded parameters.
+def check_edits(buffers: Sequence[FlatBuffer]) -> None:
+    """Compare the unsharded parameters of a unit with the parameters at the last look.
 
-    Args:
-        buffers: the buffers of the unit.
+    Raises:
+        RuntimeError: one was edited since, in memory of its own. It is gathered again.
     """
+    # torch takes several times as long to read an attribute of a subclass of Parameter.
+    with past_guards():
+        edited = [b for b in buffers if list(map(_version_of, b.unsharded)) != b.versions]
+        moved = [buffer for buffer in buffers if buffer.has_moved()]
+    if moved or edited:
+        _refuse_edits(buffers, moved)
 
-    def __init__(self, buffers: Sequence[FlatBuffer]) -> None:
-        self._buffers = tuple(buffers)
-        self._filled = [[p for p in buffer.unsharded if p.numel()] for buffer in buffers]
-        self._starts = [
-            [
-                start * buffer.full.element_size()
-                for start, size in zip(buffer.layout.offsets, buffer.layout.sizes, strict=True)
-                if size
-            ]
-            for buffer in buffers
-        ]
-        """The first byte in `full` of each parameter that has elements."""
-        self._places: list[tuple[int, list[int]]] = [(-1, []) for _ in buffers]
-        """The addresses of `full` and of these parameters, as they are to be."""
 
-    def check(self) -> None:
-        """Compare the parameters with the parameters at the last look.
-
-        Raises:
-            RuntimeError: one was edited since, in memory of its own. It is gathered again.
-        """
-        # torch takes several times as long to read an attribute of a subclass of Parameter.
-        with past_guards():
-            edited = [b for b in self._buffers if list(map(_version_of, b.unsharded)) != b.versions]
-            moved = [buffer for number, buffer in enumerate(self._buffers) if self._has_moved(number, buffer)]
-        if moved or edited:
-            self._refuse(moved)
-
-    def _has_moved(self, number: int, buffer: FlatBuffer) -> bool:
-        if not (buffer.is_resident or is_allocated(buffer.full)):
-            return False
-        if (first := buffer.full.data_ptr()) != self._places[number][0]:
-            self._places[number] = first, [first + start for start in self._starts[number]]
-        return list(map(_address_of, self._filled[number])) != self._places[number][1]
-
-    @torch.no_grad()
-    def _refuse(self, moved: Sequence[FlatBuffer]) -> None:
-        lost = []
-        for buffer in self._buffers:
-            before, buffer.versions = buffer.versions, list(map(_version_of, buffer.unsharded))
-            for index, parameter in enumerate(buffer.unsharded):
-                is_lost = before[index] != buffer.versions[index] and not buffer.shows_main
-                if buffer in moved:
-                    values, view = parameter.detach(), buffer.view(index)
-                    set_data(parameter, view)
-                    is_lost |= not equal_values(values, view)
-                if is_lost:
-                    buffer.source.changed()
-                    lost.append(parameter.fqn)
-        if lost:
-            raise edit_error(lost[0])
+@torch.no_grad()
+def _refuse_edits(buffers: Sequence[FlatBuffer], moved: Sequence[FlatBuffer]) -> None:
+    lost = []
+    for buffer in buffers:
+        before, buffer.versions = buffer.versions, list(map(_version_of, buffer.unsharded))
+        for index, parameter in enumerate(buffer.unsharded):
+            is_lost = before[index] != buffer.versions[index] and not buffer.shows_main
+            if buffer in moved:
+                values, view = parameter.detach(), buffer.view(index)
+                set_data(parameter, view)
+                is_lost |= not equal_values(values, view)
+            if is_lost:
+                buffer.source.changed()
+                lost.append(parameter.fqn)
+    if lost:
+        raise edit_error(lost[0])
 
 
 def _is_plain(owner: nn.Module) -> bool:

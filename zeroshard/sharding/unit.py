@@ -24,7 +24,7 @@ from zeroshard.plan.buffers import UnitPlan
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.slots import Edits, Slots
+from zeroshard.sharding.slots import Slots, check_edits
 
 
 class UnitState(Enum):
@@ -168,8 +168,6 @@ class Unit:
         """The places in modules that hold its parameters."""
         self.layers = set() if self.is_resident else self.slots.owners.difference(modules)
         """Modules inside, whose values may leave the unit with its outputs; none in a compiled module."""
-        self.edits = Edits(buffers)
-        """Notices edits of its unsharded parameters."""
 
     @property
     def is_in_forward(self) -> bool:
@@ -270,6 +268,10 @@ class Unit:
 
         return change_tensors(output, lambda tensor: tensor.clone() if is_own(tensor) else tensor)
 
+    def check_edits(self) -> None:
+        """Refuse edits of its unsharded parameters, which would be lost; see `slots.check_edits`."""
+        check_edits(self.buffers)
+
     # -- gradients ------------------------------------------------------------------------------------
 
     @property
@@ -317,7 +319,6 @@ class Unit:
         for buffer in self.buffers:
             buffer.release()
         self.slots.clear()
-        self.edits = Edits(())
 
     def _move(self, state: UnitState) -> None:
         if _MOVES[self.state] is not state:
