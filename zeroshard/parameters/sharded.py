@@ -122,23 +122,12 @@ class ShardedParameter(NotCopied, nn.Parameter):
     """The object in torch's own attribute, which takes ten times as long to read."""
 
     @staticmethod
-    def wrap(
-        data: Tensor,
-        requires_grad: bool,
-        *,
-        fqn: str,
-        unit_name: str,
-        full_shape: torch.Size,
-        is_partial: bool,
-        state: ModuleState,
-    ) -> ShardedParameter:
-        """Make a sharded parameter over `data`, [n], without a copy."""
+    def wrap(data: Tensor, requires_grad: bool, **attributes: Any) -> ShardedParameter:
+        """Make a sharded parameter over `data`, [n], without a copy; `attributes` as the class lists them."""
         _make_known_to_optimizers()
         parameter = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
-        parameter.fqn, parameter.unit_name = fqn, unit_name
-        parameter.full_shape, parameter.is_partial, parameter.state = full_shape, is_partial, state
-        parameter.is_trained, parameter.unsharded = requires_grad, lambda: None
-        parameter.own_dtype = data.dtype
+        parameter.is_trained, parameter.own_dtype = requires_grad, data.dtype
+        vars(parameter).update({"unsharded": lambda: None}, **attributes)
         refuse_gradients(parameter, parameter.describe())
         return parameter
 

@@ -11,7 +11,7 @@ parameters whose main dtype is the compute dtype, or one rank alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,12 +77,9 @@ class FlatBuffer:
         self.source = Source(main, plan, own, context)
         """The main parameters, where gathers start."""
         self.source.evict()
-        for original in self.originals:
-            retire(original.parameter, original.fqn)
-        self.sharded = self._make_sharded()
-        self.unsharded = self._make_unsharded()
-        for original, *others in zip(self.originals, self.sharded, self.unsharded, strict=True):
-            carry_attributes(original.parameter, *others)
+        pairs = [self._make_pair(index) for index in range(len(self.originals))]
+        self.sharded = tuple(sharded for sharded, _ in pairs)
+        self.unsharded = tuple(unsharded for _, unsharded in pairs)
         self.versions = [parameter._version for parameter in self.unsharded]
         """The version of each unsharded parameter that nobody has edited."""
         item, offsets = self.full.element_size(), self.layout.offsets
@@ -106,35 +103,32 @@ class FlatBuffer:
         """[shard] or [total], main dtype: the main parameters."""
         return self.source.main
 
-    def _make_sharded(self) -> tuple[ShardedParameter, ...]:
-        return tuple(
-            ShardedParameter.wrap(
-                self.main[self.sharded_span(index).slice],
-                self.trainable,
-                fqn=original.fqn,
-                unit_name=self.unit_name,
-                full_shape=self.whole_shapes[index],
-                is_partial=self.is_partial or original.cut is not None,
-                state=self._context.state,
-            )
-            for index, original in enumerate(self.originals)
+    def _make_pair(self, index: int) -> tuple[ShardedParameter, UnshardedParameter]:
+        """Retire an original; make its sharded and unsharded parameter, with the user's attributes."""
+        original = self.originals[index]
+        retire(original.parameter, original.fqn)
+        sharded = ShardedParameter.wrap(
+            self.main[self.sharded_span(index).slice],
+            self.trainable,
+            fqn=original.fqn,
+            unit_name=self.unit_name,
+            full_shape=self.whole_shapes[index],
+            is_partial=self.is_partial or original.cut is not None,
+            cut=original.cut,
+            tp_rank=self._context.axes.tp.rank,
+            state=self._context.state,
         )
-
-    def _make_unsharded(self) -> tuple[UnshardedParameter, ...]:
-        parameters = []
-        for index, sharded in enumerate(self.sharded):
-            # peft asks for the name of the class before it dequantizes codes.
-            kind = class_before(self.originals[index].parameter).__name__ if self.plan.is_packed else None
-            parameter = UnshardedParameter.over(self.view(index), sharded.fqn, kind)
-            if not self.trainable and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    refuse_gradient(sharded.fqn)
-                )
-                parameter.requires_grad_(False)
-            sharded.unsharded = weakref.ref(parameter)  # weak: a slice need not keep the whole alive
-            sharded.cut, sharded.tp_rank = self.originals[index].cut, self._context.axes.tp.rank
-            parameters.append(parameter)
-        return tuple(parameters)
+        # peft asks for the name of the class before it dequantizes codes.
+        kind = class_before(original.parameter).__name__ if self.plan.is_packed else None
+        unsharded = UnshardedParameter.over(self.view(index), original.fqn, kind)
+        if not self.trainable and unsharded.requires_grad:
+            unsharded.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                refuse_gradient(original.fqn)
+            )
+            unsharded.requires_grad_(False)
+        sharded.unsharded = weakref.ref(unsharded)  # weak: a slice need not keep the whole alive
+        carry_attributes(original.parameter, sharded, unsharded)
+        return sharded, unsharded
 
     def sharded_span(self, index: int) -> Span:
         """The part of `main`, and of the reduced gradient, that a sharded parameter is a view of."""
@@ -177,14 +171,6 @@ class FlatBuffer:
         first = self.full.data_ptr()
         return any(parameter.data_ptr() != first + start for parameter, start in self._starts)
 
-    def use(self, name: Hashable, values: Callable[[], Tensor]) -> None:
-        """Gather other values than the main parameters, until `use_main`; see `Source.use`."""
-        self.source.use(name, values)
-
-    def use_main(self) -> None:
-        """Gather the main parameters again."""
-        self.source.use_main()
-
     def show(self, values: Tensor | None) -> None:
         """Let the unsharded parameters be views of other memory, without a copy.
 
@@ -214,9 +200,8 @@ class FlatBuffer:
         """
         self.show(None)
         left = self.full
-        self.full = left.clone()
-        for index, parameter in enumerate(self.unsharded):
-            set_data(parameter, self.view(index))
+        self.show(left.clone())
+        self._hidden = None  # what is shown is the buffer's own from now on
         self.source.move(self.full.detach()[self.main_span.slice])
         if self.plan.is_alias:
             for index, sharded in enumerate(self.sharded):
@@ -241,7 +226,7 @@ class FlatBuffer:
         """
         self.source.await_stepped()
         if self.is_stale:
-            self._keep_second(False)
+            self.keep_second(False)
             self.source.follow()
         if self.is_alias_of_all:
             return None
@@ -262,7 +247,7 @@ class FlatBuffer:
             keep_second: True if the next gather of the same values is the plan's `regathers`.
         """
         if not self.is_resident:
-            self._keep_second(keep_second)
+            self.keep_second(keep_second)
             release(self.full, self._freed)
             self._context.meter.add(-self.full_bytes)
 
@@ -275,11 +260,8 @@ class FlatBuffer:
             "the forward, or read values, without gradients, under engine.unsharded()"
         )
 
-    def drop_second(self) -> None:
-        """Drop the copy that a few ranks keep among them."""
-        self._keep_second(False)
-
-    def _keep_second(self, keep: bool) -> None:
+    def keep_second(self, keep: bool) -> None:
+        """Keep the copy that a few ranks keep among them, or drop it."""
         meter = self._context.meter
         if keep and self._second is None and self._has_second:
             axis = self._context.axes[self.plan.regathers[0].axis]
@@ -291,7 +273,7 @@ class FlatBuffer:
 
     def release(self) -> None:
         """Drop all values; tensors that others hold keep theirs."""
-        self.drop_second()
+        self.keep_second(False)
         self.source.release()
         self.full, self._hidden = self.main, None
         self.sharded, self.unsharded, self.originals = (), (), ()
@@ -309,13 +291,14 @@ class FlatBuffer:
 
     def main_views(self, whole: Tensor) -> list[Tensor]:
         """The full-shape parameters inside the result of `gather_main`."""
-        return [
-            whole[self.layout.parameter(index).slice].view(shape) for index, shape in enumerate(self.shapes)
-        ]
+        return [self._view(whole, index) for index in range(len(self.shapes))]
 
     def view(self, index: int) -> Tensor:
         """The part of `full` under an unsharded parameter, in the shape of the original."""
-        return self.full[self.layout.parameter(index).slice].view(self.shapes[index])
+        return self._view(self.full, index)
+
+    def _view(self, flat: Tensor, index: int) -> Tensor:
+        return flat[self.layout.parameter(index).slice].view(self.shapes[index])
 
 
 def _take_over(

@@ -241,7 +241,7 @@ class Unit:
             self._move(UnitState.SHARDED)
         elif not for_backward:
             for buffer in self.buffers:
-                buffer.drop_second()
+                buffer.keep_second(False)
 
     def refresh(self) -> None:
         """Start new gathers of replicated parameters and free the others, if main parameters have changed."""
