@@ -273,8 +273,8 @@ def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios:
     )
 
 
-_no_wait_in("wait", Source, "await_copies", Kind.RACE, "host_saved_stage1")
-_no_wait_in("finish_gathers", Source, "await_copies", Kind.RACE, "parameters_on_host_kept", "host_edited")
+_HOST = ("parameters_on_host_kept", "host_edited", "host_saved_stage1")
+_no_wait_in("_await_gathers", Source, "await_copies", Kind.RACE, *_HOST)
 _no_wait_in("drop_sum", Gradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
 _no_wait_in("drop", Gradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
 # Three more calls of await_copies, in Source.release, Edits and EarlySteps, are not needed as the engine is

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.internals.autograd import (
@@ -312,29 +312,21 @@ class Passes:
             output = view_tensors(output)
             tensors = [tensor for tensor in find_tensors(output)[0] if tensor.requires_grad]
         if tensors:
-            call, before_backward = unit.call, self._before_backward
+            call = unit.call
             if unit in self._frozen:
                 unit.open_calls.add(call)
-
-            def enter(gradient: Tensor) -> None:
-                before_backward(call)
-
             for tensor in tensors:
                 setattr(tensor, _WATCHED, True)
-                tensor.register_hook(enter)
+                tensor.register_hook(lambda gradient: self._before_backward(call))
         return output
 
     def watch_layer(self, unit: Unit, output: Any) -> None:
         """Hook a layer with parameters: its values may leave the unit with the outputs, as in a cache."""
         if not isinstance(output, Tensor) or not output.requires_grad or torch.compiler.is_compiling():
             return
-        call, before_again = unit.call, self._before_again
-
-        def enter(gradient: Tensor) -> None:
-            before_again(call)
-
+        call = unit.call
         setattr(output, _WATCHED, True)
-        output.register_hook(enter)
+        output.register_hook(lambda gradient: self._before_again(call))
 
     def _before_again(self, call: ForwardCall) -> None:
         if call.entered_in is not self._backward or self._backward() is None:
@@ -374,7 +366,8 @@ class Passes:
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
         self._state.look()
-        if accumulates := will_accumulate(self._trained()):
+        trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
+        if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):
             refuse_averages(self._state, "a backward")
             self._reducer.check_begin()
         self._around_backward = self._state.phase
@@ -393,10 +386,6 @@ class Passes:
             shown.wait()
             shown.slots.install()
         self._backward = at_end_of_backward(self._end_backward)
-
-    def _trained(self) -> Iterator[nn.Parameter]:
-        for _, gradients in self.trained:
-            yield from (p for p in gradients.buffer.unsharded if p.requires_grad)
 
     def receive(self, number: int, index: int, gradient: Tensor) -> None:
         """Pack a gradient, and start the reductions that are due.
@@ -488,6 +477,7 @@ class Passes:
 
     def drop_graphs(self) -> None:
         """Drop earlier forwards and backwards: after a step no backward goes through them."""
+        self.recover()
         if self.leases.second_graph.units:
             self.leases.second_graph.end()
             self.calls.end_backward()

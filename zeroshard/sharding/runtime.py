@@ -223,12 +223,15 @@ class Runtime:
     def finish_gathers(self) -> None:
         """Wait for the gathers that read main parameters, before these change; on the host, it waits."""
         if self.state.reads_main:
-            self.state.reads_main = False
-            for unit in self.units:
-                if unit.state is UnitState.GATHERING:
-                    unit.wait()
-            for buffer in self.passes.offloaded:
-                buffer.source.await_copies()
+            self._await_gathers()
+
+    def _await_gathers(self) -> None:
+        self.state.reads_main = False
+        for unit in self.units:
+            if unit.state is UnitState.GATHERING:
+                unit.wait()
+        for buffer in self.passes.offloaded:
+            buffer.source.await_copies()
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -237,9 +240,8 @@ class Runtime:
             RuntimeError: an exception left gradients that hold part of a micro-batch.
         """
         self.state.look()
-        self.passes.recover()
-        self.finish_gathers()
         self.passes.drop_graphs()
+        self.finish_gathers()
         self.reducer.before_step()
 
     def after_step(self, stepped: Container[nn.Parameter] = (), is_last: bool = True) -> None:
@@ -291,7 +293,7 @@ class Runtime:
 
     def drop_part(self, name: Hashable) -> None:
         """Drop a forward with a name: no backward comes to it any more."""
-        self.passes.calls.drop(name)
+        self.passes.calls.named.pop(name, None)
 
     def unshard(self, units: Iterable[Unit]) -> None:
         """Start to gather units, and keep them until `reshard`."""
@@ -308,12 +310,11 @@ class Runtime:
 
     def end_parts(self) -> None:
         """Drop the forwards with names, and keep no units for them: a batch is over, or has failed."""
-        self.passes.calls.drop_named()
+        self.passes.calls.named.clear()
         self.reshard()
 
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
-        self.passes.recover()
         self.passes.drop_graphs()
         self.reducer.drop_deferred()
 
@@ -324,13 +325,13 @@ class Runtime:
             parameters: sharded parameters, and perhaps ignored ones.
         """
         self.state.has_shown_gradients = True
-        cleared: list[tuple[ShardedParameter, None]] = []
+        sharded: list[ShardedParameter] = []
         for parameter in parameters:
-            if not isinstance(parameter, ShardedParameter):
+            if isinstance(parameter, ShardedParameter):
+                sharded.append(parameter)
+            else:
                 parameter.grad = None
-            elif gradient_of(parameter) is not None:
-                cleared.append((parameter, None))
-        set_gradients(cleared)
+        set_gradients((parameter, None) for parameter in sharded if gradient_of(parameter) is not None)
 
     def wait(self) -> None:
         """Wait for every exchange and copy under way, and clean up after an exception.
@@ -343,13 +344,8 @@ class Runtime:
                 "full parameters are available between steps, not inside a forward or backward"
             )
         self.state.look()
-        self.passes.recover()
         self.passes.drop_graphs()
-        for unit in self.units:
-            if unit.state is UnitState.GATHERING:
-                unit.wait()
-        for buffer in self.passes.offloaded:
-            buffer.source.await_copies()
+        self._await_gathers()
 
     def _drop_gradient(self, parameter: ShardedParameter) -> None:
         """Drop the sum of gradients of one parameter that was not reduced yet."""

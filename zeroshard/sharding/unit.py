@@ -80,26 +80,24 @@ class Visit:
         return Visit(self.began, later.ended, (*self.regions, *later.regions), num_calls)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True, repr=False)
 class ForwardCall:
-    """One forward of a unit whose backward is still to come; it dies with its graph.
+    """One forward of a unit whose backward is still to come; it dies with its graph."""
 
-    Args:
-        unit: the unit that is called.
-        began: the tick at which the call begins.
-    """
-
-    __slots__ = (*("__weakref__", "began", "ended", "entered_in", "forward", "outer", "region", "unit"),)
-
-    def __init__(self, unit: Unit, began: int) -> None:
-        self.unit, self.began, self.ended = unit, began, NEVER
-        self.outer: ForwardCall | None = None
-        """The call of the same unit around this one, if there is one."""
-        self.region: Region | None = None
-        """The activation checkpoint around it."""
-        self.forward: object = None
-        """The notes of the call log on its forward."""
-        self.entered_in: object = None
-        """The last backward that has come to it."""
+    unit: Unit
+    """The unit that is called."""
+    began: int
+    """The tick at which the call begins."""
+    ended: int = NEVER
+    """The tick at which it ended."""
+    outer: ForwardCall | None = None
+    """The call of the same unit around this one, if there is one."""
+    region: Region | None = None
+    """The activation checkpoint around it."""
+    forward: object = None
+    """The notes of the call log on its forward."""
+    entered_in: object = None
+    """The last backward that has come to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,9 +319,6 @@ class Unit:
         self.slots.clear()
 
     def _move(self, state: UnitState) -> None:
-        if _MOVES[self.state] is not state:
-            raise RuntimeError(
-                f"{describe_unit(self.name)} cannot go from {self.state.value} to {state.value}; "
-                f"expected {_MOVES[self.state].value}"
-            )
+        before = self.state
+        assert _MOVES[before] is state, f"{self.described} cannot go from {before.value} to {state.value}"
         self.state = state

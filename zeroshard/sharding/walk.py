@@ -70,7 +70,8 @@ class CallLog:
         """The activation checkpoints of the forward under way."""
         self.name: Hashable = None
         """The name of forwards that begin, and of those that a backward comes to; None for no name."""
-        self._named: dict[Hashable, _Forward] = {}
+        self.named: dict[Hashable, _Forward] = {}
+        """The forwards with names that a backward may still come to."""
 
     def tick(self) -> int:
         """The next tick of the clock."""
@@ -90,11 +91,10 @@ class CallLog:
             self._now = _Forward() if torch.is_grad_enabled() else None
             self._forwards = [forward for forward in self._forwards if forward() is not None]
             if self._now is not None and self.name is not None:
-                self._named[self.name] = self._now
+                self.named[self.name] = self._now
             elif self._now is not None:
                 self._forwards.append(ref(self._now))
-        self._tick += 1
-        call = ForwardCall(unit, self._tick)
+        call = ForwardCall(unit, self.tick())
         if unit.call.ended == NEVER and unit.call.began != NEVER:
             call.outer = unit.call
         unit.call = call
@@ -116,8 +116,7 @@ class CallLog:
         """
         call = unit.call
         if call.ended == NEVER and call.began != NEVER:  # a hook before ours may have failed
-            self._tick += 1
-            call.ended = self._tick
+            call.ended = self.tick()
             if not is_second:
                 self._end_first(call)
         if call.outer is not None:
@@ -128,18 +127,10 @@ class CallLog:
         for unit in self._units:
             unit.visit = None
         unnamed = [reference() for reference in self._forwards]
-        for forward in unnamed if self.name is None else [self._named.get(self.name)]:
+        for forward in unnamed if self.name is None else [self.named.get(self.name)]:
             if forward is not None:
                 for unit, visit in forward.visits.items():
                     unit.visit = visit if unit.visit is None else unit.visit.and_then(visit)
-
-    def drop(self, name: Hashable) -> None:
-        """Drop a forward with a name: no backward comes to it any more."""
-        self._named.pop(name, None)
-
-    def drop_named(self) -> None:
-        """Drop all forwards with names."""
-        self._named.clear()
 
     def drop_failed(self) -> None:
         """Drop the root's forward, which has ended in an exception and will have no backward."""
