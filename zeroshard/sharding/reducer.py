@@ -64,10 +64,6 @@ _BEFORE = (GradientState.PACKING, GradientState.STEPPED)
 Receive = Callable[[Gradients, int, Tensor], None]
 
 
-def _pack(gradients: Gradients, index: int, gradient: Tensor) -> None:
-    gradients.pack(index, gradient)
-
-
 def _refuse(gradients: Gradients, index: int, gradient: Tensor) -> None:
     raise AssertionError("a gradient arrives in a backward")
 
@@ -108,8 +104,6 @@ class Reducer:
         self._state = state
         self._delivered: dict[int, ShardedParameter] = {}
         """The parameters whose gradients have been delivered and whose hooks have not been called."""
-        self._places: dict[int, tuple[Gradients, int]] = {}
-        """The gradients and the index of each parameter, by its id; made when they are asked for."""
         self._must_agree = True
         """True if the next reductions begin with an agreement on the order of units; on all ranks alike."""
         self._to_start: deque[Unit] = deque()
@@ -194,7 +188,7 @@ class Reducer:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
         """
         self._role = role = self._asked if accumulates else _BYSTANDER
-        self.receive = self._pack if self._num_summands > 1 else _pack
+        self.receive = self._pack
         if self.is_half and self._asked.scale is None:
             self.receive = self._refuse_unscaled
         elif self.step_unit is not None:
@@ -410,14 +404,12 @@ class Reducer:
 
     def drop_sum(self, parameter: ShardedParameter) -> None:
         """Drop the sum of one gradient that was not reduced yet, as `p.grad = None` does."""
-        if not self._places:
-            for gradients in self._all:
-                places = enumerate(gradients.buffer.sharded)
-                self._places.update((id(one), (gradients, index)) for index, one in places)
-        if (place := self._places.get(id(parameter))) is not None:
-            self._finish()  # of reductions ahead
-            gradients, index = place
-            gradients.drop_sum(index)
+        for gradients in self._all:
+            if gradients.buffer.unit_name == parameter.unit_name:
+                for index, one in enumerate(gradients.buffer.sharded):
+                    if one is parameter:
+                        self._finish()  # of reductions ahead
+                        gradients.drop_sum(index)
 
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
