@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import past_guards
 
 _DESCRIBES = frozenset(
@@ -38,7 +39,8 @@ class OriginalParameter(nn.Parameter):
         if func in _DESCRIBES:
             with past_guards():
                 return func(*args, **(kwargs or {}))
-        raise RuntimeError(_describe(_first((*args, *(kwargs or {}).values())), func))
+        values = pytree.tree_leaves((args, kwargs))
+        raise RuntimeError(_describe(next(v for v in values if isinstance(v, OriginalParameter)), func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OriginalParameter({self.fqn}, sharded)"
@@ -70,22 +72,12 @@ def revive(parameter: nn.Parameter) -> None:
         cast(nn.Parameter, parameter).__class__ = was
 
 
-def _first(values: tuple[Any, ...]) -> OriginalParameter | None:
-    """The first original parameter among the arguments of a function, in lists too."""
-    for value in values:
-        inside = _first(tuple(value)) if isinstance(value, list | tuple) else value
-        if isinstance(inside, OriginalParameter):
-            return inside
-    return None
-
-
-def _describe(parameter: OriginalParameter | None, func: Callable[..., Any]) -> str:
+def _describe(parameter: OriginalParameter, func: Callable[..., Any]) -> str:
     used = getattr(func, "__name__", str(func))
     if used == "__get__":
         used = getattr(getattr(func, "__self__", None), "__name__", used)
-    which = f"'{parameter.fqn}'" if parameter is not None else "one"
     return (
-        f"{used} got an original parameter, {which}, from a reference that was kept when the model was "
-        "sharded. It is empty now: use the module's attribute inside the forward of its unit, or read it "
+        f"{used} got an original parameter, '{parameter.fqn}', from a reference that was kept when the model "
+        "was sharded. It is empty now: use the module's attribute inside the forward of its unit, or read it "
         "under engine.unsharded(). Build an optimizer that initialize is not given over engine.parameters()"
     )

@@ -262,10 +262,7 @@ def _is_plain(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     state = first.state
     if state.phase is not Phase.REST or state.reads_main or state.before_look is not None:
         return False
-    for value in args[1:]:
-        if type(value) is ShardedParameter:
-            return False
-    return ShardedParameter not in map(type, kwargs.values())
+    return ShardedParameter not in map(type, (*args[1:], *kwargs.values()))
 
 
 def _has_memory_of(parameter: ShardedParameter, result: Any) -> bool:
@@ -419,10 +416,7 @@ def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedP
         first = first[0]
     if isinstance(first, ShardedParameter):
         return first
-    for value in pytree.tree_leaves((args, dict(kwargs))):
-        if isinstance(value, ShardedParameter):
-            return value
-    raise AssertionError("called for a function that got a sharded parameter")
+    return next(v for v in pytree.tree_leaves((args, dict(kwargs))) if isinstance(v, ShardedParameter))
 
 
 def count_elements(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -> int:

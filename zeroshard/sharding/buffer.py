@@ -69,10 +69,7 @@ class FlatBuffer:
         """The flat range that `main` holds."""
         self.is_stored = all(is_stored(original.parameter) for original in originals)
         """True if each rank has read its own part of the first values; else they are rank 0's values."""
-        if self.is_stored:
-            self.full, main = _read(plan, originals, self.main_span, context)
-        else:
-            self.full, main = _take_over(plan, originals, self.main_span, context, self.describe())
+        self.full, main = self._read() if self.is_stored else self._take_over()
         own = self.full.detach()[self.main_span.slice] if self.is_resident else None
         self.source = Source(main, plan, own, context)
         """The main parameters, where gathers start."""
@@ -300,31 +297,54 @@ class FlatBuffer:
     def _view(self, flat: Tensor, index: int) -> Tensor:
         return flat[self.layout.parameter(index).slice].view(self.shapes[index])
 
+    # -- first values ---------------------------------------------------------------------------------
 
-def _take_over(
-    plan: BufferPlan, originals: Sequence[Original], own: Span, context: Context, what: str
-) -> tuple[Tensor, Tensor]:
-    """Make `full` and `main` of a buffer with rank 0's values; padding is zero; the originals are emptied.
+    def _take_over(self) -> tuple[Tensor, Tensor]:
+        """Make `full` and `main` with rank 0's values; padding is zero; the originals are emptied."""
+        plan, context, layout = self.plan, self._context, self.layout
+        values = torch.zeros(layout.total, dtype=plan.main_dtype, device=context.device)
+        for index, original in enumerate(self.originals):
+            data = original.parameter.detach()
+            if context.axes.tp.size > 1:
+                _take_part(values[layout.parameter(index).slice], original, context)
+            elif has_memory(data) or context.axes.dp.rank == 0:  # others need no deferred values
+                values[layout.parameter(index).slice].copy_(values_of(data).reshape(-1))
+            original.parameter.data = data.new_empty(0)
+        context.axes.dp.broadcast(values, f"first broadcast of {self.describe()}")
+        main = values[self.main_span.slice]
+        return values.to(plan.compute_dtype), main if plan.is_alias else self._empty_main().copy_(main)
 
-    Args:
-        plan: the plan of the buffer.
-        originals: its parameters.
-        own: the flat range that `main` holds.
-        context: the objects that all buffers share.
-        what: the name of the unit, for errors.
-    """
-    values = torch.zeros(plan.layout.total, dtype=plan.main_dtype, device=context.device)
-    for index, original in enumerate(originals):
-        data = original.parameter.detach()
-        if context.axes.tp.size > 1:
-            _take_part(values[plan.layout.parameter(index).slice], original, context)
-        elif has_memory(data) or context.axes.dp.rank == 0:  # others need no deferred values
-            values[plan.layout.parameter(index).slice].copy_(values_of(data).reshape(-1))
-        original.parameter.data = data.new_empty(0)
-    context.axes.dp.broadcast(values, f"first broadcast of {what}")
-    main = values[own.slice]
-    full = values.to(plan.compute_dtype)
-    return full, main if plan.is_alias else _empty_main(plan, own, context).copy_(main)
+    def _read(self) -> tuple[Tensor, Tensor]:
+        """Make `full` and `main` of stored values: each rank reads its own part, a parameter at a time."""
+        plan, own, context = self.plan, self.main_span, self._context
+        # A `full` that is freed at once is never written: on a CPU it takes no memory at all.
+        make = torch.zeros if plan.is_resident else torch.empty
+        full = make(plan.layout.total, dtype=plan.compute_dtype, device=context.device)
+        main = full[own.slice]
+        if not plan.is_alias:
+            main = self._empty_main().zero_()
+            context.memory.evict(main)
+        kept = Span(0, plan.layout.total) if plan.is_resident else own
+        for index, original in enumerate(self.originals):
+            whole = plan.layout.parameter(index)
+            place = whole.intersect(kept)
+            if place.size:
+                inside = place.shifted(-whole.start)
+                runs = (inside,) if original.cut is None else original.cut.runs(context.axes.tp.rank, inside)
+                data = read_part(original.parameter, *runs)
+                if plan.main_dtype.itemsize < plan.compute_dtype.itemsize:
+                    data = data.to(plan.main_dtype)  # gathered values will have this precision
+                if plan.is_resident:
+                    full[place.slice].copy_(data)
+                if not plan.is_alias:
+                    part = place.intersect(own)
+                    main[part.shifted(-own.start).slice].copy_(data[part.shifted(-place.start).slice])
+            original.parameter.data = original.parameter.new_empty(0)
+            context.memory.evict(main)
+        return full, main
+
+    def _empty_main(self) -> Tensor:
+        return self._context.memory.empty(self.main_span.size, self.plan.main_dtype, self.plan.main_tier)
 
 
 def _take_part(target: Tensor, original: Original, context: Context) -> None:
@@ -342,38 +362,3 @@ def _take_part(target: Tensor, original: Original, context: Context) -> None:
     if original.cut is not None:
         whole = part_of(whole.view(original.cut.shape), original.cut, axes.tp.rank).reshape(-1)
     target.copy_(whole)
-
-
-def _read(
-    plan: BufferPlan, originals: Sequence[Original], own: Span, context: Context
-) -> tuple[Tensor, Tensor]:
-    """Make `full` and `main` of stored values: each rank reads its own part, a parameter at a time."""
-    # A `full` that is freed at once is never written: on a CPU it takes no memory at all.
-    make = torch.zeros if plan.is_resident else torch.empty
-    full = make(plan.layout.total, dtype=plan.compute_dtype, device=context.device)
-    main = full[own.slice]
-    if not plan.is_alias:
-        main = _empty_main(plan, own, context).zero_()
-        context.memory.evict(main)
-    kept = Span(0, plan.layout.total) if plan.is_resident else own
-    for index, original in enumerate(originals):
-        whole = plan.layout.parameter(index)
-        place = whole.intersect(kept)
-        if place.size:
-            inside = place.shifted(-whole.start)
-            runs = (inside,) if original.cut is None else original.cut.runs(context.axes.tp.rank, inside)
-            data = read_part(original.parameter, *runs)
-            if plan.main_dtype.itemsize < plan.compute_dtype.itemsize:
-                data = data.to(plan.main_dtype)  # gathered values will have this precision
-            if plan.is_resident:
-                full[place.slice].copy_(data)
-            if not plan.is_alias:
-                part = place.intersect(own)
-                main[part.shifted(-own.start).slice].copy_(data[part.shifted(-place.start).slice])
-        original.parameter.data = original.parameter.new_empty(0)
-        context.memory.evict(main)
-    return full, main
-
-
-def _empty_main(plan: BufferPlan, own: Span, context: Context) -> Tensor:
-    return context.memory.empty(own.size, plan.main_dtype, plan.main_tier)
