@@ -85,7 +85,7 @@ class WholeTensor:
         device = self.runtime.context.device
         if not self.buffer.is_partial:
             return moves.to_device(own.detach().to(wide, copy=True), device).view(shape)
-        axis = self.runtime.context.axis
+        axis = self.runtime.context.axes.dp_shard
         spans = [self.buffer.layout.owned(self.index, rank) for rank in range(axis.size)]
         whole = torch.empty(shape.numel(), dtype=wide, device=device)
         longest = max(span.size for span in spans)

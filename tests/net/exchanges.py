@@ -73,7 +73,7 @@ EXCHANGES = (
         name="ranks_hold_the_same_shard",
         says="Each rank of a shard group holds the first shard of the main parameters.",
         file="zeroshard/sharding/buffer.py",
-        find="self.main_span = plan.main_span(context.axis.rank)",
+        find="self.main_span = plan.main_span(context.axes.dp_shard.rank)",
         replace="self.main_span = plan.main_span(0)",
         tests=(
             "tests/sharding/test_unit_states.py::"
@@ -116,10 +116,7 @@ EXCHANGES = (
             "times."
         ),
         file="zeroshard/sharding/buffer.py",
-        find=(
-            "return slice(None) if self.is_partial else self.layout.owned(index, "
-            "self._context.axis.rank).slice"
-        ),
+        find="return slice(None) if self.is_partial else self.layout.owned(index, rank).slice",
         replace="return slice(None)",
         tests=("tests/distributed/test_clipping.py::test_the_norm_is_that_of_the_accumulated_gradients",),
     ),

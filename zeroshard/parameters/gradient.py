@@ -1,4 +1,4 @@
-"""The gradient and the memory of a sharded parameter, read and set without the checks of its attributes.
+"""The gradient of a sharded parameter, read and set without the checks of its attributes.
 
 torch's own attribute of a subclass of Parameter takes ten times as long to read as an attribute of Python. So
 each sharded parameter has the object in `_gradient` as well, which nothing but these functions sets.
@@ -49,14 +49,6 @@ def set_gradients(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
                     raise
                 _SET(parameter, None)
             cast(Any, parameter)._gradient = gradient
-
-
-def move_values(parameter: Tensor, values: Tensor) -> None:
-    """Put a sharded parameter over other memory of its shape and dtype; its gradient stays."""
-    gradient = gradient_of(parameter)
-    with past_guards():
-        parameter.data = values
-    set_gradient(parameter, gradient)
 
 
 Answer = Callable[[Any], None]

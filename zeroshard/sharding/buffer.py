@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from zeroshard.comm.collectives import Axis, GatherPart
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
-from zeroshard.parameters.gradient import move_values
 from zeroshard.parameters.original import class_before, retire
 from zeroshard.parameters.parts import part_of
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit
@@ -65,7 +65,7 @@ class FlatBuffer:
         self.is_resident, self.is_partial = plan.is_resident, plan.is_partial
         self.is_alias_of_all = plan.is_alias and not plan.gathers
         """True if `full` holds the values of `main` by itself, without copy or exchange."""
-        self.main_span = plan.main_span(context.axis.rank)
+        self.main_span = plan.main_span(context.axes.dp_shard.rank)
         """The flat range that `main` holds."""
         self.is_stored = all(is_stored(original.parameter) for original in originals)
         """True if each rank has read its own part of the first values; else they are rank 0's values."""
@@ -142,7 +142,8 @@ class FlatBuffer:
 
     def owned(self, index: int) -> slice:
         """The part of a sharded parameter that the layout gives to this rank of a shard group."""
-        return slice(None) if self.is_partial else self.layout.owned(index, self._context.axis.rank).slice
+        rank = self._context.axes.dp_shard.rank
+        return slice(None) if self.is_partial else self.layout.owned(index, rank).slice
 
     def describe(self) -> str:
         """Return the name of its unit, for error messages."""
@@ -202,7 +203,8 @@ class FlatBuffer:
         self.source.move(self.full.detach()[self.main_span.slice])
         if self.plan.is_alias:
             for index, sharded in enumerate(self.sharded):
-                move_values(sharded, self.main[self.sharded_span(index).slice])
+                with past_guards():
+                    sharded.data = self.main[self.sharded_span(index).slice]
         return left
 
     def count_step(self, stepped: Container[nn.Parameter]) -> None:
@@ -283,7 +285,7 @@ class FlatBuffer:
         self.source.copy_to(self.main.detach(), own)
         if self.is_partial:
             label = f"all-gather of the main parameters of {self.describe()}"
-            self._context.axis.all_gather(whole, own, tag=self.tag, label=label).wait()
+            self._context.axes.dp_shard.all_gather(whole, own, tag=self.tag, label=label).wait()
         return whole
 
     def main_views(self, whole: Tensor) -> list[Tensor]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Axis
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
 from zeroshard.parameters.state import ModuleState
@@ -41,8 +40,3 @@ class Context:
     state: ModuleState
     landed: list[Tensor] = field(default_factory=list)
     """Host memory of reduced gradients, in use or free."""
-
-    @property
-    def axis(self) -> Axis:
-        """The ranks over which states are sharded."""
-        return self.axes.dp_shard

@@ -241,23 +241,22 @@ class Gradients:
             if not plan.reductions:  # it only leaves the device
                 result.copy_(flat)
                 self._pool.give(flat, self._zeros)
-        scattered: list[Tensor] = []
+        parts = [result]
         """This rank's parts of `result`, each inside the one before it."""
         for number, exchange in enumerate(plan.reductions):
             axis = axes[exchange.axis]
             if number:
                 yield False
             if exchange.collective is Collective.REDUCE_SCATTER:
-                whole = scattered[-1] if scattered else result
-                is_result = plan.is_partial and not scattered
-                part = whole if is_result else whole.chunk(axis.size)[axis.rank]
-                yield from self._exchange(exchange, flat if not scattered else whole, part)
-                if not scattered and not in_place:
+                whole = parts[-1] if number else flat
+                part = result if plan.is_partial and not number else parts[-1].chunk(axis.size)[axis.rank]
+                yield from self._exchange(exchange, whole, part)
+                if not number and not in_place:
                     self._pool.give(flat, self._zeros)
-                scattered.append(part)
+                parts.append(part)
             else:
-                part = scattered.pop()
-                yield from self._exchange(exchange, scattered[-1] if scattered else result, part)
+                part = parts.pop()
+                yield from self._exchange(exchange, parts[-1], part)
         self._absorb(result)
 
     def _exchange(self, exchange: Exchange, whole: Tensor, part: Tensor) -> Iterator[bool]:

@@ -72,12 +72,10 @@ class Visit:
     """The tick at which the last call ended."""
     regions: tuple[Region, ...] = ()
     """The checkpoints around the calls, in their order; of nested ones the outermost."""
-    num_calls: int = 0
 
     def and_then(self, later: Visit) -> Visit:
         """Return these calls together with the calls of a later forward."""
-        num_calls = self.num_calls + later.num_calls
-        return Visit(self.began, later.ended, (*self.regions, *later.regions), num_calls)
+        return Visit(self.began, later.ended, (*self.regions, *later.regions))
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True, repr=False)

@@ -103,7 +103,6 @@ class CallLog:
             call.forward = self._now
             if (visit := self._now.visits.get(unit)) is None:
                 visit = self._now.visits[unit] = Visit(call.began)
-            visit.num_calls += 1
             call.region = None if unit.is_resident else self._find_region(unit, caller)
             if call.region is not None and call.region not in visit.regions:
                 visit.regions = (*visit.regions, call.region)
