@@ -29,7 +29,7 @@ ORDERS = (
             "A unit that a backward has left is freed though the second forward of its checkpoint is to come."
         ),
         file="zeroshard/sharding/walk.py",
-        find="self._kept.append(unit)\n        else:",
+        find="self._kept.append((unit, unit.visit.regions))\n        else:",
         replace="self._free(unit)\n        else:",
         tests=(
             "tests/sharding/test_backward.py::"
@@ -100,8 +100,8 @@ ORDERS = (
         name="units_step_with_gradients_to_come",
         says="With step_in_backward a unit is stepped though this rank lacks a gradient of it.",
         file="zeroshard/sharding/reducer.py",
-        find="return all(all(one.used) and one.state not in _BEFORE for one in unit.gradients)",
-        replace="return True",
+        find="if all(all(one.used) and one.state not in _BEFORE for one in unit.gradients):",
+        replace="if True:",
         tests=("tests/tiers/test_early.py",),
     ),
     Break(

@@ -149,10 +149,16 @@ class Gradients:
         Raises:
             RuntimeError: the gradient is sparse.
         """
+        if gradient.layout is not torch.strided:
+            name = self.buffer.originals[index].fqn
+            raise RuntimeError(
+                f"the gradient of '{name}' is {gradient.layout}; expected a dense one: build the layer with "
+                "sparse=False, or call the function without sparse_grad=True"
+            )
         if gradient.requires_grad:
             gradient = gradient.detach()
-        if gradient.ndim != 1 or gradient.layout is not torch.strided:
-            gradient = self._flatten(index, gradient)
+        if gradient.ndim != 1:
+            gradient = gradient.reshape(-1)
         self.missing.discard(index)
         self.used[index] = True
         if self._slices:
@@ -160,15 +166,6 @@ class Gradients:
             self._write(index, gradient)
         else:
             self._keep(index, gradient)
-
-    def _flatten(self, index: int, gradient: Tensor) -> Tensor:
-        if gradient.layout is not torch.strided:
-            name = self.buffer.originals[index].fqn
-            raise RuntimeError(
-                f"the gradient of '{name}' is {gradient.layout}; expected a dense one: build the layer with "
-                "sparse=False, or call the function without sparse_grad=True"
-            )
-        return gradient.reshape(-1)
 
     def _keep(self, index: int, gradient: Tensor) -> None:
         """Reduce a gradient without exchanges: add it to the sum that is there, or keep it in its dtype.

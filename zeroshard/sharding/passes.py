@@ -198,8 +198,7 @@ class Passes:
         self.calls.end(unit, is_second)
         if not is_second:
             if not unit.is_in_forward:  # else the unit has called itself
-                if not unit.is_resident:
-                    self.leases.in_use.end((unit,))
+                self.leases.in_use.end((unit,))
                 if not self.leases.held.units:
                     unit.slots.uninstall()
             if unit is self._root:

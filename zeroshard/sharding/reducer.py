@@ -326,17 +326,14 @@ class Reducer:
             self._step(held)
 
     def _step(self, unit: Unit) -> None:
-        if self.step_unit is not None and self._may_step(unit):
-            self.step_unit(unit)
-
-    def _may_step(self, unit: Unit) -> bool:
-        if not unit.gradients or self._role.has_more:
-            return False
+        if self.step_unit is None or self._role.has_more or not unit.gradients:
+            return
         if self._state.has_hooks:  # they are to see, and may change, the gradients of a whole backward
             with past_guards():
                 if any(p._post_accumulate_grad_hooks for one in unit.gradients for p in one.buffer.sharded):
-                    return False
-        return all(all(one.used) and one.state not in _BEFORE for one in unit.gradients)
+                    return
+        if all(all(one.used) and one.state not in _BEFORE for one in unit.gradients):
+            self.step_unit(unit)
 
     def _finish(self) -> None:
         """Bring all reductions under way to their end."""

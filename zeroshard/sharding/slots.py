@@ -107,7 +107,8 @@ class Slots:
         self._slots: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         """Each slot: the dictionary of its module, the name there, the unsharded parameter, and what it shows
         at rest."""
-        self._watched = [place[:2] for place in self._places if not _is_plain(place[0])]
+        plain = nn.Module.__setattr__
+        self._watched = [place[:2] for place in self._places if type(place[0]).__setattr__ is not plain]
         """The places in modules that must hear of a change: an RNN keeps a list of its weights, too."""
         self._versions: dict[int, tuple[int, int]] = {}
         """The version and the place in memory of each stand-in when it was first shown, by its id."""
@@ -230,16 +231,6 @@ def _refuse_edits(buffers: Sequence[FlatBuffer], moved: Sequence[FlatBuffer]) ->
         raise edit_error(lost[0])
 
 
-def _is_plain(owner: nn.Module) -> bool:
-    """True for a module whose parameters may be exchanged without its knowledge."""
-    return type(owner).__setattr__ is nn.Module.__setattr__
-
-
-def _tell(value: object) -> str:
-    shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
-    return f"a {type(value).__name__}{shape}"
-
-
 def _describe(fqn: str, current: object) -> str:
     if current is None:
         return f"'{fqn}' was removed after initialize; expected modules that keep their parameters"
@@ -248,9 +239,10 @@ def _describe(fqn: str, current: object) -> str:
             f"'{fqn}' was tied to '{current.fqn}' after initialize, but the two are sharded separately: "
             "tie parameters before initialize"
         )
+    shape = f" of shape {list(current.shape)}" if isinstance(current, Tensor) else ""
     return (
-        f"'{fqn}' was replaced after initialize by {_tell(current)}, which would be neither sharded nor "
-        "trained: assign parameters before initialize, or edit them in place under "
+        f"'{fqn}' was replaced after initialize by a {type(current).__name__}{shape}, which would be neither "
+        "sharded nor trained: assign parameters before initialize, or edit them in place under "
         "engine.unsharded(write_back=True). For torch.func.functional_call with other parameters use a "
         "model that is not sharded"
     )

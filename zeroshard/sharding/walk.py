@@ -36,13 +36,8 @@ from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import NEVER, ForwardCall, Region, Unit, Visit
 
 
-class _Forward:
-    """One forward. It is held by the calls that a graph holds, and by the last call of each unit."""
-
-    __slots__ = ("__weakref__", "visits")
-
-    def __init__(self) -> None:
-        self.visits: dict[Unit, Visit] = {}
+class _Forward(dict[Unit, Visit]):
+    """The calls of one forward, held by the calls that a graph holds, and by the last call of each unit."""
 
 
 class CallLog:
@@ -101,8 +96,8 @@ class CallLog:
         self._num_open += 1
         if self._now is not None:
             call.forward = self._now
-            if (visit := self._now.visits.get(unit)) is None:
-                visit = self._now.visits[unit] = Visit(call.began)
+            if (visit := self._now.get(unit)) is None:
+                visit = self._now[unit] = Visit(call.began)
             call.region = None if unit.is_resident else self._find_region(unit, caller)
             if call.region is not None and call.region not in visit.regions:
                 visit.regions = (*visit.regions, call.region)
@@ -117,7 +112,13 @@ class CallLog:
         if call.ended == NEVER and call.began != NEVER:  # a hook before ours may have failed
             call.ended = self.tick()
             if not is_second:
-                self._end_first(call)
+                if self._now is not None and unit in self._now:
+                    self._now[unit].ended = call.ended
+                if call.region is not None:
+                    call.region.ended = call.ended
+                self._num_open -= 1
+                if not self._num_open:
+                    self._drop_frames()
         if call.outer is not None:
             unit.call = call.outer
 
@@ -128,7 +129,7 @@ class CallLog:
         unnamed = [reference() for reference in self._forwards]
         for forward in unnamed if self.name is None else [self.named.get(self.name)]:
             if forward is not None:
-                for unit, visit in forward.visits.items():
+                for unit, visit in forward.items():
                     unit.visit = visit if unit.visit is None else unit.visit.and_then(visit)
 
     def drop_failed(self) -> None:
@@ -141,15 +142,6 @@ class CallLog:
     def end_backward(self) -> None:
         """Note that the calls so far have had their backward: the next call forgets them."""
         self._num_past = len(self._forwards)
-
-    def _end_first(self, call: ForwardCall) -> None:
-        if self._now is not None and call.unit in self._now.visits:
-            self._now.visits[call.unit].ended = call.ended
-        if call.region is not None:
-            call.region.ended = call.ended
-        self._num_open -= 1
-        if not self._num_open:
-            self._drop_frames()
 
     def _find_region(self, unit: Unit, caller: FrameType) -> Region | None:
         checkpoint = outermost_checkpoint(caller, self._root_caller)
@@ -224,8 +216,8 @@ class Walk:
         self._inside = {turn.unit for turn in self._turns if turn.unit.is_resident}
         self._repeated: set[Region] = set()
         """Checkpoints whose second forward has begun."""
-        self._kept: list[Unit] = []
-        """Units that were left; the second forward of a checkpoint may still call them."""
+        self._kept: list[tuple[Unit, Sequence[Region]]] = []
+        """Units that were left, and the checkpoints whose second forward may still call them."""
         self._now = self._turns[0].tick if self._turns else 0
 
     @property
@@ -296,7 +288,7 @@ class Walk:
         self._inside.discard(unit)
         self._reducer.start(unit)
         if unit.visit is not None and unit.visit.regions:
-            self._kept.append(unit)
+            self._kept.append((unit, unit.visit.regions))
         else:
             self._free(unit)
 
@@ -306,19 +298,12 @@ class Walk:
         Args:
             tick: the present tick of the walk; a gradient has arrived there.
         """
-        if not self._kept:
-            return
-
-        def is_over(region: Region) -> bool:
-            return region in self._repeated or region.began > tick
-
         kept, self._kept = self._kept, []
-        for unit in kept:
-            assert unit.visit is not None, "it was kept for the checkpoints around its calls"
-            if all(is_over(region) for region in unit.visit.regions):
+        for unit, regions in kept:
+            if all(region in self._repeated or region.began > tick for region in regions):
                 self._free(unit)
             else:
-                self._kept.append(unit)
+                self._kept.append((unit, regions))
 
     def _free(self, unit: Unit) -> None:
         unit.slots.uninstall()
