@@ -174,9 +174,9 @@ EXCHANGES = (
         says=(
             "A parameter that this rank has not used gets no gradient here, though another rank has used it."
         ),
-        file="zeroshard/sharding/agreed.py",
-        find="used=[list(islice(flag, len(gradients.used))) for gradients in everything],",
-        replace="used=[list(islice(flag, len(g.used))) and list(g.used) for g in everything],",
+        file="zeroshard/sharding/reducer.py",
+        find="used=[list(islice(flag, len(gradients.used))) for gradients in self._all],",
+        replace="used=[list(islice(flag, len(g.used))) and list(g.used) for g in self._all],",
         tests=(
             "tests/distributed/test_unused.py::test_layers_left_out_inside_a_unit_on_one_rank_count_zeros",
         ),

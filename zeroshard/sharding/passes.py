@@ -32,7 +32,6 @@ from zeroshard.internals.autograd import (
 from zeroshard.internals.nested import cast_outputs, find_tensors, view_tensors
 from zeroshard.parameters.state import Phase, refuse_averages
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding.agreed import agree_on_frozen
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.lease import Leases
 from zeroshard.sharding.order import UnitOrder
@@ -380,11 +379,18 @@ class Passes:
         self._order.follow_backward(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(accumulates)
-        agree_on_frozen(self._frozen, self._context.axes.everyone)
+        self._agree_on_frozen()
         for shown in self.quiet:  # their parameters may follow a step; a part may be recomputed
             shown.wait()
             shown.slots.install()
         self._backward = at_end_of_backward(self._end_backward)
+
+    def _agree_on_frozen(self) -> None:
+        """Agree on frozen units with a backward: those after a trained module, perhaps on some ranks only."""
+        flags = [bool(unit.open_calls) for unit in self._frozen]
+        answer = self._context.axes.everyone.any(flags, "agreement on which frozen units have a backward")
+        for unit, joins in zip(self._frozen, answer(), strict=True):
+            unit.joins_backward = joins
 
     def receive(self, number: int, index: int, gradient: Tensor) -> None:
         """Pack a gradient, and start the reductions that are due.

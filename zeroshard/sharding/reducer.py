@@ -13,6 +13,12 @@ backward, and between backwards, the reductions that are left start together and
 go on during whatever comes next. The last backward of the step waits for them, agrees with all ranks and
 delivers; without one, the step does. A gradient that comes to such a unit nevertheless is reduced by itself
 at the end.
+
+[Note: Ranks that leave out a batch] A rank may leave out a batch, because it caught an exception of its own
+or skipped a loss. It goes on with its next batch. At stages 0 to 2 its reductions then meet the other ranks'
+reductions, so nothing fails until these wait at the end. The agreement at the end of a backward notices it
+without another exchange: each bit of the number of forwards is sent once as it is and once inverted. Steps
+are noted in the ledger, which is compared there too.
 """
 
 from __future__ import annotations
@@ -20,19 +26,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
+from operator import and_
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import BufferPool
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.parameters.state import ModuleState
-from zeroshard.sharding.agreed import Agreed, flags_of, read_flags
+from zeroshard.sharding.context import Context
 from zeroshard.sharding.gradients import Gradients, GradientState
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.unit import Unit
@@ -55,8 +61,28 @@ class Role(NamedTuple):
         return self.defers and unit not in self.ending
 
 
+class Agreed(NamedTuple):
+    """The end of a backward on all ranks together."""
+
+    used: list[list[bool]]
+    """True where any rank has a gradient, for each buffer and parameter."""
+    again: list[Unit]
+    """The units whose gradients came in two parts on any rank; the second part is still to be reduced."""
+    early: set[Unit]
+    """The units that any rank has stepped in this backward."""
+    has_changed: bool
+    """True if any rank has met another order of units."""
+    has_failed: bool
+    """True if any rank's backward has ended in an exception."""
+    has_other_pace: bool
+    """True if any rank has called the model another number of times since the last agreement."""
+
+
 _BYSTANDER = Role(defers=True)
 """The role of a backward that gives no gradients to parameters: it sends nothing, and sums stay."""
+
+_NUM_BITS = 4
+"""Forwards between two backwards are counted up to 15."""
 
 _BEFORE = (GradientState.PACKING, GradientState.STEPPED)
 """The states in which a step of the unit does not take gradients: some will come, or were stepped."""
@@ -73,18 +99,16 @@ class Reducer:
 
     Args:
         units: the root unit first.
-        axes: the ranks that agree, and those over which gradients are averaged.
+        context: the objects that all buffers share: the ranks that agree, and the state of the module.
         pool: the buffers that gradients are packed into; emptied after each delivery.
         order: the order of the units; agreed on here.
-        state: the state of the module.
     """
 
     _scaling: ClassVar[Reducer | None] = None
     """The reducer whose loss scale, other than 1, is in the backward that this process runs."""
 
-    def __init__(
-        self, units: Sequence[Unit], axes: Axes, pool: BufferPool, order: UnitOrder, state: ModuleState
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], context: Context, pool: BufferPool, order: UnitOrder) -> None:
+        axes = context.axes
         self._all = tuple(gradients for unit in units for gradients in unit.gradients)
         self._num_summands = axes.dp.size
         is_half = any(b.full.dtype is torch.float16 for unit in units for b in unit.buffers)
@@ -101,7 +125,7 @@ class Reducer:
         self._order = order
         self._has_warned, self.num_forwards = False, 0
         """Forwards with a graph, also failed ones, since the last agreement of all ranks."""
-        self._state = state
+        self._state = context.state
         self._delivered: dict[int, ShardedParameter] = {}
         """The parameters whose gradients have been delivered and whose hooks have not been called."""
         self._must_agree = True
@@ -494,8 +518,12 @@ class Reducer:
     def _agree(self, has_failed: bool) -> tuple[Agreed, list[Unit]]:
         """Agree on the end of a backward with all ranks; return the units whose reductions end meanwhile."""
         units = self._order.reductions
-        flags = flags_of(self._all, units, self._order.has_changed, has_failed, self.num_forwards)
-        self.num_forwards = 0
+        flags = [flag for gradients in self._all for flag in gradients.used]
+        for state in _BEFORE:
+            flags += [any(gradients.state is state for gradients in unit.gradients) for unit in units]
+        num, self.num_forwards = min(self.num_forwards, (1 << _NUM_BITS) - 1), 0
+        bits = [bool(num >> bit & 1) for bit in range(_NUM_BITS)]
+        flags += [self._order.has_changed, has_failed, *bits, *(not bit for bit in bits)]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
         ended: list[Unit] = []
         self._ended = ended
@@ -504,4 +532,13 @@ class Reducer:
         finally:
             self._ended = None
         self._is_open = False
-        return read_flags(answer(), self._all, units), ended
+        flag = iter(answer())
+        agreed = Agreed(
+            used=[list(islice(flag, len(gradients.used))) for gradients in self._all],
+            again=[unit for unit in units if next(flag)],
+            early={unit for unit in units if next(flag)},
+            has_changed=next(flag),
+            has_failed=next(flag),
+            has_other_pace=any(map(and_, list(islice(flag, _NUM_BITS)), flag)),
+        )
+        return agreed, ended

@@ -75,7 +75,7 @@ class Runtime:
             [unit for unit in units if unit not in quiet],
             is_common=frees and context.axes.dp_replicate.size == 1,
         )
-        self.reducer = Reducer(units, context.axes, pool, self.order, context.state)
+        self.reducer = Reducer(units, context, pool, self.order)
         self.passes = Passes(
             units,
             context,
