@@ -370,7 +370,6 @@ def reduce_and_deliver(stage, deferred):
         gradients.pack(1, torch.full((30,), 4.0))
     packed = gradients.state
     if deferred:
-        gradients.keep_deferred()
         gradients.pack(0, torch.full((30, 20), scale))
     gradients.start_reduce()
     started = gradients.state

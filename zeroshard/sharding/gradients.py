@@ -137,6 +137,7 @@ class Gradients:
         self._sum_dtype = plan.wide_dtype if more else plan.main_dtype
         self.is_kept = self._sum_dtype != plan.main_dtype
         self._stays = steps and self.is_stepped_near
+        self.missing = set(range(len(self.used)))
 
     def pack(self, index: int, gradient: Tensor) -> None:
         """Take over this rank's gradient of one parameter.
@@ -419,10 +420,6 @@ class Gradients:
         own = [total[part][self.buffer.counted(index)] for index, part in enumerate(self._own_slices)]
         return foreach_sum_of_squares(own).sum()
 
-    def keep_deferred(self) -> None:
-        """End a backward whose sums stay here until a later one reduces them."""
-        self.missing = set(range(len(self.used)))
-
     def deliver(self, used: Sequence[bool]) -> None:
         """Set `p.grad` of the sharded parameters, or add to it, unless sums are kept for a later backward.
 
@@ -456,7 +453,7 @@ class Gradients:
         arrives = self.landing.arrival() if self.landing is not None else None
         reduced, squares = self._reduced, self._squares
         self._reduced, self._squares, self.noted = {}, None, None
-        self.used, self.missing = [False] * len(self.used), set(range(len(self.used)))
+        self.used = [False] * len(self.used)
         sharded, dtype = self.buffer.sharded, self.buffer.plan.main_dtype
 
         def deliver(chosen: Set[ShardedParameter] | None) -> None:

@@ -388,8 +388,6 @@ class Reducer:
             if role.defers:
                 self._start_others_ahead()
                 self._state.has_sums = True
-                for gradients in self._all:
-                    gradients.keep_deferred()
             else:
                 self._deliver()
         self._role, self.receive = Role(), _refuse
