@@ -144,8 +144,6 @@ class Reducer:
         """True from the beginning of a backward that reduces to the agreement at its end."""
         self._held: Unit | None = None
         """A unit that computes with main parameters, and is stepped when the backward has come further."""
-        self._ended: list[Unit] | None = None
-        """The units whose reductions ended during the agreement, which says if more gradients come."""
         self._is_tainted = False
 
     @contextmanager
@@ -316,7 +314,8 @@ class Reducer:
             self._start_others_ahead()
 
     def _start(self, unit: Unit) -> None:
-        self._progress(but=1)
+        for ended in self._progress(but=1):
+            self._end_reduction(ended)
         self._start_now(unit)
 
     def _start_now(self, unit: Unit) -> None:
@@ -325,20 +324,17 @@ class Reducer:
         else:
             self._end_reduction(unit)
 
-    def _progress(self, but: int) -> None:
-        """Bring all reductions under way, but the newest ones, to their next exchange."""
+    def _progress(self, but: int) -> list[Unit]:
+        """Bring all reductions but the newest ones to the next exchange; return the units that are at their end."""
         older = self.under_way[: len(self.under_way) - but]
         ended = [unit for unit in older if not unit.progress_reduce()]
         for unit in ended:
             self.under_way.remove(unit)
-        for unit in ended:
-            self._end_reduction(unit)
+        return ended
 
     def _end_reduction(self, unit: Unit) -> None:
         """Step a unit at once, if that is wanted and this rank has had all of its gradients."""
-        if self._ended is not None:
-            self._ended.append(unit)
-        elif any(buffer.plan.is_alias for buffer in unit.buffers):
+        if any(buffer.plan.is_alias for buffer in unit.buffers):
             self._step_held(unit)
         else:
             self._step(unit)
@@ -359,10 +355,12 @@ class Reducer:
         if all(all(one.used) and one.state not in _BEFORE for one in unit.gradients):
             self.step_unit(unit)
 
-    def _finish(self) -> None:
-        """Bring all reductions under way to their end."""
+    def _finish(self) -> list[Unit]:
+        """Bring all reductions under way to their end, and return their units."""
+        ended: list[Unit] = []
         while self.under_way:
-            self._progress(but=0)
+            ended += self._progress(but=0)
+        return ended
 
     def _start_others(self) -> None:
         """Start the reductions that this backward has not started, the root's last."""
@@ -493,7 +491,8 @@ class Reducer:
                     "first of them: set offload.step_in_backward=False, and load the last checkpoint"
                 )
             self._start(unit)
-        self._finish()
+        for unit in self._finish():
+            self._end_reduction(unit)
         self._step_held(None)
         for gradients, used in zip(self._all, agreed.used, strict=True):
             gradients.deliver(used)
@@ -523,12 +522,7 @@ class Reducer:
         bits = [bool(num >> bit & 1) for bit in range(_NUM_BITS)]
         flags += [self._order.has_changed, has_failed, *bits, *(not bit for bit in bits)]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
-        ended: list[Unit] = []
-        self._ended = ended
-        try:
-            self._finish()
-        finally:
-            self._ended = None
+        ended = self._finish()  # the answer says if more gradients of them come
         self._is_open = False
         flag = iter(answer())
         agreed = Agreed(
