@@ -325,7 +325,7 @@ class Reducer:
             self._end_reduction(unit)
 
     def _progress(self, but: int) -> list[Unit]:
-        """Bring all reductions but the newest ones to the next exchange; return the units that are at their end."""
+        """Bring all reductions but the newest ones to the next exchange; return the units at their end."""
         older = self.under_way[: len(self.under_way) - but]
         ended = [unit for unit in older if not unit.progress_reduce()]
         for unit in ended:

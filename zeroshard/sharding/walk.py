@@ -207,8 +207,6 @@ class Walk:
         self._turns = plan_turns(units)
         self._next = 0
         """The first turn that is still to be taken."""
-        self._num_started = 0
-        """The turns that were taken, or whose reductions were started ahead of them."""
         self._route = [turn.unit for turn in self._turns if turn.enters]
         self._num_entered = self._num_gathered = 0
         """The numbers of units of the route that were entered, and that gathers were started for."""
@@ -239,11 +237,9 @@ class Walk:
         if unit.visit is not None and unit not in self._inside:  # its outputs could not be watched
             self._take_until(unit.visit.ended)
         if unit.is_complete:
-            self._num_started = max(self._num_started, self._next)
-            for turn in islice(self._turns, self._num_started, None):
+            for turn in islice(self._turns, self._next, None):
                 if turn.enters or not self._reducer.start_complete(turn.unit):
                     break
-                self._num_started += 1
 
     def enter_again(self, unit: Unit) -> None:
         """Take the turns up to the end of the last checkpoint around a unit that a second forward needs."""
