@@ -84,8 +84,8 @@ class FlatBuffer:
         """The unsharded parameters that have elements, and the first byte in `full` of each."""
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
-        self._hidden: Tensor | None = None
-        """The memory of `full` while other memory is shown; see `show`."""
+        self._own = self.full
+        """The memory of `full`, also while other memory is shown; see `show`."""
         self._freed = self._describe_freed()
         if not self.is_resident:
             release(self.full, self._freed)
@@ -154,13 +154,13 @@ class FlatBuffer:
     @property
     def is_stale(self) -> bool:
         """True if main parameters changed since `full` was filled from them."""
-        follows = not (self.is_alias_of_all or self._hidden is not None)
+        follows = not self.is_alias_of_all and self.full is self._own
         return follows and self.source.filled_at != self.main._version
 
     @property
     def shows_main(self) -> bool:
         """True if unsharded parameters lie in the memory of the main ones."""
-        return self.plan.is_alias and self._hidden is None
+        return self.plan.is_alias and self.full is self._own
 
     def has_moved(self) -> bool:
         """True if an unsharded parameter lies in other memory than `full`; past the guards of parameters."""
@@ -178,11 +178,7 @@ class FlatBuffer:
         Args:
             values: [total], compute dtype; the plan of the buffer `shows_versions`. None: its own memory.
         """
-        shown = (self.full if self._hidden is None else self._hidden) if values is None else values
-        if values is None:
-            self._hidden = None
-        elif self._hidden is None:
-            self._hidden = self.full
+        shown = self._own if values is None else values
         if shown is not self.full:
             self.full = shown
             for index, parameter in enumerate(self.unsharded):
@@ -196,10 +192,8 @@ class FlatBuffer:
         Returns:
             [total], compute dtype.
         """
+        left, self._own = self._own, self._own.clone()
         self.show(None)
-        left = self.full
-        self.show(left.clone())
-        self._hidden = None  # what is shown is the buffer's own from now on
         self.source.move(self.full.detach()[self.main_span.slice])
         if self.plan.is_alias:
             for index, sharded in enumerate(self.sharded):
@@ -274,7 +268,7 @@ class FlatBuffer:
         """Drop all values; tensors that others hold keep theirs."""
         self.keep_second(False)
         self.source.release()
-        self.full, self._hidden = self.main, None
+        self.full = self._own = self.main
         self.sharded, self.unsharded, self.originals = (), (), ()
         self.versions, self._starts = [], []
 
