@@ -437,7 +437,7 @@ def _whole_shape(parameter: nn.Parameter) -> torch.Size:
     return coded or whole
 
 
-_OURS = frozenset(ShardedParameter.__annotations__) | {"recorded_version", "was", "note"}
+_OURS = frozenset(ShardedParameter.__annotations__) | {"recorded_version", "was", "note", "sharded"}
 
 
 def carry_attributes(source: nn.Parameter, *targets: nn.Parameter) -> None:

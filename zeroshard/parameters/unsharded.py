@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -17,9 +17,11 @@ class UnshardedParameter(nn.Parameter):
 
     Attributes:
         fqn: the original name.
+        sharded: the sharded parameter; None once the engine is gone.
     """
 
     fqn = ""
+    sharded: Callable[[], Any]
 
     @staticmethod
     def over(view: Tensor, fqn: str, class_name: str | None = None) -> UnshardedParameter:
@@ -38,6 +40,10 @@ class UnshardedParameter(nn.Parameter):
         unsharded = cast(UnshardedParameter, parameter)
         unsharded.fqn = fqn
         return unsharded
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Register a hook on the sharded parameter, whose `grad` is the mean over all ranks."""
+        return self.sharded().register_post_accumulate_grad_hook(hook)
 
     @property
     def data(self) -> Tensor:

@@ -119,11 +119,11 @@ class FlatBuffer:
         kind = class_before(original.parameter).__name__ if self.plan.is_packed else None
         unsharded = UnshardedParameter.over(self.view(index), original.fqn, kind)
         if not self.trainable and unsharded.requires_grad:
-            unsharded.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                refuse_gradient(original.fqn)
-            )
+            refuse = refuse_gradient(original.fqn)
+            Tensor.register_post_accumulate_grad_hook(unsharded, refuse)  # type: ignore[no-untyped-call]
             unsharded.requires_grad_(False)
-        sharded.unsharded = weakref.ref(unsharded)  # weak: a slice need not keep the whole alive
+        # Weak: a slice need not keep the whole alive.
+        sharded.unsharded, unsharded.sharded = weakref.ref(unsharded), weakref.ref(sharded)
         carry_attributes(original.parameter, sharded, unsharded)
         return sharded, unsharded
 

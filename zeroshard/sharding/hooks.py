@@ -9,13 +9,11 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from zeroshard.internals.nested import cast_inputs
-from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.passes import Passes, closed_error
@@ -30,7 +28,6 @@ def hook(runtime: Runtime) -> None:
     for number, (_, gradients) in enumerate(runtime.passes.trained):
         for index, parameter in enumerate(gradients.buffer.unsharded):
             _hook_gradient(runtime.passes, number, index, parameter)
-            _redirect_hooks(parameter, gradients.buffer.sharded[index])
     _avoid_fast_paths(runtime.module, runtime.changes)
 
 
@@ -59,8 +56,9 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
     is_quiet = unit in runtime.passes.quiet
     for module in unit.modules:
-        dtype = runtime.input_dtype(module)
-        if dtype is not None and not _casts_itself(runtime, module):
+        cast, dtype = runtime.casts.get(module), runtime.input_dtype(module)
+        casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
+        if dtype is not None and not casts_itself:
             own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
             hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
         hook(module.register_forward_pre_hook(show if is_quiet else before, prepend=True))
@@ -69,12 +67,6 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         hook(module.register_forward_hook(hide if is_quiet else at_last, always_call=True))
     for layer in unit.layers:
         hook(layer.register_forward_hook(watch))
-
-
-def _casts_itself(runtime: Runtime, module: nn.Module) -> bool:
-    """True for a module whose inputs nobody casts before its forward."""
-    cast = runtime.casts.get(module)
-    return computes_in_own_dtype(module) if cast is None else cast.without is not None
 
 
 def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parameter) -> None:
@@ -89,19 +81,7 @@ def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parame
         assert gradient is not None, "called when it has been accumulated"
         passes.receive(number, index, gradient)
 
-    parameter.register_post_accumulate_grad_hook(arrived)
-
-
-def _redirect_hooks(unsharded: nn.Parameter, sharded: ShardedParameter) -> None:
-    """Send post-accumulate hooks that a forward registers to the sharded parameter."""
-    reference = weakref.ref(sharded)
-
-    def register(hook: Callable[[Tensor], None]) -> Any:
-        sharded = reference()
-        assert sharded is not None, "the buffer holds it as long as the unsharded parameter"
-        return sharded.register_post_accumulate_grad_hook(hook)
-
-    unsharded.register_post_accumulate_grad_hook = register  # type: ignore[method-assign]
+    Tensor.register_post_accumulate_grad_hook(parameter, arrived)  # type: ignore[no-untyped-call]
 
 
 def _avoid_fast_paths(root: nn.Module, changes: Changes) -> None:
