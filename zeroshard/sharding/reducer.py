@@ -121,7 +121,7 @@ class Reducer:
         """Takes the gradient of the parameter at an index of a buffer; chosen by `begin`."""
         self.set_aside: dict[Gradients, Callable[[int, Tensor], bool]] = {}
         """Calls that take the gradient at an index of a buffer for later, or return False."""
-        self._units, self._pool, self._axis = tuple(units), pool, axes.everyone
+        self._units, self._pool, self._axis = dict.fromkeys(units), pool, axes.everyone
         self._order = order
         self._has_warned, self.num_forwards = False, 0
         """Forwards with a graph, also failed ones, since the last agreement of all ranks."""
@@ -255,28 +255,25 @@ class Reducer:
 
     def _open(self) -> None:
         """Begin the reductions of a backward, of all units that are left in this step."""
-        self._list_units()
-        if self._ahead:
-            self._to_start = deque(unit for unit in self._to_start if unit not in self._ahead)
+        self._list_units(self._units)
         self._is_open = True
 
     def _open_ahead(self, units: Collection[Unit]) -> None:
         """Begin to reduce some units ahead; see [Note: Reductions ahead of the last backward]."""
         if any(unit not in self._ahead for unit in units):
-            self._list_units()
-            chosen = (unit for unit in self._to_start if unit in units and unit not in self._ahead)
-            self._to_start = deque(chosen)
+            self._list_units(units)
             self._ahead.update(dict.fromkeys(self._to_start))
         for unit in self._ahead:
             for gradients in unit.gradients:
                 gradients.is_kept = False
 
-    def _list_units(self) -> None:
-        """List all units as those to start, in the order of all ranks, and prepare their gradients."""
+    def _list_units(self, units: Collection[Unit]) -> None:
+        """List units that have not been started ahead as those to start, in the order of all ranks."""
         if self._must_agree:
             self._order.agree(self._axis)
             self._must_agree = False
-        self._to_start, self._ready = deque(self._order.reductions), set()
+        ordered = (unit for unit in self._order.reductions if unit in units and unit not in self._ahead)
+        self._to_start, self._ready = deque(ordered), set()
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
             waits = self._state.gives_memory is not None  # steps may wait, with gradients that are held
             noted = (one for one in self._all if waits or one.landing is not None)
