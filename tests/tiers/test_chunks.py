@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from zeroshard.tiers.files import chunk_size, cut, ends_after
+from zeroshard.tiers.files import chunk_size, cut
 
 BLOCK = 4
 BLOCKS = st.integers(0, 60).map(lambda count: count * BLOCK)
@@ -31,6 +31,14 @@ def test_extents_cover_their_bytes_once_and_never_each_other(extents, size, star
 
 def _end(chunk):
     return chunk.offset + chunk.num_bytes
+
+
+def ends_after(chunks, ends):
+    """The ends of the files after new chunks."""
+    after = list(ends)
+    for chunk in chunks:
+        after[chunk.file] = max(after[chunk.file], _end(chunk))
+    return after
 
 
 @given(st.lists(BLOCKS, min_size=1, max_size=6), SIZES, st.integers(1, 4))

@@ -33,7 +33,7 @@ from zeroshard.tables import format_bytes, render
 from zeroshard.tiers.budget import folders_of_groups, host_bytes_free
 from zeroshard.tiers.files import Swap
 from zeroshard.tiers.memory import host_memory
-from zeroshard.tiers.swapfile import check_folder, file_system
+from zeroshard.tiers.swapfile import check_folder
 from zeroshard.version import installed_version
 
 _TIMEOUT_S = 120.0
@@ -428,5 +428,5 @@ def measure_disk(folder: Path, rank: int = 0) -> Facts:
         swap.close()
     write, read = (needed / median(times) for times in zip(*seconds, strict=True))
     note = " ".join(str(warning.message).partition(": ")[2] for warning in caught)
-    place = {"rank": rank, "folder": str(folder), "system": file_system(folder) or "unknown", "free": free}
+    place = {"rank": rank, "folder": str(folder), "free": free}
     return {**place, "write": write, "read": read, "note": note}

@@ -28,13 +28,12 @@ import ctypes
 import mmap
 import os
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +41,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.plan.layout import round_up
-from zeroshard.tiers.swapfile import SwapFile
+from zeroshard.tiers.swapfile import BLOCK, SwapFile
 
 
 class Chunk(NamedTuple):
@@ -85,14 +84,6 @@ def cut(padded: int, size: int, ends: Sequence[int]) -> tuple[Chunk, ...]:
     return tuple(chunks)
 
 
-def ends_after(chunks: Sequence[Chunk], ends: Sequence[int]) -> list[int]:
-    """Return the ends of the files after new chunks."""
-    after = list(ends)
-    for chunk in chunks:
-        after[chunk.file] = max(after[chunk.file], chunk.offset + chunk.num_bytes)
-    return after
-
-
 LEAST_CHUNK = 1 << 20
 MOST_CHUNK = 16 << 20
 
@@ -120,10 +111,6 @@ class FileTransfer:
         wait_for(self._futures)
         return next(filter(None, (future.result() for future in self._futures)), "")
 
-    def is_over(self) -> bool:
-        """True when no thread uses the memory any more, also after an error."""
-        return all(future.done() for future in self._futures)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
@@ -139,6 +126,9 @@ class Extent:
 class Swap:
     """The files of one rank on the nvme tier: one in each folder, with the chunks of an extent in turns."""
 
+    alignment = BLOCK
+    """Bytes of a block and of a page, the multiple that space is rounded up to."""
+
     def __init__(self, folders: Sequence[str | Path], rank: int, num_threads: int = 4) -> None:
         """Create the files, and remove files of processes that were killed.
 
@@ -150,6 +140,8 @@ class Swap:
         Raises:
             ValueError: a folder is not there, may not be written to, or its file system has no locks.
         """
+        self._process = os.getpid()
+        """A forked process has no part in the files."""
         self._files: list[SwapFile] = []
         """One in each folder; none once it is closed."""
         self._num_threads = num_threads * len(folders)
@@ -166,12 +158,6 @@ class Swap:
         self._free: dict[int, list[tuple[Chunk, ...]]] = defaultdict(list)
         self._mapped: dict[int, Extent] = {}
         """By the address of their mapping."""
-        _swaps().add(self)
-
-    @property
-    def alignment(self) -> int:
-        """Bytes of a block and of a page, the multiple that space is rounded up to."""
-        return max(mmap.PAGESIZE, *(file.alignment for file in self._files))
 
     @property
     def num_bytes(self) -> int:
@@ -195,27 +181,17 @@ class Swap:
         padded = round_up(num_bytes, self.alignment)
         with self._lock:
             chunks = self._free[padded].pop() if self._free[padded] else self._reserve(padded)
-        ranges = [
-            Range(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes) for chunk in chunks
-        ]
-        places: list[int] = []
-        tensor = map_ranges(ranges, lambda: self._free_mapped(places))
-        places.append(tensor.data_ptr())
+        ranges = [(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes) for chunk in chunks]
+        tensor = map_ranges(ranges, self._free_mapped)
         self._mapped[tensor.data_ptr()] = Extent(padded, chunks)
         return tensor
 
     def _reserve(self, padded: int) -> tuple[Chunk, ...]:
-        """Make the files longer for a new extent; on all disks or on none."""
-        ends = [file.end for file in self._files]
+        """Make the files longer for a new extent."""
         size = chunk_size(padded, self._num_threads, round_up(LEAST_CHUNK, self.alignment), MOST_CHUNK)
-        chunks = cut(padded, size, ends)
-        try:
-            for file, end in zip(self._files, ends_after(chunks, ends), strict=True):
-                file.reserve(end)
-        except RuntimeError:
-            for file, end in zip(self._files, ends, strict=True):
-                file.give_back(end)
-            raise
+        chunks = cut(padded, size, [file.end for file in self._files])
+        for number, file in enumerate(self._files):
+            file.reserve(max((c.offset + c.num_bytes for c in chunks if c.file == number), default=0))
         return chunks
 
     def extent_of(self, tensor: Tensor) -> Extent | None:
@@ -246,13 +222,12 @@ class Swap:
         for number in {chunk.file for chunk in extent.chunks}:
             self._files[number].check()
 
-    def _free_mapped(self, places: Sequence[int]) -> None:
+    def _free_mapped(self, address: int) -> None:
         # A garbage collection calls this anywhere, while another thread may change the dict. No transfer is
         # under way: it would hold the tensor.
-        for place in places:
-            extent = self._mapped.pop(place)
-            with self._lock:
-                self._free[extent.padded].append(extent.chunks)
+        extent = self._mapped.pop(address)
+        with self._lock:
+            self._free[extent.padded].append(extent.chunks)
 
     def read(self, values: Tensor, into: Tensor) -> FileTransfer:
         """Start to read values past the page cache; waits for a write of this range that is under way.
@@ -312,7 +287,7 @@ class Swap:
         return FileTransfer(futures)
 
     def _check_open(self) -> None:
-        if not self._files:
+        if not self._files or self._process != os.getpid():
             raise RuntimeError("Expected an open Swap, got one that was closed, or is of a parent process")
 
     def close(self) -> None:
@@ -321,16 +296,10 @@ class Swap:
         Without it, each file is removed when neither this object nor a transfer uses it any more, or at exit.
         """
         files, self._files = self._files, []
-        if files:  # a forked process has none, nor the threads
+        if self._process == os.getpid():  # a forked process has no threads
             self._threads.shutdown(wait=True)
         for file in files:
             file.remove()
-
-    def close_in_child(self) -> None:
-        """Close the files and keep them on the disk: they belong to the process that forked this one."""
-        files, self._files = self._files, []
-        for file in files:
-            file.close()
 
 
 def _attempt(calls: list[Callable[[], None]], held: list[Tensor]) -> str:
@@ -351,73 +320,52 @@ def _attempt(calls: list[Callable[[], None]], held: list[Tensor]) -> str:
     return ""
 
 
-@cache
-def _swaps() -> weakref.WeakSet[Swap]:
-    """Return the set of all open ones, which a forked process leaves alone."""
-    swaps: weakref.WeakSet[Swap] = weakref.WeakSet()
-
-    def close_all() -> None:
-        for swap in list(swaps):
-            swap.close_in_child()
-
-    os.register_at_fork(after_in_child=close_all)
-    return swaps
-
-
 _MAP_FIXED = 0x10
 """mmap(2) on Linux: at the given address, in place of the mapping there; Python's mmap has no word for it."""
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class Range(NamedTuple):
-    """Bytes of an open file, in whole pages."""
-
-    descriptor: int
-    offset: int
-    num_bytes: int
-
-
 class _FileMapping(mmap.mmap):
     """The mapping under a tensor; it calls `when_gone` when nobody holds the tensor any more."""
 
-    when_gone: Callable[[], None] = staticmethod(lambda: None)
-    process = 0
+    when_gone: Callable[[int], None]
+    address = process = 0
 
     def __del__(self) -> None:
         if self.process == os.getpid():
-            self.when_gone()
+            self.when_gone(self.address)
 
 
-def map_ranges(ranges: Sequence[Range], when_gone: Callable[[], None]) -> Tensor:
+def map_ranges(ranges: Sequence[tuple[int, int, int]], when_gone: Callable[[int], None]) -> Tensor:
     """Return ranges of files, one after the other, as one tensor of uint8.
 
     Args:
-        ranges: ranges whose bytes exist; a read beyond the end of a file would end the process.
-        when_gone: called when the last tensor over the mapping goes.
+        ranges: the descriptor of a file, the first byte and the number of bytes, in whole pages. The bytes
+            exist: a read beyond the end of a file would end the process.
+        when_gone: called with the address of the tensor when the last tensor over the mapping goes.
 
     Raises:
         RuntimeError: the system refuses.
     """
-    size = sum(part.num_bytes for part in ranges)
+    size = sum(num_bytes for _, _, num_bytes in ranges)
     mapping = _FileMapping(-1, size)  # reserves addresses that lie side by side
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    address = memory.data_ptr()
+    at = memory.data_ptr()
     system_mmap = ctypes.CDLL(None, use_errno=True).mmap
     system_mmap.restype = ctypes.c_void_p
-    at = address
-    for part in ranges:
+    for descriptor, offset, num_bytes in ranges:
         found = system_mmap(
             ctypes.c_void_p(at),
-            ctypes.c_size_t(part.num_bytes),
+            ctypes.c_size_t(num_bytes),
             mmap.PROT_READ | mmap.PROT_WRITE,
             mmap.MAP_SHARED | _MAP_FIXED,
-            part.descriptor,
-            ctypes.c_long(part.offset),
+            descriptor,
+            ctypes.c_long(offset),
         )
         if found == _FAILED:
             raise RuntimeError(f"The system refused to map a file: {os.strerror(ctypes.get_errno())}")
-        at += part.num_bytes
-    mapping.when_gone, mapping.process = when_gone, os.getpid()
+        at += num_bytes
+    mapping.when_gone, mapping.address, mapping.process = when_gone, memory.data_ptr(), os.getpid()
     return memory
 
 

@@ -15,7 +15,6 @@ import fcntl
 import mmap
 import os
 import platform
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,9 +29,8 @@ _EXPECTED = f"{SETTING}: expected an existing folder that this process may write
 _SUFFIX = ".swap"
 _REMEDY = f"Free space there, or set {SETTING} to a folder on a larger disk."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ALIGNMENTS = (4096, 16384, 65536)
-"""Sizes of a block that direct I/O may ask for: first the size of drives and most file systems."""
-_IN_MEMORY = ("tmpfs", "ramfs")
+BLOCK = mmap.PAGESIZE
+"""Bytes of a block of direct I/O: a page, which is a multiple of the blocks of drives and file systems."""
 _ATTEMPTS = 100
 """Others that end or clean up may remove the folder, or a file that is not locked yet."""
 
@@ -67,47 +65,41 @@ class SwapFile:
             self._descriptors = [self._lock]
             self._finalizer = weakref.finalize(self, _remove, self.path, self._descriptors, os.getpid())
             try:
-                self._data, self.alignment = self._open_data()
+                self._data = self._open_data()
             except BaseException:
                 self.remove()
                 raise
-            if self._data != self._lock:
-                self._descriptors.append(self._data)
         except OSError as error:
             raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {error.strerror}") from error
-        warn_of_slow_place(folder, is_direct=self._data != self._lock)
+        if self._data == self._lock:
+            warn_user(
+                f"{SETTING}: the file system of {folder} has no direct I/O, so reads and writes pass through "
+                "the page cache: slower, and the system uses more memory."
+            )
         self.end = 0
         """Bytes that are reserved."""
         self._damage = ""
-        self._lengths = threading.Lock()
-        """Held where `end` and the length of the file must agree."""
 
     @property
     def descriptor(self) -> int:
         """The open file, through the page cache."""
         return self._lock
 
-    def _open_data(self) -> tuple[int, int]:
-        """Return a descriptor for data and its alignment: the first with which a block can be written.
+    def _open_data(self) -> int:
+        """Return a descriptor for data, with which a block can be written.
 
-        It is the descriptor of the lock, through the page cache, where the file system has no direct I/O.
+        It is the descriptor of the lock, through the page cache, where the file system has no direct I/O, or
+        asks for larger blocks.
         """
         try:
-            data = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+            self._descriptors.append(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
+            os.pwrite(self._descriptors[-1], mmap.mmap(-1, BLOCK), BLOCK)
         except OSError as error:
-            _raise_unless_invalid(error)
-            return self._lock, _ALIGNMENTS[0]
-        for alignment in _ALIGNMENTS:
-            block = mmap.mmap(-1, alignment)  # begins on a page
-            try:
-                os.pwrite(data, block, alignment)
-            except OSError as error:
-                _raise_unless_invalid(error)
-            else:
-                os.ftruncate(self._lock, 0)
-                return data, alignment
-        os.close(data)
-        return self._lock, _ALIGNMENTS[0]
+            if error.errno != errno.EINVAL:
+                raise
+            return self._lock
+        os.ftruncate(self._lock, 0)
+        return self._descriptors[-1]
 
     def reserve(self, end: int) -> None:
         """Make the file `end` bytes long, with blocks on the disk for all of them.
@@ -124,8 +116,7 @@ class SwapFile:
             with suppress(OSError):
                 os.ftruncate(self._lock, self.end)
             raise RuntimeError(self._describe_refusal(end - self.end, error)) from error
-        with self._lengths:
-            self.end = end
+        self.end = end
 
     def _describe_refusal(self, num_bytes: int, error: OSError) -> str:
         free = os.statvfs(self.path.parent)
@@ -134,13 +125,6 @@ class SwapFile:
             f"{error.strerror}. The disk has {format_bytes(free.f_bavail * free.f_frsize)} free, and this "
             f"file has {format_bytes(self.end)}. {_REMEDY}"
         )
-
-    def give_back(self, end: int) -> None:
-        """Cut the file to `end` bytes again, after a reservation that is not used."""
-        with self._lengths:
-            if end < self.end:  # it must not make a file longer that somebody has truncated
-                os.ftruncate(self._lock, end)
-                self.end = end
 
     def read(self, into: memoryview, offset: int) -> None:
         """Read as many bytes as `into` has.
@@ -160,10 +144,10 @@ class SwapFile:
 
     def _move(self, verb: str, call: _Call, at_ends: _Call, memory: memoryview, offset: int) -> None:
         """Move whole blocks past the page cache, and what is left at both ends through it."""
-        head = min(-offset % self.alignment, len(memory))
-        stop = len(memory) - (len(memory) - head) % self.alignment
+        head = min(-offset % BLOCK, len(memory))
+        stop = len(memory) - (len(memory) - head) % BLOCK
         self._move_range(verb, at_ends, self._lock, memory[:head], offset)
-        self._move_range(verb, call, self._data, memory[head:stop], offset + head, self.alignment)
+        self._move_range(verb, call, self._data, memory[head:stop], offset + head, BLOCK)
         self._move_range(verb, at_ends, self._lock, memory[stop:], offset + stop)
 
     def _move_range(
@@ -193,12 +177,12 @@ class SwapFile:
 
         A write beyond the new end would otherwise make the file long again, with zeros before it.
         """
-        with self._lengths:
-            status = os.fstat(self._lock)
-            if status.st_nlink == 0:
-                self._damage = "the file was removed while it was in use"
-            elif status.st_size < self.end and not self._damage:
-                self._damage = f"expected {self.end} bytes, got {status.st_size}: the file was truncated"
+        end = self.end  # read first: another thread makes the file longer before it notes the new end
+        status = os.fstat(self._lock)
+        if status.st_nlink == 0:
+            self._damage = "the file was removed while it was in use"
+        elif status.st_size < end and not self._damage:
+            self._damage = f"expected {end} bytes, got {status.st_size}: the file was truncated"
         if self._damage:
             raise RuntimeError(f"{self.path}: {self._damage}. {self._describe_loss()}")
 
@@ -207,11 +191,6 @@ class SwapFile:
             "Values in it are lost. Find what removes or truncates files in this folder, "
             "then go on from the last checkpoint."
         )
-
-    def close(self) -> None:
-        """Close the file and keep it on the disk, as a forked process must. The lock stays its owner's."""
-        if self._finalizer.detach() is not None:
-            _close(self._descriptors)
 
     def remove(self) -> None:
         """Give the space back and remove the file; then the folder, if it was the last one."""
@@ -226,14 +205,10 @@ def _remove(path: Path, descriptors: Sequence[int], process: int) -> None:
         os.ftruncate(descriptors[0], 0)  # a forked process that still has it open holds no space
     with suppress(OSError):
         path.unlink()
-    _close(descriptors)
-    with suppress(OSError):
-        path.parent.rmdir()
-
-
-def _close(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+    with suppress(OSError):
+        path.parent.rmdir()
 
 
 def check_folder(folder: Path) -> None:
@@ -248,12 +223,6 @@ def check_folder(folder: Path) -> None:
 def place_in(folder: Path) -> Path:
     """Return the folder for the files of this user."""
     return folder / f"zeroshard-swap-{os.getuid()}"
-
-
-def _raise_unless_invalid(error: OSError) -> None:
-    """Raise all errors but the error for a kind of I/O that is missing."""
-    if error.errno != errno.EINVAL:
-        raise error
 
 
 def _create_locked(place: Path, rank: int) -> tuple[int, Path]:
@@ -297,31 +266,4 @@ def remove_leftovers(place: Path) -> None:
     if num_bytes:
         warn_user(
             f"{place}: removed {format_bytes(num_bytes)} in {count} file(s) of processes that were killed"
-        )
-
-
-def file_system(folder: Path) -> str | None:
-    """Return the type of the file system of a folder, as in "ext4"; None if the system does not tell."""
-    device = os.stat(folder).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-            mount, _, kind = line.partition(" - ")
-            if mount.split()[2] == number:
-                return kind.split()[0]
-    return None
-
-
-def warn_of_slow_place(folder: Path, *, is_direct: bool) -> None:
-    """Warn where files are no tier of their own: they lie in memory, or pass through the page cache."""
-    kind = file_system(folder)
-    if kind in _IN_MEMORY:
-        warn_user(
-            f"{SETTING}: {folder} lies in memory ({kind}), so this tier saves none. "
-            "Expected a folder on a disk."
-        )
-    elif not is_direct:
-        warn_user(
-            f"{SETTING}: the file system of {folder} ({kind or 'of unknown type'}) has no direct I/O, so "
-            "reads and writes pass through the page cache: slower, and the system uses more memory."
         )
