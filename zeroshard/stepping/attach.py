@@ -108,14 +108,13 @@ def _homes(
     starts: dict[ShardedParameter, int],
     travelling: Mapping[Gradients, list[range]],
 ) -> tuple[list[Home], PieceHome | None]:
-    """The homes that parameters pass on the way to an optimizer, the farthest first; that of pieces again."""
+    """The homes that parameters pass on the way to an optimizer, the farthest first; and who holds pieces."""
     context, near = runtime.context, is_known(optimizer)
     homes: list[Home] = []
     in_pieces = None
     if travelling:
         if is_divisible(optimizer):
             in_pieces = PieceHome([g.buffer for g in travelling], context.memory, starts)
-            homes.append(in_pieces)
         store = HostStore(context.memory, context.streams)
         if any(g.buffer.plan.state_tier is Tier.DISK for g in travelling):
             steps_on = Tier.DEVICE if near and not context.setting.host_computes else Tier.HOST

@@ -82,22 +82,7 @@ class _InPieces(NamedTuple):
     pieces: list[Span]
 
 
-class _StateBefore(NamedTuple):
-    """The state of a parameter from before its first piece on."""
-
-    gradient: Tensor
-    """[size]"""
-    start: int
-    """The first element of the slice, counted in the whole parameter."""
-    resting: dict[str, Tensor]
-    """States with values for each element or block, at rest."""
-    new: dict[str, Tensor]
-    """The same for states that this step makes."""
-    others: dict[str, Any] | None
-    """Copies of other states; None if the parameter had no state."""
-
-
-class PieceHome(Home):
+class PieceHome:
     """Holds pieces of large parameters whose states rest on the host or in files.
 
     Args:
@@ -135,30 +120,43 @@ class PieceHome(Home):
         Raises:
             RuntimeError: values are lost; the message names the file.
         """
-        before, is_whole = self._hold(p, states), False
-        try:
-            for piece in self._cut[p].pieces:
-                self._narrow(p, before, piece, states)
-                yield
-                self._put_back(p, before, piece, states)
-            is_whole = True
-        finally:
-            self._show_all(p, before, states, is_whole=is_whole)
-
-    def _hold(self, p: ShardedParameter, states: Mapping[Any, dict[str, Any]]) -> _StateBefore:
-        """Note the state of a parameter; states of elements that are elsewhere are put to rest."""
-        gradient = gradient_of(p)
+        (values, pieces), gradient, start = self._cut[p], gradient_of(p), self._starts[p]
         assert gradient is not None, "it is stepped because of it"
-        resting: dict[str, Tensor] = {}
-        others: dict[str, Any] | None = None
-        if p in states:
-            size, others = self._cut[p].values.numel(), {}
-            for name, value in states[p].items():
-                if per_element(value, size) is None:
-                    others[name] = value.clone() if isinstance(value, Tensor) else value
-                else:
-                    resting[name] = self._at_rest(p, name, value)
-        return _StateBefore(gradient, self._starts.get(p, 0), resting, {}, others)
+        had_state, size = p in states, values.numel()
+        resting: dict[str, Tensor] = {}  # states with values for each element or block
+        others: dict[str, Any] = {}  # copies of other states
+        for name, value in states[p].items() if had_state else ():
+            if per_element(value, size) is None:
+                others[name] = _copied(value)
+            else:
+                resting[name] = self._at_rest(p, name, value)
+        all_resting = dict(resting)  # along with states that this step makes
+        try:
+            for piece in pieces:
+                show(p, values[piece.slice], gradient[piece.slice])
+                self._starts[p] = start + piece.start
+                if had_state:
+                    for name in all_resting.keys() - resting.keys():
+                        states[p].pop(name, None)
+                    states[p].update((name, _copied(value)) for name, value in others.items())
+                    parts = ((name, _part(whole, piece, size)) for name, whole in resting.items())
+                    states[p].update((name, part.contiguous()) for name, part in parts)
+                elif piece.start:
+                    states.pop(p, None)  # it begins with each piece
+                yield
+                if p in states:
+                    self._put_back(p, piece, states[p], all_resting)
+            if all_resting:
+                states[p].update(all_resting)
+        except BaseException:  # some pieces do not have new states
+            if had_state:
+                states[p] = others | resting
+            else:
+                states.pop(p, None)
+            raise
+        finally:
+            show(p, values, gradient)
+            self._starts[p] = start
 
     def _at_rest(self, p: ShardedParameter, name: str, value: Tensor) -> Tensor:
         if self._memory.is_in_files(value) or self._made.get((p, name)) is value:
@@ -172,70 +170,20 @@ class PieceHome(Home):
         self._made[p, name] = made
         return made
 
-    def _narrow(
-        self,
-        p: ShardedParameter,
-        held: _StateBefore,
-        piece: Span,
-        states: MutableMapping[Any, dict[str, Any]],
-    ) -> None:
-        """Show the optimizer the elements of one piece."""
-        values = self._cut[p].values
-        show(p, values[piece.slice], held.gradient[piece.slice])
-        if p in self._starts:
-            self._starts[p] = held.start + piece.start
-        if held.others is None:
-            if piece.start:
-                states.pop(p, None)  # it begins with each piece
-            return
-        state = states[p]
-        for name in held.new:
-            state.pop(name, None)
-        for name, value in held.others.items():
-            state[name] = value.clone() if isinstance(value, Tensor) else value
-        for name, whole in held.resting.items():
-            state[name] = _part(whole, piece, values.numel()).contiguous()
-
     def _put_back(
-        self,
-        p: ShardedParameter,
-        held: _StateBefore,
-        piece: Span,
-        states: Mapping[Any, dict[str, Any]],
+        self, p: ShardedParameter, piece: Span, state: Mapping[str, Any], resting: dict[str, Tensor]
     ) -> None:
-        """Write the values of a piece to their places at rest, where they are not there already."""
-        size, resting, new = self._cut[p].values.numel(), held.resting, held.new
-        for name, value in states[p].items() if p in states else ():
-            length = per_element(value, piece.size)
-            if length is None:
+        """Write the states of a piece to their places at rest, where they are not there already."""
+        size = self._cut[p].values.numel()
+        for name, value in state.items():
+            if (length := per_element(value, piece.size)) is None:
                 continue
-            if name not in resting and name not in new:
-                ratio = 1 if length == piece.size else BLOCK
-                new[name] = self._new(p, name, (*value.shape[:-1], -(-size // ratio)), value.dtype)
-            whole = resting[name] if name in resting else new[name]
-            target = _part(whole, piece, size)
+            if name not in resting:
+                num = size if length == piece.size else -(-size // BLOCK)
+                resting[name] = self._new(p, name, (*value.shape[:-1], num), value.dtype)
+            target = _part(resting[name], piece, size)
             if target.data_ptr() != value.data_ptr():
                 self._memory.write(target, value)
-
-    def _show_all(
-        self,
-        p: ShardedParameter,
-        held: _StateBefore,
-        states: MutableMapping[Any, dict[str, Any]],
-        *,
-        is_whole: bool,
-    ) -> None:
-        """Show all elements again; after an exception without new states, which some pieces do not have."""
-        show(p, self._cut[p].values, held.gradient)
-        if p in self._starts:
-            self._starts[p] = held.start
-        if is_whole:
-            if held.resting or held.new:
-                states[p].update(held.resting | held.new)
-        elif held.others is None:
-            states.pop(p, None)
-        else:
-            states[p] = held.others | held.resting
 
 
 def pieces_of(buffer: FlatBuffer, indices: range) -> Sequence[Span | None]:
@@ -262,6 +210,11 @@ def per_element(value: Any, size: int) -> int | None:
     return length if length in (size, -(-size // BLOCK)) else None
 
 
+def _copied(value: Any) -> Any:
+    """A state without values for each element; a tensor is copied."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _part(whole: Tensor, piece: Span, size: int) -> Tensor:
     """The part of a state that belongs to a piece."""
     ratio = 1 if whole.shape[-1] == size else BLOCK
@@ -275,7 +228,7 @@ class StepByParts:
         optimizer: an optimizer over sharded parameters.
         units: lists of parameters that are fetched together; none if the optimizer steps all at once.
         homes: the homes that they pass on the way to the optimizer, the farthest one first.
-        pieces: the home of the parts that are stepped in pieces, one of `homes`; None if there are none.
+        pieces: holds pieces of the parts that are stepped so; None if there are none.
     """
 
     def __init__(
