@@ -367,15 +367,10 @@ class Gradients:
 
     def _land_stayed(self, landing: Landing) -> None:
         """Send gradients that have stayed to the host: their unit is not stepped in this backward."""
-        staying = [*self._reduced.items()]
-        with landing.beside(*(gradient for _, gradient in staying)):
-            whole = torch.zeros(
-                self.buffer.plan.main_size, dtype=staying[0][1].dtype, device=staying[0][1].device
-            )
-            for index, gradient in staying:
-                whole[self._own_slices[index]].copy_(gradient)
-            landed = landing.land(whole)
-        self._reduced = {index: landed[self._own_slices[index]] for index, _ in staying}
+        own = self._own_slices
+        with landing.beside(*self._reduced.values()):
+            landed = landing.land(landing.fetched([(own[at], part) for at, part in self._reduced.items()]))
+        self._reduced = {at: landed[own[at]] for at in self._reduced}
 
     def _send(
         self,

@@ -67,12 +67,12 @@ class Landing:
             self._under_way = [one for one in self._under_way if not one[0].is_over()]
             self._under_way.append((to_host.hold(values, most=_MOST_UNDER_WAY), on_host))
 
-    def fetched(self, sums: Sequence[tuple[slice, Tensor]]) -> Tensor:
-        """Copy sums to the device, called `beside`; return them in place, [size], in the widest dtype."""
+    def fetched(self, parts: Sequence[tuple[slice, Tensor]]) -> Tensor:
+        """Copy parts to the device, called `beside`; return them in place, [size], in the widest dtype."""
         device = self._context.device
-        dtype = max((values.dtype for _, values in sums), key=lambda dtype: dtype.itemsize)
+        dtype = max((values.dtype for _, values in parts), key=lambda dtype: dtype.itemsize)
         whole = torch.zeros(self._size, dtype=dtype, device=device)
-        for place, values in sums:
+        for place, values in parts:
             whole[place].copy_(values, non_blocking=True)
         return whole
 

@@ -97,15 +97,12 @@ class Source:
         """Take main parameters in files out of host memory, after somebody has read or written them."""
         self._context.memory.evict(self.main)
 
-    def stepped(self, values: Tensor, start: int = 0) -> Mark:
-        """Note that main parameters were written while they were on another tier; from any thread.
+    def stepped(self, values: Tensor, start: int) -> None:
+        """Note that main parameters were written while they were on another tier.
 
         Args:
             values: main parameters where they are now, all or some of them. The current stream copies them.
             start: the first of them, counted in `main`.
-
-        Returns:
-            The mark up to which the device may read them there.
         """
         is_current = self._copied_at == self.main._version
         self.changed()
@@ -115,7 +112,6 @@ class Source:
             if is_current or values.numel() == self.main.numel():
                 self._copied_at = self.main._version
         self._stepped = mark_here(self._context.device)
-        return self._stepped
 
     # -- gathers --------------------------------------------------------------------------------------
 
@@ -152,7 +148,10 @@ class Source:
         Args:
             own: this rank's part of the unsharded parameters.
         """
-        values = self._values()
+        if self._use is None:
+            values = self.main.detach() if self.copy is None else self.copy
+        else:
+            values = self._use[1]()
         if self.copy is not None and self._plan.is_resident:
             return values
         is_near = values.dtype == own.dtype and self._plan.gather_tier is Tier.DEVICE
@@ -161,11 +160,6 @@ class Source:
         self.copy_to(values, own)
         del self._copies[:-1]  # this stream has begun after them
         return own
-
-    def _values(self) -> Tensor:
-        if self._use is not None:
-            return self._use[1]()
-        return self.main.detach() if self.copy is None else self.copy
 
     # -- copies ---------------------------------------------------------------------------------------
 

@@ -241,7 +241,7 @@ class StoreHome(Home):
         Args:
             parts: the parameters that are fetched together, in their probable order. Others may come, too.
         """
-        self._wait()  # of steps before
+        self.end_step()  # of an earlier step
         optimizer = self._optimizer()
         assert optimizer is not None, "it takes a step"
         # torch wants these counters on the device of their parameters.
@@ -282,14 +282,6 @@ class StoreHome(Home):
             for block in blocks:
                 block.release(optimizer.state)
 
-    def end_step(self) -> None:
-        """Let the host wait until all parts are at rest.
-
-        Raises:
-            RuntimeError: a part could not be written; the message names the file.
-        """
-        self._wait()
-
     def _fetch(self, blocks: list[_Block]) -> Piece:
         """Wait for the blocks of a part, and begin to read the blocks of the part that is expected next."""
         if self._ahead is None or self._ahead[0] != blocks:
@@ -301,7 +293,12 @@ class StoreHome(Home):
         self._read_ahead()
         return piece
 
-    def _wait(self) -> None:
+    def end_step(self) -> None:
+        """Let the host wait until all parts are at rest.
+
+        Raises:
+            RuntimeError: a part could not be written; the message names the file.
+        """
         if self._ahead is not None:
             self._ahead[1].join()  # nobody needs what was read, nor its error
         self._parts, self._ahead = [], None

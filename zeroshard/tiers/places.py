@@ -75,9 +75,9 @@ class TierMemory:
 
     def tier_of(self, tensor: Tensor) -> Tier:
         """The tier that a tensor lies on."""
-        if tensor.device.type != self.device.type:
-            return Tier.HOST if not self.is_in_files(tensor) else Tier.DISK
-        return Tier.DISK if self.is_in_files(tensor) else Tier.DEVICE
+        if self.is_in_files(tensor):
+            return Tier.DISK
+        return Tier.DEVICE if tensor.device.type == self.device.type else Tier.HOST
 
     def is_in_files(self, tensor: Tensor) -> bool:
         """True if a tensor shows a part of the files."""
