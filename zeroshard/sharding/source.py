@@ -44,17 +44,11 @@ class Source:
         """The end of the copies of stepped values, to their place and into `copy`; then a gather may read."""
         self._use: tuple[Hashable, Callable[[], Tensor]] | None = None
         """The name of the values that gathers start from, and the call that gives them; None: `main`."""
-        self.copy = self._make_copy(unsharded)
+        self.copy = unsharded if plan.copy_tier is not None else None
         """The main parameters in the compute dtype, if gathers start from such a copy; else None."""
-
-    def _make_copy(self, unsharded: Tensor | None) -> Tensor | None:
-        plan = self._plan
-        if plan.copy_tier is None:
-            return None
-        if unsharded is not None:
-            return unsharded
-        copy = self._context.memory.empty(self.main.numel(), plan.compute_dtype, plan.copy_tier)
-        return self.copy_to(self.main, copy)
+        if plan.copy_tier is not None and unsharded is None:
+            self.copy = context.memory.empty(main.numel(), plan.compute_dtype, plan.copy_tier)
+            self.copy_to(main, self.copy)
 
     # -- values ---------------------------------------------------------------------------------------
 
@@ -174,7 +168,7 @@ class Source:
         for mark in self._copies:
             mark.wait()
 
-    def copy_to(self, values: Tensor, target: Tensor) -> Tensor:
+    def copy_to(self, values: Tensor, target: Tensor) -> None:
         """Copy main parameters, or their copy, on the current stream; note it if they lie on the host."""
         self.transfer(values, target)
         if self._plan.main_tier is not Tier.DEVICE:
@@ -182,7 +176,6 @@ class Source:
             if mark.event is not None:
                 self._copies.append(mark)
                 self._context.state.reads_main = True
-        return target
 
     def transfer(self, values: Tensor, target: Tensor) -> None:
         """Copy values of any tier and dtype, on the current stream; a device that is not the host casts."""

@@ -99,8 +99,6 @@ def register(address: int, num_bytes: int) -> None:
     Raises:
         RuntimeError: there is no CUDA device, or the driver refuses.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("Expected a CUDA device to pin host memory for, got none")
     status = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
     if status:
         raise RuntimeError(
@@ -154,11 +152,6 @@ class HostBuffer:
         self._last: Mark | None = None
         self._process = os.getpid()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory."""
-        return self.memory.nbytes
-
     def in_use_until(self, mark: Mark) -> None:
         """Note the end of a copy from or to the memory; it lies after the ends of all earlier copies."""
         self._last = mark
@@ -195,13 +188,13 @@ class HostPool:
             RuntimeError: there is not so much memory.
         """
         size = size_class(num_bytes)
-        buffer = next((one for one in reversed(self._free) if one.nbytes == size), None)
+        buffer = next((one for one in reversed(self._free) if one.memory.nbytes == size), None)
         if buffer is not None:
             self._free.remove(buffer)
         new = size if buffer is None else 0
         self._most_in_use = max(self._most_in_use, self._bytes_in_use + size)
         while self._free and self._bytes + new > self._most_in_use:
-            self._count(-self._free.pop(0).nbytes)
+            self._count(-self._free.pop(0).memory.nbytes)
         if buffer is None:
             try:
                 buffer = HostBuffer(self._memory.host(size))
@@ -216,7 +209,7 @@ class HostPool:
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back, as `take` returned it."""
-        self._bytes_in_use -= buffer.nbytes
+        self._bytes_in_use -= buffer.memory.nbytes
         self._free.append(buffer)
 
     def _count(self, num_bytes: int) -> None:
