@@ -54,6 +54,10 @@ def content_of(swap, place):
     return memory
 
 
+def path_of(swap, number=0):
+    return swap._files[number].path
+
+
 def paths_in(folder):
     return sorted(folder.glob("zeroshard-swap-*/*"))
 
@@ -206,7 +210,7 @@ def test_a_failed_write_is_an_error_of_its_extent_alone_until_a_later_one_succee
         patches.setattr(os, "pwritev", full)
         transfers = [swap.write(lost, memory_of(lost, 1)), swap.write(other, memory_of(other, 2))]
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=rf"{swap.paths[0]}.*No space left.*offload\.nvme_path"):
+            with pytest.raises(RuntimeError, match=rf"{path_of(swap)}.*No space left.*offload\.nvme_path"):
                 transfers[0].wait()
         transfers[1].wait()
     with pytest.raises(RuntimeError, match="No space left"):
@@ -251,11 +255,11 @@ def test_a_file_that_was_truncated_is_damaged_for_good(swap, size):
     places = [swap.empty(2 * BLOCK) for _ in range(3)]
     for place in places:
         swap.write(place, memory_of(place, 1)).wait()
-    os.truncate(swap.paths[0], size)
-    message = rf"{swap.paths[0]}: expected 24576 bytes, got {size}: the file was truncated\..*checkpoint"
+    os.truncate(path_of(swap), size)
+    message = rf"{path_of(swap)}: expected 24576 bytes, got {size}: the file was truncated\..*checkpoint"
     with pytest.raises(RuntimeError, match=message):
         swap.write(places[2], memory_of(places[2], 1)).wait()  # would leave zeros before it
-    os.truncate(swap.paths[0], 6 * BLOCK)
+    os.truncate(path_of(swap), 6 * BLOCK)
     with pytest.raises(RuntimeError, match=message):
         swap.read(places[0], memory_of(places[0])).wait()
 
@@ -263,7 +267,7 @@ def test_a_file_that_was_truncated_is_damaged_for_good(swap, size):
 def test_a_file_that_was_truncated_does_not_grow_again_with_zeros(swap):
     place = swap.empty(2 * BLOCK)
     swap.write(place, memory_of(place, 1)).wait()
-    os.truncate(swap.paths[0], 0)
+    os.truncate(path_of(swap), 0)
     with pytest.raises(RuntimeError, match="expected 8192 bytes, got 0: the file was truncated"):
         swap.empty(BLOCK)
     with pytest.raises(RuntimeError, match="the file was truncated"):
@@ -283,7 +287,7 @@ def test_a_file_that_ends_while_it_is_read_is_an_error(swap, monkeypatch):
 def test_a_file_that_was_removed_is_an_error(swap):
     place = swap.empty(BLOCK)
     swap.write(place, memory_of(place, 1)).wait()
-    swap.paths[0].unlink()
+    path_of(swap).unlink()
     with pytest.raises(RuntimeError, match="the file was removed while it was in use"):
         swap.read(place, memory_of(place)).wait()
 
@@ -305,7 +309,7 @@ def test_a_full_disk_is_told_at_once_and_the_other_places_stay(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     message = (
-        rf"{swap.paths[1]}: could not reserve 40\.0 KiB \(40960 bytes\) more: No space left.* free.*nvme_path"
+        rf"{path_of(swap, 1)}: could not reserve 40\.0 KiB \(40960 bytes\) more: No space left.*nvme_path"
     )
     with pytest.raises(RuntimeError, match=message):
         swap.empty(20 * BLOCK)
@@ -415,7 +419,7 @@ if not child:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 Swap([sys.argv[1]], 1).close()  # the lock is still there
 swap.read(place, memory.zero_()).wait()
-assert memory[:5000].eq(9).all() and swap.paths[0].exists()
+assert memory[:5000].eq(9).all() and swap._files[0].path.exists()
 swap.write(place, memory)
 raise LookupError("the end")
 """

@@ -95,17 +95,10 @@ def host_bytes_free() -> int:
     return max(0, free)
 
 
-class _Files(NamedTuple):
-    """The names of the files in which a version of control groups shows memory."""
-
-    limit: str
-    usage: str
-    cache: str
-    """A line of memory.stat: pages of files that nobody has used lately, which the kernel drops first."""
-
-
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
+_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+"""The files of a limit on memory and of its usage in a control group of version 1; and a line of memory.stat:
+pages of files that nobody has used lately, which the kernel drops first."""
+_V2 = "memory.max", "memory.current", "inactive_file"
 
 
 def limits_of_groups(groups: str, root: Path) -> Iterator[int]:
@@ -119,9 +112,13 @@ def limits_of_groups(groups: str, root: Path) -> Iterator[int]:
         root: the folder of all groups.
     """
     for folder, is_first_version in folders_of_groups(groups, root, "memory"):
-        left = _left_in(folder, _V1 if is_first_version else _V2)
-        if left is not None:
-            yield left
+        *names, cache = _V1 if is_first_version else _V2
+        with suppress(OSError):
+            files = [(folder / name).read_text(encoding="utf-8") for name in (*names, "memory.stat")]
+            limit, usage, stat = map(str.split, files)
+            if limit != ["max"]:
+                kept = dict(zip(stat[::2], stat[1::2], strict=True)).get(cache, 0)
+                yield int(limit[0]) - int(usage[0]) + int(kept)
 
 
 def folders_of_groups(groups: str, root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
@@ -143,16 +140,3 @@ def folders_of_groups(groups: str, root: Path, controller: str) -> Iterator[tupl
         while folder.is_relative_to(base):
             yield folder, bool(controllers)
             folder = folder.parent
-
-
-def _left_in(folder: Path, files: _Files) -> int | None:
-    """Return the bytes that the limit of a group leaves; None if it has none."""
-    try:
-        limit = (folder / files.limit).read_text(encoding="utf-8").strip()
-        if limit == "max":
-            return None
-        usage = int((folder / files.usage).read_text(encoding="utf-8"))
-        stat = (folder / "memory.stat").read_text(encoding="utf-8").split()
-    except OSError:
-        return None
-    return int(limit) - usage + int(dict(zip(stat[::2], stat[1::2], strict=True)).get(files.cache, 0))

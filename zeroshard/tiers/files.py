@@ -164,11 +164,6 @@ class Swap:
         """Bytes in the files, freed extents included."""
         return sum(file.end for file in self._files)
 
-    @property
-    def paths(self) -> list[Path]:
-        """The files, for messages and reports."""
-        return [file.path for file in self._files]
-
     def empty(self, num_bytes: int) -> Tensor:
         """Return new space as a tensor through the page cache, of uint8: [num_bytes], in whole blocks.
 

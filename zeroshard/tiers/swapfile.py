@@ -61,8 +61,8 @@ class SwapFile:
         place = place_in(folder)
         remove_leftovers(place)  # first, as they may fill the disk
         try:
-            self._lock, self.path = _create_locked(place, rank)
-            self._descriptors = [self._lock]
+            self.descriptor, self.path = _create_locked(place, rank)
+            self._descriptors = [self.descriptor]
             self._finalizer = weakref.finalize(self, _remove, self.path, self._descriptors, os.getpid())
             try:
                 self._data = self._open_data()
@@ -71,7 +71,7 @@ class SwapFile:
                 raise
         except OSError as error:
             raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {error.strerror}") from error
-        if self._data == self._lock:
+        if self._data == self.descriptor:
             warn_user(
                 f"{SETTING}: the file system of {folder} has no direct I/O, so reads and writes pass through "
                 "the page cache: slower, and the system uses more memory."
@@ -79,11 +79,6 @@ class SwapFile:
         self.end = 0
         """Bytes that are reserved."""
         self._damage = ""
-
-    @property
-    def descriptor(self) -> int:
-        """The open file, through the page cache."""
-        return self._lock
 
     def _open_data(self) -> int:
         """Return a descriptor for data, with which a block can be written.
@@ -97,8 +92,8 @@ class SwapFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return self._lock
-        os.ftruncate(self._lock, 0)
+            return self.descriptor
+        os.ftruncate(self.descriptor, 0)
         return self._descriptors[-1]
 
     def reserve(self, end: int) -> None:
@@ -111,10 +106,10 @@ class SwapFile:
             return
         self.check()
         try:
-            os.posix_fallocate(self._lock, self.end, end - self.end)
+            os.posix_fallocate(self.descriptor, self.end, end - self.end)
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(self._lock, self.end)
+                os.ftruncate(self.descriptor, self.end)
             raise RuntimeError(self._describe_refusal(end - self.end, error)) from error
         self.end = end
 
@@ -146,9 +141,9 @@ class SwapFile:
         """Move whole blocks past the page cache, and what is left at both ends through it."""
         head = min(-offset % BLOCK, len(memory))
         stop = len(memory) - (len(memory) - head) % BLOCK
-        self._move_range(verb, at_ends, self._lock, memory[:head], offset)
+        self._move_range(verb, at_ends, self.descriptor, memory[:head], offset)
         self._move_range(verb, call, self._data, memory[head:stop], offset + head, BLOCK)
-        self._move_range(verb, at_ends, self._lock, memory[stop:], offset + stop)
+        self._move_range(verb, at_ends, self.descriptor, memory[stop:], offset + stop)
 
     def _move_range(
         self, verb: str, call: _Call, descriptor: int, memory: memoryview, offset: int, block: int = 1
@@ -178,7 +173,7 @@ class SwapFile:
         A write beyond the new end would otherwise make the file long again, with zeros before it.
         """
         end = self.end  # read first: another thread makes the file longer before it notes the new end
-        status = os.fstat(self._lock)
+        status = os.fstat(self.descriptor)
         if status.st_nlink == 0:
             self._damage = "the file was removed while it was in use"
         elif status.st_size < end and not self._damage:
