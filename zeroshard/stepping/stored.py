@@ -64,20 +64,18 @@ class Piece:
         for copy in self.copies:
             copy.wait()
 
-    def join(self) -> list[FileTransfer]:
-        """Let the host wait for copies and transfers; return the transfers without their errors."""
+    def join(self) -> str:
+        """Let the host wait for copies and transfers; return the message of the first error, or ""."""
         copies, self.copies = self.copies, []
         for copy in copies:
             copy.synchronize()
         transfers, self.transfers = self.transfers, []
-        for transfer in transfers:
-            transfer.join()
-        return transfers
+        return next(filter(None, [transfer.join() for transfer in transfers]), "")
 
     def wait(self) -> None:
-        """Let the host wait; raise the error of the first transfer that failed, after all have ended."""
-        for transfer in self.join():
-            transfer.wait()
+        """Let the host wait; raise the first error, after all transfers have ended."""
+        if failure := self.join():
+            raise RuntimeError(failure)
 
 
 class HostStore:
@@ -301,19 +299,16 @@ class StoreHome(Home):
         """
         if self._ahead is not None:
             self._ahead[1].join()  # nobody needs what was read, nor its error
-        self._parts, self._ahead = [], None
-        try:
-            for piece in self._pieces:
-                piece.wait()
-        except BaseException:
-            self._join()
-            raise
+        if failure := self._join():
+            raise RuntimeError(failure)
 
-    def _join(self) -> None:
-        """End all transfers. Reads of a range whose write has failed will raise its error."""
+    def _join(self) -> str:
+        """End all transfers; return the message of the first error, or "".
+
+        Reads of a range whose write has failed will raise its error.
+        """
         self._parts, self._ahead = [], None
-        for piece in self._pieces:
-            piece.join()
+        return next(filter(None, [piece.join() for piece in self._pieces]), "")
 
     def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[list[_Block]]:
         """The blocks that are fetched together: one list, or one for each piece of a parameter."""
