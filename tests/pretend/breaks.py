@@ -213,7 +213,7 @@ def _no_wait_for_what_is_stepped(bench: Bench, patch: pytest.MonkeyPatch) -> Non
 @_must_show(Kind.RACE, scenarios=("host_stage3_bf16", "host_edited", "parameters_on_host_saved"))
 def _no_wait_until_stepped_values_rest(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A step ends while values are still copied back to the host, where others look at them."""
-    patch.setattr(Piece, "join", lambda piece: [])
+    patch.setattr(Piece, "join", lambda piece: "")
 
 
 @_must_show(Kind.RACE, scenarios=("host_in_pieces_interrupted_in_backward",))
