@@ -34,7 +34,7 @@ from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import refuse_averages, refuse_to_drop
 from zeroshard.plan.placement import SUMMANDS
-from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
+from zeroshard.sharding.passes import refuse_tracers, refuse_transforms
 from zeroshard.sharding.unit import UnitInfo
 from zeroshard.stepping.attach import StepHooks, attach
 from zeroshard.stepping.early import EarlySteps

@@ -124,17 +124,13 @@ def test_an_edit_under_unsharded_ends_before_the_forward():
     trains(engine, model)
 
 
-def test_a_hook_is_registered_outside_of_the_block():
+def test_a_parameter_is_made_of_the_data_of_a_shown_one():
     engine = start()
-    seen = []
-    with engine.unsharded(), told("Register it outside of the block, on the parameter of"):
-        engine.module.gain.register_hook(seen.append)
-    parameter = dict(engine.named_parameters())["gain"]
-    parameter.register_hook(lambda gradient: seen.append(gradient.clone()))
-    loss_of(engine).backward()
-    model = net()
-    loss_of(model).backward()
-    assert torch.equal(seen[0].flatten(), model.gain.grad.flatten())
+    with engine.unsharded():
+        made = nn.Parameter(engine.module.gain.data)
+    assert torch.equal(made, net().gain)
+    with told("make it of module.weight.data"), engine.unsharded():
+        nn.Parameter(engine.module.gain)
 
 
 def test_parameters_are_assigned_and_tied_before_initialize():

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 from hypothesis import given
 
-from zeroshard.sharding.lease import Lease
 from zeroshard.sharding.unit import ForwardCall, Region, Unit, Visit
-from zeroshard.sharding.walk import Walk, plan_turns
+from zeroshard.sharding.walk import Lease, Walk, plan_turns
 
 
 class Noting:

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from zeroshard.parameters.state import _MOVES, ModuleState, Phase
-from zeroshard.sharding.lease import Lease, Leases
+from zeroshard.sharding.walk import Lease, Leases
 
 
 class Unit(SimpleNamespace):

@@ -130,11 +130,9 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
         if unit in passes.quiet:
             try:
                 passes.show(unit)
-                output = method(*args, **kwargs)
+                return method(*args, **kwargs)
             finally:
                 passes.hide(unit)
-            unit.check_edits()
-            return output
         try:
             passes.before_forward(unit, sys._getframe())
             return passes.after_forward(unit, method(*args, **kwargs))

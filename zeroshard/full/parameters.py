@@ -18,9 +18,9 @@ from zeroshard.comm.messages import Messages
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes
+from zeroshard.parameters.unsharded import ShownParameter
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.slots import ShownParameter
 from zeroshard.sharding.unit import UnitState
 from zeroshard.sharding.wholes import gather_wholes, own_value, wholes_in
 
@@ -133,7 +133,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         flat = buffer.gather_main()
         opened.append(_Opened(buffer, flat, wholes_in(buffer, flat, axes.tp)))
     shown = {
-        id(sharded): ShownParameter.over(whole, sharded.requires_grad, sharded.fqn)
+        id(sharded): ShownParameter.of(sharded, whole)
         for buffer, _, wholes in opened
         for sharded, whole in zip(buffer.sharded, wholes, strict=True)
     }

@@ -1,12 +1,15 @@
-"""Unsharded parameters: the full ones, which modules hold during forward and backward."""
+"""Unsharded parameters: the full ones, in modules during forward and backward, or under `unsharded()`."""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from torch import Tensor, nn
+
+from zeroshard.parameters.sharded import ShardedParameter, refuse_gradients
 
 set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 """Gives a tensor other memory, past the property of its class."""
@@ -23,8 +26,8 @@ class UnshardedParameter(nn.Parameter):
     fqn = ""
     sharded: Callable[[], Any]
 
-    @staticmethod
-    def over(view: Tensor, fqn: str, class_name: str | None = None) -> UnshardedParameter:
+    @classmethod
+    def over(cls, view: Tensor, fqn: str, class_name: str | None = None) -> Self:
         """Make a parameter over the memory of `view`, with a version counter of its own.
 
         A refill of the buffer is then no in-place change to autograd.
@@ -32,12 +35,12 @@ class UnshardedParameter(nn.Parameter):
         Args:
             view: the values, in the shape of the original.
             fqn: the name in the model.
-            class_name: the name of its class; None: `UnshardedParameter`.
+            class_name: the name of its class, if it is to have another one.
         """
         parameter = nn.Parameter(view.new_empty(0), requires_grad=view.is_floating_point())
         parameter.data = view
-        parameter.__class__ = UnshardedParameter if class_name is None else _named(class_name)
-        unsharded = cast(UnshardedParameter, parameter)
+        parameter.__class__ = cls if class_name is None else _named(class_name)
+        unsharded = cast(Self, parameter)
         unsharded.fqn = fqn
         return unsharded
 
@@ -61,6 +64,33 @@ class UnshardedParameter(nn.Parameter):
         """
         if not equal_values(self.detach().to(new), new):
             raise edit_error(self.fqn)
+
+
+class ShownParameter(UnshardedParameter):
+    """A full parameter under `unsharded()`, in the main dtype. Hooks go to the trained parameter."""
+
+    @staticmethod
+    def of(sharded: ShardedParameter, view: Tensor) -> ShownParameter:
+        """Make a parameter over the memory of `view`, with a version counter of its own."""
+        shown = ShownParameter.over(view, sharded.fqn)
+        shown.sharded = weakref.ref(sharded)
+        shown.requires_grad_(sharded.requires_grad)
+        refuse_gradients(shown, f"'{sharded.fqn}', read under engine.unsharded()")
+        return shown
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """Register a hook on the trained parameter; see `ShardedParameter.register_hook`."""
+        return self.sharded().register_hook(hook)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "sharded"}
+
+    data = property(Tensor.detach, set_data)  # type: ignore[assignment]
+    """The values without a graph, over the same memory; edits of them count versions."""
 
 
 @functools.cache

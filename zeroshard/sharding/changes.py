@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-_ABSENT = object()
-
 
 class Changes:
-    """The changes, in order."""
+    """The changes, taken back from the last one to the first."""
 
     def __init__(self) -> None:
-        self._hooks: list[RemovableHandle] = []
-        self._attributes: list[tuple[object, str, Any]] = []
-        """(object, name, the value before); the value of the object itself, not of its class."""
-        self._last: list[Callable[[], None]] = []
+        self._undo, self._last = ExitStack(), ExitStack()
 
     def hook(self, *handles: RemovableHandle) -> None:
         """Note hooks that were registered."""
-        self._hooks += handles
+        for handle in handles:
+            self._undo.callback(handle.remove)
 
     def set(self, target: object, name: str, value: Any) -> None:
         """Give an object an attribute, which may hide an attribute of its class."""
-        self._attributes.append((target, name, vars(target).get(name, _ABSENT)))
+        own = vars(target)
+        if name in own:
+            self._undo.callback(object.__setattr__, target, name, own[name])
+        else:
+            self._undo.callback(own.pop, name, None)
         object.__setattr__(target, name, value)
 
     def when_undone(self, act: Callable[[], None]) -> None:
         """Note a function to call when all else is undone."""
-        self._last.append(act)
+        self._last.callback(act)
 
     def undo(self) -> None:
         """Remove the hooks and give back the attributes, the last one first."""
-        for handle in self._hooks:
-            handle.remove()
-        for target, name, before in reversed(self._attributes):
-            if before is not _ABSENT:
-                object.__setattr__(target, name, before)
-            elif name in vars(target):
-                object.__delattr__(target, name)
-        for act in self._last:
-            act()
-        self._hooks, self._attributes, self._last = [], [], []
+        self._undo.close()
+        self._last.close()

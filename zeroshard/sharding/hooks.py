@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,40 +32,26 @@ def hook(runtime: Runtime) -> None:
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     """Hook the modules of a unit, and the layers inside them."""
-    hook = runtime.changes.hook
-
-    def before(module: nn.Module, args: Any) -> None:
-        runtime.passes.before_forward(unit, sys._getframe(1))
-
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        return runtime.passes.after_forward(unit, output)
-
-    def at_last(module: nn.Module, args: Any, output: Any) -> None:
-        runtime.passes.exit_forward(unit)
-
-    def show(module: nn.Module, args: Any) -> None:
-        runtime.passes.show(unit)
-
-    def hide(module: nn.Module, args: Any, output: Any) -> None:
-        runtime.passes.hide(unit)
-        unit.check_edits()
-
-    def watch(layer: nn.Module, args: Any, output: Any) -> None:
-        runtime.passes.watch_layer(unit, output)
-
-    is_quiet = unit in runtime.passes.quiet
+    hook = runtime.changes.hook  # a hook keeps the runtime, which a model without engine still needs
     for module in unit.modules:
         cast, dtype = runtime.casts.get(module), runtime.input_dtype(module)
         casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
         if dtype is not None and not casts_itself:
             own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
             hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
-        hook(module.register_forward_pre_hook(show if is_quiet else before, prepend=True))
-        if not is_quiet:
-            hook(module.register_forward_hook(after))
-        hook(module.register_forward_hook(hide if is_quiet else at_last, always_call=True))
+        if unit in runtime.passes.quiet:
+            hook(module.register_forward_pre_hook(lambda *_: runtime.passes.show(unit), prepend=True))
+            hook(module.register_forward_hook(lambda *_: runtime.passes.hide(unit), always_call=True))
+            continue
+        hook(
+            module.register_forward_pre_hook(
+                lambda *_: runtime.passes.before_forward(unit, sys._getframe(1)), prepend=True
+            )
+        )
+        hook(module.register_forward_hook(lambda *call: runtime.passes.after_forward(unit, call[-1])))
+        hook(module.register_forward_hook(lambda *_: runtime.passes.exit_forward(unit), always_call=True))
     for layer in unit.layers:
-        hook(layer.register_forward_hook(watch))
+        hook(layer.register_forward_hook(lambda *call: runtime.passes.watch_layer(unit, call[-1])))
 
 
 def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parameter) -> None:

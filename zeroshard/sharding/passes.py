@@ -8,7 +8,7 @@
     end of backward   take the turns that are left, agree on which parameters were used, deliver, free
 
 `hooks.py` calls these verbs. `walk.py` notes the calls of a forward, and makes the turns of a backward of
-them. `lease.py` lists the reasons to keep a unit gathered.
+them, and lists the reasons to keep a unit gathered.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from zeroshard.internals.autograd import (
     at_end_of_backward,
     backward_task,
     is_in_backward,
+    is_transformed,
     reentrant_error,
+    tracer_around,
     will_accumulate,
 )
 from zeroshard.internals.nested import cast_outputs, find_tensors, view_tensors
+from zeroshard.lazy.recording import refuse_recording
 from zeroshard.parameters.state import Phase, refuse_averages
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.lease import Leases
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.tracers import refuse_tracers, refuse_transforms
 from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
-from zeroshard.sharding.walk import CallLog, Walk
+from zeroshard.sharding.walk import CallLog, Leases, Walk
 
 _WATCHED = "_zeroshard_watched"
 """An attribute of outputs of units and layers: their gradients begin a backward."""
@@ -232,6 +233,7 @@ class Passes:
             unit.slots.uninstall()
         if not is_in_backward():
             self._end_call()
+        unit.check_edits()
 
     def _end_call(self) -> None:
         if self._state.phase is _FORWARD:
@@ -506,3 +508,37 @@ def closed_error() -> RuntimeError:
     return RuntimeError(
         "backward through a forward of an engine that has been closed: call backward before close()"
     )
+
+
+def refuse_tracers(args: object = ()) -> None:
+    """Refuse a forward whose operations are recorded, or not computed: parameters come and go.
+
+    Args:
+        args: its arguments; torch.fx gives a proxy in the place of the tuple.
+
+    Raises:
+        RuntimeError: the name of the tracer.
+    """
+    refuse_recording("a forward of a sharded model")
+    tracer = tracer_around() if isinstance(args, tuple) else "torch.fx.symbolic_trace"
+    if tracer is not None:
+        raise RuntimeError(
+            f"a sharded model cannot be recorded by {tracer}: its full parameters are in the modules during "
+            "a forward only. Trace the model before zeroshard.initialize, or a second model that has loaded "
+            "engine.full_state_dict(); for shapes alone, build a second model under torch.device('meta')"
+        )
+
+
+def refuse_transforms() -> None:
+    """Refuse a forward inside a transform of torch.func, of which our hooks on outputs would be a part.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    if is_transformed():
+        raise RuntimeError(
+            "a sharded model cannot be called inside a transform of torch.func (grad, vjp, jvp, vmap, "
+            "...), where its parameters cannot be gathered for the backward: transform a second model that "
+            "has loaded engine.full_state_dict(). Gradients of gradients need no transform: "
+            "torch.autograd.grad(outputs, inputs, create_graph=True)"
+        )

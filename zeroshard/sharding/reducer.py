@@ -140,8 +140,6 @@ class Reducer:
         """Units whose reductions have been started ahead of the last backward of this step, or will be."""
         self.step_unit: Callable[[Unit], None] | None = None
         """Steps a unit whose gradients are reduced, during a backward that is the last one of its step."""
-        self._is_open = False
-        """True from the beginning of a backward that reduces to the agreement at its end."""
         self._held: Unit | None = None
         """A unit that computes with main parameters, and is stepped when the backward has come further."""
         self._is_tainted = False
@@ -224,7 +222,7 @@ class Reducer:
         for gradients in self._all:
             gradients.begin(role.has_more, role.defers, role.scale, steps=steps)
         if not role.defers:
-            self._open()
+            self._list_units(self._units)
         elif role.ending or self._ahead:
             self._open_ahead(role.ending)
 
@@ -252,11 +250,6 @@ class Reducer:
             f"'{gradients.buffer.originals[index].fqn}' got the gradient of a loss without loss scale, "
             "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
         )
-
-    def _open(self) -> None:
-        """Begin the reductions of a backward, of all units that are left in this step."""
-        self._list_units(self._units)
-        self._is_open = True
 
     def _open_ahead(self, units: Collection[Unit]) -> None:
         """Begin to reduce some units ahead; see [Note: Reductions ahead of the last backward]."""
@@ -402,7 +395,7 @@ class Reducer:
         if self._state.has_sums:
             for gradients in self._all:
                 gradients.is_kept = False
-            self._open()
+            self._list_units(self._units)
             self._deliver()
         self.call_hooks()
 
@@ -443,7 +436,7 @@ class Reducer:
         is reduced here as well, and the agreement shows the exception to the other ranks.
         """
         self._start_others()
-        if self._is_open:
+        if not self._role.defers:
             self._agree(has_failed=True)
         if self._role is not _BYSTANDER:
             self._drop()
@@ -520,7 +513,6 @@ class Reducer:
         flags += [self._order.has_changed, has_failed, *bits, *(not bit for bit in bits)]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
         ended = self._finish()  # the answer says if more gradients of them come
-        self._is_open = False
         flag = iter(answer())
         agreed = Agreed(
             used=[list(islice(flag, len(gradients.used))) for gradients in self._all],

@@ -29,13 +29,12 @@ from zeroshard.sharding.context import Context
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.passes import Passes
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.slots import ShownParameter
 from zeroshard.sharding.unit import Unit, UnitInfo, UnitState
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
 
-_OURS = (ShardedParameter, UnshardedParameter, ShownParameter)
+_OURS = (ShardedParameter, UnshardedParameter)
 
 
 class Runtime:

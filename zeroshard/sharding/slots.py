@@ -14,77 +14,18 @@ counts no version.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.sharded import ShardedParameter, refuse_gradients
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.unsharded import edit_error, equal_values, set_data
 from zeroshard.sharding.buffer import FlatBuffer
 
 _version_of = attrgetter("_version")
-
-
-class ShownParameter(nn.Parameter):
-    """A full parameter under `unsharded()`. Edits of its data count as edits of itself.
-
-    Attributes:
-        fqn: the original name; None for a parameter that was made of a shown one.
-    """
-
-    fqn: str | None = None
-
-    @staticmethod
-    def over(view: Tensor, requires_grad: bool, fqn: str) -> ShownParameter:
-        """Make a parameter over the memory of `view`, with a version counter of its own."""
-        parameter = nn.Parameter(view.new_empty(0), requires_grad)
-        parameter.data = view
-        refuse_gradients(parameter, f"'{fqn}', read under engine.unsharded()")
-        parameter.__class__ = ShownParameter
-        shown = cast(ShownParameter, parameter)
-        shown.fqn = fqn
-        return shown
-
-    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """Raise RuntimeError: the hook would never be called. A copy takes hooks."""
-        self._refuse_hook("register_hook")
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Raise RuntimeError: the hook would never be called. A copy takes hooks."""
-        self._refuse_hook("register_post_accumulate_grad_hook")
-        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _refuse_hook(self, method: str) -> None:
-        if self.fqn is not None:
-            raise RuntimeError(
-                f"{method}() on '{self.fqn}' inside engine.unsharded(): the block shows another object than "
-                "the trained parameter, so the hook would never be called. Register it outside of the "
-                "block, on the parameter of engine.named_parameters()"
-            )
-
-    @property
-    def data(self) -> Tensor:
-        """The values without a graph, over the same memory; edits of them count versions."""
-        return Tensor.detach(self)
-
-    @data.setter
-    def data(self, new: Tensor) -> None:
-        Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
-
-    def detach(self) -> Tensor:
-        """Return the values without a graph; to `nn.Parameter(...)`, another shown parameter.
-
-        torch expects this of subclasses, so that `nn.Parameter(...)` of one is a parameter, too.
-        """
-        is_for_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
-        values = Tensor.detach(self)
-        return values.as_subclass(ShownParameter) if is_for_parameter else values
 
 
 class Slots:

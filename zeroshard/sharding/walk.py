@@ -1,4 +1,4 @@
-"""The calls of units in forwards, and the walk of a backward through them, from their end to their beginning.
+"""The calls of units in forwards, the walk of a backward through them, from end to beginning, and leases.
 
 Every call of a unit begins and ends at a tick of the runtime's clock. Autograd runs nodes in the reverse
 order of their creation. So when the gradient of an output arrives, the calls that began after that output was
@@ -17,6 +17,20 @@ the order of the list: a turn that nothing led to on this rank is taken when a l
 they issue the same gathers and reductions in the same order, on any number of communicators. The list covers
 the forwards whose graphs are alive, and torch's own activation checkpoints; docs/architecture.md names the
 programs outside.
+
+[Note: Leases] A lease is a reason to keep units gathered. A unit is freed when the last lease on it ends.
+
+lease          taken                                    ended
+in use         before a forward of the unit             after it
+trailing       after a forward of the unit              when another unit begins
+staying        after a forward, where units are kept    when the root's forward ends
+ahead          by a prefetch in forward                 when the unit begins, or with the forward
+graph          when the root's forward ends: on the     by the backward, the unit's next forward, or
+               root, and on units that trail or stay    the end of the root's
+backward       when a backward gathers the unit         when the backward leaves the unit
+second graph   by a backward that makes a graph         by the step
+held           by `generate` and its like               by them
+scheduled      by an unshard of a schedule              by its reshard
 """
 
 from __future__ import annotations
@@ -31,7 +45,6 @@ from weakref import ref
 import torch
 
 from zeroshard.internals.autograd import outermost_checkpoint
-from zeroshard.sharding.lease import Lease
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import NEVER, ForwardCall, Region, Unit, Visit
 
@@ -156,6 +169,40 @@ class CallLog:
         """Drop the frames, which hold the variables of their functions."""
         self._root_caller = None
         self._regions.clear()
+
+
+class Lease:
+    """One reason to keep units gathered."""
+
+    def __init__(self) -> None:
+        self.units: dict[Unit, None] = {}
+        """The units that it keeps, in the order in which it took them."""
+
+    def take(self, *units: Unit) -> None:
+        """Keep units gathered from now on. The caller gathers them."""
+        for unit in units:
+            self.units[unit] = None
+            unit.leases.add(self)
+
+    def end(self, units: Iterable[Unit] | None = None) -> None:
+        """Keep units no longer; None: all of them. The caller frees those without another lease."""
+        for unit in tuple(self.units if units is None else units):
+            if unit in self.units:
+                del self.units[unit]
+                unit.leases.discard(self)
+
+
+class Leases:
+    """The leases of a runtime, one of each kind; the lease of a backward belongs to the backward."""
+
+    def __init__(self) -> None:
+        self.in_use, self.ahead, self.trailing, self.staying = Lease(), Lease(), Lease(), Lease()
+        self.graph, self.second_graph, self.held, self.scheduled = Lease(), Lease(), Lease(), Lease()
+
+    def end_forward(self) -> None:
+        """End the leases of a forward that is over or has failed."""
+        for lease in (self.in_use, self.ahead, self.trailing, self.staying):
+            lease.end()
 
 
 class Turn(NamedTuple):
