@@ -27,11 +27,11 @@ from zeroshard.full.parameters import spread
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.adopted import rule_of, to_common
 from zeroshard.optim.eightbit.blocks import ABSMAX, QuantizedState, codebook
+from zeroshard.parameters.parts import own_value, whole_value
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_averages, refuse_in_step
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.wholes import own_value, whole_value
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine

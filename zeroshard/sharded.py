@@ -25,7 +25,6 @@ from zeroshard.parameters.state import Phase, refuse_averages, refuse_in_batch, 
 from zeroshard.plan.originals import Original, is_packed
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
 from zeroshard.sharding.unit import Unit, UnitInfo
-from zeroshard.sharding.wholes import gather_wholes
 from zeroshard.stepping.attach import attach
 from zeroshard.stepping.clipping import check_clipping
 from zeroshard.stepping.guard import StepGuard
@@ -65,7 +64,7 @@ def restore_module(runtime: Runtime) -> None:
     in_own = any(form_of(layer) is not None for layer in runtime.module.modules())
     for unit in runtime.units:
         for buffer in unit.buffers:
-            views = gather_wholes(buffer, runtime.context.axes.tp)
+            views = buffer.gather_wholes()
             for original, sharded, view in zip(buffer.originals, buffer.sharded, views, strict=True):
                 _give_back(original, sharded, view.to(_dtype_of(original, view, runtime, in_own), copy=True))
     release(

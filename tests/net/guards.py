@@ -180,8 +180,8 @@ GUARDS = (
     Break(
         name="another_parameter_in_a_slot",
         says="A parameter that was put in the place of a sharded one after initialize is not noticed.",
-        file="zeroshard/sharding/slots.py",
-        find="raise RuntimeError(_describe(place[3].fqn, current))",
+        file="zeroshard/sharding/unit.py",
+        find="raise RuntimeError(_describe(unsharded.fqn, current))",
         replace="pass",
         tests=(
             "tests/distributed/test_slots.py::"
@@ -306,9 +306,9 @@ GUARDS = (
     Break(
         name="an_edit_in_a_forward_is_lost",
         says="A parameter that a forward edits has its old value after the next gather, without an error.",
-        file="zeroshard/sharding/slots.py",
-        find="    if moved or edited:\n",
-        replace="    if False:\n",
+        file="zeroshard/sharding/unit.py",
+        find="        if moved or edited:\n",
+        replace="        if False:\n",
         tests=(
             "tests/distributed/test_edits.py::"
             "test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value[2]",

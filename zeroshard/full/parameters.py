@@ -17,12 +17,12 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.comm.messages import Messages
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
+from zeroshard.parameters.parts import own_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes
 from zeroshard.parameters.unsharded import ShownParameter
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import UnitState
-from zeroshard.sharding.wholes import gather_wholes, own_value, wholes_in
 
 _REMEDY = (
     "add or remove parametrizations, pruning and layers before zeroshard.initialize, or undo it inside the "
@@ -131,7 +131,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
     opened = []
     for buffer in (buffer for unit in units for buffer in unit.buffers):
         flat = buffer.gather_main()
-        opened.append(_Opened(buffer, flat, wholes_in(buffer, flat, axes.tp)))
+        opened.append(_Opened(buffer, flat, buffer.wholes_in(flat)))
     shown = {
         id(sharded): ShownParameter.of(sharded, whole)
         for buffer, _, wholes in opened
@@ -290,7 +290,7 @@ def _wholes(runtime: Runtime, state: Mapping[str, Any], wanted: Collection[str])
     axes, own = runtime.context.axes, set(map(id, runtime.parameters))
     is_first = axes.everyone.rank == 0
     for buffer in runtime.buffers:
-        wholes = gather_wholes(buffer, axes.tp)
+        wholes = buffer.gather_wholes()
         for values, sharded in zip(wholes, buffer.sharded, strict=True):
             if is_first and sharded.fqn in wanted:
                 # A copy: a view would keep the whole flat buffer alive, padding included.
@@ -337,7 +337,7 @@ class ShownGradients:
         for buffer in trained:
             is_used = [next(used) for _ in buffer.sharded]
             flat = _gather(buffer, axes.dp_shard) if any(is_used) else None
-            views = [] if flat is None else wholes_in(buffer, flat, axes.tp)
+            views = [] if flat is None else buffer.wholes_in(flat)
             for index, sharded in enumerate(buffer.sharded):
                 parameter = shown[id(sharded)]
                 # Through .data it gets a version counter of its own: edits of one do not count for all.

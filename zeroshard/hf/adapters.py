@@ -17,7 +17,6 @@ from zeroshard.forwards.quantized import has_codes
 from zeroshard.full.parameters import Named, collect
 from zeroshard.hf.export import Format
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.wholes import gather_wholes
 
 _Written = dict[str, dict[str, list[str]]]
 """By adapter and name in its file, all names of the tensor in the model's state_dict()."""
@@ -117,7 +116,7 @@ def _gather(runtime: Runtime, wanted: Collection[str], dtype: torch.dtype | None
     for buffer in runtime.buffers:
         if names.keys().isdisjoint(map(id, buffer.sharded)):
             continue
-        views = gather_wholes(buffer, axes.tp)
+        views = buffer.gather_wholes()
         for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
             if (own := names.get(id(sharded))) is not None:
                 yield Named(own, view.to("cpu", dtype or view.dtype, copy=True))

@@ -49,7 +49,6 @@ from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import INDEX, SINGLE, TensorInfo, begin_file
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.wholes import gather_wholes
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -433,7 +432,7 @@ def gather_buffers(
 
 
 def _gather_buffer(buffer: FlatBuffer, names: Mapping[str, list[str]], axes: Axes) -> Iterator[Named]:
-    is_first, views = axes.everyone.rank == 0, gather_wholes(buffer, axes.tp)
+    is_first, views = axes.everyone.rank == 0, buffer.gather_wholes()
     for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
         for name in names.get(sharded.fqn, ()) if view.numel() else ():
             yield Named(name, view)

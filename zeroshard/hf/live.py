@@ -36,7 +36,6 @@ from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
-from zeroshard.sharding.wholes import gather_wholes
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -283,7 +282,7 @@ def _gatherer(runtime: Runtime, unit: Unit, names: Mapping[str, str]) -> _Step:
     def gather() -> dict[str, Tensor]:
         found = {}
         for buffer in unit.buffers:
-            wholes = gather_wholes(buffer, runtime.context.axes.tp)
+            wholes = buffer.gather_wholes()
             for original, values in zip(buffer.originals, wholes, strict=True):
                 if original.fqn in names:
                     owner, _ = original.owners[0]

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zeroshard.comm.collectives import Axis
 from zeroshard.plan.cuts import Cut
+from zeroshard.plan.originals import Original
 
 
 def part_of(whole: Tensor, cut: Cut, rank: int) -> Tensor:
@@ -25,3 +27,17 @@ def whole_of(parts: Sequence[Tensor], cut: Cut) -> Tensor:
             whole.narrow(cut.dim, span.start, span.size).copy_(part.narrow(cut.dim, start, span.size))
             start += span.size
     return whole
+
+
+def whole_value(own: Tensor, original: Original, tp: Axis) -> Tensor:
+    """Return the tensor of which the tensor ranks hold parts, of the original shape; collective."""
+    if original.cut is None:
+        return own
+    flat = own.new_empty(tp.size * own.numel())
+    tp.all_gather(flat, own.reshape(-1), tag=0, label=f"all-gather of the parts of '{original.fqn}'").wait()
+    return whole_of(flat.view(tp.size, *own.shape).unbind(), original.cut)
+
+
+def own_value(whole: Tensor, original: Original, tp: Axis) -> Tensor:
+    """Return this rank's part of a tensor of the original shape."""
+    return whole if original.cut is None else part_of(whole, original.cut, tp.rank)

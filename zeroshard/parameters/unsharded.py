@@ -89,7 +89,7 @@ class ShownParameter(UnshardedParameter):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "sharded"}
 
-    data = property(Tensor.detach, set_data)  # type: ignore[assignment]
+    data = property(Tensor.detach, set_data)
     """The values without a graph, over the same memory; edits of them count versions."""
 
 

@@ -22,7 +22,7 @@ from zeroshard.comm.collectives import Axis, GatherPart
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.parameters.original import class_before, retire
-from zeroshard.parameters.parts import part_of
+from zeroshard.parameters.parts import part_of, whole_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit
 from zeroshard.parameters.unsharded import UnshardedParameter, refuse_gradient, set_data
 from zeroshard.plan.buffers import BufferPlan
@@ -30,7 +30,7 @@ from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original, counts
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.source import Source
-from zeroshard.sharding.storage import allocate, is_allocated, release
+from zeroshard.sharding.storage import allocate, release
 
 
 class Gather(NamedTuple):
@@ -164,7 +164,7 @@ class FlatBuffer:
 
     def has_moved(self) -> bool:
         """True if an unsharded parameter lies in other memory than `full`; past the guards of parameters."""
-        if not (self.is_resident or is_allocated(self.full)):
+        if not (self.is_resident or self.full.untyped_storage().nbytes()):
             return False
         first = self.full.data_ptr()
         return any(parameter.data_ptr() != first + start for parameter, start in self._starts)
@@ -281,6 +281,19 @@ class FlatBuffer:
             label = f"all-gather of the main parameters of {self.describe()}"
             self._context.axes.dp_shard.all_gather(whole, own, tag=self.tag, label=label).wait()
         return whole
+
+    def gather_wholes(self) -> list[Tensor]:
+        """Gather the main parameters, as the model had them, in memory of their own; collective."""
+        return self.wholes_in(self.gather_main())
+
+    def wholes_in(self, flat: Tensor) -> list[Tensor]:
+        """Gather tensors over the tensor ranks, from [total] with the parts of this rank; collective.
+
+        Returns:
+            A tensor for each parameter: a view of `flat` where each rank holds all of it.
+        """
+        pairs, tp = zip(self.main_views(flat), self.originals, strict=True), self._context.axes.tp
+        return [whole_value(view, original, tp) for view, original in pairs]
 
     def main_views(self, whole: Tensor) -> list[Tensor]:
         """The full-shape parameters inside the result of `gather_main`."""

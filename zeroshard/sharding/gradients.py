@@ -506,12 +506,9 @@ class Gradients:
             self._squares = None
 
     def _move(self, state: GradientState) -> None:
-        if state is self.state:
-            return
-        if state not in _MOVES[self.state]:
-            where, now = self.buffer.describe(), self.state.value
-            raise RuntimeError(f"the gradients of {where} cannot go from {now} to {state.value}")
-        self.state = state
+        if state is not self.state:
+            assert state in _MOVES[self.state], f"{self.buffer.describe()}: {self.state} to {state}"
+            self.state = state
 
 
 def _place_of(parameter: ShardedParameter) -> _Place | None:

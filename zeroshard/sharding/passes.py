@@ -159,9 +159,7 @@ class Passes:
 
     def _end_trailing(self) -> None:
         if self.leases.trailing.units:
-            ended = tuple(self.leases.trailing.units)
-            self.leases.trailing.end()
-            self.free(ended, for_backward=torch.is_grad_enabled())
+            self.free(self.leases.trailing.end(), for_backward=torch.is_grad_enabled())
 
     def _begin_second_call(self, unit: Unit) -> None:
         """Gather a unit whose forward runs again inside a backward, in the order of all ranks."""
@@ -281,8 +279,7 @@ class Passes:
 
     def free(self, units: Sequence[Unit], *, for_backward: bool) -> None:
         for unit in units:
-            if not unit.leases:
-                unit.reshard(for_backward)
+            unit.free(for_backward)
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -499,8 +496,7 @@ class Passes:
             lease.end()
         for unit in self._units:
             unit.slots.uninstall()
-            if not unit.leases:
-                unit.reshard()
+            unit.free()
 
 
 def closed_error() -> RuntimeError:

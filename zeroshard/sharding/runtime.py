@@ -207,7 +207,7 @@ class Runtime:
                     )
 
     def check_edits(self) -> None:
-        """Refuse edits of unsharded parameters, which would be lost; see `slots.check_edits`."""
+        """Refuse edits of unsharded parameters, which would be lost; see `Unit.check_edits`."""
         for unit in self.units:
             unit.check_edits()
 
@@ -303,9 +303,7 @@ class Runtime:
 
     def reshard(self, units: Iterable[Unit] | None = None) -> None:
         """Keep units no longer; None: all that `unshard` has kept. Those that nobody needs are freed."""
-        ended = tuple(self.passes.leases.scheduled.units if units is None else units)
-        self.passes.leases.scheduled.end(ended)
-        self.passes.free(ended, for_backward=True)
+        self.passes.free(self.passes.leases.scheduled.end(units), for_backward=True)
 
     def end_parts(self) -> None:
         """Drop the forwards with names, and keep no units for them: a batch is over, or has failed."""

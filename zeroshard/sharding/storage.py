@@ -38,11 +38,6 @@ def allocate(tensor: Tensor, num_bytes: int) -> None:
     storage.resize_(num_bytes)
 
 
-def is_allocated(tensor: Tensor) -> bool:
-    """True if there is memory under a tensor."""
-    return tensor.untyped_storage().nbytes() > 0
-
-
 def count_views(tensor: Tensor) -> int:
     """Count the tensors over the storage of a tensor, including itself and those that autograd keeps."""
     storage = tensor.untyped_storage()  # counts, too

@@ -184,12 +184,14 @@ class Lease:
             self.units[unit] = None
             unit.leases.add(self)
 
-    def end(self, units: Iterable[Unit] | None = None) -> None:
-        """Keep units no longer; None: all of them. The caller frees those without another lease."""
-        for unit in tuple(self.units if units is None else units):
+    def end(self, units: Iterable[Unit] | None = None) -> tuple[Unit, ...]:
+        """Keep units no longer, None: all of them; return them. The caller frees them: see `Unit.free`."""
+        ended = tuple(self.units if units is None else units)
+        for unit in ended:
             if unit in self.units:
                 del self.units[unit]
                 unit.leases.discard(self)
+        return ended
 
 
 class Leases:
@@ -352,8 +354,7 @@ class Walk:
         unit.slots.uninstall()
         self.lease.end((unit,))
         self._graph.end((unit,))
-        if not unit.leases:
-            unit.reshard()
+        unit.free()
 
     def _gather(self, num: int) -> None:
         """Start the gathers of the first `num` units of the route."""
