@@ -59,8 +59,7 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.hooks import hook
-from zeroshard.sharding.runtime import Runtime
+from zeroshard.sharding.runtime import Runtime, hook
 from zeroshard.sharding.unit import Unit
 from zeroshard.tiers.places import TierMemory, open_swap
 
@@ -129,6 +128,8 @@ def shard_over(
         memory=TierMemory(device, lambda: open_swap(config.offload.nvme_path, axes.world.rank)),
         meter=Meter(),
         state=ModuleState(),
+        num_prefetch=config.num_prefetch,
+        output_dtype=config.precision.output_dtype,
     )
     agree_on_layers(module, axes, ignored)
     quantized = QuantizedLayers(module, context, changes, ignored)
@@ -158,14 +159,7 @@ def shard_over(
     if config.offload.activations == "cpu":
         offload_activations(units, changes, context, warns=config.recompute == "none")
     exclude_from_tracing()
-    runtime = Runtime(
-        units,
-        context,
-        pool,
-        num_prefetch=config.num_prefetch,
-        output_dtype=config.precision.output_dtype,
-        changes=changes,
-    )
+    runtime = Runtime(units, context, pool, changes)
     runtime.ignored, runtime.casts = ignored, casts
     hook(runtime)
     compare_inputs(runtime)

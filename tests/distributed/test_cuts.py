@@ -260,7 +260,7 @@ class PackedBytes:
 
     def __init__(self, engine):
         self.most, self.pooled, self._live = 0, 0, {}
-        pool = engine._runtime.reducer._pool
+        pool = engine._runtime.reducer.pool
         for buffer in engine._runtime.buffers:
             self._count_takes(buffer.layout.total, pool)
         drop = pool.drop

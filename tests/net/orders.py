@@ -89,8 +89,8 @@ ORDERS = (
         name="a_step_takes_no_deferred_gradients",
         says="A step of a plain optimizer does not reduce the sums that no_sync has left.",
         file="zeroshard/sharding/reducer.py",
-        find="            self._list_units(self._units)\n            self._deliver()\n        self.call_hooks()",
-        replace="            pass\n        self.call_hooks()",
+        find="self._list_units(self._units)\n            self._deliver()\n        self.call_hooks()",
+        replace="pass\n        self.call_hooks()",
         tests=(
             "tests/distributed/test_accumulation.py::"
             "test_sums_that_no_sync_left_are_reduced_by_the_next_backward_or_step",

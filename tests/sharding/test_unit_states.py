@@ -137,7 +137,7 @@ def try_moves(moves):
         gradients.state = start
         try:
             gradients._move(end)
-        except RuntimeError as error:
+        except AssertionError as error:
             outcomes.append((gradients.state, str(error)))
         else:
             outcomes.append((gradients.state, None))

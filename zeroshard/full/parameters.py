@@ -125,7 +125,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
     names = _names(runtime)
     members = {member for module in modules for member in module.modules()}
     units = [unit for unit in runtime.units if not members.isdisjoint(unit.slots.owners)]
-    if write_back and any(unit.slots.is_shown for unit in units):
+    if write_back and any(unit.slots.stand_ins for unit in units):
         raise RuntimeError("unsharded(write_back=True) inside unsharded() of the same parameters")
     axes = runtime.context.axes
     opened = []

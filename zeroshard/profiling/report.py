@@ -182,7 +182,7 @@ class MemoryWatch:
 
     def take(self, seconds: float, phase: Label) -> None:
         """Take a sample at the begin of a phase."""
-        unsharded, packed = self._runtime.context.meter.now, self._runtime.reducer.packed_bytes
+        unsharded, packed = self._runtime.context.meter.now, self._runtime.reducer.pool.num_bytes
         other = self._count() - self._states - unsharded - packed
         sample = MemorySample(seconds, phase, self._states, unsharded, packed, max(0, other))
         self.samples.append(sample)

@@ -1,4 +1,4 @@
-"""The objects that the buffers of one engine share."""
+"""The objects and settings that the units and buffers of one engine share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The objects that the buffers of one engine share."""
+    """The objects and settings that the units and buffers of one engine share."""
 
     axes: Axes
     setting: Setting
@@ -38,5 +38,9 @@ class Context:
     memory: TierMemory
     meter: Meter
     state: ModuleState
+    num_prefetch: int
+    """The number of units that are gathered ahead."""
+    output_dtype: torch.dtype | None
+    """The dtype to which floating-point outputs of the root are cast; None: they stay as they are."""
     landed: list[Tensor] = field(default_factory=list)
     """Host memory of reduced gradients, in use or free."""

@@ -347,7 +347,7 @@ class Gradients:
             self._stay(result, dtype, sums)
             return
         if self.landing is not None:
-            self._send(result, dtype, sums, new, self.landing)
+            self._send(result, dtype, sums, new)
             return
         for index, total in sums.items():
             part = result[self._own_slices[index]]
@@ -365,21 +365,7 @@ class Gradients:
             set_gradient(self.buffer.sharded[index], None)
         self._reduced.update((index, values[part]) for index, part in enumerate(own))
 
-    def _land_stayed(self, landing: Landing) -> None:
-        """Send gradients that have stayed to the host: their unit is not stepped in this backward."""
-        own = self._own_slices
-        with landing.beside(*self._reduced.values()):
-            landed = landing.land(landing.fetched([(own[at], part) for at, part in self._reduced.items()]))
-        self._reduced = {at: landed[own[at]] for at in self._reduced}
-
-    def _send(
-        self,
-        result: Tensor,
-        dtype: torch.dtype,
-        sums: Mapping[int, Tensor],
-        new: Sequence[int],
-        landing: Landing,
-    ) -> None:
+    def _send(self, result: Tensor, dtype: torch.dtype, sums: dict[int, Tensor], new: list[int]) -> None:
         """Send reduced gradients to the host. Sums come from there, and return: the device adds.
 
         Args:
@@ -388,7 +374,8 @@ class Gradients:
             new: the indices of the parameters whose gradients get new memory: they have no sum, or one of
                 another dtype, which is replaced.
         """
-        own = self._own_slices
+        own, landing = self._own_slices, self.landing
+        assert landing is not None, "gradients leave the device"
         needs_norm = not (self.is_kept or self._context.setting.steps_in_backward)
         if needs_norm and self._squares is None and result.dtype is not torch.float64:  # its squares overflow
             # A second part of the gradients writes to the same memory, in the order of the stream.
@@ -424,8 +411,8 @@ class Gradients:
         self.complete()
         if not self.is_kept:
             self._move(GradientState.EMPTY)
-            if self._stays and self._reduced and self.landing is not None:
-                self._land_stayed(self.landing)
+            if self._stays:  # the unit was not stepped in this backward
+                self._reduced = {i: moves.beside(one, self.buffer.main) for i, one in self._reduced.items()}
             deliver = self._detach(used)
             self._wait_on_host()
             deliver(None)
@@ -507,7 +494,8 @@ class Gradients:
 
     def _move(self, state: GradientState) -> None:
         if state is not self.state:
-            assert state in _MOVES[self.state], f"{self.buffer.describe()}: {self.state} to {state}"
+            where, now = self.buffer.unit_name, self.state
+            assert state in _MOVES[now], f"unit '{where}' cannot go from {now.value} to {state.value}"
             self.state = state
 
 

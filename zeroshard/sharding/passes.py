@@ -7,8 +7,8 @@
     a gradient        pack it; when the unit has all of its gradients and it is its turn, start the reduction
     end of backward   take the turns that are left, agree on which parameters were used, deliver, free
 
-`hooks.py` calls these verbs. `walk.py` notes the calls of a forward, and makes the turns of a backward of
-them, and lists the reasons to keep a unit gathered.
+Hooks of `runtime.py` call these verbs. `walk.py` notes the calls of a forward, makes the turns of a backward
+of them, and lists the reasons to keep a unit gathered.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ class Passes:
         order: the order of the units.
         reducer: reduces their gradients.
         quiet: units without turns in a backward: nothing of them is freed, exchanged or stepped there.
-        num_prefetch: the number of units that are gathered ahead.
-        output_dtype: the dtype to which floating-point outputs of the root are cast.
     """
 
     def __init__(
@@ -67,29 +65,24 @@ class Passes:
         context: Context,
         order: UnitOrder,
         reducer: Reducer,
-        *,
         quiet: Sequence[Unit],
-        num_prefetch: int,
-        output_dtype: torch.dtype | None,
     ) -> None:
         self._root, self._units = units[0], tuple(units)
         self._context, self._order, self._reducer = context, order, reducer
         self._state, self._here = context.state, context.axes.dp.rank_status
         self.quiet = quiet
-        self._num_prefetch = 0 if all(unit.is_resident for unit in units) else num_prefetch
+        self._num_prefetch = 0 if all(unit.is_resident for unit in units) else context.num_prefetch
         self.trained = [(unit, gradients) for unit in units for gradients in unit.gradients]
         """The gradients of each trained buffer, and their unit."""
         self._readers = [unit for unit in units if unit.reads_files]
         """Units whose gathers start from files."""
-        buffers = [buffer for unit in units for buffer in unit.buffers]
         gathered = [unit for unit in units[1:] if not (unit.is_resident or unit.gradients)]
         self._frozen = dict.fromkeys(unit for unit in gathered if unit.backward_needs_parameters)
         """Units without gradients: the graph decides if a backward gathers them."""
         has_versions = context.setting.weights not in NEWEST_WEIGHTS
         self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
         """Units whose modules may compute with other memory than the main parameters."""
-        self.offloaded = [buffer for buffer in buffers if buffer.plan.main_tier is not Tier.DEVICE]
-        self._output_dtype = output_dtype
+        self.offloaded = [b for unit in units for b in unit.buffers if b.plan.main_tier is not Tier.DEVICE]
         self.calls = CallLog(units)
         self._called: list[Unit] = []
         """The units of the forward under way, in the order of their calls."""
@@ -177,7 +170,7 @@ class Passes:
             return output
         unit.check_edits()
         if unit is self._root:
-            output = cast_outputs(output, self._output_dtype)
+            output = cast_outputs(output, self._context.output_dtype)
         if not unit.is_resident and not self.leases.held.units:
             output = unit.copy_own(output)
         output = self._watch(unit, output)

@@ -121,7 +121,7 @@ class Reducer:
         """Takes the gradient of the parameter at an index of a buffer; chosen by `begin`."""
         self.set_aside: dict[Gradients, Callable[[int, Tensor], bool]] = {}
         """Calls that take the gradient at an index of a buffer for later, or return False."""
-        self._units, self._pool, self._axis = dict.fromkeys(units), pool, axes.everyone
+        self._units, self.pool, self._axis = dict.fromkeys(units), pool, axes.everyone
         self._order = order
         self._has_warned, self.num_forwards = False, 0
         """Forwards with a graph, also failed ones, since the last agreement of all ranks."""
@@ -172,11 +172,6 @@ class Reducer:
     def local_bytes(self) -> int:
         """Bytes of gradients that wait here for a later reduction."""
         return sum(gradients.local_bytes for gradients in self._all)
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of the buffers in which gradients are packed."""
-        return self._pool.num_bytes
 
     def check_begin(self) -> None:
         """Check that a backward that begins may add to the gradients of this step.
@@ -363,7 +358,7 @@ class Reducer:
             while self._to_start:
                 self._start_now(self._to_start.popleft())
             self._state.has_sums = True
-            self._pool.release()
+            self.pool.release()
 
     def end(self) -> bool:
         """End a backward: start the reductions that are left and deliver, or keep the sums.
@@ -453,7 +448,7 @@ class Reducer:
         for unit in self._units:
             unit.drop_gradients()
         self.under_way, self._ahead, self._held = [], {}, None
-        self._pool.release()
+        self.pool.release()
 
     def _deliver(self) -> None:
         """Start the reductions that are left, wait, and hand gradients to the parameters.
@@ -490,7 +485,7 @@ class Reducer:
                 pairs = zip(gradients.buffer.sharded, used, strict=True)
                 self._delivered.update((id(parameter), parameter) for parameter, is_used in pairs if is_used)
         self._must_agree, self._ahead = agreed.has_changed, {}
-        self._pool.release()
+        self.pool.release()
         self._state.has_sums = any(gradients.is_kept for gradients in self._all)
         if agreed.has_other_pace and not self._has_warned:
             self._has_warned = True

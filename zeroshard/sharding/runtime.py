@@ -1,40 +1,45 @@
-"""The runtime of a sharded module: questions about its units, and the calls around an optimizer step.
+"""The runtime of a sharded module: questions about its units, calls around an optimizer step, and hooks.
 
-`passes.py` has its forwards and backwards.
+`passes.py` has its forwards and backwards. The hooks on modules and parameters call its verbs and decide
+nothing themselves.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams, mark_here
 from zeroshard.comm.watch.status import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
+from zeroshard.internals.nested import cast_inputs
 from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
 from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.names import Cast
+from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.order import UnitOrder
-from zeroshard.sharding.passes import Passes
+from zeroshard.sharding.passes import Passes, closed_error
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import Unit, UnitInfo, UnitState
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
 
-_OURS = (ShardedParameter, UnshardedParameter)
+_OURS = (ShardedParameter, UnshardedParameter, type(None))
 
 
 class Runtime:
@@ -44,21 +49,10 @@ class Runtime:
         units: the root unit first.
         context: the objects that their buffers share.
         pool: scratch buffers of the backward.
-        num_prefetch: the number of units that are gathered ahead.
-        output_dtype: the dtype to which floating-point outputs of the root are cast.
         changes: the changes of the modules.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        context: Context,
-        pool: BufferPool,
-        *,
-        num_prefetch: int,
-        output_dtype: torch.dtype | None,
-        changes: Changes,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], context: Context, pool: BufferPool, changes: Changes) -> None:
         self.root, self.units, self.context, self.changes = units[0], tuple(units), context, changes
         self.state, self.here = context.state, context.axes.dp.rank_status
         self.ignored: Mapping[nn.Parameter, str] = {}
@@ -75,15 +69,7 @@ class Runtime:
             is_common=frees and context.axes.dp_replicate.size == 1,
         )
         self.reducer = Reducer(units, context, pool, self.order)
-        self.passes = Passes(
-            units,
-            context,
-            self.order,
-            self.reducer,
-            quiet=quiet,
-            num_prefetch=num_prefetch,
-            output_dtype=output_dtype,
-        )
+        self.passes = Passes(units, context, self.order, self.reducer, quiet)
         # Parameters call these functions, without a strong reference to the runtime.
         finish, drop = weakref.WeakMethod(self.finish_gathers), weakref.WeakMethod(self._drop_gradient)
         self.state.before_edit = lambda: (call := finish()) is not None and call()
@@ -91,8 +77,8 @@ class Runtime:
         # An engine that is dropped may have gathers under way, into memory that goes with it.
         # Not the context: a step that waits is in its state, and leads back here.
         is_offloaded = any(buffer.plan.state_tier is not Tier.DEVICE for buffer in self.buffers)
-        own = context.axes, context.streams, context.device if is_offloaded else None
-        weakref.finalize(self, _drain, *own).atexit = False
+        device = context.device if is_offloaded else None
+        weakref.finalize(self, _drain, context.axes, context.streams, device).atexit = False
 
     # -- questions ------------------------------------------------------------------------------------
 
@@ -154,7 +140,7 @@ class Runtime:
         Raises:
             RuntimeError: the call is inside unsharded().
         """
-        if any(unit.slots.is_shown for unit in self.units):
+        if any(unit.slots.stand_ins for unit in self.units):
             raise RuntimeError(
                 f"{what} inside engine.unsharded() would take the full parameters for the model's own: call "
                 "it after the block; inside, the model's own methods see full parameters"
@@ -181,7 +167,7 @@ class Runtime:
             return  # a walk over all modules takes ten times as long
         for path, module in self.module.named_modules():
             for name, parameter in module._parameters.items():
-                if isinstance(parameter, _OURS) or parameter is None or parameter in self.ignored:
+                if isinstance(parameter, _OURS) or parameter in self.ignored:
                     continue
                 raise RuntimeError(
                     f"'{path + '.' if path else ''}{name}' was added to a sharded model: it would not be "
@@ -287,12 +273,9 @@ class Runtime:
             raise
         finally:
             self.state.is_in_batch = False
-            self.end_parts()
+            self.passes.calls.named.clear()
+            self.reshard()
         self.check_edits()
-
-    def drop_part(self, name: Hashable) -> None:
-        """Drop a forward with a name: no backward comes to it any more."""
-        self.passes.calls.named.pop(name, None)
 
     def unshard(self, units: Iterable[Unit]) -> None:
         """Start to gather units, and keep them until `reshard`."""
@@ -304,11 +287,6 @@ class Runtime:
     def reshard(self, units: Iterable[Unit] | None = None) -> None:
         """Keep units no longer; None: all that `unshard` has kept. Those that nobody needs are freed."""
         self.passes.free(self.passes.leases.scheduled.end(units), for_backward=True)
-
-    def end_parts(self) -> None:
-        """Drop the forwards with names, and keep no units for them: a batch is over, or has failed."""
-        self.passes.calls.named.clear()
-        self.reshard()
 
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
@@ -356,3 +334,61 @@ def _drain(axes: Axes, streams: Streams, offloaded: torch.device | None) -> None
     streams.join()
     if offloaded is not None:  # host memory goes back to the system at once
         mark_here(offloaded).synchronize()
+
+
+def hook(runtime: Runtime) -> None:
+    """Let the forwards and backwards of a module drive its runtime."""
+    for unit in runtime.units:
+        _hook_unit(runtime, unit)
+    for number, (_, gradients) in enumerate(runtime.passes.trained):
+        for index, parameter in enumerate(gradients.buffer.unsharded):
+            _hook_gradient(runtime.passes, number, index, parameter)
+    _avoid_fast_paths(runtime.module, runtime.changes)
+
+
+def _hook_unit(runtime: Runtime, unit: Unit) -> None:
+    """Hook the modules of a unit, and the layers inside them."""
+    hook = runtime.changes.hook  # a hook keeps the runtime, which a model without engine still needs
+    for module in unit.modules:
+        cast, dtype = runtime.casts.get(module), runtime.input_dtype(module)
+        casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
+        if dtype is not None and not casts_itself:
+            own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
+            hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
+        if unit in runtime.passes.quiet:
+            hook(module.register_forward_pre_hook(lambda *_: runtime.passes.show(unit), prepend=True))
+            hook(module.register_forward_hook(lambda *_: runtime.passes.hide(unit), always_call=True))
+            continue
+        hook(
+            module.register_forward_pre_hook(
+                lambda *_: runtime.passes.before_forward(unit, sys._getframe(1)), prepend=True
+            )
+        )
+        hook(module.register_forward_hook(lambda *call: runtime.passes.after_forward(unit, call[-1])))
+        hook(module.register_forward_hook(lambda *_: runtime.passes.exit_forward(unit), always_call=True))
+    for layer in unit.layers:
+        hook(layer.register_forward_hook(lambda *call: runtime.passes.watch_layer(unit, call[-1])))
+
+
+def _hook_gradient(passes: Passes, number: int, index: int, parameter: nn.Parameter) -> None:
+    # Autograd keeps the hook out of the garbage collector's sight: a strong reference would leak.
+    of_passes = weakref.ref(passes)
+
+    def arrived(parameter: Tensor) -> None:
+        passes = of_passes()
+        gradient, parameter.grad = parameter.grad, None
+        if passes is None:
+            raise closed_error()
+        assert gradient is not None, "called when it has been accumulated"
+        passes.receive(number, index, gradient)
+
+    Tensor.register_post_accumulate_grad_hook(parameter, arrived)  # type: ignore[no-untyped-call]
+
+
+def _avoid_fast_paths(root: nn.Module, changes: Changes) -> None:
+    """Let torch's encoders compute in evaluation as in training: their fast paths allow no hooks."""
+    for module in root.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            changes.set(module, "activation_relu_or_gelu", 0)
+        elif isinstance(module, nn.TransformerEncoder):
+            changes.set(module, "use_nested_tensor", False)

@@ -140,7 +140,10 @@ class Slots:
             )
             for owner, attribute in original.owners
         ]
-        self._stand_ins: Mapping[int, nn.Parameter] = {}
+        self.owners = {place[0] for place in self._places}
+        """The modules that have the slots."""
+        self.stand_ins: Mapping[int, nn.Parameter] = {}
+        """The parameters that are shown at rest for the sharded ones, by the id of these."""
         self._slots: list[tuple[dict[str, nn.Parameter | None], str, UnshardedParameter, nn.Parameter]] = []
         """Each slot: the dictionary of its module, the name there, the unsharded parameter, and what it shows
         at rest."""
@@ -151,23 +154,13 @@ class Slots:
         """The version and the place in memory of each stand-in when it was first shown, by its id."""
         self.stand_in({})
 
-    @property
-    def owners(self) -> set[nn.Module]:
-        """The modules that have the slots."""
-        return {owner for owner, _, _, _ in self._places}
-
-    @property
-    def is_shown(self) -> bool:
-        """True while stand-ins are shown for the sharded parameters."""
-        return bool(self._stand_ins)
-
     def stand_in(self, parameters: Mapping[int, nn.Parameter]) -> Mapping[int, nn.Parameter]:
         """Show stand-ins at rest from now on, by the id of the sharded parameter.
 
         Returns:
             The stand-ins that were shown before.
         """
-        before, self._stand_ins = self._stand_ins, parameters
+        before, self.stand_ins = self.stand_ins, parameters
         self._slots = [
             (owner._parameters, attribute, unsharded, parameters.get(id(sharded), sharded))
             for owner, attribute, unsharded, sharded in self._places
@@ -189,7 +182,7 @@ class Slots:
         Raises:
             RuntimeError: as `check`; or a stand-in was edited, which the engine does not see.
         """
-        if self._stand_ins:
+        if self.stand_ins:
             self._check_shown()
         for slots, attribute, unsharded, shown in self._slots:
             current = slots.get(attribute)
@@ -221,10 +214,6 @@ class Slots:
             current = slots.get(attribute)
             if current is not shown and current is not unsharded:
                 raise RuntimeError(_describe(unsharded.fqn, current))
-
-    def clear(self) -> None:
-        """Drop modules and parameters."""
-        self._places, self._slots, self._watched, self._stand_ins = [], [], [], {}
 
     def _check_shown(self) -> None:
         for _, _, unsharded, shown in self._slots:
@@ -340,11 +329,10 @@ class Unit:
         if self.state is UnitState.UNSHARDED:
             return
         self.unshard()
-        if self.state is UnitState.GATHERING:
-            handles, self._handles = self._handles, []
-            for handle in handles:
-                handle.wait()
-            self._move(UnitState.UNSHARDED)
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
+        self._move(UnitState.UNSHARDED)
 
     def reshard(self, for_backward: bool = False) -> None:
         """Free the full parameters, unless the unit is resident.
@@ -370,9 +358,7 @@ class Unit:
 
     def refresh(self) -> None:
         """Start new gathers of replicated parameters and free the others, if main parameters have changed."""
-        if self.state is UnitState.SHARDED:
-            return
-        if not any(map(_is_stale, self._copies)):
+        if self.state is UnitState.SHARDED or not any(map(_is_stale, self._copies)):
             return
         self.wait()
         if self.is_resident:
@@ -452,7 +438,7 @@ class Unit:
             gradients.drop()
         for buffer in self.buffers:
             buffer.release()
-        self.slots.clear()
+        self.slots = Slots(())
 
     def _move(self, state: UnitState) -> None:
         before = self.state

@@ -474,7 +474,7 @@ class PipelineTraining:
         if ending:  # nothing may have come here, unlike on other ranks
             reducer.start_ahead(ending)
         if self._action.kind in END_BACKWARD:
-            self._runtime.drop_part(name)
+            self._runtime.passes.calls.named.pop(name, None)  # no backward comes to it any more
 
     def _ending(self, chunk: int, has_more: bool) -> frozenset[Unit]:
         """The units that the last backward of a chunk reduces although the rank has more backwards."""
