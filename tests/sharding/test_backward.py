@@ -13,7 +13,7 @@ from zeroshard.sharding.walk import Lease, Walk, plan_turns
 class Noting:
     """A unit that notes its collectives in a log that all units share."""
 
-    joins_backward, is_resident, entered = True, False, Unit.entered
+    joins_backward, is_resident, entered, free = True, False, Unit.entered, Unit.free
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -32,7 +32,7 @@ class Noting:
     def read_ahead(self):
         self.is_read = True
 
-    def reshard(self):
+    def reshard(self, for_backward):
         self.is_gathered = False
 
 
