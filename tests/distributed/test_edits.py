@@ -345,7 +345,7 @@ def copied_while_shown(stage):
     engine, _ = start(build(num_blocks=1), "SGD", stage=stage)
     with engine.unsharded():
         shown = engine.module[1].weight
-        made = nn.Parameter(shown.data)
+        made = nn.Parameter(shown)
         assert isinstance(made, nn.Parameter)
         assert made.requires_grad
         assert made.data_ptr() == shown.data_ptr()
@@ -355,7 +355,7 @@ def copied_while_shown(stage):
         assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
 
 
-def test_the_data_of_a_shown_parameter_can_become_a_parameter_of_another_module(ranks):
+def test_a_shown_parameter_can_become_that_of_another_module(ranks):
     for stage in STAGES:
         ranks(2, copied_while_shown, stage)
 

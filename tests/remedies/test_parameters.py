@@ -124,15 +124,6 @@ def test_an_edit_under_unsharded_ends_before_the_forward():
     trains(engine, model)
 
 
-def test_a_parameter_is_made_of_the_data_of_a_shown_one():
-    engine = start()
-    with engine.unsharded():
-        made = nn.Parameter(engine.module.gain.data)
-    assert torch.equal(made, net().gain)
-    with told("make it of module.weight.data"), engine.unsharded():
-        nn.Parameter(engine.module.gain)
-
-
 def test_parameters_are_assigned_and_tied_before_initialize():
     class Two(nn.Module):
         def __init__(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Self, cast
@@ -20,11 +21,11 @@ class UnshardedParameter(nn.Parameter):
 
     Attributes:
         fqn: the original name.
-        sharded: the sharded parameter; None once the engine is gone.
+        sharded: the sharded parameter; None once the engine is gone, and of a parameter made of a shown one.
     """
 
     fqn = ""
-    sharded: Callable[[], Any]
+    sharded: Callable[[], Any] = staticmethod(lambda: None)
 
     @classmethod
     def over(cls, view: Tensor, fqn: str, class_name: str | None = None) -> Self:
@@ -46,7 +47,9 @@ class UnshardedParameter(nn.Parameter):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Register a hook on the sharded parameter, whose `grad` is the mean over all ranks."""
-        return self.sharded().register_post_accumulate_grad_hook(hook)
+        own = self.sharded()
+        register = Tensor.register_post_accumulate_grad_hook
+        return register(self, hook) if own is None else own.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
     def data(self) -> Tensor:
@@ -80,7 +83,14 @@ class ShownParameter(UnshardedParameter):
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register a hook on the trained parameter; see `ShardedParameter.register_hook`."""
-        return self.sharded().register_hook(hook)
+        own = self.sharded()
+        return Tensor.register_hook(self, hook) if own is None else own.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def detach(self) -> Tensor:
+        """Return the values without a graph; of this class to `nn.Parameter(...)`, which wants it."""
+        is_for_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
+        values = Tensor.detach(self)
+        return values.as_subclass(ShownParameter) if is_for_parameter else values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
