@@ -112,6 +112,12 @@ def clear_states(engine, _):
     engine.optimizer.state.clear()
 
 
+def load_no_states(engine, _):
+    groups = engine.optimizer.param_groups
+    groups = [group | {"params": list(range(len(group["params"])))} for group in groups]
+    engine.optimizer.load_state_dict({"state": {}, "param_groups": groups})
+
+
 def read_memory(engine, seen):
     places = [(p.data_ptr(), p.untyped_storage()) for p in engine.parameters() if p.numel()]
     seen.append([torch.tensor(list(ctypes.string_at(place, 4))) for place, _ in places])
@@ -143,6 +149,7 @@ LOOKS = {
     "graph": (leave_a_graph, fused, BF16, True),
     "failure": (fail_in_a_forward, adamw, {}, True),
     "states cleared": (clear_states, adamw, {}, False),
+    "states loaded": (load_no_states, adamw, NARROW, False),
     "memory": (read_memory, adamw, {}, False),
     "text": (read_text, adamw, {}, False),
     "second step": (step_again, adamw, {}, False),

@@ -131,6 +131,23 @@ def test_a_step_after_one_that_failed_in_a_piece_begins_new_states(ranks, tmp_pa
     assert ranks(1, retried, tmp_path) == [[]]
 
 
+def cleared(folder):
+    """Differences after a user has cleared the states between steps."""
+    found = []
+    with small_pieces():
+        for tier in (offload(folder), {}):
+            engine = runs.start({"stage": 3, **tier}, OPTIMIZERS["AdamW"])
+            losses = runs.train(engine, range(3))
+            engine.optimizer.state.clear()
+            losses += runs.train(engine, range(3, 6))
+            found.append(runs.state(engine, losses))
+    return runs.differences(*found)
+
+
+def test_states_of_pieces_begin_anew_when_they_are_cleared(ranks, tmp_path):
+    assert ranks(1, cleared, tmp_path) == [[]]
+
+
 def failing(folder):
     """The errors of a step of which a write fails and of the next one, and differences after a load."""
     config = {"stage": 3, **offload(folder)}

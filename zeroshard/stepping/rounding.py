@@ -239,6 +239,8 @@ def load_states_wide(optimizer: Optimizer, parameters: Sequence[ShardedParameter
 
     @functools.wraps(load)
     def load_wide(state_dict: dict[str, Any]) -> None:
+        for p in parameters[:1]:
+            p.state.look()  # steps that wait need the main parameters
         with past_guards():
             narrow = [p.detach() for p in parameters]
             try:

@@ -405,7 +405,7 @@ class _Block:
             for name, value in states[p].items() if p in states else ():
                 if not isinstance(value, Tensor):
                     continue
-                if value.dim() == 1:
+                if value.dim() == 1 or (value.dim() and self._piece is None):
                     self._held[p, name] = value.data
                 resting = self._places[p, name][2] if (p, name) in self._places else None
                 if resting is not None and value.data_ptr() == resting.data_ptr():
@@ -463,8 +463,9 @@ class _Block:
         new: list[tuple[Tensor, Tensor]] = []
         for key, value in present.items():
             target, resting = self._in_piece(memory, key), self._places[key][2]
-            is_elsewhere = self._piece is not None and self._held[key].data_ptr() != resting.data_ptr()
-            if is_elsewhere or not _is_alike(value, target):
+            held = self._held.get(key)  # none if somebody has cleared the states
+            is_there = held is not None and held.data_ptr() == resting.data_ptr()
+            if not _is_alike(value, target) or not (self._piece is None or is_there):
                 return False
             if value.data_ptr() != target.data_ptr():
                 if value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
