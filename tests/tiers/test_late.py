@@ -19,6 +19,7 @@ from zeroshard.optim import AdamW8bit
 from zeroshard.parameters.state import Phase
 from zeroshard.stepping import attach
 from zeroshard.stepping.late import LateSteps
+from zeroshard.stepping.parts import StepByParts
 
 
 def adamw(model):
@@ -412,8 +413,8 @@ def test_a_step_that_waits_keeps_nothing_in_memory(ranks):
         assert left == [None] * 3
 
 
-def failing():
-    """A step that fails in a forward."""
+def failing(how):
+    """A step that waits and fails: of a unit in a forward, or at its end before somebody looks."""
     with waiting(True):
         engine = runs.start({"stage": 3}, adamw)
         runs.train(engine, range(2))
@@ -425,9 +426,13 @@ def failing():
                     steps._left[unit] = [(lambda: 1 / 0, [])]
                 take(steps, unit)
 
-            patch.setattr(LateSteps, "_step", fails)
+            if how == "end":
+                patch.setattr(StepByParts, "_end_step", lambda _: 1 / 0)
+                runs.train(engine, [2])
+            else:
+                patch.setattr(LateSteps, "_step", fails)
             with pytest.raises(ZeroDivisionError):
-                runs.token_loss(engine, 2)
+                runs.token_loss(engine, 2).backward()
         with pytest.raises(RuntimeError, match="after a step that was interrupted") as caught:
             engine.save_checkpoint("never")
         engine.backward(runs.token_loss(engine, 2))
@@ -437,8 +442,9 @@ def failing():
     return str(caught.value)
 
 
-def test_after_a_step_that_failed_nothing_is_saved_or_stepped(ranks):
-    for message in ranks(2, failing):
+@pytest.mark.parametrize("how", ["unit", "end"])
+def test_after_a_step_that_failed_nothing_is_saved_or_stepped(ranks, how):
+    for message in ranks(2, failing, how):
         assert "Load the last checkpoint" in message
 
 

@@ -96,8 +96,12 @@ class LateSteps:
         while self._left:
             self._step(next(iter(self._left)))
         end, self._end, self._state.before_look = self._end, None, None
-        if end is not None:
-            end()
+        try:
+            if end is not None:
+                end()
+        except BaseException:
+            self._state.last_step = LastStep.FAILED
+            raise
 
     def _step(self, unit: Unit) -> None:
         """Take the step of a unit, in the modes of nobody's forward."""

@@ -160,6 +160,7 @@ class PieceHome:
 
     def _at_rest(self, p: ShardedParameter, name: str, value: Tensor) -> Tensor:
         if self._memory.is_in_files(value) or self._made.get((p, name)) is value:
+            self._memory.check(value)
             return value
         found = self._new(p, name, value.shape, value.dtype)
         self._memory.write(found, value)
