@@ -56,6 +56,8 @@ class Piece:
     def __init__(self) -> None:
         self.memory = self.on_host = torch.empty(0, dtype=torch.uint8)
         """Of the device that steps; and of the host, between files and that device."""
+        self.filled = slice(0, 0)
+        """The bytes in use."""
         self.transfers: list[FileTransfer] = []
         self.copies: list[Mark] = []
 
@@ -161,8 +163,10 @@ class FileStore(HostStore):
         piece.wait()
         if piece.on_host.numel() < num_bytes:
             self.memory.staging_bytes += num_bytes - piece.on_host.nbytes
-            piece.memory = piece.on_host = piece.on_host.new_empty(0)  # before the larger one is taken
+            piece.on_host = piece.on_host.new_empty(0)  # before the larger one is taken
+            piece.memory = piece.on_host if self._steps_on is Tier.HOST else piece.memory
             piece.on_host = self.memory.host(num_bytes)
+        piece.filled = slice(0, num_bytes)
         if self._steps_on is Tier.HOST:
             piece.memory = piece.on_host
         else:
@@ -182,7 +186,7 @@ class FileStore(HostStore):
         piece.wait()
         if self._steps_on is Tier.DEVICE:
             with self.streams.to_device.here():  # compute has let go of the piece: the host has waited
-                piece.memory.copy_(piece.on_host[: piece.memory.numel()], non_blocking=True)
+                piece.memory[piece.filled].copy_(piece.on_host[piece.filled], non_blocking=True)
             piece.copies.append(self.streams.to_device.mark())
             piece.follow()
 
