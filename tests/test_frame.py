@@ -28,20 +28,20 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 29577,
-    "statements of the package": 24147,
-    "tokens of the package": 280235,
-    "lines of code of the core": 10180,
-    "statements of the core": 8758,
-    "tokens of the core": 92671,
+    "lines of code of the package": 29292,
+    "statements of the package": 23926,
+    "tokens of the package": 278379,
+    "lines of code of the core": 9920,
+    "statements of the core": 8557,
+    "tokens of the core": 91024,
     "lines of code of examples, benchmarks and tools": 7668,
     "lines of the longest file": 600,
-    "booleans of the core": 51,
+    "booleans of the core": 49,
     "class names that are defined twice": 0,
-    "modules that one other module imports": 30,
-    "files of a step, two ranks": 37,
-    "files of a step, one rank, offload": 39,
-    "words in docs/": 54832,
+    "modules that one other module imports": 29,
+    "files of a step, two ranks": 33,
+    "files of a step, one rank, offload": 35,
+    "words in docs/": 54828,
 }
 
 CORE = (
