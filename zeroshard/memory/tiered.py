@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -115,17 +116,28 @@ def _bytes_of_a_step(buffer: BufferPlan, num: int, index: int, states: States) -
 
 def _state_bytes(buffers: Iterable[BufferPlan], setting: Setting, states: States) -> int:
     """Optimizer states of the rank that holds most."""
-    each, own = 0, [0] * setting.sizes[DP_SHARD]
-    for buffer in (b for b in buffers if b.trainable):
-        layout, shard = buffer.layout, max(1, buffer.layout.shard_size)
-        for index, whole in enumerate(layout.sizes):
+    num_ranks = setting.sizes[DP_SHARD]
+    steps = [0] * (num_ranks + 1)
+    """The bytes of each rank minus the bytes of the rank before, so that a run of ranks takes two entries."""
+
+    def add(first: int, end: int, num: int) -> None:
+        steps[first] += num
+        steps[end] -= num
+
+    for buffer in buffers:
+        for index, whole in enumerate(buffer.layout.sizes) if buffer.trainable else ():
             if not buffer.is_partial:
-                each += _bytes_of_a_state(buffer, whole, whole, states)
+                add(0, num_ranks, _bytes_of_a_state(buffer, whole, whole, states))
                 continue
-            span = layout.parameter(index)
-            for rank in range(span.start // shard, -(-span.stop // shard)):
-                own[rank] += _bytes_of_a_state(buffer, layout.owned(index, rank).size, whole, states)
-    return states.num * (each + max(own))
+            ranks, layout = _steppers(buffer, index), buffer.layout
+            ends = {rank for rank in (ranks.start, ranks.stop - 1) if rank in ranks}
+            for rank in ends:
+                num = layout.owned(index, rank).size
+                add(rank, rank + 1, _bytes_of_a_state(buffer, num, whole, states))
+            if len(ranks) > len(ends):
+                inside = _bytes_of_a_state(buffer, layout.shard_size, whole, states)
+                add(ranks.start + 1, ranks.stop - 1, inside)
+    return states.num * max(accumulate(steps))
 
 
 def _bytes_of_a_state(buffer: BufferPlan, num: int, whole: int, states: States) -> int:
@@ -135,6 +147,12 @@ def _bytes_of_a_state(buffer: BufferPlan, num: int, whole: int, states: States) 
     if whole < MIN_8BIT_SIZE:
         return num * torch.float32.itemsize
     return num + num_blocks(num) * torch.float32.itemsize
+
+
+def _steppers(buffer: BufferPlan, index: int) -> range:
+    """The ranks that hold a part of a parameter, and step it."""
+    span, size = buffer.layout.parameter(index), max(1, buffer.layout.shard_size)
+    return range(span.start // size, -(-span.stop // size))
 
 
 # ----------------------------------------------------------------------------------- the check of a node

@@ -365,6 +365,13 @@ class Gradients:
             set_gradient(self.buffer.sharded[index], None)
         self._reduced.update((index, values[part]) for index, part in enumerate(own))
 
+    def _land_stayed(self, landing: Landing) -> None:
+        """Send gradients that have stayed to the host: their unit is not stepped in this backward."""
+        own = self._own_slices
+        with landing.beside(*self._reduced.values()):
+            landed = landing.land(landing.fetched([(own[at], part) for at, part in self._reduced.items()]))
+        self._reduced = {at: landed[own[at]] for at in self._reduced}
+
     def _send(self, result: Tensor, dtype: torch.dtype, sums: dict[int, Tensor], new: list[int]) -> None:
         """Send reduced gradients to the host. Sums come from there, and return: the device adds.
 
@@ -411,8 +418,8 @@ class Gradients:
         self.complete()
         if not self.is_kept:
             self._move(GradientState.EMPTY)
-            if self._stays:  # the unit was not stepped in this backward
-                self._reduced = {i: moves.beside(one, self.buffer.main) for i, one in self._reduced.items()}
+            if self._stays and self._reduced and self.landing is not None:
+                self._land_stayed(self.landing)
             deliver = self._detach(used)
             self._wait_on_host()
             deliver(None)
