@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 29292,
-    "statements of the package": 23926,
-    "tokens of the package": 278379,
-    "lines of code of the core": 9920,
-    "statements of the core": 8557,
-    "tokens of the core": 91024,
+    "lines of code of the package": 29310,
+    "statements of the package": 23944,
+    "tokens of the package": 278592,
+    "lines of code of the core": 9925,
+    "statements of the core": 8562,
+    "tokens of the core": 91098,
     "lines of code of examples, benchmarks and tools": 7668,
     "lines of the longest file": 600,
     "booleans of the core": 49,
