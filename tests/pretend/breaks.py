@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from tests.pretend.clocks import Event, Stream
 from tests.pretend.findings import Kind
@@ -30,6 +29,7 @@ from zeroshard.sharding.source import Source
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping import stored
 from zeroshard.stepping.stored import Piece
+from zeroshard.tiers.files import Swap
 from zeroshard.tiers.memory import HostBuffer, HostCopy
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
@@ -54,7 +54,6 @@ class Break:
 
 
 BREAKS: dict[str, Break] = {}
-_EARLY = ("files_read_in_backward", "files_stepped_in_backward")
 
 
 def _must_show(*kinds: Kind, scenarios: tuple[str, ...]) -> Callable[[Damage], Damage]:
@@ -192,13 +191,7 @@ def _activations_go_under_their_copies(bench: Bench, patch: pytest.MonkeyPatch) 
     patch.setattr(HostBuffer, "in_use_until", lambda buffer, mark: None)
 
 
-@_must_show(
-    Kind.RACE,
-    scenarios=(
-        *("host_stage3_bf16", "fraction_stage3_clip", "host_gradients_forgotten"),
-        *(*_EARLY, "files_stepped_in_backward_accumulate"),
-    ),
-)
+@_must_show(Kind.RACE, scenarios=("host_stage3_bf16", "fraction_stage3_clip", "host_gradients_forgotten"))
 def _no_wait_for_gradients_on_the_host(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The optimizer reads gradients while they are copied to the host."""
     patch.setattr(Landing, "arrival", lambda landing: lambda: None)
@@ -284,16 +277,11 @@ _no_wait_in("drop", Gradients, "_wait_on_host", Kind.FREED, "host_gradients_forg
 # had waited for the gathers of the unit: it has computed with them.
 
 
-@_must_show(Kind.RACE, scenarios=("files_stage3", "files_stepped_in_backward"))
-def _no_wait_for_stepped_values(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-    """Files are read into memory whose stepped values are still copied to the device."""
-    stepped = Source.stepped
-
-    def steps(source: Source, values: Tensor) -> Mark:
-        stepped(source, values)
-        return Mark(None)
-
-    patch.setattr(Source, "stepped", steps)
+@_must_show(Kind.RACE, scenarios=("files_stage3", "files_read_in_backward"))
+def _files_are_written_before_their_values_come(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Values are written to files while they are still copied from the device."""
+    write = Swap.write
+    patch.setattr(Swap, "write", lambda swap, values, memory, *_: write(swap, values, memory))
 
 
 @_must_show(Kind.RACE, scenarios=("files_stage3",))
