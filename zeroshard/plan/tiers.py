@@ -2,7 +2,7 @@
 
 Main parameters, the gradients that the optimizer reads and its states lie together on one tier. At stage 3
 the sharded parameters that gathers read may lie on another tier. Main parameters with which a device computes
-stay there, with their gradients: states alone rest on the host, and travel to it for their step.
+stay there, with their gradients: states alone rest on another tier, and travel to it for their step.
 """
 
 from __future__ import annotations

@@ -428,8 +428,8 @@ class Gradients:
         """Take reduced gradients out before the end of the backward: this rank has all of the buffer.
 
         Returns:
-            A call that sets `p.grad` of some parameters, once, in any thread; it waits until gradients lie
-            where the parameters are stepped.
+            A call that sets `p.grad` of some parameters, once; it waits until gradients lie where the
+            parameters are stepped.
         """
         self._move(GradientState.STEPPED)
         used = self.used

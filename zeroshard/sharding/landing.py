@@ -1,12 +1,11 @@
-"""Gradients leave the device, where the host steps or a later step waits for them.
+"""Gradients leave the device, where main parameters lie elsewhere and the step comes after the backward.
 
-Where the optimizer reads gradients in host memory, reduced gradients leave
-the device. The copies run on a stream of their own, along with the rest of the backward. The host waits for
-them before it hands them to the parameters. Sums of micro-batches lie on the host. They come to the device
-on the same stream, which adds to them and sends them back, so the host adds nothing. Values of a few buffers
-are on their way at a time: compute waits for older copies, so that their memory on the device is free again
-within the backward. The device also takes the sum of squares before they leave: the host would have to read
-all of them once more for their norm.
+The copies run on a stream of their own, along with the rest of the backward. The host waits for them before
+it hands them to the parameters; the step brings them back, part by part. Sums of micro-batches lie on the
+host. They come to the device on the same stream, which adds to them and sends them back, so the host adds
+nothing. Values of a few buffers are on their way at a time: compute waits for older copies, so that their
+memory on the device is free again within the backward. The device also takes the sum of squares before they
+leave: the host would have to read all of them once more for their norm.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Landing:
         return target
 
     def arrival(self) -> Callable[[], None]:
-        """Return a call that lets the host wait until the values so far have landed, in any thread."""
+        """Return a call that lets the host wait until the values so far have landed."""
         marks = tuple(mark for mark, _ in self._under_way)
 
         def wait() -> None:

@@ -262,7 +262,7 @@ class Unit:
         self.recomputed_in: list[Unit] = []
         """The units around it whose forward is run again in backward."""
         self.step_under_way: Callable[[], object] = object
-        """Waits for the step of the unit, which another thread may take in this backward."""
+        """Takes the step of the unit, if one waits for this use of its parameters."""
         self.open_calls: WeakSet[ForwardCall] = WeakSet()
         """The calls with a graph that no backward has come to; noted if the unit may join a backward."""
         self.joins_backward = self.backward_needs_parameters
