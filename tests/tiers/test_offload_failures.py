@@ -153,7 +153,7 @@ from pathlib import Path
 from torch import nn
 import zeroshard
 model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
-config = {"stage": 3, "offload": {"optimizer": "nvme", "nvme_path": sys.argv[1]}}
+config = {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme", "nvme_path": sys.argv[1]}}
 engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters()), config).engine
 engine.backward(engine(torch.ones(2, 7)).sum())
 engine.step()

@@ -58,12 +58,13 @@ def load(folder, make):
             engine = runs.start(config, OPTIMIZERS[make], seed=1)
             engine.load_checkpoint(folder / "saved", saved)
             memory = engine._runtime.context.memory
+            tiers = {p: b.plan.state_tier for b in engine._runtime.buffers for p in b.sharded}
             outside = [
                 f"{p.fqn}/{key}"
                 for p, values in engine.optimizer.state.items()
                 for key, value in values.items()
                 if isinstance(value, torch.Tensor) and value.dim() and value.numel()
-                if memory.tier_of(value) is not memory.tier_of(p.detach())
+                if memory.tier_of(value) is not tiers[p]
             ]
             loaded = runs.state(engine)
             losses = runs.train(engine, AFTER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -101,14 +102,15 @@ def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, ti
     parts = []
     for buffer in (b for u in units for b in u.buffers if tier.distance < b.state_tier.distance):
         sizes, most = pieces.slice_sizes(buffer), pieces.most_elements(buffer)
-        parts += [
-            sum(_bytes_of_a_step(buffer, min(sizes[index], most), index, states) for index in indices)
-            for indices in pieces.near_parts(buffer)
-        ]
+        for indices in pieces.near_parts(buffer):
+            together = [min(sizes[index], most) for index in indices]
+            num_bytes = sum(map(partial(_bytes_of_a_step, buffer, states), together, indices))
+            # No rank has most of each parameter: all that it has is its shard.
+            parts.append(num_bytes * min(sum(together), buffer.main_size) // max(1, sum(together)))
     return NUM_PIECES * max(parts, default=0)
 
 
-def _bytes_of_a_step(buffer: BufferPlan, num: int, index: int, states: States) -> int:
+def _bytes_of_a_step(buffer: BufferPlan, states: States, num: int, index: int) -> int:
     """Bytes of some elements of a parameter and of their states."""
     of_states = states.num * _bytes_of_a_state(buffer, num, buffer.layout.sizes[index], states)
     return of_states + (0 if buffer.main_tier is Tier.DEVICE else num * buffer.main_dtype.itemsize)
