@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 29310,
-    "statements of the package": 23944,
-    "tokens of the package": 278592,
+    "lines of code of the package": 29311,
+    "statements of the package": 23948,
+    "tokens of the package": 278633,
     "lines of code of the core": 9925,
     "statements of the core": 8562,
     "tokens of the core": 91098,
