@@ -16,7 +16,9 @@ LAUNCH = ROOT / "examples" / "launch"
 
 TELL = """
 import os
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *os.sys.argv[1:], flush=True)
+# One write: both ranks write to one pipe, and a print of several words may be several writes.
+text = " ".join(("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], *os.sys.argv[1:]))
+os.write(1, f"{text}\\n".encode())
 """
 
 SRUN = """#!/usr/bin/env bash
