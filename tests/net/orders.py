@@ -171,8 +171,8 @@ ORDERS = (
         name="each_piece_of_a_parameter_is_its_first",
         says="A large parameter on the host is stepped in pieces, and each gets the values of the first.",
         file="zeroshard/stepping/stored.py",
-        find="        return start == self.start * self._main.itemsize\n",
-        replace="        return True\n",
+        find="block, states = blocks[number], stepped.state",
+        replace="block, states = blocks[0], stepped.state",
         tests=(
             "tests/pretend/test_scenarios.py::"
             "test_an_accelerator_would_run_it_without_mistakes[host_in_pieces_stepped_in_backward]",

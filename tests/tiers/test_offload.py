@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zeroshard
 from tests.checkpoint import runs
 from tests.distributed.training import ALL_STAGES, numbers
 from zeroshard.optim import LAMB, LARS, AdamW8bit, Muon, muon_groups
@@ -27,7 +28,9 @@ def offload(folder, **others):
 
 
 class Replacing(torch.optim.Optimizer):
-    """A class that nobody knows: its states appear with the second step, and each step makes new tensors."""
+    """A class whose states appear with the second step, and that makes new tensors in each step."""
+
+    __module__ = "zeroshard.optim"  # one that nobody knows does not step values in files
 
     def __init__(self, params, lr=1e-2):
         super().__init__(params, {"lr": lr})
@@ -35,15 +38,15 @@ class Replacing(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self.state[p]
-                if group["count"] > 1:
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] > 1:
                     state["mean"] = 0.9 * state.get("mean", 0.0) + p.grad
-                    p.add_(state["mean"], alpha=-group["lr"] / group["count"])
-                if group["count"] == 3:  # one more, and in another dtype
+                    p.add_(state["mean"], alpha=-group["lr"] / state["count"])
+                if state["count"] == 3:  # one more, and in another dtype
                     state["last"] = p.grad.to(torch.bfloat16)
 
 
@@ -139,6 +142,18 @@ def optimizers(folder, stages):
 def test_each_optimizer_steps_in_files_as_on_the_device(ranks, tmp_path, num_ranks):
     for found in ranks(num_ranks, optimizers, tmp_path, CHOSEN_STAGES, timeout=300):
         assert not found
+
+
+class Unknown(torch.optim.AdamW):
+    """A class that nobody knows: it may keep tensors of its own."""
+
+
+@pytest.mark.filterwarnings("ignore:Unknown is not known to zeroshard")
+@pytest.mark.parametrize("tier", [{}, {"parameters": "nvme"}])
+def test_an_optimizer_that_nobody_knows_is_refused_where_values_lie_in_files(tmp_path, tier):
+    model = runs.build()
+    with pytest.raises(ValueError, match=r"expected an optimizer of torch.*got Unknown of .*optimizer='cpu'"):
+        zeroshard.initialize(model, Unknown(model.parameters()), offload(tmp_path, **tier))
 
 
 # --------------------------------------------------------------------------------------- ways of training

@@ -35,7 +35,7 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
-from zeroshard.stepping.parts import Home, PieceHome, StepByParts, is_divisible, is_known, pieces_of
+from zeroshard.stepping.parts import Home, StepByParts, is_divisible, is_known, pieces_of
 from zeroshard.stepping.rounding import (
     InPlace,
     Rounding,
@@ -87,12 +87,12 @@ def attach(
         units = [unit.starts() for unit in runtime.units]
         starts = {p: start for unit in units for p, start in unit.items()}
         travelling = _travelling(runtime, optimizer)
-        homes, in_pieces = _homes(runtime, optimizer, rounding, starts, travelling)
+        homes = _homes(runtime, optimizer, rounding, starts, travelling)
         waits = engine is not None and is_divisible(optimizer) and may_wait(runtime)
         if homes or runtime.context.setting.steps_in_backward or waits:
-            divides = is_divisible(optimizer) or (is_known(optimizer) and travelling)
             divided = [part for unit in runtime.units for part in _divided(unit, travelling)]
-            stepped = StepByParts(optimizer, divided if divides else [], homes, in_pieces)
+            divides = is_divisible(optimizer) or travelling
+            stepped = StepByParts(optimizer, divided if divides else [], homes)
             if waits:
                 stepped.late = LateSteps(runtime, optimizer)
             parts.append(stepped)
@@ -107,26 +107,23 @@ def _homes(
     rounding: Rounding | None,
     starts: dict[ShardedParameter, int],
     travelling: Mapping[Gradients, list[range]],
-) -> tuple[list[Home], PieceHome | None]:
-    """The homes that parameters pass on the way to an optimizer, the farthest first; and who holds pieces."""
-    context, near = runtime.context, is_known(optimizer)
+) -> list[Home]:
+    """The homes that parameters pass on the way to an optimizer, the farthest first."""
+    context = runtime.context
     homes: list[Home] = []
-    in_pieces = None
     if travelling:
-        if is_divisible(optimizer):
-            in_pieces = PieceHome([g.buffer for g in travelling], context.memory, starts)
         store = HostStore(context.memory, context.streams)
         if any(g.buffer.plan.state_tier is Tier.DISK for g in travelling):
-            steps_on = Tier.DEVICE if near and not context.setting.host_computes else Tier.HOST
+            steps_on = Tier.HOST if context.setting.host_computes else Tier.DEVICE
             store = FileStore(context.memory, context.streams, steps_on)
         parts = [
-            (g.buffer, indices, pieces_of(g.buffer, indices) if in_pieces else [None])
+            (g.buffer, indices, pieces_of(g.buffer, indices) if is_divisible(optimizer) else [None])
             for g, found in travelling.items()
             for indices in found
         ]
-        homes.append(StoreHome(optimizer, parts, store))
+        homes.append(StoreHome(parts, store, starts))
         for gradients in travelling:
-            gradients.is_stepped_near = near and gradients.landing is not None
+            gradients.is_stepped_near = gradients.landing is not None
     if rounding is not None:
         has_kernels(runtime.context.device)  # a warning comes before training
         # An optimizer of another class may compute with values.
@@ -136,19 +133,27 @@ def _homes(
             homes.append(in_place)
         else:
             homes.append(Widening(starts, rounding))
-    return homes, in_pieces
+    return homes
 
 
 def _travelling(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, list[range]]:
     """The buffers with states on a farther tier, and the parameters that are fetched together.
 
     An optimizer that is not known steps values on the host where they are.
+
+    Raises:
+        ValueError: an optimizer that is not known, and values in files.
     """
     filled = [g for unit in runtime.units for g in unit.gradients if g.buffer.main.numel()]
     if is_known(optimizer):
         return {g: parts for g in filled if (parts := pieces.near_parts(g.buffer.plan))}
-    in_files = (g for g in filled if g.buffer.trainable and g.buffer.plan.main_tier is Tier.DISK)
-    return {g: [range(len(g.buffer.sharded))] for g in in_files}
+    if any(b.trainable and b.plan.state_tier is Tier.DISK for b in runtime.buffers):
+        raise ValueError(
+            f"offload.optimizer='nvme': expected an optimizer of torch, zeroshard or bitsandbytes, got "
+            f"{type(optimizer).__qualname__} of {type(optimizer).__module__}, which may hold states that no "
+            "dict of states shows: set offload.optimizer='cpu'"
+        )
+    return {}
 
 
 def may_wait(runtime: Runtime) -> bool:

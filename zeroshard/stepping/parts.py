@@ -12,13 +12,13 @@ A large parameter is stepped in pieces, because memory of its size would be too 
     at rest    tensors on the host or over files, before and after
 
 For each piece the optimizer sees the same parameter with fewer elements: ranges of its values, gradient and
-states. Before each piece but the first, counters and other states without elements get their values of
-before the step. So an optimizer that steps each element by itself gives the same bits as in one step. Pieces
-are moved by another home (see `stored.py`).
+states. Counters and other states without elements have their values of before the step for each piece. So an
+optimizer that steps each element by itself gives the same bits as in one step. Pieces are moved by the home
+of farther tiers (see `stored.py`).
 
 A twin of the optimizer steps a part of its parameters, while others may look at the optimizer. The twin has
 the states, the options and the class of its optimizer, and parameter groups of its own. So `param_groups` and
-hooks of the optimizer stay as they are, whichever thread steps the twin. Optimizers for which `is_known` keep
+hooks of the optimizer stay as they are. Optimizers for which `is_known` keep
 nothing of a step but the states: nothing else is to come back from the twin.
 """
 
@@ -27,11 +27,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +47,6 @@ from zeroshard.sharding.gradients import Deliver
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import UsesNorms
 from zeroshard.stepping.wholes import UsesWholes
-from zeroshard.tiers.places import TierMemory
 
 Groups = list[list[ShardedParameter]]
 """Parameters by the groups of their optimizer."""
@@ -63,128 +61,26 @@ class Home:
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Prepare for parts that are likely to be fetched next: the parameters of each, in their order."""
 
-    def fetched(self, parameters: Sequence[ShardedParameter]) -> AbstractContextManager[None]:
-        """Hold values and gradients of parameters where the optimizer can step them.
+    def num_pieces(self, parameters: Sequence[ShardedParameter]) -> int:
+        """Return the number of pieces in which a part is stepped."""
+        return 1
+
+    def fetched(
+        self, stepped: Optimizer, parameters: Sequence[ShardedParameter], number: int
+    ) -> AbstractContextManager[None]:
+        """Hold values and gradients of a part where the optimizer can step them.
 
         At the end of the context the values are written back, unless an exception ends it.
+
+        Args:
+            stepped: the optimizer that steps the part, or a twin of it, which may get states of its own.
+            parameters: the parameters of the part.
+            number: the number of the piece, if the part is stepped in pieces.
         """
         return nullcontext()
 
     def end_step(self) -> None:
         """Note that all parts of a step are written back."""
-
-
-class _InPieces(NamedTuple):
-    """A parameter that is stepped in pieces."""
-
-    values: Tensor
-    """Its main parameters at rest, [n]."""
-    pieces: list[Span]
-
-
-class PieceHome:
-    """Holds pieces of large parameters whose states rest on the host or in files.
-
-    Args:
-        buffers: the buffers whose states rest there.
-        memory: the memory of the rank.
-        starts: the first element of each slice, counted in the whole parameter; for the time of a piece it is
-            the first element of the piece.
-    """
-
-    def __init__(
-        self,
-        buffers: Sequence[FlatBuffer],
-        memory: TierMemory,
-        starts: MutableMapping[ShardedParameter, int],
-    ) -> None:
-        self._memory, self._starts, self._tier = memory, starts, buffers[0].plan.state_tier
-        self._cut: dict[ShardedParameter, _InPieces] = {}
-        for buffer in buffers:
-            for index, parameter in enumerate(buffer.sharded):
-                if (cuts := pieces_of(buffer, range(index, index + 1))) != [None]:
-                    values = buffer.main[buffer.sharded_span(index).slice]
-                    self._cut[parameter] = _InPieces(values, [piece for piece in cuts if piece is not None])
-        self._made = WeakValueDictionary[tuple[ShardedParameter, str], Tensor]()
-        """States at rest that were made here."""
-
-    def has(self, parameters: Sequence[ShardedParameter]) -> bool:
-        """True if this is a parameter that is stepped in pieces."""
-        return any(p in self._cut for p in parameters)
-
-    def of(
-        self, p: ShardedParameter, states: MutableMapping[Any, dict[str, Any]]
-    ) -> Generator[None, None, None]:
-        """Yield for each piece of a parameter while it has the elements of this piece alone.
-
-        Raises:
-            RuntimeError: values are lost; the message names the file.
-        """
-        (values, pieces), gradient, start = self._cut[p], gradient_of(p), self._starts[p]
-        assert gradient is not None, "it is stepped because of it"
-        had_state, size = p in states, values.numel()
-        resting: dict[str, Tensor] = {}  # states with values for each element or block
-        others: dict[str, Any] = {}  # copies of other states
-        for name, value in states[p].items() if had_state else ():
-            if per_element(value, size) is None:
-                others[name] = _copied(value)
-            else:
-                resting[name] = self._at_rest(p, name, value)
-        all_resting = dict(resting)  # along with states that this step makes
-        try:
-            for piece in pieces:
-                show(p, values[piece.slice], gradient[piece.slice])
-                self._starts[p] = start + piece.start
-                if had_state:
-                    for name in all_resting.keys() - resting.keys():
-                        states[p].pop(name, None)
-                    states[p].update((name, _copied(value)) for name, value in others.items())
-                    parts = ((name, _part(whole, piece, size)) for name, whole in resting.items())
-                    states[p].update((name, part.contiguous()) for name, part in parts)
-                elif piece.start:
-                    states.pop(p, None)  # it begins with each piece
-                yield
-                if p in states:
-                    self._put_back(p, piece, states[p], all_resting)
-            if all_resting:
-                states[p].update(all_resting)
-        except BaseException:  # some pieces do not have new states
-            if had_state:
-                states[p] = others | resting
-            else:
-                states.pop(p, None)
-            raise
-        finally:
-            show(p, values, gradient)
-            self._starts[p] = start
-
-    def _at_rest(self, p: ShardedParameter, name: str, value: Tensor) -> Tensor:
-        if self._memory.is_in_files(value) or self._made.get((p, name)) is value:
-            self._memory.check(value)
-            return value
-        found = self._new(p, name, value.shape, value.dtype)
-        self._memory.write(found, value)
-        return found
-
-    def _new(self, p: ShardedParameter, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        made = self._memory.empty(torch.Size(shape).numel(), dtype, self._tier).view(shape)
-        self._made[p, name] = made
-        return made
-
-    def _put_back(
-        self, p: ShardedParameter, piece: Span, state: Mapping[str, Any], resting: dict[str, Tensor]
-    ) -> None:
-        """Write the states of a piece to their places at rest, where they are not there already."""
-        size = self._cut[p].values.numel()
-        for name, value in state.items():
-            if (length := per_element(value, piece.size)) is None:
-                continue
-            if name not in resting:
-                num = size if length == piece.size else -(-size // BLOCK)
-                resting[name] = self._new(p, name, (*value.shape[:-1], num), value.dtype)
-            target = _part(resting[name], piece, size)
-            if target.data_ptr() != value.data_ptr():
-                self._memory.write(target, value)
 
 
 def pieces_of(buffer: FlatBuffer, indices: range) -> Sequence[Span | None]:
@@ -211,12 +107,7 @@ def per_element(value: Any, size: int) -> int | None:
     return length if length in (size, -(-size // BLOCK)) else None
 
 
-def _copied(value: Any) -> Any:
-    """A state without values for each element; a tensor is copied."""
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _part(whole: Tensor, piece: Span, size: int) -> Tensor:
+def part_of(whole: Tensor, piece: Span, size: int) -> Tensor:
     """The part of a state that belongs to a piece."""
     ratio = 1 if whole.shape[-1] == size else BLOCK
     return whole[..., piece.start // ratio : -(-piece.stop // ratio)]
@@ -229,7 +120,6 @@ class StepByParts:
         optimizer: an optimizer over sharded parameters.
         units: lists of parameters that are fetched together; none if the optimizer steps all at once.
         homes: the homes that they pass on the way to the optimizer, the farthest one first.
-        pieces: holds pieces of the parts that are stepped so; None if there are none.
     """
 
     def __init__(
@@ -237,9 +127,7 @@ class StepByParts:
         optimizer: Optimizer,
         units: Sequence[Sequence[ShardedParameter]],
         homes: Sequence[Home],
-        pieces: PieceHome | None = None,
     ) -> None:
-        self._pieces = pieces
         self._unit_of = {p: number for number, unit in enumerate(units) for p in unit}
         self._units: list[list[ShardedParameter]] = []
         """The units that were stepped ahead of others since the last `begin_units`."""
@@ -321,20 +209,11 @@ class StepByParts:
     ) -> None:
         for set_own in deliver:
             set_own(set(part))
-        if self._pieces is None or not self._pieces.has(part):
-            self._step_at_once(optimizer, part)
-            return
-        with closing(
-            self._pieces.of(part[0], optimizer.state)
-        ) as all_pieces:  # ends at once after an exception
-            for _ in all_pieces:
-                self._step_at_once(optimizer, part)
-
-    def _step_at_once(self, optimizer: Optimizer, part: list[ShardedParameter]) -> None:
-        with _without_hooks(optimizer), ExitStack() as stack:
-            for home in self._homes:
-                stack.enter_context(home.fetched(part))
-            self._own_step(optimizer)
+        for number in range(max((home.num_pieces(part) for home in self._homes), default=1)):
+            with _without_hooks(optimizer), ExitStack() as stack:
+                for home in self._homes:
+                    stack.enter_context(home.fetched(optimizer, part, number))
+                self._own_step(optimizer)
 
 
 def is_divisible(optimizer: Optimizer) -> bool:

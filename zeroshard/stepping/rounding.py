@@ -216,7 +216,9 @@ class Widening(InPlace):
     """Holds parts in float32 for the time of their step, and rounds the values itself."""
 
     @contextmanager
-    def fetched(self, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
+    def fetched(
+        self, stepped: Optimizer, parameters: Sequence[ShardedParameter], number: int
+    ) -> Iterator[None]:
         """Hold values and gradients in float32; round the values at the end, but not after an exception."""
         with past_guards():
             narrow = [(p.detach(), gradient_of(p)) for p in parameters]

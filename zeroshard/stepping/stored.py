@@ -4,8 +4,9 @@
     step               part 1           part 2           part 3
     write              part 0           part 1           part 2
 
-Between steps a main parameter and its states are tensors at rest, which anybody may read and write. For their
-part of a step they are ranges of one of three pieces of memory, on the device that steps. A store moves them:
+Between steps a main parameter and its states are tensors at rest, which anybody may read and write. For a
+part of a step, parameters and the states of a twin of the optimizer are ranges of one of three pieces of
+memory, on the device that steps. A store moves the values:
 
     HostStore    from pinned memory of the host. Copies run on a stream for each direction, and compute alone
                  waits for them. The host waits at the end of the step
@@ -19,8 +20,9 @@ pieces, and each of its states has a place of its own (see `parts.py`).
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,10 +34,10 @@ from zeroshard.comm import moves
 from zeroshard.comm.streams import Mark, Streams, mark_here
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.plan.layout import Span, round_up
+from zeroshard.plan.layout import BLOCK, Span, round_up
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.stepping.parts import Home, per_element, show
+from zeroshard.stepping.parts import Home, part_of, per_element, show
 from zeroshard.tiers.files import FileTransfer
 from zeroshard.tiers.places import TierMemory
 
@@ -46,6 +48,8 @@ _ALIGNMENT = 64
 
 Key = tuple[ShardedParameter, str]
 """A state: its parameter and its name."""
+States = MutableMapping[Any, dict[str, Any]]
+"""The states of an optimizer by parameter and name."""
 Places = Sequence[tuple[Tensor, slice]]
 """Places at rest, uint8, each with its range of bytes in a piece."""
 
@@ -209,33 +213,33 @@ class FileStore(HostStore):
 
 
 class StoreHome(Home):
-    """Steps the main parameters of some flat buffers that rest on a farther tier.
+    """Steps the main parameters of some flat buffers that rest on a farther tier, or whose states do.
 
     Args:
-        optimizer: the optimizer that steps them.
         parts: the buffers, each with the indices of parameters that are fetched together, and the pieces of
             them; one that is None has all.
         store: the store of the tier.
+        starts: the first element of each slice, counted in the whole parameter; for the time of a piece it is
+            the first element of the piece.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
         parts: Iterable[tuple[FlatBuffer, range, Sequence[Span | None]]],
         store: HostStore,
+        starts: MutableMapping[ShardedParameter, int],
     ) -> None:
-        self._store, self._optimizer = store, weakref.ref(optimizer)
+        self._store, self._starts = store, starts
         self._blocks_of: dict[ShardedParameter, list[_Block]] = {}
         for buffer, indices, pieces in parts:
-            blocks = [_Block(buffer, indices, store, piece) for piece in pieces]
+            wholes: dict[str, Tensor] = {}
+            blocks = [_Block(buffer, indices, store, piece, wholes) for piece in pieces]
             self._blocks_of |= {buffer.sharded[index]: blocks for index in indices}
-        self._parts: list[list[_Block]] = []
-        """The blocks of the parts that are expected, and were not fetched yet."""
-        self._counting: set[Any] = set()
-        """The parameters whose counters of steps lie with them, in the step under way."""
+        self._expected: list[_Block] = []
+        """The blocks that will be fetched next, probably."""
         self._pieces = [Piece() for _ in range(NUM_PIECES)]
-        self._ahead: tuple[list[_Block], Piece] | None = None
-        """The blocks that are read ahead of their step, and where."""
+        self._ahead: tuple[_Block, Piece] | None = None
+        """The block that is read ahead of its step, and where."""
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Begin to read the first part; each later one is read while the part before it is stepped.
@@ -244,54 +248,53 @@ class StoreHome(Home):
             parts: the parameters that are fetched together, in their probable order. Others may come, too.
         """
         self.end_step()  # of an earlier step
-        optimizer = self._optimizer()
-        assert optimizer is not None, "it takes a step"
-        # torch wants these counters on the device of their parameters.
-        self._counting = {
-            p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]
-        }
-        self._parts = [blocks for part in parts for blocks in self._blocks(part)]
+        self._expected = [block for part in parts for block in self._blocks(part)]
         self._read_ahead()
 
-    @contextmanager
-    def fetched(self, parameters: Sequence[ShardedParameter]) -> Iterator[None]:
-        """Hold parameters and states where they are stepped; write them back at the end.
+    def num_pieces(self, parameters: Sequence[ShardedParameter]) -> int:
+        """Return the number of pieces in which a part is stepped."""
+        return max(1, len(self._blocks(parameters)))
 
-        After an exception nothing is written back.
+    @contextmanager
+    def fetched(
+        self, stepped: Optimizer, parameters: Sequence[ShardedParameter], number: int
+    ) -> Iterator[None]:
+        """Hold values, gradients and states where they are stepped; write them back at the end.
+
+        The optimizer gets a dict of states of its own. After an exception nothing is written back.
 
         Raises:
             RuntimeError: a file could not be read or written; the message names it.
         """
-        optimizer, found = self._optimizer(), self._blocks(parameters)
-        assert optimizer is not None, "it takes a step"
-        if not found:
+        if not (blocks := self._blocks(parameters)):
             yield
             return
-        blocks = found[0] if len(found) == 1 else next(b for b in found if b[0].is_shown_by(parameters[0]))
+        block, states = blocks[number], stepped.state
+        # torch wants these counters on the device of their parameters.
+        counting = [group for group in stepped.param_groups if group.get("fused") or group.get("capturable")]
+        counts = {p for group in counting for p in group["params"]}
         try:
-            piece = self._fetch(blocks)
-            for block in blocks:
-                block.hold(piece.memory, optimizer.state, self._counting)
+            piece = self._fetch(block)
+            stepped.state = near = block.hold(piece.memory, states, self._starts, counts)
             yield
             with torch.no_grad():
-                for block in blocks:
-                    self._store.write(block, block.pack(piece.memory, optimizer.state), piece)
+                self._store.write(block, block.pack(piece.memory, near, states), piece)
         except BaseException:
             self._join()
             mark_here(self._store.memory.device).synchronize()  # it may read states and gradients on the host
             raise
         finally:
-            for block in blocks:
-                block.release(optimizer.state)
+            stepped.state = states
+            block.release(self._starts)
 
-    def _fetch(self, blocks: list[_Block]) -> Piece:
-        """Wait for the blocks of a part, and begin to read the blocks of the part that is expected next."""
-        if self._ahead is None or self._ahead[0] != blocks:
-            self._ahead = self._read(blocks)
+    def _fetch(self, block: _Block) -> Piece:
+        """Wait for a block, and begin to read the one that is expected next."""
+        if self._ahead is None or self._ahead[0] is not block:
+            self._ahead = self._read(block)
         (_, piece), self._ahead = self._ahead, None
         self._store.arrive(piece)
-        if blocks in self._parts:
-            del self._parts[: self._parts.index(blocks) + 1]
+        if block in self._expected:
+            del self._expected[: self._expected.index(block) + 1]
         self._read_ahead()
         return piece
 
@@ -311,44 +314,49 @@ class StoreHome(Home):
 
         Reads of a range whose write has failed will raise its error.
         """
-        self._parts, self._ahead = [], None
+        self._expected, self._ahead = [], None
         return next(filter(None, [piece.join() for piece in self._pieces]), "")
 
-    def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[list[_Block]]:
-        """The blocks that are fetched together: one list, or one for each piece of a parameter."""
-        found = zip(*(self._blocks_of[p] for p in parameters if p in self._blocks_of), strict=True)
-        return [list(dict.fromkeys(blocks)) for blocks in found]
+    def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[_Block]:
+        """The blocks of a part: one, or one for each piece of a parameter; none if it does not travel."""
+        return self._blocks_of.get(parameters[0], []) if parameters else []
 
     def _read_ahead(self) -> None:
-        if self._parts:
-            self._ahead = self._read(self._parts[0])
+        if self._expected:
+            self._ahead = self._read(self._expected[0])
 
-    def _read(self, blocks: list[_Block]) -> tuple[list[_Block], Piece]:
-        """Start to read blocks into the piece that was used longest ago."""
+    def _read(self, block: _Block) -> tuple[_Block, Piece]:
+        """Start to read a block into the piece that was used longest ago."""
         piece = self._pieces.pop(0)
         self._pieces.append(piece)
         with torch.no_grad(), self._store.streams.to_device.after_compute():
-            end = 0
-            for block in blocks:
-                end = block.lay_out(end)
-            self._store.reserve(piece, end)
-            self._store.read([place for block in blocks for place in block.places()], piece)
-        return blocks, piece
+            self._store.reserve(piece, block.lay_out())
+            self._store.read(block.places(), piece)
+        return block, piece
 
 
 class _Block:
     """Main parameters that lie side by side in a flat buffer, and their states: two places.
 
     A block of a piece has a range of one parameter, and of each of its states: a place each.
+
+    Args:
+        wholes: the states of a parameter in pieces, at rest; all of its blocks have the same dict.
     """
 
-    def __init__(self, buffer: FlatBuffer, indices: range, store: HostStore, piece: Span | None) -> None:
-        self.buffer, self._store, self._piece = buffer, store, piece
-        spans = [buffer.sharded_span(index) for index in indices]
-        if piece is not None:
-            spans = [piece.shifted(spans[0].start)]
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        indices: range,
+        store: HostStore,
+        piece: Span | None,
+        wholes: dict[str, Tensor],
+    ) -> None:
+        self.buffer, self._store, self._piece, self._wholes = buffer, store, piece, wholes
+        own = {buffer.sharded[index]: buffer.sharded_span(index) for index in indices}
+        spans = {p: span if piece is None else piece.shifted(span.start) for p, span in own.items()}
         is_whole = len(indices) == len(buffer.sharded) and piece is None
-        filled = [span for span in spans if span.size]
+        filled = [span for span in spans.values() if span.size]
         self.start = 0 if is_whole else min((span.start for span in filled), default=0)
         """The first element, counted in the main parameters of the buffer."""
         stop = buffer.main.numel() if is_whole else max((span.stop for span in filled), default=0)
@@ -356,25 +364,26 @@ class _Block:
         travels = buffer.plan.main_tier is not Tier.DEVICE
         self.main = [self._main.data.view(torch.uint8)] if travels else []
         """The place of the main parameters; none if they are stepped where they are."""
+        self._at_rest = {p: buffer.main[span.slice] for p, span in own.items()}
+        """The main parameters of each parameter, all pieces of them."""
+        self._span_of = {
+            p: span.shifted(-self.start).slice if span.size else slice(0, 0) for p, span in spans.items()
+        }
+        """The elements of each parameter, counted from the first one here."""
         self._states: list[Tensor] = []
         """The places of states."""
         self._spans: list[slice] = []
         """The ranges of bytes of all places in a piece."""
-        self.span_of = {
-            buffer.sharded[index]: span.shifted(-self.start).slice if span.size else slice(0, 0)
-            for index, span in zip(indices, spans, strict=True)
-        }
-        """The elements of each parameter, counted from the first one here."""
         self._places: dict[Key, tuple[int, int, Tensor]] = {}
         """Of each state the number of its place, its first byte there, and its tensor at rest."""
-        self._held: dict[Key, Tensor] = {}
-        """The tensors at rest of states that are where they are stepped now, or are to go back."""
+        self._held: set[Key] = set()
+        """The states of the step under way that were read from their places."""
         self._gradients: dict[ShardedParameter, Tensor | None] = {}
-        """The gradients as they were, while parameters are ranges of a piece."""
+        """The gradients as they were, while parameters show other values."""
 
-    def lay_out(self, at: int) -> int:
-        """Give each place a range of a piece, from a byte on; return the end."""
-        self._spans = []
+    def lay_out(self) -> int:
+        """Give each place a range of a piece; return the bytes of all."""
+        self._spans, at = [], 0
         for rest in (*self.main, *self._states):
             start = round_up(at, self._store.alignment) + int(rest.storage_offset()) % self._store.alignment
             at = start + rest.nbytes
@@ -385,117 +394,139 @@ class _Block:
         """The places at rest, each with its range in a piece."""
         return list(zip((*self.main, *self._states), self._spans, strict=False))
 
-    def is_shown_by(self, p: ShardedParameter) -> bool:
-        """True if its parameter shows its values, and no other piece."""
-        start = p.data_ptr() - self.buffer.main.data_ptr()
-        return start == self.start * self._main.itemsize
-
     def main_in(self, memory: Tensor) -> Tensor:
         """The main parameters in a piece, [n]."""
         return memory[self._spans[0]].view(self._main.dtype)
 
-    def hold(self, memory: Tensor, states: Mapping[Any, dict[str, Any]], counting: set[Any]) -> None:
-        """Make parameters and states ranges of a piece; and bring gradients there.
+    def hold(
+        self, memory: Tensor, states: States, starts: MutableMapping[ShardedParameter, int], counts: set[Any]
+    ) -> defaultdict[Any, dict[str, Any]]:
+        """Let parameters show where they are stepped; return their states there.
 
         Args:
             memory: the memory of the piece, with the values of its places.
-            states: the states of the optimizer.
-            counting: the parameters whose counters of steps lie with them.
+            states: the states at rest.
+            starts: the first element of each slice in the whole parameter; it becomes that of the piece.
+            counts: the parameters whose counters of steps lie with them.
         """
-        for p, span in self.span_of.items():
-            if self.main:
-                self._gradients[p] = gradient = gradient_of(p)
-                show(p, self.main_in(memory)[span], None if gradient is None else self._store.near(gradient))
+        self._held.clear()
+        for p, span in self._span_of.items() if self.main or self._piece is not None else ():
+            self._gradients[p] = gradient = gradient_of(p)
+            starts[p] += 0 if self._piece is None else self._piece.start
+            if gradient is not None:
+                gradient = self._store.near(gradient if self._piece is None else gradient[self._piece.slice])
+            show(p, self.main_in(memory)[span] if self.main else self._main, gradient)
+        near = defaultdict[Any, dict[str, Any]](dict)
+        for p in self._span_of:
             for name, value in states[p].items() if p in states else ():
-                if not isinstance(value, Tensor):
-                    continue
-                if value.dim() == 1 or (value.dim() and self._piece is None):
-                    self._held[p, name] = value.data
-                resting = self._places[p, name][2] if (p, name) in self._places else None
-                if resting is not None and value.data_ptr() == resting.data_ptr():
-                    value.data = self._in_piece(memory, (p, name))
-                elif (value.dim() or p in counting) and (near := self._store.near(value)) is not value:
-                    value.data = near
+                near[p][name] = self._near(memory, (p, name), value, p in counts)
+        return near
+
+    def _near(self, memory: Tensor, key: Key, value: Any, counts: bool) -> Any:
+        """A state where it is stepped."""
+        size = self._at_rest[key[0]].numel()
+        if not isinstance(value, Tensor):
+            return value
+        if per_element(value, size) is None:
+            own = value if self._piece is None else value.clone()  # each piece counts from the same number
+            return self._store.near(own) if value.dim() or counts else own
+        part = value if self._piece is None else part_of(value, self._piece, size)
+        is_ours = self._piece is None or value is self._wholes.get(key[1])
+        if is_ours and key in self._places and part.data_ptr() == self._places[key][2].data_ptr():
+            self._held.add(key)
+            return self._in_piece(memory, key)
+        self._store.memory.check(value)
+        return self._store.near(part.contiguous())
 
     def _in_piece(self, memory: Tensor, key: Key) -> Tensor:
         """A state that has a place, in a piece."""
         place, start, resting = self._places[key]
         return _over(memory, self._spans[place].start + start, resting)
 
-    def release(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        """Make parameters and states tensors at rest again; after an exception, those that were held."""
-        for p, gradient in self._gradients.items():
-            show(p, self._main[self.span_of[p]], gradient)
-        held, self._held, self._gradients = self._held, {}, {}
-        for (p, name), resting in held.items():
-            value = states.get(p, {}).get(name)
-            if isinstance(value, Tensor) and _is_alike(value, resting):
-                value.data = resting
+    def release(self, starts: MutableMapping[ShardedParameter, int]) -> None:
+        """Let parameters show their values at rest."""
+        gradients, self._gradients = self._gradients, {}
+        for p, gradient in gradients.items():
+            show(p, self._at_rest[p], gradient)
+            starts[p] -= 0 if self._piece is None else self._piece.start
 
-    def pack(self, memory: Tensor, states: Mapping[Any, dict[str, Any]]) -> list[tuple[Tensor, slice]]:
+    def pack(self, memory: Tensor, near: States, states: States) -> list[tuple[Tensor, slice]]:
         """Put states that are not in `memory` into their ranges there, or to a new place at rest.
+
+        Args:
+            memory: the memory of the piece.
+            near: the states where they were stepped.
+            states: the states at rest, which get what is new; of a parameter in pieces with the last one.
 
         Returns:
             The places that are to be written: of main parameters if they travel and, unless they have got a
-            new place, of states. States of a piece that were not in `memory` are left for `PieceHome`.
+            new place, of states.
         """
         present = {
             (p, name): value
-            for p in self.span_of
-            if p in states
-            for name, value in states[p].items()
+            for p, state in near.items()
+            for name, value in state.items()
             if per_element(value, p.numel()) is not None
         }
-        if self._fill(memory, present):
-            self._held = {key: self._places[key][2] for key in present}
-            return self.places()
-        mark_here(self._store.memory.device).synchronize()  # it has read the places that go
-        self._states = []
         written = self.places()
-        if self._piece is None:
-            self._held = self._move(present, states)
+        if present.keys() == self._held and all(
+            _is_alike(value, self._places[key][2]) for key, value in present.items()
+        ):
+            for key, value in present.items():
+                if value.data_ptr() != (target := self._in_piece(memory, key)).data_ptr():
+                    target.copy_(value)
         else:
-            resting, self._held = {key: v for key, v in self._held.items() if key in present}, {}
-            self._places = {key: (n, 0, v) for n, (key, v) in enumerate(resting.items(), len(self.main))}
-            self._states = [value.view(torch.uint8) for value in resting.values()]
+            mark_here(self._store.memory.device).synchronize()  # it has read the places that go
+            del written[len(self.main) :]
+            self._states, self._places = [], {}
+            if self._piece is None:
+                self._move(present)
+            else:
+                self._write(present, states)
+        for p, state in near.items():
+            if self._piece is None or self._piece.stop == self._at_rest[p].numel():
+                resting = {name: self._resting((p, name)) for name in state if (p, name) in present}
+                own = state | resting
+                states[p].clear()  # code of the user may hold it
+                states[p].update(own)
         return written
 
-    def _fill(self, memory: Tensor, present: Mapping[Key, Tensor]) -> bool:
-        """Copy states into their ranges; False, and nothing is copied, if they are others than before."""
-        if present.keys() != self._places.keys():
-            return False
-        new: list[tuple[Tensor, Tensor]] = []
-        for key, value in present.items():
-            target, resting = self._in_piece(memory, key), self._places[key][2]
-            held = self._held.get(key)  # none if somebody has cleared the states
-            is_there = held is not None and held.data_ptr() == resting.data_ptr()
-            if not _is_alike(value, target) or not (self._piece is None or is_there):
-                return False
-            if value.data_ptr() != target.data_ptr():
-                if value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
-                    return False  # states have changed places
-                new.append((target, value))
-        for target, value in new:
-            target.copy_(value)
-        return True
+    def _resting(self, key: Key) -> Tensor:
+        """A state at rest, all pieces of it."""
+        return self._places[key][2] if self._piece is None else self._wholes[key[1]]
 
-    def _move(self, present: Mapping[Key, Tensor], states: Mapping[Any, dict[str, Any]]) -> dict[Key, Tensor]:
-        """Write states to a new place, side by side; return their tensors at rest."""
-        starts, end, self._places = {}, 0, {}
+    def _move(self, present: Mapping[Key, Tensor]) -> None:
+        """Write states to a new place, side by side."""
         if not present:
-            return {}
+            return
+        starts, end = {}, 0
         for key, value in present.items():
             starts[key] = end
             end += round_up(value.nbytes, _ALIGNMENT)
         place = self._store.memory.empty(round_up(end, self._store.alignment), torch.uint8, self._store.tier)
         self._store.memory.fill(place, [(starts[key], value) for key, value in present.items()])
-        for (p, name), value in present.items():
-            if value._is_view():  # of a tensor that would stay in memory with it
-                states[p][name] = value.data
-        resting = {key: _over(place, starts[key], value) for key, value in present.items()}
-        self._places = {key: (len(self.main), starts[key], value) for key, value in resting.items()}
         self._states = [place]
-        return resting
+        self._places = {
+            key: (len(self.main), starts[key], _over(place, starts[key], value))
+            for key, value in present.items()
+        }
+
+    def _write(self, present: Mapping[Key, Tensor], states: States) -> None:
+        """Write states of a piece to their part of the whole ones, which the first piece makes."""
+        assert self._piece is not None
+        memory = self._store.memory
+        for (p, name), value in present.items():
+            size = self._at_rest[p].numel()
+            num = size if value.shape[-1] == self._piece.size else -(-size // BLOCK)
+            shape, whole = (*value.shape[:-1], num), self._wholes.get(name)
+            is_there = whole is not None and (whole.shape, whole.dtype) == (shape, value.dtype)
+            if not self._piece.start and not (is_there and states.get(p, {}).get(name) is whole):
+                self._wholes[name] = memory.empty(math.prod(shape), value.dtype, self._store.tier).view(shape)
+            target = part_of(self._wholes[name], self._piece, size)
+            memory.write(target, value)
+            if target.dim() == 1:
+                self._places[p, name] = (len(self.main) + len(self._states), 0, target)
+                self._states.append(target.view(torch.uint8))
 
 
 def _is_alike(value: Tensor, other: Tensor) -> bool:
