@@ -42,7 +42,7 @@ from zeroshard.stepping.rounding import (
     RoundsItself,
     Widening,
     has_kernels,
-    load_states_wide,
+    load_states,
 )
 from zeroshard.stepping.stored import FileStore, HostStore, StoreHome
 from zeroshard.stepping.wholes import UsesWholes, WholesOverRanks
@@ -97,7 +97,8 @@ def attach(
                 stepped.late = LateSteps(runtime, optimizer)
             parts.append(stepped)
         if rounding is not None:
-            load_states_wide(optimizer, [p for unit in units for p in unit])
+            load = functools.partial(load_states, optimizer, optimizer.load_state_dict)
+            optimizer.load_state_dict = load  # type: ignore[method-assign]
     return parts
 
 

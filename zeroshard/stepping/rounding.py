@@ -27,7 +27,6 @@ stochastically into the main parameter.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -235,22 +234,23 @@ class Widening(InPlace):
                 show(p, main, grad)
 
 
-def load_states_wide(optimizer: Optimizer, parameters: Sequence[ShardedParameter]) -> None:
-    """Let load_state_dict() keep states in float32: torch's gives them the dtype of their parameter."""
-    load = optimizer.load_state_dict
+def load_states(optimizer: Optimizer, load: Callable[[dict[str, Any]], None], saved: dict[str, Any]) -> None:
+    """Load states, which keep their dtypes: torch's own load gives them the dtype of their parameter.
 
-    @functools.wraps(load)
-    def load_wide(state_dict: dict[str, Any]) -> None:
-        for p in parameters[:1]:
-            p.state.look()  # steps that wait need the main parameters
-        with past_guards():
-            narrow = [p.detach() for p in parameters]
-            try:
-                for p in parameters:
-                    p.data = torch.empty((), dtype=torch.float32, device=p.device).expand(p.shape)
-                load(state_dict)
-            finally:
-                for p, main in zip(parameters, narrow, strict=True):
-                    p.data = main
-
-    optimizer.load_state_dict = load_wide  # type: ignore[method-assign]
+    Args:
+        optimizer: the optimizer that gets the states.
+        load: its own `load_state_dict`.
+        saved: the result of a `state_dict()`.
+    """
+    given: dict[str, Any] = {}  # what other hooks have made of it
+    last = optimizer.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
+    try:
+        load(saved)
+    finally:
+        last.remove()
+    numbers = [number for group in given["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in given["state"].get(number, {}).items():
+            if isinstance(loaded := optimizer.state[parameter][key], Tensor):
+                optimizer.state[parameter][key] = value.to(loaded.device, copy=True)

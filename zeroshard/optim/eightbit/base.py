@@ -14,7 +14,7 @@ from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.eightbit.step import has_kernel, take_step
 from zeroshard.optim.ranges import RANGES, called, check_ranges, dense
-from zeroshard.stepping.rounding import Bits, BitsOf, no_bits
+from zeroshard.stepping.rounding import Bits, BitsOf, load_states, no_bits
 from zeroshard.stepping.threads import BlockBatch
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -74,20 +74,9 @@ class BlockwiseOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of a `state_dict()`; codes and scales keep their dtypes."""
-        given: dict[str, Any] = {}  # what other hooks have made of it
-        last = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
+        load_states(self, super().load_state_dict, state_dict)
         for group in self.param_groups:  # an optimizer of torch has none of it
             group.setdefault("min_8bit_size", self.defaults["min_8bit_size"])
-        numbers = [number for group in given["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for key, value in given["state"].get(number, {}).items():
-                if isinstance(value, Tensor):  # torch's own gives states the dtype of their parameter
-                    self.state[parameter][key] = value.to(parameter.device, copy=True)
 
     @property
     def _overridable(self) -> tuple[str, ...]:
