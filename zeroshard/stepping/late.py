@@ -14,10 +14,9 @@ longer wait; nor after a read of `optimizer.state`. Nor does a step whose gradie
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -61,8 +60,9 @@ class LateSteps:
 
     def watch(self, optimizer: Optimizer) -> None:
         """Notice who reads the states; a load puts others into the place of them."""
-        if not isinstance(optimizer.state, _LateStates):
-            optimizer.state = _LateStates(optimizer.state, self._state)
+        states: Any = optimizer.state
+        if not isinstance(states, _LateStates):
+            optimizer.state = _LateStates(states, self._state)  # type: ignore[assignment]
 
     def take(self, parts: Sequence[tuple[list[ShardedParameter], Step]], end: Step) -> bool:
         """Let the parts of a step wait, each for a forward of its unit.
@@ -130,41 +130,37 @@ class LateSteps:
         self.finish()
 
 
-class _LateStates(defaultdict[Any, dict[str, Any]]):
+class _LateStates(UserDict[Any, dict[str, Any]]):
     """The states of an optimizer; whoever reads or changes them finds them after all steps."""
 
     def __init__(self, states: Mapping[Any, dict[str, Any]], state: ModuleState) -> None:
-        super().__init__(dict, states)
-        self.of_module = state
+        self._states, self._state = defaultdict(dict, states), state
 
-    def __reduce__(self) -> Any:
-        return defaultdict, (dict, dict(self))
+    @property
+    def data(self) -> defaultdict[Any, dict[str, Any]]:  # type: ignore[override]
+        """The states, for a method of a dict; code of the user may keep what it returns."""
+        self._state.look()
+        frame: Any = sys._getframe(1)
+        while (caller := frame.f_globals.get("__name__", "")) in _DICTS:
+            frame = frame.f_back
+        if self._state.gives_memory is not None and caller.partition(".")[0] not in _LIBRARIES:
+            self._state.gives_memory()
+        return self._states
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        return self.data[key]
 
     def copy(self) -> Any:
         """As of a dict."""
-        return defaultdict(dict, dict(self))
+        return self.data.copy()
 
     __copy__ = copy
 
-
-def _looking(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a dict after all steps; code of the user may keep what it returns."""
-
-    @functools.wraps(method)
-    def look(states: _LateStates, *args: Any, **kwargs: Any) -> Any:
-        state, caller = states.of_module, sys._getframe(1).f_globals.get("__name__", "")
-        state.look()
-        if state.gives_memory is not None and caller.partition(".")[0] not in _LIBRARIES:
-            state.gives_memory()
-        return method(states, *args, **kwargs)
-
-    return look
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self.data))
 
 
+_DICTS = ("collections", "collections.abc", __name__)
+"""Modules in which the methods of the states are written."""
 _LIBRARIES = ("zeroshard", "torch", "bitsandbytes")
 """Packages that keep no states of an optimizer."""
-for _name in (
-    *("__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "get", "keys"),
-    *("items", "values", "pop", "popitem", "clear", "update", "setdefault", "__copy__", "copy", "__repr__"),
-):
-    setattr(_LateStates, _name, _looking(getattr(_LateStates, _name)))
