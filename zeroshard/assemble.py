@@ -61,7 +61,7 @@ from zeroshard.sharding.context import Context, Meter
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime, hook
 from zeroshard.sharding.unit import Unit
-from zeroshard.tiers.places import TierMemory, open_swap
+from zeroshard.tiers.places import TierMemory
 
 _TAG_OF_ACTIVATIONS, _TAGS_PER_BUFFER = 1, 2
 
@@ -125,7 +125,7 @@ def shard_over(
         setting=setting,
         device=device,
         streams=Streams.on(device),
-        memory=TierMemory(device, lambda: open_swap(config.offload.nvme_path, axes.world.rank)),
+        memory=TierMemory(device, config.offload.nvme_path, axes.world.rank),
         meter=Meter(),
         state=ModuleState(),
         num_prefetch=config.num_prefetch,

@@ -302,7 +302,7 @@ def _no_wait_for_copies_that_nobody_needs(bench: Bench, patch: pytest.MonkeyPatc
     drop = HostCopy.drop
 
     def drops(copy: HostCopy) -> None:
-        copy._arrived = None
+        copy._mark = None
         drop(copy)
 
     patch.setattr(HostCopy, "drop", drops)

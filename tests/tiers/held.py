@@ -16,6 +16,7 @@ class HeldBytes(NamedTuple):
 
 
 def held_bytes() -> HeldBytes:
-    mappings = [one for one in gc.get_objects() if type(one) is memory._Mapping]
-    pinned = sum(len(one) for one in mappings if one.is_registered)
+    own = None, memory.unregister  # mappings of files have another call
+    mappings = [one for one in gc.get_objects() if type(one) is memory.Mapping and one.when_gone in own]
+    pinned = sum(len(one) for one in mappings if one.when_gone is not None)
     return HeldBytes(sum(map(len, mappings)), pinned)

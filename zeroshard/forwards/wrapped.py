@@ -419,12 +419,11 @@ class _Memory:
         storage = first.untyped_storage()
         num_bytes = storage.nbytes()
         source = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, 0, (num_bytes,), (1,))
-        self.copy = copies.copy(source)
+        self.copy = HostCopy(source, copies.take(num_bytes), copies)
 
     def release(self) -> None:
         """Free it on the device, once compute has waited for the copy."""
-        assert self.copy is not None, "its copy was started"
-        self.copy.release()
+        self.drop()
         self.tensors.clear()
 
     def fetch(self) -> None:
@@ -433,7 +432,7 @@ class _Memory:
             self.copy.fetch()
 
     def drop(self) -> None:
-        """Free it on the device again, if it came back."""
+        """Free it on the device, where the tensors alone keep it."""
         if self.copy is not None:
             self.copy.drop()
 

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.plan.layout import round_up
+from zeroshard.tiers.memory import Mapping
 from zeroshard.tiers.swapfile import BLOCK, SwapFile
 
 
@@ -320,17 +321,6 @@ _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class _FileMapping(mmap.mmap):
-    """The mapping under a tensor; it calls `when_gone` when nobody holds the tensor any more."""
-
-    when_gone: Callable[[int], None]
-    address = process = 0
-
-    def __del__(self) -> None:
-        if self.process == os.getpid():
-            self.when_gone(self.address)
-
-
 def map_ranges(ranges: Sequence[tuple[int, int, int]], when_gone: Callable[[int], None]) -> Tensor:
     """Return ranges of files, one after the other, as one tensor of uint8.
 
@@ -343,7 +333,7 @@ def map_ranges(ranges: Sequence[tuple[int, int, int]], when_gone: Callable[[int]
         RuntimeError: the system refuses.
     """
     size = sum(num_bytes for _, _, num_bytes in ranges)
-    mapping = _FileMapping(-1, size)  # reserves addresses that lie side by side
+    mapping = Mapping(-1, size)  # reserves addresses that lie side by side
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     at = memory.data_ptr()
     system_mmap = ctypes.CDLL(None, use_errno=True).mmap
@@ -364,21 +354,13 @@ def map_ranges(ranges: Sequence[tuple[int, int, int]], when_gone: Callable[[int]
     return memory
 
 
-def evict(tensor: Tensor) -> None:
-    """Take the pages of a mapped tensor out of this process; the files keep the values.
+def advise(tensor: Tensor, advice: int) -> None:
+    """Say how the pages of a contiguous mapped tensor will be used; `madvise` has the words.
 
     Args:
-        tensor: a contiguous tensor over a mapping; other tensors would lose their values.
+        tensor: a tensor over a mapping of files; after MADV_DONTNEED another tensor would lose its values.
+        advice: a constant of `mmap`.
     """
-    _advise(tensor, mmap.MADV_DONTNEED)
-
-
-def read_ahead(tensor: Tensor) -> None:
-    """Let the system read the pages of a contiguous mapped tensor, while the caller goes on."""
-    _advise(tensor, mmap.MADV_WILLNEED)
-
-
-def _advise(tensor: Tensor, advice: int) -> None:
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = tensor.data_ptr() + tensor.nbytes - start
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)

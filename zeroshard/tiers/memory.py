@@ -12,15 +12,15 @@ from which it does so rises, up to 32 MiB. From then on smaller ones lie in the 
 that stay, and their memory is resident for good. A run whose states are in files allocates and frees a unit
 all the time, and would keep many times the memory that it needs.
 
-A pool keeps host memory for values of the device until the next step: to pin memory is slow. A buffer is
+Host memory for values of the device is kept until the next step: to pin memory is slow. A buffer is
 taken for a copy and given back later, perhaps while the device has not come to its last copy yet. That is
 safe, as the next copy into the buffer is queued after that one.
 
 [Note: Buffers end after their copies] Pinned memory of torch would wait for such copies by itself, but torch
 rounds it up to a power of two. The memory here has the exact size, and the system takes it back with the last
 tensor over it, whatever the device still does there. So each buffer notes the end of its last copy, and the
-host waits for that before the memory goes: when the pool drops a buffer, when the engine closes, and when the
-garbage collector finds it.
+host waits for that before the memory goes: when a free buffer is dropped, when the engine closes, and when
+the garbage collector finds it.
 
 Memory of the device is copied to the host, and comes back:
 
@@ -47,24 +47,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zeroshard.comm.streams import Mark, Streams
+from zeroshard.comm.streams import Mark, SideStream, Streams
 from zeroshard.tables import format_bytes
 
 if TYPE_CHECKING:
     from zeroshard.tiers.places import TierMemory
 
 
-class _Mapping(mmap.mmap):
-    """Anonymous memory; it is unregistered before it is unmapped."""
+class Mapping(mmap.mmap):
+    """Memory under a tensor, with a call for the time when nobody holds the tensor any more."""
 
-    is_registered = False
-    address = 0
-    process = 0
-    """The id of the process that made it; a forked one has no part in its registration."""
+    when_gone: Callable[[int], None] | None = None
+    address = process = 0
+    """The id of the process that made it; a forked one has no part in what the call ends."""
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self.is_registered and not is_ending() and self.process == os.getpid():
-            unregister(self.address)
+        if self.when_gone is not None and not is_ending() and self.process == os.getpid():
+            self.when_gone(self.address)
 
 
 def host_memory(num_bytes: int, pinned: bool) -> Tensor:
@@ -83,28 +82,19 @@ def host_memory(num_bytes: int, pinned: bool) -> Tensor:
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        mapping = _Mapping(-1, num_bytes)
+        mapping = Mapping(-1, num_bytes)
     except (OSError, ValueError, OverflowError) as error:
         raise RuntimeError(f"Expected {format_bytes(num_bytes)} of host memory: {error}") from error
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    if pinned:
-        register(memory.data_ptr(), num_bytes)
-    mapping.address, mapping.is_registered, mapping.process = memory.data_ptr(), pinned, os.getpid()
+    mapping.address, mapping.process = memory.data_ptr(), os.getpid()
+    if pinned:  # the one place that calls the driver for it
+        if status := int(torch.cuda.cudart().cudaHostRegister(mapping.address, num_bytes, 0)):
+            raise RuntimeError(
+                f"The driver refused to pin {format_bytes(num_bytes)} of host memory (CUDA error {status}). "
+                "Check the limit of locked memory (ulimit -l) and the memory that is left on this node."
+            )
+        mapping.when_gone = unregister
     return memory
-
-
-def register(address: int, num_bytes: int) -> None:
-    """Pin a range of host memory: the one place that calls the driver for it.
-
-    Raises:
-        RuntimeError: there is no CUDA device, or the driver refuses.
-    """
-    status = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
-    if status:
-        raise RuntimeError(
-            f"The driver refused to pin {format_bytes(num_bytes)} of host memory (CUDA error {status}). "
-            "Check the limit of locked memory (ulimit -l) and the memory that is left on this node."
-        )
 
 
 def unregister(address: int) -> None:
@@ -147,7 +137,7 @@ class HostBuffer:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.held: tuple[Tensor, ...] = ()
+        self.held: Tensor | None = None
         """Memory of the device that goes no earlier than the buffer, or when somebody has waited for it."""
         self._last: Mark | None = None
         self._process = os.getpid()
@@ -168,18 +158,28 @@ def size_class(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
-class HostPool:
-    """Buffers by size class. Those in use and the free ones are never more than were in use at once.
+class HostCopies:
+    """Copy memory of one device to the host and back, each direction on its side stream.
+
+    Host memory is in buffers by size class. Those in use and the free ones are never more than were in use at
+    once.
 
     Args:
         memory: the memory of the rank, which counts the bytes of all buffers.
+        streams: the side streams of the engine.
     """
 
-    def __init__(self, memory: TierMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: TierMemory, streams: Streams) -> None:
+        self.device, self.streams, self._memory = memory.device, streams, memory
         self._free: list[HostBuffer] = []
         """The buffer that was given back last is at the end."""
-        self._bytes = self._bytes_in_use = self._most_in_use = 0
+        self._bytes_in_use = self._most_in_use = 0
+        self.left: deque[tuple[HostBuffer, Mark | None]] = deque()
+        """Buffers of dead copies, and the mark of each for which the compute stream has not waited yet.
+
+        A buffer holds the memory of the device that is in use up to the mark. Dying copies fill this, which
+        may interrupt anything: nothing else changes there.
+        """
 
     def take(self, num_bytes: int) -> HostBuffer:
         """Return a buffer of `size_class(num_bytes)`; the host waits for copies of buffers that go for it.
@@ -191,98 +191,58 @@ class HostPool:
         buffer = next((one for one in reversed(self._free) if one.memory.nbytes == size), None)
         if buffer is not None:
             self._free.remove(buffer)
-        new = size if buffer is None else 0
         self._most_in_use = max(self._most_in_use, self._bytes_in_use + size)
-        while self._free and self._bytes + new > self._most_in_use:
-            self._count(-self._free.pop(0).memory.nbytes)
+        while self._free and self._bytes_in_use + size + self._bytes_free > self._most_in_use:
+            self._memory.staging_bytes -= self._free.pop(0).memory.nbytes
         if buffer is None:
-            try:
-                buffer = HostBuffer(self._memory.host(size))
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"no {size} bytes of host memory for offloaded values, which have {self._bytes} bytes: "
-                    f"offload less, or use smaller micro-batches ({str(error).splitlines()[0]})"
-                ) from error
-            self._count(size)
+            buffer = HostBuffer(self._memory.host(size))
+            self._memory.staging_bytes += size
         self._bytes_in_use += size
         return buffer
+
+    @property
+    def _bytes_free(self) -> int:
+        return sum(buffer.memory.nbytes for buffer in self._free)
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back, as `take` returned it."""
         self._bytes_in_use -= buffer.memory.nbytes
         self._free.append(buffer)
 
-    def _count(self, num_bytes: int) -> None:
-        self._bytes += num_bytes
-        self._memory.staging_bytes += num_bytes
-
-
-class HostCopies:
-    """Copy memory of one device to the host and back, each direction on its side stream.
-
-    Args:
-        memory: the memory of the rank.
-        streams: the side streams of the engine.
-    """
-
-    def __init__(self, memory: TierMemory, streams: Streams) -> None:
-        self.device, self.streams, self._pool = memory.device, streams, HostPool(memory)
-        self.left: deque[tuple[HostBuffer, list[Mark]]] = deque()
-        """Buffers of dead copies, and the marks for which the compute stream has not waited yet.
-
-        A buffer holds the memory of the device that is in use up to these. Dying copies fill this, which may
-        interrupt anything: nothing else changes there.
-        """
-
-    def copy(self, source: Tensor) -> HostCopy:
-        """Start to copy memory to the host, after all compute so far.
-
-        Args:
-            source: uint8, [num_bytes]; nobody writes to it until `HostCopy.release`.
-
-        Raises:
-            RuntimeError: the host has not enough memory.
-        """
-        return HostCopy(source, self._pool.take(source.numel()), self)
-
     def release_dead(self) -> None:
         """Take back the memory of copies that have died. Called on the compute stream."""
         while self.left:
-            buffer, marks = self.left.popleft()
-            for mark in marks:
+            buffer, mark = self.left.popleft()
+            if mark is not None:
                 mark.wait()
-            buffer.held = ()
-            self._pool.give(buffer)
+            buffer.held = None
+            self.give(buffer)
 
 
 class HostCopy:
-    """One copy on the host. Its memory may be on the device as well: still, or again."""
+    """One copy on the host, made after all compute so far. Its memory may be on the device: still, or again.
 
-    __slots__ = ("_arrived", "_back", "_buffer", "_num_bytes", "_owner", "_sent", "_source")
+    Args:
+        source: uint8, [num_bytes]; nobody writes to it until `drop`.
+        buffer: host memory for it, which `owner` has given.
+        owner: the owner of the streams and the buffer.
+    """
+
+    __slots__ = ("_buffer", "_host", "_mark", "_near", "_owner")
 
     def __init__(self, source: Tensor, buffer: HostBuffer, owner: HostCopies) -> None:
-        self._source: Tensor | None = source
-        self._buffer, self._owner, self._num_bytes = buffer, owner, source.numel()
-        self._back: Tensor | None = None
-        self._arrived: Mark | None = None
-        """The end of the copy to the device, until compute waits for it."""
-        self._sent: Mark | None = None
-        """The end of the copy to the host, until compute waits for it."""
-        to_host = owner.streams.to_host
-        with torch.no_grad(), to_host.after_compute():
-            self._host.copy_(source, non_blocking=True)
-        self._sent = to_host.mark()
-        buffer.in_use_until(self._sent)
+        self._owner, self._buffer, self._host = owner, buffer, buffer.memory[: source.numel()]
+        self._near: Tensor | None = source
+        """The memory on the device: the source, or memory that it came back to."""
+        self._mark: Mark | None = None
+        """The end of the last copy, until compute waits for it."""
+        self._copy(owner.streams.to_host, self._host, source)
 
-    @property
-    def _host(self) -> Tensor:
-        return self._buffer.memory[: self._num_bytes]
-
-    def release(self) -> None:
-        """Free the source, once compute has waited for the copy."""
-        if self._sent is not None:
-            self._sent.wait()
-            self._sent = self._source = None
+    def _copy(self, stream: SideStream, target: Tensor, values: Tensor) -> None:
+        with torch.no_grad(), stream.after_compute():
+            target.copy_(values, non_blocking=True)
+        self._mark = stream.mark()
+        self._buffer.in_use_until(self._mark)
 
     def fetch(self) -> None:
         """Start to copy the memory back, unless it is on the device or on its way.
@@ -290,14 +250,9 @@ class HostCopy:
         Raises:
             RuntimeError: the device has not enough memory.
         """
-        if self._source is not None or self._back is not None:
-            return
-        back = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._owner.device)
-        to_device = self._owner.streams.to_device
-        with torch.no_grad(), to_device.after_compute():
-            back.copy_(self._host, non_blocking=True)
-        self._back, self._arrived = back, to_device.mark()
-        self._buffer.in_use_until(self._arrived)
+        if self._near is None:
+            self._near = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._owner.device)
+            self._copy(self._owner.streams.to_device, self._near, self._host)
 
     def get(self) -> Tensor:
         """Return the memory on the device, uint8, [num_bytes]; compute waits until it is there.
@@ -306,21 +261,20 @@ class HostCopy:
             RuntimeError: the device has not enough memory.
         """
         self.fetch()
-        if self._arrived is not None:
-            self._arrived.wait()
-            self._arrived = None
-        memory = self._back if self._source is None else self._source
-        assert memory is not None, "it has been fetched"
-        return memory
+        self._follow()
+        assert self._near is not None, "it has been fetched"
+        return self._near
 
     def drop(self) -> None:
-        """Free the memory on the device that came back; the copy on the host stays."""
-        if self._arrived is not None:
-            self._arrived.wait()
-        self._arrived = self._back = None
+        """Free the memory on the device, once compute has waited for the copy; the host keeps the values."""
+        self._follow()
+        self._near = None
+
+    def _follow(self) -> None:
+        if self._mark is not None:
+            self._mark.wait()
+            self._mark = None
 
     def __del__(self) -> None:
-        marks = [mark for mark in (self._sent, self._arrived) if mark is not None]
-        held = (self._source, self._back) if marks else ()
-        self._buffer.held = tuple(memory for memory in held if memory is not None)
-        self._owner.left.append((self._buffer, marks))
+        self._buffer.held = None if self._mark is None else self._near
+        self._owner.left.append((self._buffer, self._mark))

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm.streams import mark_here
 from zeroshard.plan.tiers import Tier
-from zeroshard.tiers.files import Swap, evict, read_ahead
+from zeroshard.tiers.files import Swap, advise
 from zeroshard.tiers.memory import host_memory, return_freed_memory
-
-
-def open_swap(path: str | None, rank: int) -> Swap:
-    """Open the files of a rank.
-
-    Args:
-        path: `Config.offload.nvme_path`: a folder, or several with ":" between them.
-        rank: the rank, for the names of the files.
-
-    Raises:
-        ValueError: a folder is not there, or cannot be written to.
-    """
-    assert path is not None, "the config requires it for the tier of files"
-    return Swap(path.split(":"), rank)
 
 
 class TierMemory:
@@ -32,11 +19,13 @@ class TierMemory:
 
     Args:
         device: the device that computes.
-        open_swap: opens the files of the rank; called at the first tensor in them.
+        path: `Config.offload.nvme_path`: a folder for files, or several with ":" between them. The files are
+            opened at the first tensor in them.
+        rank: the rank, for the names of the files.
     """
 
-    def __init__(self, device: torch.device, open_swap: Callable[[], Swap]) -> None:
-        self.device, self._open_swap = device, open_swap
+    def __init__(self, device: torch.device, path: str | None, rank: int) -> None:
+        self.device, self._path, self._rank = device, path, rank
         self._swap: Swap | None = None
         self.staging_bytes = 0
         """Bytes of host memory through which values of files pass, and in which activations rest."""
@@ -50,10 +39,15 @@ class TierMemory:
 
     @property
     def swap(self) -> Swap:
-        """The files of this rank."""
+        """The files of this rank.
+
+        Raises:
+            ValueError: a folder is not there, or cannot be written to.
+        """
         if self._swap is None:
+            assert self._path is not None, "the config requires it for the tier of files"
             return_freed_memory()  # units that come from files and go are to keep no memory
-            self._swap = self._open_swap()
+            self._swap = Swap(self._path.split(":"), self._rank)
         return self._swap
 
     def empty(self, size: int, dtype: torch.dtype, tier: Tier) -> Tensor:
@@ -86,7 +80,7 @@ class TierMemory:
     def evict(self, tensor: Tensor) -> None:
         """Take pages of files that were read or written through a tensor out of memory."""
         if self.is_in_files(tensor):
-            evict(tensor)
+            advise(tensor, mmap.MADV_DONTNEED)
 
     def fetch(self, tensor: Tensor) -> None:
         """Let the system read a tensor in files ahead of its use.
@@ -96,7 +90,7 @@ class TierMemory:
         """
         if self.is_in_files(tensor):
             self.check(tensor)
-            read_ahead(tensor)
+            advise(tensor, mmap.MADV_WILLNEED)
 
     def check(self, tensor: Tensor) -> None:
         """Check a tensor before its use: one that shows a truncated file would end the process.
