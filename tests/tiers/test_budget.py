@@ -1,32 +1,41 @@
 """What does not fit is refused at the start, by kind, with what needs less."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from zeroshard.tiers.budget import (
-    Node,
-    check_budget,
-    describe_shortage,
-    host_bytes_free,
-    limits_of_groups,
-)
+from zeroshard.tiers import budget
+from zeroshard.tiers.budget import check_budget, host_bytes_free, limits_of_groups
 
 GIB = 1 << 30
 NEEDED = {"optimizer states": 8 * GIB, "main parameters": 2 * GIB}
 
 
-def test_what_fits_to_the_byte_is_no_shortage():
-    node = Node(20 * GIB, {("/a", "/b"): 6 * GIB})
-    assert describe_shortage(NEEDED, 3 * GIB, 2, node) == ""
-    assert describe_shortage(NEEDED, 3 * GIB, 2, node._replace(host=20 * GIB - 1)) != ""
-    assert describe_shortage(NEEDED, 3 * GIB, 2, node._replace(disks={("/a", "/b"): 6 * GIB - 1})) != ""
-    assert describe_shortage({}, 0, 2, Node(0, {})) == ""
+def check(monkeypatch, needed, nvme, free, disks):
+    """Two ranks on a node with free bytes of host memory, and of each disk by its folder."""
+    for folder in disks:
+        folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(budget, "host_bytes_free", lambda: free)
+    monkeypatch.setattr(budget.shutil, "disk_usage", lambda folder: SimpleNamespace(free=disks[folder]))
+    check_budget(needed, nvme, list(disks), 2)
 
 
-def test_a_shortage_of_memory_is_told_by_kind_with_what_needs_less():
-    *lines, remedy = describe_shortage(NEEDED, 0, 2, Node(11 * GIB, {})).splitlines()
+def test_what_fits_to_the_byte_is_no_shortage(tmp_path, monkeypatch):
+    a, b = tmp_path / "a", tmp_path / "b"
+    check(monkeypatch, NEEDED, 3 * GIB, 20 * GIB, {a: 3 * GIB, b: 3 * GIB})
+    with pytest.raises(RuntimeError, match="Expected 20"):
+        check(monkeypatch, NEEDED, 3 * GIB, 20 * GIB - 1, {a: 3 * GIB, b: 3 * GIB})
+    with pytest.raises(RuntimeError, match=rf"on the disk of {b}"):
+        check(monkeypatch, NEEDED, 3 * GIB, 20 * GIB, {a: 3 * GIB, b: 3 * GIB - 1})
+    check(monkeypatch, {}, 0, 0, {})
+
+
+def test_a_shortage_of_memory_is_told_by_kind_with_what_needs_less(monkeypatch):
+    with pytest.raises(RuntimeError) as caught:
+        check(monkeypatch, NEEDED, 0, 11 * GIB, {})
+    *lines, remedy = str(caught.value).splitlines()
     assert lines == [
         "Expected 20.00 GiB of host memory on this node, got 11.00 GiB free:",
         "  optimizer states: 8.00 GiB on each of 2 rank(s)",
@@ -35,11 +44,14 @@ def test_a_shortage_of_memory_is_told_by_kind_with_what_needs_less():
     assert 'offload.optimizer="nvme"' in remedy
 
 
-def test_each_disk_has_the_share_of_its_folders():
-    node = Node(100 * GIB, {("/a", "/b"): 8 * GIB, ("/c",): 3 * GIB})
-    line, _ = describe_shortage({}, 6 * GIB, 2, node).splitlines()
+def test_each_disk_has_the_share_of_its_folder(tmp_path, monkeypatch):
+    disks = {tmp_path / "a": 4 * GIB, tmp_path / "b": 4 * GIB, tmp_path / "c": 3 * GIB}
+    with pytest.raises(RuntimeError) as caught:
+        check(monkeypatch, {}, 6 * GIB, 100 * GIB, disks)
+    line, _ = str(caught.value).splitlines()
     assert line == (  # 4 GiB in each of 3 folders
-        "offload.nvme_path: expected 4.00 GiB on the disk of /c for 2 rank(s), got 3.00 GiB free"
+        f"offload.nvme_path: expected 4.00 GiB on the disk of {tmp_path / 'c'} for 2 rank(s), "
+        "got 3.00 GiB free"
     )
 
 
@@ -47,7 +59,7 @@ def test_the_check_reads_this_node(tmp_path):
     check_budget({"optimizer states": 1}, 4096, [tmp_path, str(tmp_path)], 2)
     with pytest.raises(RuntimeError, match=r"Expected \d+.* of host memory(.|\n)*/.* got .* free"):
         check_budget({"optimizer states": 1 << 60}, 1 << 60, [tmp_path], 2)
-    with pytest.raises(ValueError, match=r"nvme_path: expected .* '/proc/self': its file system has no room"):
+    with pytest.raises(RuntimeError, match=r"nvme_path: expected .* disk of /proc/self .* got 0 B free"):
         check_budget({}, nvme=1, folders=["/proc/self"], num_ranks_on_node=1)
     with pytest.raises(ValueError, match=r"nvme_path: expected an existing folder .* does not exist"):
         check_budget({}, 1, [tmp_path / "missing"], 1)

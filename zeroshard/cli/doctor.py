@@ -413,19 +413,16 @@ def measure_disk(folder: Path, rank: int = 0) -> Facts:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         swap = Swap([folder], rank)
-    try:
-        places = [swap.empty(PART) for _ in range(NUM_PARTS)]
-        buffers = [host_memory(place.nbytes, pinned=False).fill_(17) for place in places]
+    places = [swap.empty(PART) for _ in range(NUM_PARTS)]
+    buffers = [host_memory(place.nbytes, pinned=False).fill_(17) for place in places]
 
-        def run(move: Callable[..., Any]) -> float:
-            begin = time.perf_counter()
-            for transfer in list(map(move, places, buffers)):
-                transfer.wait()
-            return time.perf_counter() - begin
+    def run(move: Callable[..., Any]) -> float:
+        begin = time.perf_counter()
+        for transfer in list(map(move, places, buffers)):
+            transfer.wait()
+        return time.perf_counter() - begin
 
-        seconds = [(run(swap.write), run(swap.read)) for _ in range(DISK_ROUNDS)]
-    finally:
-        swap.close()
+    seconds = [(run(swap.write), run(swap.read)) for _ in range(DISK_ROUNDS)]
     write, read = (needed / median(times) for times in zip(*seconds, strict=True))
     note = " ".join(str(warning.message).partition(": ")[2] for warning in caught)
     place = {"rank": rank, "folder": str(folder), "free": free}

@@ -6,25 +6,13 @@ at its start, with what needs less.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from zeroshard.tables import format_bytes
-from zeroshard.tiers.swapfile import SETTING, check_folder, place_in, remove_leftovers
-
-
-class Node(NamedTuple):
-    """Bytes that are free on a node."""
-
-    host: int
-    """Memory: the least of what the system has and what the limits of control groups leave."""
-    disks: Mapping[tuple[str, ...], int]
-    """Free bytes of each disk, by the folders that lie on it."""
-
+from zeroshard.tiers.swapfile import SETTING, check_folder, remove_leftovers
 
 _REMEDY = (
     'Less is needed with optimizer states of 8 bits, with precision.main_dtype="bf16", and with files: '
@@ -45,43 +33,33 @@ def check_budget(
     Args:
         needed: for each kind of values, the bytes of host memory that a rank will allocate.
         nvme: bytes that a rank will reserve on disks, the same in each folder.
-        folders: the folders of the nvme tier; none if `nvme` is 0.
+        folders: the folders of the nvme tier, each on a disk of its own; none if `nvme` is 0.
         num_ranks_on_node: the ranks that share this node.
 
     Raises:
         ValueError: a folder is not there.
         RuntimeError: the node has less. The message has the bytes of each kind, and the remedy.
     """
-    disks: dict[int, list[str]] = {}
+    lines, total, free = [], sum(needed.values()) * num_ranks_on_node, host_bytes_free()
+    if total > free:
+        lines = [
+            f"Expected {format_bytes(total)} of host memory on this node, got {format_bytes(free)} free:",
+            *(
+                f"  {kind}: {format_bytes(num_bytes)} on each of {num_ranks_on_node} rank(s)"
+                for kind, num_bytes in needed.items()
+            ),
+        ]
     for folder in map(Path, folders):
         check_folder(folder)
-        remove_leftovers(place_in(folder))
-        disks.setdefault(os.stat(folder).st_dev, []).append(str(folder))
-    free = {tuple(paths): shutil.disk_usage(paths[0]).free for paths in disks.values()}
-    problem = describe_shortage(needed, nvme, num_ranks_on_node, Node(host_bytes_free(), free))
-    if problem:
-        raise RuntimeError(problem)
-
-
-def describe_shortage(needed: Mapping[str, int], nvme: int, num_ranks: int, node: Node) -> str:
-    """Return the text of the error, or "" if everything fits; pure. See `check_budget`."""
-    lines = []
-    if sum(needed.values()) * num_ranks > node.host:
-        total = format_bytes(sum(needed.values()) * num_ranks)
-        lines += [f"Expected {total} of host memory on this node, got {format_bytes(node.host)} free:"]
-        lines += [
-            f"  {kind}: {format_bytes(num_bytes)} on each of {num_ranks} rank(s)"
-            for kind, num_bytes in needed.items()
-        ]
-    num_folders = sum(map(len, node.disks))
-    for folders, free in node.disks.items():
-        asked = -(-nvme * num_ranks * len(folders) // num_folders)  # of the ranks' files on this disk
-        if asked > free:
+        remove_leftovers(folder)
+        total, free = -(-nvme * num_ranks_on_node // len(folders)), shutil.disk_usage(folder).free
+        if total > free:
             lines += [
-                f"{SETTING}: expected {format_bytes(asked)} on the disk of {', '.join(folders)} "
-                f"for {num_ranks} rank(s), got {format_bytes(free)} free"
+                f"{SETTING}: expected {format_bytes(total)} on the disk of {folder} "
+                f"for {num_ranks_on_node} rank(s), got {format_bytes(free)} free"
             ]
-    return "\n".join([*lines, _REMEDY] if lines else [])
+    if lines:
+        raise RuntimeError("\n".join([*lines, _REMEDY]))
 
 
 def host_bytes_free() -> int:

@@ -143,18 +143,13 @@ class Swap:
         """
         self._process = os.getpid()
         """A forked process has no part in the files."""
-        self._files: list[SwapFile] = []
-        """One in each folder; none once it is closed."""
         self._num_threads = num_threads * len(folders)
         # They end with this object. Nobody may wait for them, or start one, inside a garbage collection: it
         # may run in a thread that is just being started, under a lock of Python's own.
         self._threads = ThreadPoolExecutor(self._num_threads, "zeroshard-swap")
-        try:
-            for folder in map(Path, folders):
-                self._files.append(SwapFile(folder, rank))
-        except BaseException:
-            self.close()
-            raise
+        self._files = [SwapFile(Path(folder), rank) for folder in folders]
+        """One in each folder. It is removed when neither this object nor a transfer uses it any more, or at
+        exit."""
         self._lock = threading.RLock()  # a garbage collection under it may free space
         self._free: dict[int, list[tuple[Chunk, ...]]] = defaultdict(list)
         self._mapped: dict[int, Extent] = {}
@@ -173,7 +168,7 @@ class Swap:
         Raises:
             RuntimeError: the disk is full. The message has the bytes that were asked for and that are free.
         """
-        self._check_open()
+        self._check_process()
         padded = round_up(num_bytes, self.alignment)
         with self._lock:
             chunks = self._free[padded].pop() if self._free[padded] else self._reserve(padded)
@@ -261,7 +256,7 @@ class Swap:
 
     def _place_of(self, values: Tensor) -> tuple[Extent, int]:
         """The extent of values, and their first byte in it."""
-        self._check_open()
+        self._check_process()
         return self._mapped[values.untyped_storage().data_ptr()], int(values.storage_offset())
 
     def _start(
@@ -282,20 +277,9 @@ class Swap:
                 futures.append(self._threads.submit(_attempt, [*before, work], [values]))
         return FileTransfer(futures)
 
-    def _check_open(self) -> None:
-        if not self._files or self._process != os.getpid():
-            raise RuntimeError("Expected an open Swap, got one that was closed, or is of a parent process")
-
-    def close(self) -> None:
-        """Wait for all transfers and remove the files. A second call does nothing.
-
-        Without it, each file is removed when neither this object nor a transfer uses it any more, or at exit.
-        """
-        files, self._files = self._files, []
-        if self._process == os.getpid():  # a forked process has no threads
-            self._threads.shutdown(wait=True)
-        for file in files:
-            file.remove()
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError("Expected files of this process, got files of a parent process")
 
 
 def _attempt(calls: list[Callable[[], None]], held: list[Tensor]) -> str:

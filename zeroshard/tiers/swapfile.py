@@ -1,6 +1,6 @@
 """One file of the nvme tier: reserved, locked, read and written past the page cache.
 
-    <nvme_path>/zeroshard-swap-<user>/<host>-<process>-rank<rank>-<random>.swap
+    <nvme_path>/zeroshard-<user>-<host>-<process>-rank<rank>-<random>.swap
 
 The process holds the kernel's lock (flock) on its file for as long as it lives. So a file whose lock is free
 belongs to a process that was killed; whoever opens the folder next removes it. The lock decides alone: a
@@ -31,9 +31,6 @@ _REMEDY = f"Free space there, or set {SETTING} to a folder on a larger disk."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BLOCK = mmap.PAGESIZE
 """Bytes of a block of direct I/O: a page, which is a multiple of the blocks of drives and file systems."""
-_ATTEMPTS = 100
-"""Others that end or clean up may remove the folder, or a file that is not locked yet."""
-
 
 _Call = Callable[[int, list[memoryview], int], int]
 """(descriptor, memory, offset) -> bytes moved."""
@@ -51,50 +48,35 @@ class SwapFile:
         """Create the file.
 
         Args:
-            folder: an existing folder on the disk; the file goes into a folder of this user's in it.
+            folder: an existing folder on the disk.
             rank: for the name of the file.
 
         Raises:
             ValueError: the folder is not there or no folder, may not be written to, or has no file locks.
         """
-        check_folder(folder)
-        place = place_in(folder)
-        remove_leftovers(place)  # first, as they may fill the disk
+        remove_leftovers(folder)  # first, as they may fill the disk
+        name = f"{platform.node()[:64]}-{os.getpid()}-rank{rank}-{uuid4().hex[:8]}{_SUFFIX}"
+        self.path = folder / f"{_prefix()}{name}"
         try:
-            self.descriptor, self.path = _create_locked(place, rank)
-            self._descriptors = [self.descriptor]
-            self._finalizer = weakref.finalize(self, _remove, self.path, self._descriptors, os.getpid())
-            try:
-                self._data = self._open_data()
-            except BaseException:
-                self.remove()
-                raise
+            self.descriptor = self._data = _create_locked(self.path)
         except OSError as error:
             raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {error.strerror}") from error
-        if self._data == self.descriptor:
+        descriptors = [self.descriptor]
+        self._finalizer = weakref.finalize(self, _remove, self.path, descriptors, os.getpid())
+        try:
+            descriptors.append(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
+            os.pwrite(descriptors[-1], mmap.mmap(-1, BLOCK), BLOCK)
+            os.ftruncate(self.descriptor, 0)
+            self._data = descriptors[-1]
+            """For data: the descriptor of the lock, through the page cache, where there is no direct I/O."""
+        except OSError as error:  # perhaps it asks for larger blocks
             warn_user(
-                f"{SETTING}: the file system of {folder} has no direct I/O, so reads and writes pass through "
-                "the page cache: slower, and the system uses more memory."
+                f"{SETTING}: the file system of {folder} has no direct I/O ({error.strerror}), so reads and "
+                "writes pass through the page cache: slower, and the system uses more memory."
             )
         self.end = 0
         """Bytes that are reserved."""
         self._damage = ""
-
-    def _open_data(self) -> int:
-        """Return a descriptor for data, with which a block can be written.
-
-        It is the descriptor of the lock, through the page cache, where the file system has no direct I/O, or
-        asks for larger blocks.
-        """
-        try:
-            self._descriptors.append(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
-            os.pwrite(self._descriptors[-1], mmap.mmap(-1, BLOCK), BLOCK)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return self.descriptor
-        os.ftruncate(self.descriptor, 0)
-        return self._descriptors[-1]
 
     def reserve(self, end: int) -> None:
         """Make the file `end` bytes long, with blocks on the disk for all of them.
@@ -188,7 +170,7 @@ class SwapFile:
         )
 
     def remove(self) -> None:
-        """Give the space back and remove the file; then the folder, if it was the last one."""
+        """Give the space back and remove the file."""
         self._finalizer()
 
 
@@ -202,8 +184,6 @@ def _remove(path: Path, descriptors: Sequence[int], process: int) -> None:
         path.unlink()
     for descriptor in descriptors:
         os.close(descriptor)
-    with suppress(OSError):
-        path.parent.rmdir()
 
 
 def check_folder(folder: Path) -> None:
@@ -211,44 +191,35 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         reason = "it is no folder" if folder.exists() else "it does not exist"
         raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {reason}")
-    if not os.statvfs(folder).f_blocks:  # as of /proc
-        raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: its file system has no room for files")
 
 
-def place_in(folder: Path) -> Path:
-    """Return the folder for the files of this user."""
-    return folder / f"zeroshard-swap-{os.getuid()}"
+def _prefix() -> str:
+    """The beginning of the names of this user's files."""
+    return f"zeroshard-{os.getuid()}-"
 
 
-def _create_locked(place: Path, rank: int) -> tuple[int, Path]:
-    """Create a file with a new name and lock it; return its descriptor and path.
+def _create_locked(path: Path) -> int:
+    """Create a file and lock it; return its descriptor.
 
     Raises:
-        OSError: the folder cannot be made or written to, or its file system has no locks.
+        OSError: the folder is not there or cannot be written to, or its file system has no locks.
     """
-    for _ in range(_ATTEMPTS):
-        path = place / f"{platform.node()[:64]}-{os.getpid()}-rank{rank}-{uuid4().hex[:8]}{_SUFFIX}"
-        try:
-            place.mkdir(mode=0o700, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except (FileExistsError, FileNotFoundError):  # another that ended has removed the folder
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError as error:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
-            raise OSError(error.errno, f"its file system has no file locks ({error.strerror})") from error
-        if os.fstat(descriptor).st_nlink:  # none has taken it for a leftover before it was locked
-            return descriptor, path
+    unlocked = path.with_suffix(".new")  # nobody takes this one for a leftover
+    descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
         os.close(descriptor)
-    raise OSError(errno.EBUSY, f"{place} is no folder, or others removed {_ATTEMPTS} new files")
+        unlocked.unlink()
+        raise OSError(error.errno, f"its file system has no file locks ({error.strerror})") from error
+    unlocked.rename(path)
+    return descriptor
 
 
-def remove_leftovers(place: Path) -> None:
-    """Remove the files of processes that were killed, with one warning about all of them."""
+def remove_leftovers(folder: Path) -> None:
+    """Remove this user's files of processes that were killed, with one warning about all of them."""
     count = num_bytes = 0
-    for path in sorted(place.glob(f"*-rank*{_SUFFIX}")):
+    for path in sorted(folder.glob(f"{_prefix()}*{_SUFFIX}")):
         with suppress(OSError):  # it is locked, or somebody else has removed it
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -260,5 +231,5 @@ def remove_leftovers(place: Path) -> None:
                 os.close(descriptor)
     if num_bytes:
         warn_user(
-            f"{place}: removed {format_bytes(num_bytes)} in {count} file(s) of processes that were killed"
+            f"{folder}: removed {format_bytes(num_bytes)} in {count} file(s) of processes that were killed"
         )
