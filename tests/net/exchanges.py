@@ -247,8 +247,8 @@ EXCHANGES = (
             "The rank that orthogonalizes a matrix keeps the update; other ranks step with what memory held."
         ),
         file="zeroshard/stepping/wholes.py",
-        find="outward=_of_rank(outward(items, owners), rank),",
-        replace="outward=None,",
+        find='exchange("updates", outward(items, owners))',
+        replace='exchange("updates", [])',
         tests=(
             "tests/optim/test_muon.py::"
             "test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way",

@@ -672,5 +672,7 @@ def test_keys_name_the_matrices_of_a_call():
         Muon.wholes_of(parameters, tensors, double, shapes=[[(2, 2)], [(3,)]])
     with pytest.raises(ValueError, match=r"expected \[6, 2\] torch.float32 for Key\(.*got \[6\]"):
         Muon.wholes_of(parameters, tensors, lambda wholes, keys: [whole.sum(-1) for whole in wholes])
-    with pytest.raises(ValueError, match="expected 2 updates, got 1"):
+    with pytest.raises(ValueError, match=r"expected \[3\] torch.float32 for Key\(.*got None"):
         Muon.wholes_of(parameters, tensors, lambda wholes, keys: wholes[:1])
+    with pytest.raises(ValueError, match=r"expected None for None, got \[3\]"):
+        Muon.wholes_of(parameters, tensors, lambda wholes, keys: [*wholes, wholes[1]])

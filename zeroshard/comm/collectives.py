@@ -502,42 +502,42 @@ def _sum(parts: Sequence[Tensor], own: Tensor, out: Tensor) -> None:
 
 
 def all_to_all(
-    axis: Axis, sent: Sequence[Sequence[Tensor]], num_received: Sequence[int], *, label: str
-) -> list[Tensor]:
+    axis: Axis, sent: Sequence[tuple[int, Tensor]], expected: Sequence[tuple[int, int]], *, label: str
+) -> Sequence[Tensor]:
     """Send pieces to other ranks and return what they send; collective, on the current stream.
 
     All pieces go as bytes in one buffer, so they may have any dtypes.
 
     Args:
         axis: the ranks.
-        sent: by rank, 1-D contiguous tensors on the device of the axis; none for this rank.
-        num_received: by rank, the bytes that it sends to this one.
+        sent: in the order of ranks, pieces for other ranks: 1-D contiguous, on the device of the axis.
+        expected: in the order of ranks, the rank that sends a piece, and the bytes of the piece.
         label: the name of the collective in error messages, the same on all ranks.
 
     Returns:
-        By rank, [num_received] uint8: the bytes of its pieces one after another.
+        The pieces that are expected, [num_bytes] uint8 each.
 
     Raises:
         RuntimeError: a rank is lost or too late.
     """
-    assert not sent[axis.rank], "a rank sends nothing to itself"
-    pieces = [_bytes_of(piece) for pieces in sent for piece in pieces]
-    num_sent = [sum(piece.nbytes for piece in pieces) for pieces in sent]
+    sizes: tuple[list[int], list[int]] = [0] * axis.size, [0] * axis.size
+    for source, num_bytes in expected:
+        sizes[0][source] += num_bytes
+    for target, piece in sent:
+        sizes[1][target] += piece.nbytes
+    pieces = [piece.view(torch.uint8) for _, piece in sent]
     out = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=axis.device)
-    received = torch.empty(sum(num_received), dtype=torch.uint8, device=axis.device)
+    received = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=axis.device)
     label = axis.note(ALL_TO_ALL, out.numel(), label, REDUCE)
-    group, sizes = axis.group(Channel.REDUCE), (list(num_received), num_sent)
+    group = axis.group(Channel.REDUCE)
     with axis.waits.naming(label):
         work = dist.all_to_all_single(received, out, *sizes, group=group, async_op=axis.exchanges)
     if axis.exchanges:
         Pending(axis.waits, axis.under_way, label, ALL_TO_ALL, [work]).wait()
     else:
         axis.waits.issue(label)
-    return list(received.split(sizes[0]))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    parts: Sequence[Tensor] = received.split([num_bytes for _, num_bytes in expected])
+    return parts
 
 
 # ---------------------------------------------------------------------------------- agreements on errors

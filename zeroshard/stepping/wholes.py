@@ -22,6 +22,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import NamedTuple, Protocol, runtime_checkable
 from zlib import crc32
 
@@ -35,7 +36,7 @@ from zeroshard.comm.watch.status import REDUCE, WHOLES
 from zeroshard.parameters.parts import part_of, whole_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut
-from zeroshard.plan.layout import Layout, Span
+from zeroshard.plan.layout import Span
 from zeroshard.plan.owners import Item, Send, choose_owners, inward, outward
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.stepping.norms import name_of, place_among, refuse_slices
@@ -192,35 +193,17 @@ def checked_updates(compute: Compute, wholes: list[Tensor], keys: list[Key]) -> 
     """
     if not wholes:
         return []
-    forms = [(whole.shape, whole.dtype) for whole in wholes]
+    forms = [f"{list(whole.shape)} {whole.dtype}" for whole in wholes]
     updates = list(compute(wholes, keys))
-    if len(updates) != len(forms):
-        raise ValueError(f"updates from whole tensors: expected {len(forms)} updates, got {len(updates)}")
-    for (shape, dtype), update, key in zip(forms, updates, keys, strict=True):
-        if (update.shape, update.dtype) != (shape, dtype):
-            raise ValueError(
-                f"updates from whole tensors: expected {list(shape)} {dtype} for {key}, got "
-                f"{list(update.shape)} {update.dtype}"
-            )
+    found = [f"{list(update.shape)} {update.dtype}" for update in updates]
+    for key, form, update in zip_longest(keys, forms, found):
+        if form != update:
+            raise ValueError(f"updates from whole tensors: expected {form} for {key}, got {update}")
     return updates
 
 
 _MOST_PLANS = 256
 """Plans that are kept. A run has one for each set of parameters that step together."""
-
-
-class _BufferPlace(NamedTuple):
-    """The place of a sharded parameter in its flat buffer."""
-
-    layout: Layout
-    """Over the ranks that hold a slice each; over one rank where each holds all."""
-    number: int
-    cut: Cut | None
-
-    def held(self, shard_rank: int, tp_rank: int) -> Span:
-        """The range that a rank holds, in the parts of all tensor ranks one after another."""
-        own = self.layout.owned(self.number, shard_rank % self.layout.num_ranks)
-        return own.shifted(tp_rank * self.layout.sizes[self.number]) if self.cut is not None else own
 
 
 class _OwnedPart(NamedTuple):
@@ -231,10 +214,17 @@ class _OwnedPart(NamedTuple):
     """The number of the first of them in the parameter."""
     shapes: tuple[Shape, ...]
     cut: Cut | None
-    own: Span
-    """The range that this rank holds of them."""
-    place: slice
-    """The place of this range in the slice of the parameter."""
+    start: int
+    """The place of their first element, counted in the slice of this rank."""
+
+
+class _Exchange(NamedTuple):
+    """The ranges that go to owners, or come back."""
+
+    moves: list[Send]
+    """The ranges that this rank sends or receives, and those that it keeps, by source and target."""
+    label: str
+    """The name in messages; "" where no rank sends anything."""
 
 
 class _CallPlan(NamedTuple):
@@ -243,9 +233,8 @@ class _CallPlan(NamedTuple):
     parts: list[_OwnedPart]
     owned: list[int]
     """The numbers of the parts that this rank owns."""
-    inward: list[Send] | None
-    """What this rank sends or receives; None where no rank does."""
-    outward: list[Send] | None
+    inward: _Exchange
+    outward: _Exchange
     label: str
 
 
@@ -263,12 +252,13 @@ class WholesOverRanks:
     def __init__(self, buffers: Iterable[FlatBuffer], axes: Axes) -> None:
         self._axis, self._device = axes.everyone, axes.everyone.device
         self._ranks = axes.places
-        self._places = {
-            p: _BufferPlace(layout, index, buffer.originals[index].cut)
+        self._places = {  # one rank holds all of a parameter where each does
+            p: (layout, index, buffer.originals[index].cut)
             for buffer in buffers
             for layout in [buffer.layout if buffer.is_partial else replace(buffer.layout, num_ranks=1)]
             for index, p in enumerate(buffer.sharded)
         }
+        """The layout of each parameter, its number there, and its cut."""
         self._owners: dict[tuple[int, int, tuple[Shape, ...]], int] = {}
         """The owners so far: they stay, with the state that they may have."""
         self._plans: dict[object, _CallPlan] = {}
@@ -298,48 +288,44 @@ class WholesOverRanks:
         # of another, or expect other sizes than are sent, for which Gloo ends the process.
         self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
         agreed = self._axis.any([False], "agreement on whole tensors", compares=True)
-        if plan.inward is not None:
+        if plan.inward.label:
             agreed()
         updates = self._compute(plan, tensors, compute)
-        if plan.inward is None:  # the agreement ran during the computation
+        if not plan.inward.label:  # the agreement ran during the computation
             agreed()
         pieces: list[list[tuple[slice, Tensor]]] = [[] for _ in parameters]
-        for number in plan.owned:
-            part = plan.parts[number]
-            if part.own.size:
-                pieces[part.parameter].append((part.place, updates[number][part.own.slice]))
-        outward = self._exchange(
-            plan, plan.outward, lambda m: updates[m.item][m.span.slice], tensors, "updates"
-        )
-        for move, values in outward:
+        for move, values in self._exchange(
+            plan, plan.outward, tensors, lambda m: updates[m.item][m.span.slice]
+        ):
             part = plan.parts[move.item]
-            place = move.span.shifted(part.place.start - part.own.start).slice
-            pieces[part.parameter].append((place, values))
+            pieces[part.parameter].append((move.span.shifted(part.start).slice, values))
         results = [_joined(*own, self._device) for own in zip(tensors, pieces, strict=True)]
         places = [tensor.like if isinstance(tensor, Deferred) else tensor for tensor in tensors]
         return list(map(moves.beside, results, places))
 
-    def _compute(self, plan: _CallPlan, tensors: Sequence[Given], compute: Compute) -> dict[int, Tensor]:
-        """Return the updates of the parts that this rank owns, [n] each, by number."""
-        flat: dict[int, Tensor] = {}
+    def _gather(self, plan: _CallPlan, tensors: Sequence[Given]) -> dict[int, Tensor]:
+        """Return the values of the parts that this rank owns, [n] each, by number."""
 
         @functools.cache
         def given(number: int) -> Tensor:
             return moves.to_device(made(tensors[number]), self._device).reshape(-1)
 
-        for number in plan.owned:
-            part = plan.parts[number]
-            values = given(part.parameter)
-            flat[number] = values.new_empty(sum(map(math.prod, part.shapes)))
-            flat[number][part.own.slice] = values[part.place]
-
         def source(move: Send) -> Tensor:
             part = plan.parts[move.item]
-            return given(part.parameter)[part.place][move.span.shifted(-part.own.start).slice]
+            return given(part.parameter)[move.span.shifted(part.start).slice]
 
-        for move, values in self._exchange(plan, plan.inward, source, tensors, "slices"):
-            flat[move.item][move.span.slice].view(torch.uint8).copy_(values)
-        given.cache_clear()
+        flat = {}
+        for number in plan.owned:
+            part = plan.parts[number]
+            size, dtype = sum(map(math.prod, part.shapes)), tensors[part.parameter].dtype
+            flat[number] = torch.empty(size, dtype=dtype, device=self._device)
+        for move, values in self._exchange(plan, plan.inward, tensors, source):
+            flat[move.item][move.span.slice].view(torch.uint8).copy_(values.view(torch.uint8))
+        return flat
+
+    def _compute(self, plan: _CallPlan, tensors: Sequence[Given], compute: Compute) -> dict[int, Tensor]:
+        """Return the updates of the parts that this rank owns, [n] each, by number."""
+        flat = self._gather(plan, tensors)
         wholes: list[Tensor] = []
         keys: list[Key] = []
         for number in plan.owned:
@@ -356,41 +342,36 @@ class WholesOverRanks:
     def _exchange(
         self,
         plan: _CallPlan,
-        exchanged: Sequence[Send] | None,
-        source: Callable[[Send], Tensor],
+        exchange: _Exchange,
         tensors: Sequence[Given],
-        what: str,
+        source: Callable[[Send], Tensor],
     ) -> list[tuple[Send, Tensor]]:
         """Send and receive ranges.
 
         Args:
             plan: the call.
-            exchanged: what this rank sends or receives; None where no rank does.
-            source: gives the values of a range that this rank sends.
+            exchange: one of its exchanges.
             tensors: the tensors of the call.
-            what: a word for what is sent, in errors.
+            source: gives the values of a range that this rank has.
 
         Returns:
-            The ranges that this rank receives, [n] uint8 each.
+            The ranges that this rank has, and those that it receives as bytes, [n].
         """
-        if exchanged is None:
-            return []
-        axis = self._axis
-        sent: list[list[Tensor]] = [[] for _ in range(axis.size)]
-        expected: list[list[tuple[Send, int]]] = [[] for _ in range(axis.size)]
-        for move in exchanged:
-            if move.source == axis.rank:
-                sent[move.target].append(source(move))
-            else:
-                num_bytes = move.span.size * tensors[plan.parts[move.item].parameter].dtype.itemsize
-                expected[move.source].append((move, num_bytes))
-        totals = [sum(num_bytes for _, num_bytes in own) for own in expected]
-        received = all_to_all(axis, sent, totals, label=f"all-to-all of the {what} of {plan.label}")
-        return [
-            (move, piece)
-            for own, values in zip(expected, received, strict=True)
-            for (move, _), piece in zip(own, values.split([size for _, size in own]), strict=True)
-        ]
+        rank = self._axis.rank
+
+        def num_bytes(move: Send) -> int:
+            return move.span.size * tensors[plan.parts[move.item].parameter].dtype.itemsize
+
+        here = [(move, source(move)) for move in exchange.moves if move.source == rank]
+        found = [(move, values) for move, values in here if move.target == rank]
+        if exchange.label:
+            sent = [(move.target, values) for move, values in here if move.target != rank]
+            moves_here = [move for move in exchange.moves if move.source != rank]
+            expected = [(move.source, num_bytes(move)) for move in moves_here]
+            found += zip(
+                moves_here, all_to_all(self._axis, sent, expected, label=exchange.label), strict=True
+            )
+        return found
 
     def _make_plan(
         self,
@@ -406,12 +387,14 @@ class WholesOverRanks:
         rank = self._axis.rank
         for number, (p, own, own_costs) in enumerate(zip(parameters, shapes, costs, strict=True)):
             if not isinstance(p, ShardedParameter):  # each rank holds it whole, with a gradient of its own
-                whole = Span(0, p.numel())
-                alone.append(_OwnedPart(number, 0, own, None, whole, whole.slice))
+                alone.append(_OwnedPart(number, 0, own, None, 0))
                 continue
-            place = place_among(self._places, p, "updates from whole parameters")
-            held = [place.held(*at) for at in self._ranks]
-            together = 1 if place.cut is None else len(own) or 1  # parts of tensor ranks have one owner
+            layout, index, cut = place_among(self._places, p, "updates from whole parameters")
+            held = [  # in the parts of all tensor ranks one after another
+                layout.owned(index, at % layout.num_ranks).shifted(tp * layout.sizes[index] if cut else 0)
+                for at, tp in self._ranks
+            ]
+            together = 1 if cut is None else len(own) or 1  # parts of tensor ranks have one owner
             start = 0
             for first in range(0, len(own), together):
                 run = own[first : first + together]
@@ -420,22 +403,26 @@ class WholesOverRanks:
                 if not whole.size:
                     continue
                 ranges = tuple(one.intersect(whole).shifted(-whole.start) for one in held)
-                inside = held[rank].intersect(whole).shifted(-held[rank].start).slice
                 items.append(Item(whole.size, sum(own_costs[first : first + together]), ranges))
-                parts.append(_OwnedPart(number, first, run, place.cut, ranges[rank], inside))
+                parts.append(_OwnedPart(number, first, run, cut, whole.start - held[rank].start))
             names.append((p.fqn, own))
         keys = [(id(parameters[part.parameter]), part.first, part.shapes) for part in parts]
         kept = {at: owner for at, key in enumerate(keys) if (owner := self._owners.get(key)) is not None}
         owners = choose_owners(items, self._axis.size, kept)
         self._owners |= zip(keys, owners, strict=True)
-        digest = crc32(repr((names, owners)).encode())
-        return _CallPlan(
-            parts=[*parts, *alone],
-            owned=[number for number, owner in enumerate([*owners, *[rank] * len(alone)]) if owner == rank],
-            inward=_of_rank(inward(items, owners), rank),
-            outward=_of_rank(outward(items, owners), rank),
-            label=f"{len(parts)} whole tensors ({digest:08x})",
-        )
+        wholes = f"{len(parts)} whole tensors ({crc32(repr((names, owners)).encode()):08x})"
+        spans = [item.held[rank] for item in items]
+        spans += [Span(0, parameters[part.parameter].numel()) for part in alone]
+        owned = [number for number, owner in enumerate([*owners, *[rank] * len(alone)]) if owner == rank]
+        kept_here = [Send(number, rank, rank, spans[number]) for number in owned if spans[number].size]
+
+        def exchange(what: str, sends: Sequence[Send]) -> _Exchange:
+            moved = [*kept_here, *(move for move in sends if rank in (move.source, move.target))]
+            label = f"all-to-all of the {what} of {wholes}" if sends else ""
+            return _Exchange(sorted(moved, key=lambda move: (move.source, move.target)), label)
+
+        there, back = exchange("slices", inward(items, owners)), exchange("updates", outward(items, owners))
+        return _CallPlan([*parts, *alone], owned, there, back, wholes)
 
 
 def _joined(given: Given, pieces: Sequence[tuple[slice, Tensor]], device: torch.device) -> Tensor:
@@ -453,11 +440,6 @@ def _joined(given: Given, pieces: Sequence[tuple[slice, Tensor]], device: torch.
     for place, values in pieces:
         result[place].view(torch.uint8).copy_(values.view(torch.uint8))
     return result
-
-
-def _of_rank(all_moves: Sequence[Send], rank: int) -> list[Send] | None:
-    """Return the moves from and to a rank; None if there are no moves at all."""
-    return [move for move in all_moves if rank in (move.source, move.target)] if all_moves else None
 
 
 def _wholes_of(flat: Tensor, part: _OwnedPart) -> list[Tensor]:
