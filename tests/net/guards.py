@@ -340,7 +340,7 @@ GUARDS = (
         name="tensor_ranks_train_different_models",
         says="Tensor ranks with different gradients of a parameter that each holds whole get no error.",
         file="zeroshard/stepping/guard.py",
-        find="    if not names:\n",
+        find="    if is_odd or not (has_odd_loss or names):\n",
         replace="    if True:\n",
         tests=(
             "tests/parallel/test_one_rank_apart.py::"

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,25 +191,20 @@ def all_finite(runtime: Runtime) -> bool:
     """True if no gradient holds inf or nan on any rank; one exchange."""
     own = own_gradients(runtime)
     # Each probe is finite if and only if each element of tensors on one device is.
-    probes = [(summed if group[0].is_cpu else largest)(group) for group in by_device(own.tensors)]
+    probes = [probe(group) for group in by_device(own.tensors)]
     probes += [torch.stack(own.squares)] if own.squares else []
     is_bad = not all(bool(probe.isfinite().all()) for probe in probes)
     return not runtime.context.axes.world.any([is_bad], "agreement on whether gradients are finite")()[0]
 
 
-def summed(tensors: Sequence[Tensor]) -> Tensor:
-    """0-dim, float64: not finite if an element is not, or if the sum of a tensor overflows.
+def probe(tensors: Sequence[Tensor]) -> Tensor:
+    """[n]: of each tensor on one device a number that is not finite if an element is not.
 
-    A CPU takes a fifteenth of the time of a norm.
+    An accelerator finds the largest magnitudes with a few kernels for all tensors of a dtype. A CPU adds up,
+    in a fifteenth of the time; a sum that overflows is not finite, too.
     """
-    return torch.stack([tensor.sum().double() for tensor in tensors]).sum()
-
-
-def largest(tensors: Sequence[Tensor]) -> Tensor:
-    """[n]: the largest magnitude of each tensor; inf or nan if and only if an element is.
-
-    An accelerator takes as long as for a sum, with a few kernels for all tensors of a dtype.
-    """
+    if tensors[0].is_cpu:
+        return torch.stack([tensor.sum().double() for tensor in tensors])
     return torch.stack(foreach_norm(tensors, math.inf))
 
 
@@ -221,31 +216,25 @@ def describe_nonfinite(runtime: Runtime, order: float = 2.0) -> str:
     answer = axes.everyone.any(own, label)()  # pipeline ranks hold other parameters
     found = [p.fqn for p, is_bad in zip(parameters, answer, strict=True) if is_bad]
     names = list(dict.fromkeys(name for part in axes.pp.all_gather_object(found, label) for name in part))
-    shown = ", ".join(map(repr, names[:_NUM_SHOWN])) or "none: they are too large to be added up"
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    shown = _shown(names) or "none: they are too large to be added up"
     norm = global_norm(runtime, order).item()
-    return f"the gradient norm is {norm}; not finite are the gradients of {shown}{more}"
+    return f"the gradient norm is {norm}; not finite are the gradients of {shown}"
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return ", ".join(map(repr, names[:_NUM_SHOWN])) + more
 
 
 _LOOKED_AT = 1 << 16
 """The elements of a slice that are looked at: an embedding would take memory for as many weights."""
 _FAR = 0.01
 """The part of its norm by which a gradient may be off: atomic additions of a device come in any order."""
-_FAR_LOSS = 1e-4
-"""The part by which a loss may be off. Ranks compute it of the same values, mostly with the same bits."""
+_FAR_LOSS = 2e-4
+"""Twice the part by which a loss may be off. Ranks compute it of the same values, mostly to the bit."""
 
-
-class _Fingerprint(NamedTuple):
-    """Two numbers in which a gradient differs from other gradients."""
-
-    norm: float
-    product: float
-    """The product with a vector of cosines."""
-
-    def is_like(self, other: _Fingerprint) -> bool:
-        """True if both may be of the same gradient; also if one of them is not finite."""
-        far = abs(self.norm - other.norm) + abs(self.product - other.product)
-        return not far > _FAR * max(self.norm, other.norm)
+_Seen = tuple[float, float] | None
+"""The magnitude of a value, and a number in which it differs from others; None for no value."""
 
 
 @torch.no_grad()
@@ -262,43 +251,43 @@ def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> None:
     axes = runtime.context.axes
     trained = (buffer for buffer in runtime.buffers if buffer.trainable)
     parameters = [p for buffer in trained for p in buffer.sharded if p.cut is None]
-    own = [_see(gradient) if (gradient := gradient_of(p)) is not None else None for p in parameters]
+    gradients = [gradient_of(p) for p in parameters]
     value = None if loss is None else loss.item()
-    everyone = axes.tp.all_gather_object((value, own), "comparison of gradients")
-    differs = [
-        any(one is not None and first is not None and not first.is_like(one) for one in others)
-        for first, *others in zip(*(seen for _, seen in everyone), strict=True)
-    ]
-    losses = [value for value, _ in everyone]
-    finite = [value for value in losses if value is not None and math.isfinite(value)]
-    has_odd_loss = bool(finite) and max(finite) - min(finite) > _FAR_LOSS * max(map(abs, finite))
-    is_finite = all(one is None or math.isfinite(one.norm) for one in own)
-    flags = [*differs, not is_finite, has_odd_loss]
+    own = [None if value is None else (abs(value), value), *map(_see, gradients)]
+    everyone = axes.tp.all_gather_object(own, "comparison of gradients")
+    losses, *others = zip(*everyone, strict=True)
+    is_odd = not math.isfinite(sum(one[0] for one in own if one is not None))
+    flags = [is_odd, _differ(losses, _FAR_LOSS), *(_differ(seen, _FAR) for seen in others)]
     label = "agreement on gradients of tensor ranks"
-    *answer, is_odd, has_odd_loss = axes.everyone.any(flags, label)()
-    if is_odd:
+    is_odd, has_odd_loss, *answer = axes.everyone.any(flags, label)()
+    names = [p.fqn for p, is_bad in zip(parameters, answer, strict=True) if is_bad]
+    if is_odd or not (has_odd_loss or names):
         return
     if has_odd_loss:
         raise RuntimeError(
-            f"the ranks of a tensor group have different losses; those of {axes.tp.global_ranks} are "
-            f"{losses}. Expected a loss of values that all of them have: is the last layer 'colwise' in "
-            "tp_plan, in place of 'colwise_gather_output'? Does the loss use values inside of blocks, which "
-            "are parts? The step was not taken"
+            f"the tensor ranks {axes.tp.global_ranks} have different losses. Expected a loss of values that "
+            "all of them have: is the last layer 'colwise' in tp_plan, in place of 'colwise_gather_output'? "
+            "Does the loss use values inside of blocks, which are parts? The step was not taken"
         )
-    names = [p.fqn for p, is_bad in zip(parameters, answer, strict=True) if is_bad]
-    if not names:
-        return
-    shown, more = ", ".join(map(repr, names[:_NUM_SHOWN])), len(names) - _NUM_SHOWN
     raise RuntimeError(
-        f"the tensor ranks have different gradients of {shown}{f' and {more} more' if more > 0 else ''}, "
+        f"the tensor ranks have different gradients of {_shown(names)}, "
         "which each of them holds whole, so they would train different models. Expected the same random "
         "numbers on all ranks of a tensor group, and 'replicated_with_grad_allreduce' in tp_plan for a layer "
         "that gets a part of the heads. The step was not taken"
     )
 
 
-def _see(gradient: Tensor) -> _Fingerprint:
+def _see(gradient: Tensor | None) -> _Seen:
+    """The norm of a gradient, and its product with a vector of cosines."""
+    if gradient is None:
+        return None
     values = gradient[:_LOOKED_AT].double()
     weights = torch.ones_like(values).cumsum_(0).cos_()
     norm, product = torch.stack((values.norm(), values.dot(weights))).tolist()
-    return _Fingerprint(norm, product)
+    return norm, product
+
+
+def _differ(everyone: Sequence[_Seen], far: float) -> bool:
+    """True if ranks have seen other values than the first one; none that is not finite differs."""
+    (norm, product), *others = [one for one in everyone if one is not None] or [(0.0, 0.0)]
+    return any(abs(norm - n) + abs(product - q) > far * max(norm, n) for n, q in others)
