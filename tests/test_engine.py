@@ -580,8 +580,11 @@ def refused_arguments():
         with pytest.raises(ValueError, match=r"\w") as caught:
             engine.backward(loss)
         said.append(str(caught.value).removeprefix("backward: expected a loss of one element that requires "))
-    for max_norm in (-1, "a", None, float("nan")):
-        with pytest.raises(ValueError, match="clip_grad_norm_: expected a number >= 0"):
+    for max_norm, norm_type in ((-1, 2.0), (float("nan"), 2.0), (1.0, 0.0), (1.0, "nan")):
+        with pytest.raises(ValueError, match="clip_grad_norm_: expected max_norm >= 0 and norm_type above 0"):
+            engine.clip_grad_norm_(max_norm, norm_type)
+    for max_norm in ("a", None):
+        with pytest.raises(TypeError, match="not supported between instances"):
             engine.clip_grad_norm_(max_norm)
     return said
 

@@ -26,7 +26,6 @@ from zeroshard.plan.originals import Original, is_packed
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
 from zeroshard.sharding.unit import Unit, UnitInfo
 from zeroshard.stepping.attach import attach
-from zeroshard.stepping.clipping import check_clipping
 from zeroshard.stepping.guard import StepGuard
 
 if TYPE_CHECKING:
@@ -181,11 +180,17 @@ def clip_grad_norm_(
         The norm over the gradients of all parameters before that; 0-dim, float32.
 
     Raises:
+        ValueError: `max_norm` is below 0, or `norm_type` is not above it.
         RuntimeError: the norm is not finite, with `error_if_nonfinite`; the message names parameters.
             Gradients are as they were. Or a backward has stepped units, whose gradients are gone, with
             `offload.step_in_backward`.
     """
-    order = check_clipping(max_norm, norm_type)
+    order = float(norm_type)
+    if not (max_norm >= 0 and order > 0):
+        raise ValueError(
+            "clip_grad_norm_: expected max_norm >= 0 and norm_type above 0, or inf, got "
+            f"{max_norm!r} and {norm_type!r}"
+        )
     refuse_in_step(owner._runtime.context.state, "clip_grad_norm_()")
     owner._runtime.before_step()
     return owner._guard.clip(max_norm, order, error_if_nonfinite)

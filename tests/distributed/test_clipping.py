@@ -266,7 +266,7 @@ def test_clip_grad_value_of_torch_clips_slices_as_the_whole(ranks, num_ranks):
 def refused_orders():
     engine, _ = start(build("tied GPT"), stage=1)
     messages = []
-    for order in (0, -1, -math.inf, math.nan, "two", None):
+    for order in (0, -1, -math.inf, math.nan, "nan"):
         with pytest.raises(ValueError, match="norm_type") as error:
             engine.clip_grad_norm_(1.0, norm_type=order)
         messages.append(repr(order) in str(error.value))
@@ -274,4 +274,4 @@ def refused_orders():
 
 
 def test_an_order_that_is_not_above_zero_is_refused(ranks):
-    assert ranks(1, refused_orders) == [[True] * 6]
+    assert ranks(1, refused_orders) == [[True] * 5]

@@ -1,13 +1,15 @@
 """Ranges of blocks are covered once, whatever the number of threads; errors come back."""
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.stepping.threads import BlockBatch, divide, over_blocks
+from zeroshard.stepping import threads
+from zeroshard.stepping.threads import BlockBatch, over_blocks
 
 
 @pytest.fixture
@@ -48,16 +50,19 @@ def test_an_error_in_any_thread_is_raised_when_all_have_ended(num_threads, faili
 
 
 @given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 9))
-def test_ranges_are_cut_into_parts_of_the_same_size(sizes, num_parts):
-    works = [lambda first, last: None for _ in sizes]
-    parts = divide(list(zip(works, sizes, strict=True)), num_parts)
-    pieces = [piece for part in parts for piece in part]
-    for work, size in zip(works, sizes, strict=True):
-        blocks = [block for piece in pieces if piece.func is work for block in range(*piece.args)]
-        assert blocks == list(range(size))
-    lengths = [sum(len(range(*piece.args)) for piece in part) for part in parts]
-    assert max(lengths) - min(lengths) <= 1
-    assert len(pieces) <= len(sizes) + num_parts  # each cut makes one more
+def test_ranges_are_cut_into_parts_of_the_same_size(sizes, num_threads):
+    seen, batch = [], BlockBatch()
+    for number, size in enumerate(sizes):
+        batch.add(lambda *part, number=number: seen.append((number, range(*part))), size)
+    with (
+        mock.patch.object(threads, "_FEWEST", 1),
+        mock.patch.object(torch, "get_num_threads", return_value=num_threads),
+    ):
+        batch.run()
+    for number, size in enumerate(sizes):
+        assert sorted(block for own, part in seen if own == number for block in part) == list(range(size))
+    assert len(seen) <= len(sizes) + num_threads  # each cut makes one more
+    assert max((len(part) for _, part in seen), default=0) <= -(-sum(sizes) // num_threads)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3], indirect=True)

@@ -116,7 +116,8 @@ def test_a_write_beyond_a_limit_of_the_system_is_told(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * BLOCK, limits[1]))
     try:
         with pytest.raises(
-            RuntimeError, match=r"could not write 16384 bytes at 0: File too large\. Free space"
+            RuntimeError,
+            match=r"could not write 16384 bytes at 0: File too large\. Check",
         ):
             file.write(memoryview(mmap.mmap(-1, 4 * BLOCK)), 0)
     finally:

@@ -33,23 +33,6 @@ _EPSILON = 1e-6
 """The constant of torch.nn.utils.clip_grad_norm_, so that factors agree."""
 
 
-def check_clipping(max_norm: object, norm_type: object) -> float:
-    """Return the order of the norm.
-
-    Raises:
-        ValueError: one of the two is not a number in its range.
-    """
-    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm_: expected a number >= 0, got {max_norm!r}")
-    try:
-        order = float(norm_type)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        order = math.nan
-    if not order > 0:
-        raise ValueError(f"clip_grad_norm_: expected a norm_type above 0, or inf, got {norm_type!r}")
-    return order
-
-
 @torch.no_grad()
 def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)).

@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -23,29 +24,6 @@ _MOST = 1 << 16
 
 Work = Callable[[int, int], None]
 """Does the blocks from the first to before the last one."""
-
-
-def divide(ranges: Sequence[tuple[Work, int]], num_parts: int) -> list[list[partial[None]]]:
-    """Cut ranges, one after the other, into parts whose numbers of blocks differ by at most one.
-
-    Args:
-        ranges: works, each with its number of blocks.
-        num_parts: the number of parts, at least 1.
-
-    Returns:
-        The calls of each part, one for each work that has blocks in it.
-    """
-    total = sum(num_blocks for _, num_blocks in ranges)
-    cuts = [total * at // num_parts for at in range(num_parts + 1)]
-    parts: list[list[partial[None]]] = [[] for _ in range(num_parts)]
-    start = 0
-    for work, num_blocks in ranges:
-        for part, low, high in zip(parts, cuts, cuts[1:], strict=False):
-            first, last = max(low - start, 0), min(high - start, num_blocks)
-            if first < last:
-                part.append(partial(work, first, last))
-        start += num_blocks
-    return parts
 
 
 class BlockBatch:
@@ -75,10 +53,10 @@ class BlockBatch:
         (ranges, self._ranges), (ends, self._ends) = (self._ranges, []), (self._ends, [])
         total, self._num_blocks = self._num_blocks, 0
         num_threads = max(1, min(torch.get_num_threads(), total // _FEWEST))
-        own, *others = divide(ranges, num_threads)
-        begun = [_pool(os.getpid(), num_threads - 1).submit(_do, part) for part in others]
+        own, *others = pairwise(total * at // num_threads for at in range(num_threads + 1))
+        begun = [_pool(os.getpid(), num_threads - 1).submit(_do, ranges, *part) for part in others]
         try:
-            _do(own)
+            _do(ranges, *own)
         finally:
             errors = [other.exception() for other in begun]  # none may still write when this returns
         if error := next(filter(None, errors), None):
@@ -97,9 +75,12 @@ def over_blocks(work: Work, num_blocks: int) -> None:
     batch.run()
 
 
-def _do(calls: Sequence[partial[None]]) -> None:
-    for call in calls:
-        call()
+def _do(ranges: Sequence[tuple[Work, int]], first: int, last: int) -> None:
+    """Do the blocks from first to before last, counted through all ranges."""
+    for work, num_blocks in ranges:
+        if max(first, 0) < min(last, num_blocks):
+            work(max(first, 0), min(last, num_blocks))
+        first, last = first - num_blocks, last - num_blocks
 
 
 @cache

@@ -10,11 +10,11 @@ nobody could see what fills the disk.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
 import platform
+import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,18 +27,9 @@ from zeroshard.tables import format_bytes
 SETTING = "offload.nvme_path"
 _EXPECTED = f"{SETTING}: expected an existing folder that this process may write to"
 _SUFFIX = ".swap"
-_REMEDY = f"Free space there, or set {SETTING} to a folder on a larger disk."
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REMEDY = f"Check this disk, free space there, or set {SETTING} to a folder on another."
 BLOCK = mmap.PAGESIZE
 """Bytes of a block of direct I/O: a page, which is a multiple of the blocks of drives and file systems."""
-
-_Call = Callable[[int, list[memoryview], int], int]
-"""(descriptor, memory, offset) -> bytes moved."""
-
-
-def _write_to_disk(descriptor: int, memory: list[memoryview], offset: int) -> int:
-    """Write, and wait for the disk: an error of the page cache would show later, or nowhere."""
-    return os.pwritev(descriptor, memory, offset, os.RWF_DSYNC)
 
 
 class SwapFile:
@@ -62,7 +53,8 @@ class SwapFile:
         except OSError as error:
             raise ValueError(f"{_EXPECTED}, got {str(folder)!r}: {error.strerror}") from error
         descriptors = [self.descriptor]
-        self._finalizer = weakref.finalize(self, _remove, self.path, descriptors, os.getpid())
+        self.remove = weakref.finalize(self, _remove, self.path, descriptors, os.getpid())
+        """Gives the space back and removes the file."""
         try:
             descriptors.append(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT))
             os.pwrite(descriptors[-1], mmap.mmap(-1, BLOCK), BLOCK)
@@ -92,16 +84,12 @@ class SwapFile:
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self.descriptor, self.end)
-            raise RuntimeError(self._describe_refusal(end - self.end, error)) from error
+            more, free = end - self.end, shutil.disk_usage(self.path.parent).free
+            raise RuntimeError(
+                f"{self.path}: could not reserve {format_bytes(more)} ({more} bytes) more: {error.strerror}. "
+                f"The disk has {format_bytes(free)} free, this file has {format_bytes(self.end)}. {_REMEDY}"
+            ) from error
         self.end = end
-
-    def _describe_refusal(self, num_bytes: int, error: OSError) -> str:
-        free = os.statvfs(self.path.parent)
-        return (
-            f"{self.path}: could not reserve {format_bytes(num_bytes)} ({num_bytes} bytes) more: "
-            f"{error.strerror}. The disk has {format_bytes(free.f_bavail * free.f_frsize)} free, and this "
-            f"file has {format_bytes(self.end)}. {_REMEDY}"
-        )
 
     def read(self, into: memoryview, offset: int) -> None:
         """Read as many bytes as `into` has.
@@ -109,7 +97,7 @@ class SwapFile:
         Raises:
             RuntimeError: the bytes are not there any more, or the disk fails.
         """
-        self._move("read", os.preadv, os.preadv, into, offset)
+        self._move("read", os.preadv, into, offset)
 
     def write(self, source: memoryview, offset: int) -> None:
         """Write all bytes of `source`.
@@ -117,37 +105,32 @@ class SwapFile:
         Raises:
             RuntimeError: the file was removed or truncated, or the disk is full or fails.
         """
-        self._move("write", os.pwritev, _write_to_disk, source, offset)
+        self._move("write", os.pwritev, source, offset)
 
-    def _move(self, verb: str, call: _Call, at_ends: _Call, memory: memoryview, offset: int) -> None:
-        """Move whole blocks past the page cache, and what is left at both ends through it."""
-        head = min(-offset % BLOCK, len(memory))
-        stop = len(memory) - (len(memory) - head) % BLOCK
-        self._move_range(verb, at_ends, self.descriptor, memory[:head], offset)
-        self._move_range(verb, call, self._data, memory[head:stop], offset + head, BLOCK)
-        self._move_range(verb, at_ends, self.descriptor, memory[stop:], offset + stop)
-
-    def _move_range(
-        self, verb: str, call: _Call, descriptor: int, memory: memoryview, offset: int, block: int = 1
+    def _move(
+        self, verb: str, call: Callable[[int, list[memoryview], int], int], memory: memoryview, offset: int
     ) -> None:
-        done = 0
-        while done < len(memory):
-            self.check()
-            try:
-                moved = call(descriptor, [memory[done:]], offset + done)
-            except OSError as error:
-                remedy = _REMEDY if error.errno in _FULL else f"Check this disk, or set {SETTING} to another."
-                raise RuntimeError(
-                    f"{self.path}: could not {verb} {len(memory)} bytes at {offset}: {error.strerror}. "
-                    f"{remedy}"
-                ) from error
-            moved -= moved % block  # the next call must begin at a block, too
-            if not moved:
-                raise RuntimeError(
-                    f"{self.path}: expected to {verb} {len(memory)} bytes at {offset}, got {done}. "
-                    f"{self._describe_loss()}"
-                )
-            done += moved
+        """Move whole blocks past the page cache, and what is left at both ends through it."""
+        done, size = 0, len(memory)
+        head = min(-offset % BLOCK, size)
+        tail = size - (size - head) % BLOCK
+        ranges = (head, self.descriptor, 1), (tail, self._data, BLOCK), (size, self.descriptor, 1)
+        for end, descriptor, block in ranges:
+            while done < end:
+                self.check()
+                try:
+                    moved = call(descriptor, [memory[done:end]], offset + done)
+                except OSError as error:
+                    raise RuntimeError(
+                        f"{self.path}: could not {verb} {size} bytes at {offset}: {error.strerror}. {_REMEDY}"
+                    ) from error
+                moved -= moved % block  # the next call must begin at a block, too
+                if not moved:
+                    raise RuntimeError(
+                        f"{self.path}: expected to {verb} {size} bytes at {offset}, got {done}. "
+                        f"{self._describe_loss()}"
+                    )
+                done += moved
 
     def check(self) -> None:
         """Raise a RuntimeError if somebody has removed or truncated the file; its values are lost for good.
@@ -168,10 +151,6 @@ class SwapFile:
             "Values in it are lost. Find what removes or truncates files in this folder, "
             "then go on from the last checkpoint."
         )
-
-    def remove(self) -> None:
-        """Give the space back and remove the file."""
-        self._finalizer()
 
 
 def _remove(path: Path, descriptors: Sequence[int], process: int) -> None:
@@ -205,7 +184,8 @@ def _create_locked(path: Path) -> int:
         OSError: the folder is not there or cannot be written to, or its file system has no locks.
     """
     unlocked = path.with_suffix(".new")  # nobody takes this one for a leftover
-    descriptor = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    # A write waits for the disk: an error of the page cache would show later, or nowhere.
+    descriptor = os.open(unlocked, os.O_RDWR | os.O_DSYNC | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
