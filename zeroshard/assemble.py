@@ -59,6 +59,7 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter
 from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.runtime import Runtime, hook
 from zeroshard.sharding.unit import Unit
 from zeroshard.tiers.places import TierMemory
@@ -137,7 +138,7 @@ def shard_over(
     changes.when_undone(functools.partial(put_together, apart))
     _take_over_buffers(module, context)
     place_ignored(ignored, device)
-    pool = BufferPool(device)
+    pool, landing = BufferPool(device), Landing(context.memory, context.streams.to_host)
     replacements: Replacements = {}
     tags = _TAG_OF_ACTIVATIONS + 1
     units: list[Unit] = []
@@ -149,7 +150,7 @@ def shard_over(
         for buffer in buffers:
             parameters = (original.parameter for original in buffer.originals)
             replacements.update(zip(parameters, buffer.sharded, strict=True))
-        gradients = [Gradients(buffer, context, pool) for buffer in buffers if buffer.trainable]
+        gradients = [Gradients(buffer, context, pool, landing) for buffer in buffers if buffer.trainable]
         units.append(Unit(plan, spec.modules, buffers, gradients, context.streams.gather))
     quantized.finish(buffer for unit in units for buffer in unit.buffers)
     if config.compile:

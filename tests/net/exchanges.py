@@ -175,8 +175,8 @@ EXCHANGES = (
             "A parameter that this rank has not used gets no gradient here, though another rank has used it."
         ),
         file="zeroshard/sharding/reducer.py",
-        find="used=[list(islice(flag, len(gradients.used))) for gradients in self._all],",
-        replace="used=[list(islice(flag, len(g.used))) and list(g.used) for g in self._all],",
+        find="used = [list(islice(flag, len(gradients.used))) for gradients in self._all]",
+        replace="used = [list(islice(flag, len(g.used))) and list(g.used) for g in self._all]",
         tests=(
             "tests/distributed/test_unused.py::test_layers_left_out_inside_a_unit_on_one_rank_count_zeros",
         ),

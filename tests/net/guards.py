@@ -268,7 +268,7 @@ GUARDS = (
         name="an_unscaled_loss_in_float16",
         says="In float16 a backward of a loss without its scale is taken, though small gradients vanish.",
         file="zeroshard/sharding/reducer.py",
-        find="if self.is_half and self._asked.scale is None:",
+        find="if self.is_half and self._role.scale is None:",
         replace="if False:",
         tests=(
             "tests/distributed/test_float16.py::test_an_unscaled_backward_is_refused_wherever_float16_is",
@@ -288,7 +288,7 @@ GUARDS = (
         name="a_rank_leaves_out_a_batch",
         says="A rank that has left out a batch, so that ranks average different batches, gets no warning.",
         file="zeroshard/sharding/reducer.py",
-        find="if agreed.has_other_pace and not self._has_warned:",
+        find="if any_odd and any_even:",
         replace="if False:",
         tests=("tests/distributed/test_pace.py::test_a_rank_that_leaves_out_a_batch_is_told_to_all_ranks",),
     ),

@@ -170,7 +170,7 @@ ROUNDINGS = (
         name="sums_of_a_step_are_rounded_each_time",
         says="Reduced sums of several micro-batches go into a p.grad of bfloat16 after each of them.",
         file="zeroshard/sharding/gradients.py",
-        find="self.is_kept = self._sum_dtype != plan.main_dtype",
+        find="self.is_kept = more and not defer and plan.wide_dtype != plan.main_dtype",
         replace="self.is_kept = False",
         tests=(
             "tests/distributed/test_bfloat16_main.py::"

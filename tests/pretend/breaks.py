@@ -194,7 +194,7 @@ def _activations_go_under_their_copies(bench: Bench, patch: pytest.MonkeyPatch) 
 @_must_show(Kind.RACE, scenarios=("host_stage3_bf16", "fraction_stage3_clip", "host_gradients_forgotten"))
 def _no_wait_for_gradients_on_the_host(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The optimizer reads gradients while they are copied to the host."""
-    patch.setattr(Landing, "arrival", lambda landing: lambda: None)
+    patch.setattr(Landing, "wait", lambda landing: None)
 
 
 @_must_show(Kind.RACE, scenarios=("host_stage3", "host_stepped_in_backward", "host_in_pieces"))
@@ -313,7 +313,7 @@ def _no_wait_at_the_end(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """An engine goes, and the memory of the host with it, while copies are under way."""
     patch.setattr(runtime, "mark_here", lambda device: Mark(None))
     patch.setattr(Source, "await_copies", lambda buffer: None)
-    patch.setattr(Landing, "arrival", lambda landing: lambda: None)
+    patch.setattr(Landing, "wait", lambda landing: None)
 
 
 # -- orders --------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -16,10 +14,9 @@ SIZE = 1024
 
 
 @pytest.fixture
-def context():
+def landing():
     device = torch.device("cpu")
-    memory = TierMemory(device, None, 0)
-    return SimpleNamespace(streams=Streams.on(device), memory=memory, landed=[])
+    return Landing(TierMemory(device, None, 0), Streams.on(device).to_host)
 
 
 def land(landing, values):
@@ -27,21 +24,19 @@ def land(landing, values):
         return landing.land(values)
 
 
-def test_buffers_of_one_size_share_memory_that_is_free(context):
+def test_buffers_of_one_size_share_memory_that_is_free(landing):
     before, addresses = held_bytes().host, set()
     for number in range(6):
-        landing = Landing(context, SIZE)
         gradient = land(landing, torch.full((SIZE,), float(number)))[:10]  # p.grad is such a view
         landing.wait()
         assert gradient.eq(number).all()
         addresses.add(gradient.data_ptr())
         del gradient
-    assert len(addresses) == len(context.landed) == 1
+    assert len(addresses) == len(landing.landed) == 1
     assert held_bytes().host - before == SIZE * 4
 
 
-def test_memory_that_is_held_is_not_written_to(context):
-    landing = Landing(context, SIZE)
+def test_memory_that_is_held_is_not_written_to(landing):
     first, second = land(landing, torch.ones(SIZE)), land(landing, torch.zeros(SIZE))
     part = first[:4]
     del first

@@ -125,7 +125,7 @@ class SideStream:
             most: the number of tensors that are kept; the current stream waits for the reads of older ones.
 
         Returns:
-            The mark after the work so far; see `release`.
+            The mark after the work so far.
         """
         mark = self.mark()
         self._held.append((tensor, mark))
@@ -134,11 +134,9 @@ class SideStream:
             self._held.popleft()
         return mark
 
-    def release(self, mark: Mark) -> None:
-        """Release tensors that were held up to a mark, which the host has waited for."""
-        if any(other is mark for _, other in self._held):
-            while self._held.popleft()[1] is not mark:
-                pass
+    def release(self) -> None:
+        """Release all tensors that are held: the host has waited for the last mark of `hold`."""
+        self._held.clear()
 
 
 @dataclass(frozen=True, slots=True)

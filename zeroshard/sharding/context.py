@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
@@ -42,5 +41,3 @@ class Context:
     """The number of units that are gathered ahead."""
     output_dtype: torch.dtype | None
     """The dtype to which floating-point outputs of the root are cast; None: they stay as they are."""
-    landed: list[Tensor] = field(default_factory=list)
-    """Host memory of reduced gradients, in use or free."""

@@ -14,28 +14,23 @@ A plan without exchanges needs no flat buffer: its gradients count as reduced wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Set
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm import moves
+from zeroshard.comm import moves, streams
 from zeroshard.comm.collectives import Channel
 from zeroshard.comm.pool import BufferPool
 from zeroshard.internals.foreach import foreach_sum_of_squares
-from zeroshard.parameters.gradient import gradient_of, set_gradient, set_gradients
+from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.exchange import Collective, Exchange
+from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.landing import Landing, sends_to_host
-
-_Place = tuple[int, int]
-"""The address of a gradient, and the number of its changes that torch has counted."""
-
-Deliver = Callable[[Set[ShardedParameter] | None], None]
-"""Sets the gradients of some parameters; None: of all."""
+from zeroshard.sharding.landing import Landing
 
 
 class GradientState(Enum):
@@ -45,17 +40,13 @@ class GradientState(Enum):
     PACKING = "packing"
     REDUCING = "reducing"
     REDUCED = "reduced"
-    STEPPED = "delivered and stepped with, before the end of the backward"
 
 
 _MOVES = {
     GradientState.EMPTY: {GradientState.PACKING, GradientState.REDUCING},
-    GradientState.PACKING: {GradientState.REDUCING, GradientState.EMPTY},
-    # A parameter that is used outside of its unit's forward, too, may get its gradient after the unit was
-    # left: this part is packed while the first one is still reduced, and is reduced by itself.
-    GradientState.REDUCING: {GradientState.REDUCED, GradientState.PACKING},
-    GradientState.REDUCED: {*GradientState} - {GradientState.REDUCED},
-    GradientState.STEPPED: {GradientState.EMPTY},
+    GradientState.PACKING: {GradientState.REDUCING},
+    GradientState.REDUCING: {GradientState.REDUCED},
+    GradientState.REDUCED: {GradientState.EMPTY},
 }
 
 
@@ -66,9 +57,10 @@ class Gradients:
         buffer: the buffer of the parameters.
         context: the objects that all buffers share.
         pool: the buffers that gradients are packed into.
+        landing: the memory of gradients on the host.
     """
 
-    def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool) -> None:
+    def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool, landing: Landing) -> None:
         self.buffer, self._context, self._pool, self._tag = buffer, context, pool, buffer.tag + 1
         plan, num = buffer.plan, len(buffer.sharded)
         self._reduce_dtype = plan.reduce_dtype
@@ -78,13 +70,14 @@ class Gradients:
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
         self._zeros = tuple(gap.slice for gap in buffer.layout.gaps)
         """The padding of `flat`: zeros from the pool, and nothing else is written there."""
-        self.landing = Landing(context, plan.main_size) if sends_to_host(buffer, context) else None
+        leaves = plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
+        self.landing = landing if leaves else None
         """The host memory of gradients that leave the device; None if they do not."""
         packed = range(num) if plan.reductions or self.landing is not None else ()
         self._slices = [buffer.layout.parameter(index).slice for index in packed]
         """The places of gradients in the flat buffer; none if they need no such buffer."""
-        self.noted: tuple[Tensor, list[_Place | None]] | None = None
-        """The sum of squares of the `p.grad` that were set last, if the device took it, and their places."""
+        self.noted: tuple[Tensor, list[tuple[int, int]]] | None = None
+        """The sum of squares of the `p.grad` that were set last, if the device took it, and `_places`."""
         self._unscale = 1.0
         """One over the loss scale."""
         self.is_kept = self._stays = False
@@ -99,12 +92,12 @@ class Gradients:
         self.used = [False] * len(self.buffer.sharded)
         """Parameters that got a gradient since the last delivery, on this rank."""
         self.missing = set(range(len(self.used)))
-        """Parameters whose gradient has not arrived since the last reduction, or in this backward."""
+        """Parameters whose gradient has not arrived in this backward."""
         self._filled: set[int] = set()
         """Parameters whose places in the flat buffer have been written."""
         self._flat: Tensor | None = None
         self._is_deferred = False
-        self._reduction: Iterator[bool] | None = None
+        self._reduction: Iterator[bool] = iter(())
         self._is_exchanging = False
         self._reduced: dict[int, Tensor] = {}
         """Reduced gradients that are in no `p.grad` yet, by the index of the parameter, [n]."""
@@ -134,8 +127,7 @@ class Gradients:
         if scale is not None:
             self._unscale = 1.0 / scale
         self._defer, plan = defer, self.buffer.plan
-        self._sum_dtype = plan.wide_dtype if more else plan.main_dtype
-        self.is_kept = self._sum_dtype != plan.main_dtype
+        self.is_kept = more and not defer and plan.wide_dtype != plan.main_dtype
         self._stays = steps and self.is_stepped_near
         self.missing = set(range(len(self.used)))
 
@@ -176,16 +168,15 @@ class Gradients:
         if self._unscale != 1.0:
             # Autograd may give two parameters views of one memory: nothing is multiplied in place.
             gradient = gradient.to(self.buffer.plan.wide_dtype) * self._unscale
-        total = self._reduced.get(index)
-        if total is None and not self.is_kept:
-            total = self.buffer.sharded[index]._gradient
-        elif total is not None:
-            wide = torch.promote_types(total.dtype, self._sum_dtype)
-            total = self._reduced[index] = total.to(wide)
-        if total is not None:
+        if (total := self._sum_of(index)) is not None:
             total.add_(gradient)
         else:
             self._reduced[index] = gradient.to(self._sum_dtype)
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        """The dtype of reduced gradients where there is no sum yet."""
+        return self.buffer.plan.wide_dtype if self.is_kept else self.buffer.plan.main_dtype
 
     def _write(self, index: int, gradient: Tensor) -> None:
         """Add a gradient to its place in the flat buffer."""
@@ -216,12 +207,10 @@ class Gradients:
 
     def start_reduce(self) -> bool:
         """Start the reduction; parameters without a gradient count zeros. Returns as `progress`."""
-        self.complete()
         self._move(GradientState.REDUCING)
-        self.missing = set(range(len(self.used)))
         self._reduction = self._reduce(self._finish_packing()) if self._slices else iter(())
         self._advance()
-        return self._reduction is not None
+        return self.state is GradientState.REDUCING
 
     def _reduce(self, flat: Tensor) -> Iterator[bool]:
         """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads.
@@ -304,23 +293,21 @@ class Gradients:
             True while the reduction has not come to its end.
         """
         self.wait()
-        self._advance()
-        return self._reduction is not None
+        if self.state is GradientState.REDUCING:
+            self._advance()
+        return self.state is GradientState.REDUCING
 
     def complete(self) -> None:
         """Finish a reduction that was started; its gradients wait for delivery."""
-        while self._reduction is not None:
+        while self.state is GradientState.REDUCING:
             self._advance()
 
     def _advance(self) -> None:
         """Go on to the next `yield` of the reduction, or to its end."""
-        if self._reduction is not None:
-            state = next(self._reduction, None)
-            self._is_exchanging = state is True
-            if state is None:
-                self._reduction = None
-                if self.state is GradientState.REDUCING:
-                    self._move(GradientState.REDUCED)
+        step = next(self._reduction, None)
+        self._is_exchanging = step is True
+        if step is None:
+            self._move(GradientState.REDUCED)
 
     def _sum_of(self, index: int) -> Tensor | None:
         """The sum that a reduced gradient is added to: the sum that waits here, or else `p.grad`, if any.
@@ -338,133 +325,77 @@ class Gradients:
         """
         if self._unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self._unscale)
-        places = range(len(self._own_slices))
-        sums = {index: total for index in places if (total := self._sum_of(index)) is not None}
-        dtype = result.dtype if self.is_kept else self.buffer.plan.main_dtype
-        # The last micro-batch replaces sums that were kept in more bits.
-        new = [index for index in places if index not in sums or sums[index].dtype is not dtype]
-        if self._stays:
-            self._stay(result, dtype, sums)
-            return
-        if self.landing is not None:
-            self._send(result, dtype, sums, new)
-            return
-        for index, total in sums.items():
-            part = result[self._own_slices[index]]
-            (total.add_(part) if total.dtype is dtype else part.add_(total))
-        if new:
-            result = result.to(dtype)
-            self._reduced.update((index, result[self._own_slices[index]]) for index in new)
-
-    def _stay(self, result: Tensor, dtype: torch.dtype, sums: Mapping[int, Tensor]) -> None:
-        """Keep gradients on the device, with the sums that lie on the host."""
-        values, own = result.to(dtype), self._own_slices
-        for index, total in sums.items():
-            near = moves.to_device(total, result.device)
-            values[own[index]].copy_(near.add_(result[own[index]]))
-            set_gradient(self.buffer.sharded[index], None)
-        self._reduced.update((index, values[part]) for index, part in enumerate(own))
-
-    def _land_stayed(self, landing: Landing) -> None:
-        """Send gradients that have stayed to the host: their unit is not stepped in this backward."""
-        own = self._own_slices
-        with landing.beside(*self._reduced.values()):
-            landed = landing.land(landing.fetched([(own[at], part) for at, part in self._reduced.items()]))
-        self._reduced = {at: landed[own[at]] for at in self._reduced}
-
-    def _send(self, result: Tensor, dtype: torch.dtype, sums: dict[int, Tensor], new: list[int]) -> None:
-        """Send reduced gradients to the host. Sums come from there, and return: the device adds.
-
-        Args:
-            dtype: the dtype on the host.
-            sums: the tensors on the host that they are added to, by the index of the parameter.
-            new: the indices of the parameters whose gradients get new memory: they have no sum, or one of
-                another dtype, which is replaced.
-        """
-        own, landing = self._own_slices, self.landing
-        assert landing is not None, "gradients leave the device"
-        needs_norm = not (self.is_kept or self._context.setting.steps_in_backward)
-        if needs_norm and self._squares is None and result.dtype is not torch.float64:  # its squares overflow
-            # A second part of the gradients writes to the same memory, in the order of the stream.
-            self._squares = torch.empty((), dtype=torch.float64, device=result.device)
-        with landing.beside(result, *sums.values()):
-            values = result.to(dtype)
-            if sums:
-                fetched = landing.fetched([(own[index], total) for index, total in sums.items()])
-                for index in sums:
-                    fetched[own[index]].add_(result[own[index]])
-                    if new:
-                        values[own[index]].copy_(fetched[own[index]])
-                values = values if new else fetched
-            if self._squares is not None:
-                self._squares.copy_(self._squares_of(values))
+        own, dtype = self._own_slices, self._sum_dtype
+        sums = {index: total for index in range(len(own)) if (total := self._sum_of(index)) is not None}
+        # Sums that were kept in more bits are replaced at last, and for a step here those of the host.
+        new = [at for at in range(len(own)) if self._stays or at not in sums or sums[at].dtype is not dtype]
+        if self.landing is not None and not self._stays:
+            with self.landing.beside(result, *sums.values()):
+                for index, total in sums.items():
+                    result[own[index]].add_(moves.to_device(total, result.device))
+                result = result.to(dtype)
+                if not (self.is_kept or self._context.setting.steps_in_backward or dtype is torch.float64):
+                    self._squares = self._squares_of(result)  # those of float64 overflow
+                for index in sums.keys() - set(new):
+                    sums[index].copy_(result[own[index]], non_blocking=True)
+                result = self.landing.land(result) if new else result
+        else:
             for index, total in sums.items():
-                if total.dtype is dtype:
-                    total.copy_(values[own[index]], non_blocking=True)
-            landed = landing.land(values) if new else values
-        self._reduced.update((index, landed[own[index]]) for index in new)
+                if total.dtype is dtype and not self._stays:
+                    total.add_(result[own[index]])
+                else:
+                    result[own[index]].add_(moves.to_device(total, result.device))
+            if self._stays:
+                set_gradients((self.buffer.sharded[index], None) for index in sums)
+            result = result.to(dtype) if new else result
+        self._reduced.update((index, result[own[index]]) for index in new)
 
     def _squares_of(self, total: Tensor) -> Tensor:
         """The sum of squares of the elements that this rank counts, 0-dim, float64."""
         own = [total[part][self.buffer.counted(index)] for index, part in enumerate(self._own_slices)]
         return foreach_sum_of_squares(own).sum()
 
-    def deliver(self, used: Sequence[bool]) -> None:
+    def deliver(self, used: list[bool]) -> None:
         """Set `p.grad` of the sharded parameters, or add to it, unless sums are kept for a later backward.
 
         Args:
             used: for each parameter, True if any rank has used it; the others keep their `p.grad`.
         """
         self.complete()
+        self._move(GradientState.EMPTY)
         if not self.is_kept:
-            self._move(GradientState.EMPTY)
-            if self._stays and self._reduced and self.landing is not None:
-                self._land_stayed(self.landing)
-            deliver = self._detach(used)
-            self._wait_on_host()
-            deliver(None)
+            if self._stays and self._reduced and self.landing is not None:  # the unit was not stepped
+                with self.landing.beside(*self._reduced.values()):
+                    self._reduced = {at: self.landing.land(part) for at, part in self._reduced.items()}
+            self.used = used
+            self.hand_over()
+            self.used = [False] * len(used)
 
-    def hand_over(self) -> Deliver:
-        """Take reduced gradients out before the end of the backward: this rank has all of the buffer.
+    def hand_over(self, chosen: Set[ShardedParameter] | None = None) -> None:
+        """Set `p.grad` of parameters that were used, or add to it; the host waits for gradients that land.
 
-        Returns:
-            A call that sets `p.grad` of some parameters, once; it waits until gradients lie where the
-            parameters are stepped.
+        Args:
+            chosen: parameters whose unit is stepped before the end of the backward; None: all of the buffer.
         """
-        self._move(GradientState.STEPPED)
-        used = self.used
-        deliver = self._detach([True] * len(used))
-        self.used = used  # for the agreement of all ranks
-        return deliver
-
-    def _detach(self, used: Sequence[bool]) -> Deliver:
-        """Take all gradients out, and return a call that sets `p.grad`; see `hand_over`."""
-        arrives = self.landing.arrival() if self.landing is not None else None
-        reduced, squares = self._reduced, self._squares
-        self._reduced, self._squares, self.noted = {}, None, None
-        self.used = [False] * len(self.used)
-        sharded, dtype = self.buffer.sharded, self.buffer.plan.main_dtype
-
-        def deliver(chosen: Set[ShardedParameter] | None) -> None:
-            if arrives is not None:
-                arrives()
-            new: list[tuple[ShardedParameter, Tensor]] = []
-            adds = False
-            for index in [at for at in reduced if chosen is None or sharded[at] in chosen]:
-                gradient = reduced.pop(index)  # nobody else is to keep its memory
-                if used[index]:
-                    if gradient.dtype is not dtype:  # a sum that was kept has more bits
-                        gradient = gradient.to(dtype)
-                    if (before := gradient_of(sharded[index])) is None:
-                        new.append((sharded[index], gradient))
-                    else:
-                        before.add_(gradient)
-                        adds = True
-            set_gradients(new)
-            if squares is not None and not adds:
-                self.noted = squares, [_place_of(parameter) for parameter in sharded]
-
-        return deliver
+        self._wait_on_host()
+        squares, dtype, adds = self._squares, self.buffer.plan.main_dtype, False
+        self.noted = self._squares = None
+        new: list[tuple[ShardedParameter, Tensor]] = []
+        for index, parameter in enumerate(self.buffer.sharded):
+            if index not in self._reduced or not (chosen is None or parameter in chosen):
+                continue
+            gradient = self._reduced.pop(index)  # nobody else is to keep its memory
+            if self.used[index]:
+                if gradient.dtype is not dtype:  # a sum that was kept has more bits
+                    gradient = gradient.to(dtype)
+                if (before := gradient_of(parameter)) is None:
+                    new.append((parameter, gradient))
+                else:
+                    before.add_(gradient)
+                    adds = True
+        set_gradients(new)
+        if squares is not None and not adds:
+            self.noted = squares, self._places()
 
     def _wait_on_host(self) -> None:
         if self.landing is not None:
@@ -476,11 +407,15 @@ class Gradients:
         Returns:
             0-dim, float64. None, too, if somebody has changed, replaced or seen gradients since the backward.
         """
-        sharded = self.buffer.sharded
-        if self.noted is None or any(parameter.state.has_shown_gradients for parameter in sharded[:1]):
+        if self.noted is None or self._context.state.has_shown_gradients:
             return None
         squares, places = self.noted
-        return squares if places == [_place_of(parameter) for parameter in sharded] else None
+        return squares if places == self._places() else None
+
+    def _places(self) -> list[tuple[int, int]]:
+        """The address of each `p.grad`, and the number of its changes that torch has counted."""
+        gradients = map(gradient_of, self.buffer.sharded)
+        return [(one.data_ptr(), one._version) for one in gradients if one is not None]
 
     def drop(self) -> None:
         """Drop all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
@@ -504,8 +439,3 @@ class Gradients:
             where, now = self.buffer.unit_name, self.state
             assert state in _MOVES[now], f"unit '{where}' cannot go from {now.value} to {state.value}"
             self.state = state
-
-
-def _place_of(parameter: ShardedParameter) -> _Place | None:
-    gradient = gradient_of(parameter)
-    return None if gradient is None else (gradient.data_ptr(), gradient._version)

@@ -10,43 +10,36 @@ leave: the host would have to read all of them once more for their norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm import streams
-from zeroshard.comm.streams import Mark
+from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.context import Context
 from zeroshard.sharding.storage import count_views
+from zeroshard.tiers.places import TierMemory
 
 _MOST_UNDER_WAY = 2
 """Reduced gradients of flat buffers that hold memory on the device while they are copied."""
 
 
-def sends_to_host(buffer: FlatBuffer, context: Context) -> bool:
-    """True if the optimizer reads gradients in host memory, and the device is not the host."""
-    return (
-        buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
-    )
-
-
 class Landing:
-    """Host memory for the reduced gradients of one buffer.
+    """Host memory for the reduced gradients of all buffers, and the copies to it.
 
-    Memory is used again as soon as nobody else holds a view of it, by any buffer of the same size. So steps
+    Memory is used again as soon as nobody else holds a view of it, for gradients of the same size. So steps
     during the backward need the memory of a few units.
 
     Args:
-        context: the objects that all buffers share; its `landed` is the memory of all of them.
-        size: elements of the reduced gradients.
+        memory: the memory of the rank.
+        to_host: the stream of the copies.
     """
 
-    def __init__(self, context: Context, size: int) -> None:
-        self._context, self._size = context, size
+    def __init__(self, memory: TierMemory, to_host: SideStream) -> None:
+        self._memory, self._to_host = memory, to_host
+        self.landed: list[Tensor] = []
+        """Host memory of reduced gradients, in use or free, [num_bytes] each."""
         self._under_way: list[tuple[Mark, tuple[Tensor, ...]]] = []
         """The ends of copies that the host has not waited for, and the memory of the host that they use."""
 
@@ -55,60 +48,32 @@ class Landing:
         """Issue work on the stream of the copies to the host, after all compute so far.
 
         Args:
-            values: the tensor of the device that this work reads; its memory is kept until the work is over.
+            values: the tensor of the device that this work uses; its memory is kept until the work is over.
             on_host: memory of the host that this work reads or writes; kept likewise.
         """
-        to_host = self._context.streams.to_host
         try:
-            with to_host.after_compute():
+            with self._to_host.after_compute():
                 yield
         finally:
             self._under_way = [one for one in self._under_way if not one[0].is_over()]
-            self._under_way.append((to_host.hold(values, most=_MOST_UNDER_WAY), on_host))
-
-    def fetched(self, parts: Sequence[tuple[slice, Tensor]]) -> Tensor:
-        """Copy parts to the device, called `beside`; return them in place, [size], in the widest dtype."""
-        device = self._context.device
-        dtype = max((values.dtype for _, values in parts), key=lambda dtype: dtype.itemsize)
-        whole = torch.zeros(self._size, dtype=dtype, device=device)
-        for place, values in parts:
-            whole[place].copy_(values, non_blocking=True)
-        return whole
+            self._under_way.append((self._to_host.hold(values, most=_MOST_UNDER_WAY), on_host))
 
     def land(self, values: Tensor) -> Tensor:
-        """Copy `values`, [size], to the host, called `beside`.
+        """Copy `values`, [n], to the host, called `beside`.
 
         Returns:
-            The host's tensor, to be read after `wait`.
+            The host's tensor, to be read after `wait`. Whoever holds it, or a view of it, keeps its memory
+            from other use.
         """
-        target = self._find(values)
-        target.copy_(values, non_blocking=True)
-        return target
-
-    def arrival(self) -> Callable[[], None]:
-        """Return a call that lets the host wait until the values so far have landed."""
-        marks = tuple(mark for mark, _ in self._under_way)
-
-        def wait() -> None:
-            for mark in marks:
-                mark.synchronize()
-
-        return wait
+        free = (m for m in self.landed if m.nbytes == values.nbytes and count_views(m) == 1)
+        if (memory := next(free, None)) is None:
+            memory = self._memory.empty(values.nbytes, torch.uint8, Tier.HOST)
+            self.landed.append(memory)
+        return memory.view(values.dtype).copy_(values, non_blocking=True)
 
     def wait(self) -> None:
         """Let the host wait until all values have landed."""
-        self.arrival()()
-        for mark, _ in self._under_way:
-            self._context.streams.to_host.release(mark)
-        self._under_way.clear()
-
-    def _find(self, values: Tensor) -> Tensor:
-        """A view of free memory: whoever holds it, or a view of it, keeps the memory from other use."""
-        landed = self._context.landed
-        free = [m for m in landed if m.numel() == self._size and count_views(m) == 1]
-        for memory in free:
-            if memory.dtype == values.dtype:
-                return memory[:]
-        landed[:] = [memory for memory in landed if all(memory is not other for other in free)]
-        landed.append(self._context.memory.empty(self._size, values.dtype, Tier.HOST))
-        return landed[-1][:]
+        if self._under_way:
+            self._under_way[-1][0].synchronize()
+            self._to_host.release()
+            self._under_way.clear()

@@ -11,14 +11,13 @@ of some units, to which no later backward of the step adds. They are packed like
 bits do not depend on the time of a reduction. Their sums have packed buffers anyway: at the end of the
 backward, and between backwards, the reductions that are left start together and nobody waits for them: they
 go on during whatever comes next. The last backward of the step waits for them, agrees with all ranks and
-delivers; without one, the step does. A gradient that comes to such a unit nevertheless is reduced by itself
-at the end.
+delivers; without one, the step does.
 
 [Note: Ranks that leave out a batch] A rank may leave out a batch, because it caught an exception of its own
 or skipped a loss. It goes on with its next batch. At stages 0 to 2 its reductions then meet the other ranks'
 reductions, so nothing fails until these wait at the end. The agreement at the end of a backward notices it
-without another exchange: each bit of the number of forwards is sent once as it is and once inverted. Steps
-are noted in the ledger, which is compared there too.
+without another exchange: each rank sends if it has called the model an odd number of times, or an even one.
+Steps are noted in the ledger, which is compared there too.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from operator import and_
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -61,37 +59,8 @@ class Role(NamedTuple):
         return self.defers and unit not in self.ending
 
 
-class Agreed(NamedTuple):
-    """The end of a backward on all ranks together."""
-
-    used: list[list[bool]]
-    """True where any rank has a gradient, for each buffer and parameter."""
-    again: list[Unit]
-    """The units whose gradients came in two parts on any rank; the second part is still to be reduced."""
-    early: set[Unit]
-    """The units that any rank has stepped in this backward."""
-    has_changed: bool
-    """True if any rank has met another order of units."""
-    has_failed: bool
-    """True if any rank's backward has ended in an exception."""
-    has_other_pace: bool
-    """True if any rank has called the model another number of times since the last agreement."""
-
-
 _BYSTANDER = Role(defers=True)
 """The role of a backward that gives no gradients to parameters: it sends nothing, and sums stay."""
-
-_NUM_BITS = 4
-"""Forwards between two backwards are counted up to 15."""
-
-_BEFORE = (GradientState.PACKING, GradientState.STEPPED)
-"""The states in which a step of the unit does not take gradients: some will come, or were stepped."""
-
-Receive = Callable[[Gradients, int, Tensor], None]
-
-
-def _refuse(gradients: Gradients, index: int, gradient: Tensor) -> None:
-    raise AssertionError("a gradient arrives in a backward")
 
 
 class Reducer:
@@ -116,14 +85,12 @@ class Reducer:
         """True if gradients pass through float16, where small ones vanish: the loss must be scaled. Pipeline
         ranks agree on it: some may have no parameter of float16."""
         self._asked = self._role = Role()
-        """The roles of the next backward, as `next_backward` sets it around it, and of that under way."""
-        self.receive: Receive = _refuse
-        """Takes the gradient of the parameter at an index of a buffer; chosen by `begin`."""
+        """The roles of the next backward, as `next_backward` sets it around it, and of the last one."""
         self.set_aside: dict[Gradients, Callable[[int, Tensor], bool]] = {}
         """Calls that take the gradient at an index of a buffer for later, or return False."""
         self._units, self.pool, self._axis = dict.fromkeys(units), pool, axes.everyone
         self._order = order
-        self._has_warned, self.num_forwards = False, 0
+        self.num_forwards = 0
         """Forwards with a graph, also failed ones, since the last agreement of all ranks."""
         self._state = context.state
         self._delivered: dict[int, ShardedParameter] = {}
@@ -203,13 +170,6 @@ class Reducer:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
         """
         self._role = role = self._asked if accumulates else _BYSTANDER
-        self.receive = self._pack
-        if self.is_half and self._asked.scale is None:
-            self.receive = self._refuse_unscaled
-        elif self.step_unit is not None:
-            self.receive = self._pack_unless_stepped
-        elif self.set_aside:
-            self.receive = self._pack_or_set_aside
         if not accumulates:
             return
         steps = self.step_unit is not None and not role.has_more
@@ -218,42 +178,39 @@ class Reducer:
             gradients.begin(role.has_more, role.defers, role.scale, steps=steps)
         if not role.defers:
             self._list_units(self._units)
-        elif role.ending or self._ahead:
+        else:
             self._open_ahead(role.ending)
 
-    def _pack(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        if self.under_way and gradients.state is not GradientState.PACKING:
+    def receive(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        """Take the gradient of the parameter at an index of a buffer.
+
+        Raises:
+            RuntimeError: the loss has no loss scale and needs one, or the unit is reduced already.
+        """
+        if self.is_half and self._role.scale is None:
+            raise RuntimeError(
+                f"'{gradients.buffer.originals[index].fqn}' got the gradient of a loss without loss scale, "
+                "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
+            )
+        takes = self.set_aside.get(gradients)
+        if takes is not None and takes(index, gradient):
+            return
+        if gradients.state is not GradientState.PACKING:
+            if gradients.state is not GradientState.EMPTY:
+                raise RuntimeError(
+                    f"'{gradients.buffer.originals[index].fqn}' got its gradient after the gradients of "
+                    f"{gradients.buffer.describe()} were reduced: compute with it in the forward of its unit "
+                    "alone, or name in units= the class of a module around all that compute with it"
+                )
             for older in self.under_way[:-1]:  # see [Note: Two packed units]
                 older.wait_reduce()
         gradients.pack(index, gradient)
-
-    def _pack_or_set_aside(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        takes = self.set_aside.get(gradients)
-        if takes is None or not takes(index, gradient):
-            self._pack(gradients, index, gradient)
-
-    def _pack_unless_stepped(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        if gradients.state is GradientState.STEPPED:
-            raise RuntimeError(
-                f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: set "
-                "offload.step_in_backward=False, and load the last checkpoint"
-            )
-        self._pack(gradients, index, gradient)
-
-    def _refuse_unscaled(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
-        raise RuntimeError(
-            f"'{gradients.buffer.originals[index].fqn}' got the gradient of a loss without loss scale, "
-            "and in float16 small gradients vanish: call engine.backward(loss), not loss.backward()"
-        )
 
     def _open_ahead(self, units: Collection[Unit]) -> None:
         """Begin to reduce some units ahead; see [Note: Reductions ahead of the last backward]."""
         if any(unit not in self._ahead for unit in units):
             self._list_units(units)
             self._ahead.update(dict.fromkeys(self._to_start))
-        for unit in self._ahead:
-            for gradients in unit.gradients:
-                gradients.is_kept = False
 
     def _list_units(self, units: Collection[Unit]) -> None:
         """List units that have not been started ahead as those to start, in the order of all ranks."""
@@ -263,9 +220,7 @@ class Reducer:
         ordered = (unit for unit in self._order.reductions if unit in units and unit not in self._ahead)
         self._to_start, self._ready = deque(ordered), set()
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
-            waits = self._state.gives_memory is not None  # steps may wait, with gradients that are held
-            noted = (one for one in self._all if waits or one.landing is not None)
-            gradients = (gradient_of(p) for one in noted for p in one.buffer.sharded)
+            gradients = (gradient_of(p) for one in self._all for p in one.buffer.sharded)
             self._state.has_shown_gradients = any(gradient is not None for gradient in gradients)
 
     def start(self, unit: Unit) -> None:
@@ -337,7 +292,7 @@ class Reducer:
             with past_guards():
                 if any(p._post_accumulate_grad_hooks for one in unit.gradients for p in one.buffer.sharded):
                     return
-        if all(all(one.used) and one.state not in _BEFORE for one in unit.gradients):
+        if all(all(one.used) for one in unit.gradients):
             self.step_unit(unit)
 
     def _finish(self) -> list[Unit]:
@@ -373,7 +328,6 @@ class Reducer:
                 self._state.has_sums = True
             else:
                 self._deliver()
-        self._role, self.receive = Role(), _refuse
         return not role.has_more and role is not _BYSTANDER
 
     def before_step(self) -> None:
@@ -417,8 +371,7 @@ class Reducer:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
         self._is_tainted = self._state.has_sums = False
         self._delivered = {}
-        if self._ahead:
-            self._finish()
+        self._finish()
         for gradients in self._all:
             if gradients.has_deferred or self._ahead:
                 gradients.drop()
@@ -435,7 +388,6 @@ class Reducer:
             self._agree(has_failed=True)
         if self._role is not _BYSTANDER:
             self._drop()
-        self._role, self.receive = Role(), _refuse
 
     def taint(self) -> None:
         """Refuse a step with the gradients that there are, if any: an exception has ended their batch."""
@@ -458,37 +410,41 @@ class Reducer:
                 different collectives, which a communicator may have mixed up.
         """
         self._start_others()
-        agreed, ended = self._agree(has_failed=False)
-        if agreed.has_failed:
+        used, ended = self._agree(has_failed=False)
+        if used is None:
             self._drop()
             raise RuntimeError(
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
                 "are incomplete and were dropped on all ranks"
             )
         for unit in ended:
-            if unit not in agreed.again:
-                self._end_reduction(unit)
-        for unit in agreed.again:
-            if unit in agreed.early:
-                self._drop()
-                raise RuntimeError(
-                    f"{unit.described} got a gradient in two parts on one rank, and was stepped with the "
-                    "first of them: set offload.step_in_backward=False, and load the last checkpoint"
-                )
-            self._start(unit)
-        for unit in self._finish():
             self._end_reduction(unit)
         self._step_held(None)
-        for gradients, used in zip(self._all, agreed.used, strict=True):
-            gradients.deliver(used)
+        for gradients, own in zip(self._all, used, strict=True):
+            gradients.deliver(own)
             if self._state.has_hooks:
-                pairs = zip(gradients.buffer.sharded, used, strict=True)
+                pairs = zip(gradients.buffer.sharded, own, strict=True)
                 self._delivered.update((id(parameter), parameter) for parameter, is_used in pairs if is_used)
-        self._must_agree, self._ahead = agreed.has_changed, {}
+        self._ahead = {}
         self.pool.release()
         self._state.has_sums = any(gradients.is_kept for gradients in self._all)
-        if agreed.has_other_pace and not self._has_warned:
-            self._has_warned = True
+
+    def _agree(self, has_failed: bool) -> tuple[list[list[bool]] | None, list[Unit]]:
+        """Agree on the end of a backward with all ranks.
+
+        Returns:
+            True where any rank has a gradient, for each buffer and parameter; None if the backward of any
+            rank has ended in an exception. And the units whose reductions end meanwhile.
+        """
+        flags = [flag for gradients in self._all for flag in gradients.used]
+        is_odd, self.num_forwards = self.num_forwards % 2 == 1, 0
+        flags += [self._order.has_changed, has_failed, is_odd, not is_odd]
+        answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
+        ended = self._finish()  # steps wait for the answer
+        flag = iter(answer())
+        used = [list(islice(flag, len(gradients.used))) for gradients in self._all]
+        self._must_agree, any_failed, any_odd, any_even = flag
+        if any_odd and any_even:
             warn_user(
                 "since the last backward the ranks have called the model different numbers of times with "
                 "gradients on: a rank that has left out a batch (after a caught exception, or to skip a "
@@ -496,25 +452,4 @@ class Reducer:
                 "instance with a loss that is multiplied by 0; for extra calls on some ranks, as in "
                 "evaluation, use torch.no_grad()"
             )
-
-    def _agree(self, has_failed: bool) -> tuple[Agreed, list[Unit]]:
-        """Agree on the end of a backward with all ranks; return the units whose reductions end meanwhile."""
-        units = self._order.reductions
-        flags = [flag for gradients in self._all for flag in gradients.used]
-        for state in _BEFORE:
-            flags += [any(gradients.state is state for gradients in unit.gradients) for unit in units]
-        num, self.num_forwards = min(self.num_forwards, (1 << _NUM_BITS) - 1), 0
-        bits = [bool(num >> bit & 1) for bit in range(_NUM_BITS)]
-        flags += [self._order.has_changed, has_failed, *bits, *(not bit for bit in bits)]
-        answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
-        ended = self._finish()  # the answer says if more gradients of them come
-        flag = iter(answer())
-        agreed = Agreed(
-            used=[list(islice(flag, len(gradients.used))) for gradients in self._all],
-            again=[unit for unit in units if next(flag)],
-            early={unit for unit in units if next(flag)},
-            has_changed=next(flag),
-            has_failed=next(flag),
-            has_other_pace=any(map(and_, list(islice(flag, _NUM_BITS)), flag)),
-        )
-        return agreed, ended
+        return None if any_failed else used, ended

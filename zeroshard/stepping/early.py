@@ -95,10 +95,9 @@ class EarlySteps:
         optimizer = self._optimizer()
         assert optimizer is not None, "the engine holds it"
         self._state.begin_step()
-        deliver = [gradients.hand_over() for gradients in unit.gradients]
         parameters = {p for gradients in unit.gradients for p in gradients.buffer.sharded}
         with torch.no_grad(), past_guards():
-            self._parts.step_units(optimizer, parameters, deliver)
+            self._parts.step_units(optimizer, parameters, unit.gradients)
         for gradients in unit.gradients:
             # Kernels may count no version. A later use of these values in the backward is torch's error.
             if gradients.buffer.plan.is_alias:

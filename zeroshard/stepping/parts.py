@@ -43,7 +43,7 @@ from zeroshard.plan import pieces
 from zeroshard.plan.layout import BLOCK, Span
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.gradients import Deliver
+from zeroshard.sharding.gradients import Gradients
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import UsesNorms
 from zeroshard.stepping.wholes import UsesWholes
@@ -185,14 +185,14 @@ class StepByParts:
             home.expect(expected)
 
     def step_units(
-        self, optimizer: Optimizer, parameters: Collection[ShardedParameter], deliver: Sequence[Deliver]
+        self, optimizer: Optimizer, parameters: Collection[ShardedParameter], reduced: Sequence[Gradients]
     ) -> None:
         """Step some units ahead of the others.
 
         Args:
             optimizer: an optimizer for which `is_divisible`.
             parameters: those of the units; parameters of other optimizers are left alone.
-            deliver: calls that set their gradients, which are taken away after the step.
+            reduced: have their gradients, which are taken away after the step.
         """
         for number in sorted({self._unit_of[p] for p in parameters}):
             groups = _groups_of(optimizer, {p for p in parameters if self._unit_of[p] == number})
@@ -200,15 +200,15 @@ class StepByParts:
             if not part:
                 continue
             self._units.append(part)
-            self._step_part(twin_of(optimizer, groups), part, deliver)
+            self._step_part(twin_of(optimizer, groups), part, reduced)
             for p in part:
                 set_gradient(p, None)
 
     def _step_part(
-        self, optimizer: Optimizer, part: list[ShardedParameter], deliver: Sequence[Deliver] = ()
+        self, optimizer: Optimizer, part: list[ShardedParameter], reduced: Sequence[Gradients] = ()
     ) -> None:
-        for set_own in deliver:
-            set_own(set(part))
+        for gradients in reduced:
+            gradients.hand_over(set(part))
         for number in range(max((home.num_pieces(part) for home in self._homes), default=1)):
             with _without_hooks(optimizer), ExitStack() as stack:
                 for home in self._homes:
