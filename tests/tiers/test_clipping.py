@@ -11,7 +11,6 @@ from torch import nn
 from tests.checkpoint import runs
 from tests.tiers.test_offload import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, offload
 from zeroshard.parameters.gradient import gradient_of
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding import gradients as sharding_gradients
 from zeroshard.stepping.clipping import global_norm, own_gradients
 
@@ -96,9 +95,9 @@ def test_gradients_are_clipped_for_hooks_and_after_the_step(ranks, tmp_path):
 # ------------------------------------------------------------------------------------------------- the notes
 
 
-def leaves(buffer, _):
+def leaves(device):
     """As beside an accelerator: gradients of far main parameters are copied to other memory."""
-    return buffer.trainable and buffer.plan.main_tier is not Tier.DEVICE
+    return True
 
 
 def backward(engine, number=0):
@@ -215,7 +214,7 @@ WAYS = {
 
 def norms(config, order=2.0):
     found = []
-    with mock.patch.object(sharding_gradients, "sends_to_host", leaves):
+    with mock.patch.object(sharding_gradients, "has_streams", leaves):
         engine = runs.start({"stage": 3, "clip_grad_norm": 1.0} | config)
         for way, is_noted in WAYS.items():
             way(engine)
@@ -287,7 +286,7 @@ def trained(config):
 
 def with_and_without_notes(config, far):
     want = trained(config)
-    with mock.patch.object(sharding_gradients, "sends_to_host", leaves):
+    with mock.patch.object(sharding_gradients, "has_streams", leaves):
         return want, trained(config | far)
 
 
@@ -332,7 +331,7 @@ def in_one_unit(config):
 
 def bits_in_one_unit(config, far):
     want, _ = in_one_unit(config)
-    with mock.patch.object(sharding_gradients, "sends_to_host", leaves):
+    with mock.patch.object(sharding_gradients, "has_streams", leaves):
         got, notes = in_one_unit(config | far)
     same = [one is other or torch.equal(one, other) for one, other in zip(want, got, strict=True)]
     return same, notes
@@ -362,7 +361,7 @@ class Overflowing(nn.Module):
 def judged(folder, precision):
     """Which of some steps are taken."""
     config = {"stage": 3, "precision": precision, "nonfinite": "skip", **offload(folder, **FILES)}
-    with mock.patch.object(sharding_gradients, "sends_to_host", leaves):
+    with mock.patch.object(sharding_gradients, "has_streams", leaves):
         engine = runs.start(config, model=Overflowing())
         taken = []
         for number, factor in enumerate((1.0, float("nan"), 1.0, float("inf"), 1.0)):
