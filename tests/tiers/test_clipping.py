@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -95,9 +96,8 @@ def test_gradients_are_clipped_for_hooks_and_after_the_step(ranks, tmp_path):
 # ------------------------------------------------------------------------------------------------- the notes
 
 
-def leaves(device):
-    """As beside an accelerator: gradients of far main parameters are copied to other memory."""
-    return True
+STREAMS = SimpleNamespace(has_streams=lambda device: True)
+"""As beside an accelerator: gradients of far main parameters are copied to other memory."""
 
 
 def backward(engine, number=0):
@@ -214,7 +214,7 @@ WAYS = {
 
 def norms(config, order=2.0):
     found = []
-    with mock.patch.object(sharding_gradients, "has_streams", leaves):
+    with mock.patch.object(sharding_gradients, "streams", STREAMS):
         engine = runs.start({"stage": 3, "clip_grad_norm": 1.0} | config)
         for way, is_noted in WAYS.items():
             way(engine)
@@ -286,7 +286,7 @@ def trained(config):
 
 def with_and_without_notes(config, far):
     want = trained(config)
-    with mock.patch.object(sharding_gradients, "has_streams", leaves):
+    with mock.patch.object(sharding_gradients, "streams", STREAMS):
         return want, trained(config | far)
 
 
@@ -331,7 +331,7 @@ def in_one_unit(config):
 
 def bits_in_one_unit(config, far):
     want, _ = in_one_unit(config)
-    with mock.patch.object(sharding_gradients, "has_streams", leaves):
+    with mock.patch.object(sharding_gradients, "streams", STREAMS):
         got, notes = in_one_unit(config | far)
     same = [one is other or torch.equal(one, other) for one, other in zip(want, got, strict=True)]
     return same, notes
@@ -361,7 +361,7 @@ class Overflowing(nn.Module):
 def judged(folder, precision):
     """Which of some steps are taken."""
     config = {"stage": 3, "precision": precision, "nonfinite": "skip", **offload(folder, **FILES)}
-    with mock.patch.object(sharding_gradients, "has_streams", leaves):
+    with mock.patch.object(sharding_gradients, "streams", STREAMS):
         engine = runs.start(config, model=Overflowing())
         taken = []
         for number, factor in enumerate((1.0, float("nan"), 1.0, float("inf"), 1.0)):

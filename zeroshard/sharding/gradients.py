@@ -20,10 +20,9 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from zeroshard.comm import moves
+from zeroshard.comm import moves, streams
 from zeroshard.comm.collectives import Channel
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.streams import has_streams
 from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter
@@ -71,7 +70,7 @@ class Gradients:
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
         self._zeros = tuple(gap.slice for gap in buffer.layout.gaps)
         """The padding of `flat`: zeros from the pool, and nothing else is written there."""
-        leaves = plan.main_tier is not Tier.DEVICE and has_streams(context.device)
+        leaves = plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
         self.landing = landing if leaves else None
         """The host memory of gradients that leave the device; None if they do not."""
         packed = range(num) if plan.reductions or self.landing is not None else ()
