@@ -23,7 +23,6 @@ from zeroshard.comm.collectives import Axis, Channel, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.sharding import runtime
-from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.unit import Unit
@@ -227,13 +226,6 @@ def _gradients_are_freed_under_their_copies(bench: Bench, patch: pytest.MonkeyPa
     patch.setattr(SideStream, "hold", lambda side, tensor, *, most: side.mark())
 
 
-@_must_show(Kind.FREED, scenarios=("host_stage3_clip_accumulate",))
-def _sums_are_freed_under_their_copies(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-    """Host memory of sums goes back to the system while the device copies from it, to add to them."""
-    beside = Landing.beside
-    patch.setattr(Landing, "beside", lambda landing, values, *on_host: beside(landing, values))
-
-
 @_must_show(Kind.REUSE, scenarios=("files_stage1",))
 def _no_wait_for_older_gradients(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Compute uses the memory of older gradients before they have been copied to the host."""
@@ -268,8 +260,6 @@ def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios:
 
 _HOST = ("parameters_on_host_kept", "host_edited", "host_saved_stage1")
 _no_wait_in("_await_gathers", Source, "await_copies", Kind.RACE, *_HOST)
-_no_wait_in("drop_sum", Gradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
-_no_wait_in("drop", Gradients, "_wait_on_host", Kind.FREED, "host_gradients_forgotten")
 # Three more calls of await_copies, in Source.release, Edits and EarlySteps, are not needed as the engine is
 # now, so nothing shows their absence. Steps hold main parameters until the streams have ended. Before an edit
 # in a forward is kept, the host waits for a copy of the edited values on compute. Before a unit is stepped in

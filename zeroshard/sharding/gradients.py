@@ -189,21 +189,16 @@ class Gradients:
             target.add_(gradient, alpha=scale)
         elif scale == 1.0:
             target.copy_(gradient)
-        else:
-            self._write_scaled(target, gradient)
-        self._filled.add(index)
-
-    def _write_scaled(self, target: Tensor, gradient: Tensor) -> None:
-        """Write `gradient` times 1/N into `target`: one kernel on an accelerator, with any dtypes."""
-        if gradient.dtype == target.dtype:
-            torch.mul(gradient, self._scale, out=target)
+        elif gradient.dtype == target.dtype:
+            torch.mul(gradient, scale, out=target)
         elif target.is_cpu:  # a product of two dtypes would make a copy first, in new memory
-            target.copy_(gradient).mul_(self._scale)
-        else:
+            target.copy_(gradient).mul_(scale)
+        else:  # one kernel
             if self._factor is None:  # with one dimension, unlike a number, it takes part in type promotion
                 wide = torch.promote_types(gradient.dtype, target.dtype)
-                self._factor = torch.full((1,), self._scale, dtype=wide, device=target.device)
+                self._factor = torch.full((1,), scale, dtype=wide, device=target.device)
             torch.mul(gradient, self._factor, out=target)
+        self._filled.add(index)
 
     def start_reduce(self) -> bool:
         """Start the reduction; parameters without a gradient count zeros. Returns as `progress`."""
@@ -330,7 +325,7 @@ class Gradients:
         # Sums that were kept in more bits are replaced at last, and for a step here those of the host.
         new = [at for at in range(len(own)) if self._stays or at not in sums or sums[at].dtype is not dtype]
         if self.landing is not None and not self._stays:
-            with self.landing.beside(result, *sums.values()):
+            with self.landing.beside(result):
                 for index, total in sums.items():
                     result[own[index]].add_(moves.to_device(total, result.device))
                 result = result.to(dtype)
@@ -364,9 +359,9 @@ class Gradients:
         self.complete()
         self._move(GradientState.EMPTY)
         if not self.is_kept:
-            if self._stays and self._reduced and self.landing is not None:  # the unit was not stepped
-                with self.landing.beside(*self._reduced.values()):
-                    self._reduced = {at: self.landing.land(part) for at, part in self._reduced.items()}
+            for index, part in self._reduced.items() if self._stays and self.landing is not None else ():
+                with self.landing.beside(part):  # the unit was not stepped
+                    self._reduced[index] = self.landing.land(part)
             self.used = used
             self.hand_over()
             self.used = [False] * len(used)
@@ -377,7 +372,8 @@ class Gradients:
         Args:
             chosen: parameters whose unit is stepped before the end of the backward; None: all of the buffer.
         """
-        self._wait_on_host()
+        if self.landing is not None:
+            self.landing.wait()
         squares, dtype, adds = self._squares, self.buffer.plan.main_dtype, False
         self.noted = self._squares = None
         new: list[tuple[ShardedParameter, Tensor]] = []
@@ -396,10 +392,6 @@ class Gradients:
         set_gradients(new)
         if squares is not None and not adds:
             self.noted = squares, self._places()
-
-    def _wait_on_host(self) -> None:
-        if self.landing is not None:
-            self.landing.wait()
 
     def noted_squares(self) -> Tensor | None:
         """Return the sum of squares of the gradients, as this rank counts them, if the device took it.
@@ -420,7 +412,6 @@ class Gradients:
     def drop(self) -> None:
         """Drop all gradients that are in no `p.grad` yet, after the reductions under way have ended."""
         self.complete()
-        self._wait_on_host()
         if self._flat is not None:
             self._pool.drop(self._flat)
         self._reset()
@@ -429,9 +420,7 @@ class Gradients:
         """Drop the sum of gradients of one parameter that is not in its p.grad yet."""
         self.used[index] = False
         self._filled.discard(index)
-        if index in self._reduced:
-            self._wait_on_host()
-            del self._reduced[index]
+        if self._reduced.pop(index, None) is not None:
             self._squares = None
 
     def _move(self, state: GradientState) -> None:

@@ -28,8 +28,9 @@ _MOST_UNDER_WAY = 2
 class Landing:
     """Host memory for the reduced gradients of all buffers, and the copies to it.
 
-    Memory is used again as soon as nobody else holds a view of it, for gradients of the same size. So steps
-    during the backward need the memory of a few units.
+    Memory is used again as soon as nobody else holds a view of it, for gradients of the same size: on the
+    stream, copies to it come after those of its former use. So steps during the backward need the memory of a
+    few units.
 
     Args:
         memory: the memory of the rank.
@@ -40,23 +41,21 @@ class Landing:
         self._memory, self._to_host = memory, to_host
         self.landed: list[Tensor] = []
         """Host memory of reduced gradients, in use or free, [num_bytes] each."""
-        self._under_way: list[tuple[Mark, tuple[Tensor, ...]]] = []
-        """The ends of copies that the host has not waited for, and the memory of the host that they use."""
+        self._last = Mark(None)
+        """The end of the last work `beside`."""
 
     @contextmanager
-    def beside(self, values: Tensor, *on_host: Tensor) -> Iterator[None]:
+    def beside(self, values: Tensor) -> Iterator[None]:
         """Issue work on the stream of the copies to the host, after all compute so far.
 
         Args:
             values: the tensor of the device that this work uses; its memory is kept until the work is over.
-            on_host: memory of the host that this work reads or writes; kept likewise.
         """
         try:
             with self._to_host.after_compute():
                 yield
         finally:
-            self._under_way = [one for one in self._under_way if not one[0].is_over()]
-            self._under_way.append((self._to_host.hold(values, most=_MOST_UNDER_WAY), on_host))
+            self._last = self._to_host.hold(values, most=_MOST_UNDER_WAY)
 
     def land(self, values: Tensor) -> Tensor:
         """Copy `values`, [n], to the host, called `beside`.
@@ -73,7 +72,5 @@ class Landing:
 
     def wait(self) -> None:
         """Let the host wait until all values have landed."""
-        if self._under_way:
-            self._under_way[-1][0].synchronize()
-            self._to_host.release()
-            self._under_way.clear()
+        self._last.synchronize()
+        self._to_host.release()

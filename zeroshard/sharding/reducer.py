@@ -309,11 +309,10 @@ class Reducer:
 
     def _start_others_ahead(self) -> None:
         """Start the reductions ahead that are left, and wait for none."""
-        if self._ahead:
-            while self._to_start:
-                self._start_now(self._to_start.popleft())
-            self._state.has_sums = True
-            self.pool.release()
+        while self._to_start:
+            self._start_now(self._to_start.popleft())
+        self._state.has_sums = True
+        self.pool.release()
 
     def end(self) -> bool:
         """End a backward: start the reductions that are left and deliver, or keep the sums.
@@ -322,13 +321,13 @@ class Reducer:
             True if the gradients of the step are complete: hooks may see them.
         """
         role = self._role
-        if role is not _BYSTANDER:
-            if role.defers:
-                self._start_others_ahead()
-                self._state.has_sums = True
-            else:
-                self._deliver()
-        return not role.has_more and role is not _BYSTANDER
+        if role is _BYSTANDER:
+            return False
+        if role.defers:
+            self._start_others_ahead()
+        else:
+            self._deliver()
+        return not role.has_more
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
