@@ -13,7 +13,7 @@ from zeroshard.sharding.walk import Lease, Walk, plan_turns
 class Noting:
     """A unit that notes its collectives in a log that all units share."""
 
-    joins_backward, is_resident, entered, free = True, False, Unit.entered, Unit.free
+    joins_backward, is_resident, entered = True, False, Unit.entered
 
     def __init__(self, name, log):
         self.name, self.log = name, log

@@ -6,24 +6,32 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from zeroshard.parameters.state import _MOVES, ModuleState, Phase
-from zeroshard.sharding.walk import Lease, Leases
+from zeroshard.sharding.walk import Lease
 
 
 class Unit(SimpleNamespace):
     __hash__ = object.__hash__
 
+    def __init__(self):
+        super().__init__(leases=set(), is_gathered=True)
+
+    def reshard(self, for_backward):
+        self.is_gathered = False
+
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 3))))
 def test_the_leases_of_a_unit_are_those_that_were_taken_and_did_not_end(moves):
-    leases, units = [Lease() for _ in range(3)], [Unit(leases=set()) for _ in range(4)]
+    leases, units = [Lease() for _ in range(3)], [Unit() for _ in range(4)]
     held = set()
     for takes, lease, unit in moves:
         if takes:
+            units[unit].is_gathered = True
             leases[lease].take(units[unit])
             held.add((lease, unit))
         else:
             leases[lease].end((units[unit],))
             held.discard((lease, unit))
+            assert units[unit].is_gathered == bool(units[unit].leases)
         for number, one in enumerate(units):
             assert one.leases == {leases[n] for n, m in held if m == number}
         for number, one in enumerate(leases):
@@ -33,22 +41,13 @@ def test_the_leases_of_a_unit_are_those_that_were_taken_and_did_not_end(moves):
 
 def test_a_lease_that_ends_without_units_ends_for_all_of_them():
     lease, other = Lease(), Lease()
-    units = [Unit(leases=set()) for _ in range(3)]
+    units = [Unit() for _ in range(3)]
     lease.take(*units)
     other.take(units[1])
     lease.end()
     assert [len(unit.leases) for unit in units] == [0, 1, 0]
     assert units[1] not in lease.units
-
-
-def test_the_end_of_a_forward_leaves_what_backward_users_and_schedules_need():
-    leases, unit = Leases(), Unit(leases=set())
-    every = list(vars(leases).values())
-    for lease in every:
-        lease.take(unit)
-    leases.end_forward()
-    needed = {leases.graph, leases.second_graph, leases.held, leases.scheduled}
-    assert unit.leases == needed
+    assert [unit.is_gathered for unit in units] == [False, True, False]
 
 
 def test_each_phase_can_be_reached_and_left_for_a_forward_unless_the_module_was_closed():

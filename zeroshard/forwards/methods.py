@@ -127,12 +127,6 @@ def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callab
         if (dtype := runtime.input_dtype(unit.modules[0])) is not None:
             args, kwargs = cast_inputs(unit.modules[0], args, kwargs, dtype=dtype, in_lists=False)
         passes = runtime.passes
-        if unit in passes.quiet:
-            try:
-                passes.show(unit)
-                return method(*args, **kwargs)
-            finally:
-                passes.hide(unit)
         try:
             passes.before_forward(unit, sys._getframe())
             return passes.after_forward(unit, method(*args, **kwargs))
@@ -222,11 +216,11 @@ def held_unsharded(runtime: Runtime) -> Iterator[None]:
     for unit in runtime.units:
         unit.wait()
         unit.slots.install()
-    runtime.passes.leases.held.take(*runtime.units)
+    runtime.passes.held.take(*runtime.units)
     try:
         yield
     finally:
-        runtime.passes.leases.held.end()
+        runtime.passes.held.end()
         runtime.passes.reshard_all()
 
 

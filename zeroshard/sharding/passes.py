@@ -13,7 +13,7 @@ of them, and lists the reasons to keep a unit gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -39,7 +39,7 @@ from zeroshard.sharding.context import Context
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
-from zeroshard.sharding.walk import CallLog, Leases, Walk
+from zeroshard.sharding.walk import CallLog, Lease, Walk
 
 _WATCHED = "_zeroshard_watched"
 """An attribute of outputs of units and layers: their gradients begin a backward."""
@@ -56,26 +56,18 @@ class Passes:
         context: the objects that their buffers share.
         order: the order of the units.
         reducer: reduces their gradients.
-        quiet: units without turns in a backward: nothing of them is freed, exchanged or stepped there.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        context: Context,
-        order: UnitOrder,
-        reducer: Reducer,
-        quiet: Sequence[Unit],
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], context: Context, order: UnitOrder, reducer: Reducer) -> None:
         self._root, self._units = units[0], tuple(units)
         self._context, self._order, self._reducer = context, order, reducer
         self._state, self._here = context.state, context.axes.dp.rank_status
-        self.quiet = quiet
+        walked = [unit for unit in units if unit in order.reductions]
+        self.quiet = [unit for unit in units if unit not in walked]
+        """Units without turns in a backward: nothing of them is freed, exchanged or stepped there."""
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else context.num_prefetch
         self.trained = [(unit, gradients) for unit in units for gradients in unit.gradients]
         """The gradients of each trained buffer, and their unit."""
-        self._readers = [unit for unit in units if unit.reads_files]
-        """Units whose gathers start from files."""
         gathered = [unit for unit in units[1:] if not (unit.is_resident or unit.gradients)]
         self._frozen = dict.fromkeys(unit for unit in gathered if unit.backward_needs_parameters)
         """Units without gradients: the graph decides if a backward gathers them."""
@@ -83,14 +75,16 @@ class Passes:
         self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
         """Units whose modules may compute with other memory than the main parameters."""
         self.offloaded = [b for unit in units for b in unit.buffers if b.plan.main_tier is not Tier.DEVICE]
-        self.calls = CallLog(units)
+        self.calls = CallLog(walked)
         self._called: list[Unit] = []
         """The units of the forward under way, in the order of their calls."""
-        self.leases = Leases()
-        keeps_units = not (context.setting.placements.kept or has_versions)
-        self._after_call = self.leases.staying if keeps_units else self.leases.trailing
-        """The lease that a unit gets after its forward."""
-        self.last: frozenset[Unit] = frozenset()
+        self._forward, self._graph, self._second_graph = Lease(), Lease(), Lease()
+        self.held, self.scheduled = Lease(), Lease()
+        self._trails = bool(context.setting.placements.kept) or has_versions
+        """True if a unit is freed after its forward, when another unit begins."""
+        self._ended: dict[Unit, None] = {}
+        """The units whose forward has ended and that stay gathered."""
+        self.last: Collection[Unit] = ()
         """The units that the last forward with a backward ended with."""
         self.is_in_method = False
         """True if the forward under way is another method of the root, which may call the root itself."""
@@ -117,42 +111,37 @@ class Passes:
                 return
             refuse_tracers()
         refuse_transforms()
-        if is_second := is_in_backward():
+        if is_in_backward():
             self._begin_second_call(unit)
         else:
             self._begin_call(unit, caller)
-        unit.unshard()
-        if self._num_prefetch and not is_second:
-            for upcoming in self._order.following(unit, self._num_prefetch):
-                upcoming.unshard()
-                if not upcoming.leases:
-                    self.leases.ahead.take(upcoming)
-            if self._readers:
-                for upcoming in self._order.following(unit, self._num_prefetch + 1):
-                    upcoming.read_ahead()
         unit.wait()
         unit.slots.install()
-        if not is_second:
-            self._here.enter("the forward of ", unit.described)
 
     def _begin_call(self, unit: Unit, caller: FrameType) -> None:
         self._state.refuse_between_steps()
         if unit is self._root:
             self._begin_forward()
-        elif self._state.phase is _FORWARD:
-            self._called.append(unit)
-        else:
+        elif self._state.phase is not _FORWARD:
             unit.refresh()
+        elif unit not in self.quiet:
+            self._called.append(unit)
         if not unit.is_resident:
-            self.leases.in_use.take(unit)
-            for lease in (self.leases.ahead, self.leases.graph):
-                lease.end((unit,))
-        self._end_trailing()
+            self._forward.take(unit)
+            self._graph.end((unit,))
+        if self._ended and self._trails:
+            ended, self._ended = self._ended, {}
+            self._forward.end((one for one in ended if one is not unit), for_backward=torch.is_grad_enabled())
         self.calls.begin(unit, caller)
-
-    def _end_trailing(self) -> None:
-        if self.leases.trailing.units:
-            self.free(self.leases.trailing.end(), for_backward=torch.is_grad_enabled())
+        self._here.enter("the forward of ", unit.described)
+        unit.unshard()
+        if self._num_prefetch:
+            ahead = self._order.following(unit, self._num_prefetch + 1)
+            for upcoming in ahead[: self._num_prefetch]:
+                upcoming.unshard()
+                self._forward.take(upcoming)
+            for upcoming in ahead[self._num_prefetch :]:
+                upcoming.read_ahead()
 
     def _begin_second_call(self, unit: Unit) -> None:
         """Gather a unit whose forward runs again inside a backward, in the order of all ranks."""
@@ -171,14 +160,12 @@ class Passes:
         unit.check_edits()
         if unit is self._root:
             output = cast_outputs(output, self._context.output_dtype)
-        if not unit.is_resident and not self.leases.held.units:
+        if not unit.is_resident and not self.held.units:
             output = unit.copy_own(output)
-        output = self._watch(unit, output)
-        if not is_in_backward():
-            if unit is self._root:
-                self._end_forward(torch.is_grad_enabled())
-            elif not unit.is_resident and unit.call.outer is None:
-                self._after_call.take(unit)
+        if unit not in self.quiet:
+            output = self._watch(unit, output)
+        if unit is self._root and not is_in_backward():
+            self._end_forward(torch.is_grad_enabled())
         return output
 
     def exit_forward(self, unit: Unit) -> None:
@@ -187,44 +174,15 @@ class Passes:
             return
         is_second = is_in_backward()
         self.calls.end(unit, is_second)
+        is_over = not unit.is_in_forward  # else the unit has called itself
+        if is_over and not (self.held.units or (is_second and self._state.phase is _BACKWARD)):
+            unit.slots.uninstall()
         if not is_second:
-            if not unit.is_in_forward:  # else the unit has called itself
-                self.leases.in_use.end((unit,))
-                if not self.leases.held.units:
-                    unit.slots.uninstall()
+            if is_over and not unit.is_resident:
+                self._ended[unit] = None
             if unit is self._root:
                 self.drop_forward()
             self._end_call()
-
-    def show(self, unit: Unit) -> None:
-        """Begin a forward of a quiet unit: show its parameters for the time of the forward.
-
-        So a model that uses a parameter outside of the forward of its unit fails here as it does where
-        parameters are freed. A backward shows the parameters of all quiet units from its begin to its end.
-        """
-        if self._state.phase is not _FORWARD:
-            refuse_tracers()
-            if self._state.phase is _REST:  # else the root's forward, or its backward, has begun with it
-                unit.refresh()
-        refuse_transforms()
-        unit.num_shown += 1
-        if not is_in_backward():
-            self._state.refuse_between_steps()
-            self._end_trailing()
-            self._here.enter("the forward of ", unit.described)
-        unit.wait()
-        unit.slots.install()
-
-    def hide(self, unit: Unit) -> None:
-        """End a forward of a quiet unit, perhaps after an exception."""
-        if unit.num_shown:  # else a hook before ours has failed
-            unit.num_shown -= 1
-        is_needed = unit.num_shown or self.leases.held.units or self._state.phase is _BACKWARD
-        if not is_needed:  # by a call of itself, a method, or the end of the backward
-            unit.slots.uninstall()
-        if not is_in_backward():
-            self._end_call()
-        unit.check_edits()
 
     def _end_call(self) -> None:
         if self._state.phase is _FORWARD:
@@ -242,9 +200,8 @@ class Passes:
 
     def refresh(self) -> None:
         """Gather replicated parameters again and free the others, after main parameters have changed."""
-        for unit in self.quiet:
-            unit.refresh()
-        for unit in reversed(self._order.reductions):  # the same on all ranks; about a forward's order
+        # The same order on all ranks; about a forward's order.
+        for unit in (*self.quiet, *reversed(self._order.reductions)):
             unit.refresh()
         self._state.reads_main |= any(unit.state is UnitState.GATHERING for unit in self._units)
 
@@ -253,26 +210,21 @@ class Passes:
         if self._state.phase is _FORWARD:  # unless the root has called itself
             self._state.move(_REST)
         self._order.follow(self._called, has_backward=may_have_backward)
-        self.leases.graph.end()
+        self._graph.end()
         if may_have_backward:
-            self.last = frozenset(self.leases.trailing.units)
-            self.leases.graph.take(self._root, *self.leases.staying.units, *self.leases.trailing.units)
-        self.leases.end_forward()
-        self.free(self._units, for_backward=may_have_backward)
+            self.last = self._ended
+            self._graph.take(self._root, *self._ended)
+        self._ended = {}
+        self._forward.end(for_backward=may_have_backward)
 
     def drop_forward(self) -> None:
         """Clean up after a forward that has ended in an exception, if there is one. Gradients stay."""
         if self._state.phase is _FORWARD and not is_in_backward():
             self._state.move(_REST)
             self.calls.drop_failed()
-            self._called = []
-            for unit in self.quiet:
-                unit.num_shown = 0
+            for unit in self._units:
+                unit.call = ForwardCall(unit, NEVER)
             self.reshard_all()
-
-    def free(self, units: Sequence[Unit], *, for_backward: bool) -> None:
-        for unit in units:
-            unit.free(for_backward)
 
     # -- backward -------------------------------------------------------------------------------------
 
@@ -343,9 +295,8 @@ class Passes:
 
     def _begin_walk(self, makes_graph: bool = False) -> Walk:
         num_prefetch = self._num_prefetch
-        return Walk(
-            self._units, self._reducer, self.leases.graph, num_prefetch=num_prefetch, makes_graph=makes_graph
-        )
+        units, reducer, lease = self._order.reductions, self._reducer, self._graph
+        return Walk(units, reducer, lease, num_prefetch=num_prefetch, makes_graph=makes_graph)
 
     def _begin_backward(self, unit: Unit) -> None:
         if self._state.phase is Phase.CLOSED:
@@ -362,10 +313,10 @@ class Passes:
             self._reducer.check_begin()
         self._around_backward = self._state.phase
         self._state.move(_BACKWARD)
-        self.leases.graph.take(*self.leases.trailing.units)
-        self.leases.trailing.end()
+        self._graph.take(*self._forward.units)
+        self._forward.end()
         if makes_graph := torch.is_grad_enabled():
-            self.leases.second_graph.take(*self._units)
+            self._second_graph.take(*self._units)
         self.calls.collect()
         self._walk = self._begin_walk(makes_graph)
         self._order.follow_backward(self._walk.left)
@@ -467,7 +418,7 @@ class Passes:
         self._walk.finish()  # as the other ranks do
         self._state.move(self._around_backward)
         self.calls.end_backward()
-        self.leases.second_graph.end()
+        self._second_graph.end()
         self._reducer.drop_backward()
         self.reshard_all()
         self._here.exit()
@@ -475,21 +426,19 @@ class Passes:
     def drop_graphs(self) -> None:
         """Drop earlier forwards and backwards: after a step no backward goes through them."""
         self.recover()
-        if self.leases.second_graph.units:
-            self.leases.second_graph.end()
+        if self._second_graph.units:
+            self._second_graph.end()
             self.calls.end_backward()
             self.reshard_all()
 
     def reshard_all(self) -> None:
         """Show sharded parameters and free the others, unless they are held or a graph needs them."""
-        if self.leases.held.units:
-            return
-        self.leases.end_forward()
-        for lease in (self.leases.graph, self._walk.lease):
-            lease.end()
-        for unit in self._units:
-            unit.slots.uninstall()
-            unit.free()
+        if not self.held.units:
+            for unit in self._units:
+                unit.slots.uninstall()
+            self._ended = {}
+            self._forward.end()
+            self._graph.end(self._units)
 
 
 def closed_error() -> RuntimeError:

@@ -62,14 +62,11 @@ class Runtime:
         self.seen: list[tuple[Sized, int, Mapping[str, nn.Module | None], list[nn.Module | None]]] = []
         """Parameters of each module, their number, and its modules, as `check_additions` last found them."""
         setting = context.setting
-        quiet = [u for u in units[1:] if not (u.plan.needs_turns or setting.steps_in_backward)]
-        frees = bool(setting.placements.parameter)
-        self.order = UnitOrder(
-            [unit for unit in units if unit not in quiet],
-            is_common=frees and context.axes.dp_replicate.size == 1,
-        )
+        walked = [u for u in units if u is self.root or u.plan.needs_turns or setting.steps_in_backward]
+        is_common = bool(setting.placements.parameter) and context.axes.dp_replicate.size == 1
+        self.order = UnitOrder(walked, is_common=is_common)
         self.reducer = Reducer(units, context, pool, self.order)
-        self.passes = Passes(units, context, self.order, self.reducer, quiet)
+        self.passes = Passes(units, context, self.order, self.reducer)
         # Parameters call these functions, without a strong reference to the runtime.
         finish, drop = weakref.WeakMethod(self.finish_gathers), weakref.WeakMethod(self._drop_gradient)
         self.state.before_edit = lambda: (call := finish()) is not None and call()
@@ -282,11 +279,11 @@ class Runtime:
         for unit in units:
             if not unit.is_resident:
                 unit.unshard()
-                self.passes.leases.scheduled.take(unit)
+                self.passes.scheduled.take(unit)
 
     def reshard(self, units: Iterable[Unit] | None = None) -> None:
         """Keep units no longer; None: all that `unshard` has kept. Those that nobody needs are freed."""
-        self.passes.free(self.passes.leases.scheduled.end(units), for_backward=True)
+        self.passes.scheduled.end(units, for_backward=True)
 
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
@@ -355,10 +352,6 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         if dtype is not None and not casts_itself:
             own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
             hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
-        if unit in runtime.passes.quiet:
-            hook(module.register_forward_pre_hook(lambda *_: runtime.passes.show(unit), prepend=True))
-            hook(module.register_forward_hook(lambda *_: runtime.passes.hide(unit), always_call=True))
-            continue
         hook(
             module.register_forward_pre_hook(
                 lambda *_: runtime.passes.before_forward(unit, sys._getframe(1)), prepend=True

@@ -255,8 +255,6 @@ class Unit:
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
         self.call = ForwardCall(self, NEVER)
         """The forward under way, or the last one."""
-        self.num_shown = 0
-        """The forwards under way of a quiet unit, which makes no calls."""
         self.visit: Visit | None = None
         """The calls in forwards that a backward may come to, if there are any."""
         self.recomputed_in: list[Unit] = []
@@ -281,7 +279,7 @@ class Unit:
     @property
     def is_in_forward(self) -> bool:
         """True if a forward of it is under way."""
-        return self.num_shown > 0 or (self.call.began != NEVER and self.call.ended == NEVER)
+        return self.call.began != NEVER and self.call.ended == NEVER
 
     @property
     def entered(self) -> int:
@@ -350,11 +348,6 @@ class Unit:
         elif not for_backward:
             for buffer in self.buffers:
                 buffer.keep_second(False)
-
-    def free(self, for_backward: bool = False) -> None:
-        """Free the full parameters, as `reshard`, unless a lease keeps them."""
-        if not self.leases:
-            self.reshard(for_backward)
 
     def refresh(self) -> None:
         """Start new gathers of replicated parameters and free the others, if main parameters have changed."""

@@ -18,16 +18,14 @@ they issue the same gathers and reductions in the same order, on any number of c
 the forwards whose graphs are alive, and torch's own activation checkpoints; docs/architecture.md names the
 programs outside.
 
-[Note: Leases] A lease is a reason to keep units gathered. A unit is freed when the last lease on it ends.
+[Note: Leases] A lease is a reason to keep units gathered. The end of the last lease on a unit frees it.
 
 lease          taken                                    ended
-in use         before a forward of the unit             after it
-trailing       after a forward of the unit              when another unit begins
-staying        after a forward, where units are kept    when the root's forward ends
-ahead          by a prefetch in forward                 when the unit begins, or with the forward
-graph          when the root's forward ends: on the     by the backward, the unit's next forward, or
-               root, and on units that trail or stay    the end of the root's
-backward       when a backward gathers the unit         when the backward leaves the unit
+forward        before a forward of the unit, or by a    when another unit begins after it, or, where
+               prefetch                                 units are kept, when the root's forward ends
+graph          when the root's forward ends: on the     when the backward leaves the unit, by the
+               root, and on units that it has kept;     unit's next forward, or the end of the root's
+               and when a backward gathers the unit
 second graph   by a backward that makes a graph         by the step
 held           by `generate` and its like               by them
 scheduled      by an unshard of a schedule              by its reshard
@@ -37,7 +35,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import islice
+from itertools import count, islice
 from types import FrameType
 from typing import NamedTuple
 from weakref import ref
@@ -61,8 +59,8 @@ class CallLog:
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._units, self._root = tuple(units), units[0]
-        self._tick = 0
+        self._units, self._root = frozenset(units), units[0]
+        self.tick = count(1).__next__
         """The clock: it goes on at each beginning and end of a call."""
         self._num_past = 0
         """The first of `_forwards`, through which a backward has gone: their graphs do not come again."""
@@ -80,11 +78,6 @@ class CallLog:
         """The name of forwards that begin, and of those that a backward comes to; None for no name."""
         self.named: dict[Hashable, _Forward] = {}
         """The forwards with names that a backward may still come to."""
-
-    def tick(self) -> int:
-        """The next tick of the clock."""
-        self._tick += 1
-        return self._tick
 
     def begin(self, unit: Unit, caller: FrameType) -> None:
         """Note the begin of a unit's forward, outside of any backward.
@@ -107,7 +100,7 @@ class CallLog:
             call.outer = unit.call
         unit.call = call
         self._num_open += 1
-        if self._now is not None:
+        if self._now is not None and unit in self._units:
             call.forward = self._now
             if (visit := self._now.get(unit)) is None:
                 visit = self._now[unit] = Visit(call.began)
@@ -184,27 +177,18 @@ class Lease:
             self.units[unit] = None
             unit.leases.add(self)
 
-    def end(self, units: Iterable[Unit] | None = None) -> tuple[Unit, ...]:
-        """Keep units no longer, None: all of them; return them. The caller frees them: see `Unit.free`."""
-        ended = tuple(self.units if units is None else units)
-        for unit in ended:
-            if unit in self.units:
-                del self.units[unit]
-                unit.leases.discard(self)
-        return ended
+    def end(self, units: Iterable[Unit] | None = None, *, for_backward: bool = False) -> None:
+        """Keep units no longer, None: all that it keeps, and free those that no other lease keeps.
 
-
-class Leases:
-    """The leases of a runtime, one of each kind; the lease of a backward belongs to the backward."""
-
-    def __init__(self) -> None:
-        self.in_use, self.ahead, self.trailing, self.staying = Lease(), Lease(), Lease(), Lease()
-        self.graph, self.second_graph, self.held, self.scheduled = Lease(), Lease(), Lease(), Lease()
-
-    def end_forward(self) -> None:
-        """End the leases of a forward that is over or has failed."""
-        for lease in (self.in_use, self.ahead, self.trailing, self.staying):
-            lease.end()
+        Args:
+            units: the units; some of them may not be kept by this lease.
+            for_backward: see `Unit.reshard`.
+        """
+        for unit in tuple(self.units if units is None else units):
+            self.units.pop(unit, None)
+            unit.leases.discard(self)
+            if not unit.leases:
+                unit.reshard(for_backward)
 
 
 class Turn(NamedTuple):
@@ -238,7 +222,7 @@ class Walk:
     Args:
         units: all units of the model; those with noted calls are walked through.
         reducer: starts the reduction of the gradients of units that are left.
-        graph: the lease on units that stayed gathered for this backward.
+        lease: the lease on the units that the backward needs, and on those that it gathers.
         num_prefetch: the number of units whose gathers are started before they are entered.
         makes_graph: True for a backward with create_graph, whose graph another backward may go through.
     """
@@ -247,12 +231,12 @@ class Walk:
         self,
         units: Iterable[Unit],
         reducer: Reducer,
-        graph: Lease,
+        lease: Lease,
         *,
         num_prefetch: int,
         makes_graph: bool,
     ) -> None:
-        self.lease, self._graph, self.makes_graph = Lease(), graph, makes_graph
+        self._lease, self.makes_graph = lease, makes_graph
         self._turns = plan_turns(units)
         self._next = 0
         """The first turn that is still to be taken."""
@@ -352,16 +336,14 @@ class Walk:
 
     def _free(self, unit: Unit) -> None:
         unit.slots.uninstall()
-        self.lease.end((unit,))
-        self._graph.end((unit,))
-        unit.free()
+        self._lease.end((unit,))
 
     def _gather(self, num: int) -> None:
         """Start the gathers of the first `num` units of the route."""
         for unit in self._route[self._num_gathered : num]:
             if unit.joins_backward:  # also without a backward on this rank: others may have one
                 unit.unshard()
-                self.lease.take(unit)
+                self._lease.take(unit)
         self._num_gathered = max(self._num_gathered, num)
         for unit in self._route[num : num + 1]:
             unit.read_ahead()
