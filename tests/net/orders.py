@@ -29,8 +29,8 @@ ORDERS = (
             "A unit that a backward has left is freed though the second forward of its checkpoint is to come."
         ),
         file="zeroshard/sharding/walk.py",
-        find="self._kept.append((unit, unit.visit.regions))\n        else:",
-        replace="self._free(unit)\n        else:",
+        find="freed = min([began, *(region.began for region in regions)])",
+        replace="freed = began",
         tests=(
             "tests/sharding/test_backward.py::"
             "test_a_unit_that_was_left_stays_for_the_second_forward_of_its_checkpoint",

@@ -192,28 +192,35 @@ class Lease:
 
 
 class Turn(NamedTuple):
-    """A tick of the walk, and the unit that is entered or left there."""
+    """A tick of the walk, and what happens to a unit there."""
 
     tick: int
     unit: Unit
-    enters: bool
-    """True if the unit is entered; False if it is left."""
+    act: str
+    """enter, leave or free."""
 
 
 def plan_turns(units: Iterable[Unit]) -> list[Turn]:
     """List the turns of a backward through the calls that the units have noted, in the order of the walk.
 
-    Units inside an activation checkpoint are entered together: its second forward needs all of them. A
-    resident unit is only left.
+    Units inside an activation checkpoint are entered together, and freed together: its second forward needs
+    all of them. A resident unit is not entered.
     """
     turns = []
     for unit in units:
         if (visit := unit.visit) is not None:
             if not unit.is_resident:
-                turns.append(((unit.entered, visit.ended), Turn(unit.entered, unit, enters=True)))
-            turns.append(((visit.began, visit.began), Turn(visit.began, unit, enters=False)))
+                turns.append(((unit.entered, visit.ended), Turn(unit.entered, unit, "enter")))
+            turns += [((turn.tick, turn.act == "leave"), turn) for turn in last_turns(unit, visit.began)]
     turns.sort(key=lambda item: item[0], reverse=True)
     return [turn for _, turn in turns]
+
+
+def last_turns(unit: Unit, began: int) -> tuple[Turn, Turn]:
+    """The turns in which a unit is left and freed, if the first of its calls began at a tick."""
+    regions = () if unit.visit is None else unit.visit.regions
+    freed = min([began, *(region.began for region in regions)])
+    return Turn(began, unit, "leave"), Turn(freed, unit, "free")
 
 
 class Walk:
@@ -240,30 +247,25 @@ class Walk:
         self._turns = plan_turns(units)
         self._next = 0
         """The first turn that is still to be taken."""
-        self._route = [turn.unit for turn in self._turns if turn.enters]
+        self._route = [turn.unit for turn in self._turns if turn.act == "enter"]
         self._num_entered = self._num_gathered = 0
         """The numbers of units of the route that were entered, and that gathers were started for."""
         self._reducer, self._num_prefetch = reducer, num_prefetch
         self._inside = {turn.unit for turn in self._turns if turn.unit.is_resident}
-        self._repeated: set[Region] = set()
-        """Checkpoints whose second forward has begun."""
-        self._kept: list[tuple[Unit, Sequence[Region]]] = []
-        """Units that were left, and the checkpoints whose second forward may still call them."""
         self._now = self._turns[0].tick if self._turns else 0
 
     @property
     def left(self) -> list[Unit]:
         """The units of the walk in the order of their ends, which is the order of reductions."""
-        return [turn.unit for turn in self._turns if not turn.enters]
+        return [turn.unit for turn in self._turns if turn.act == "leave"]
 
     def enter(self, call: ForwardCall) -> None:
         """Take the turns up to the end of a call, since the gradient of one of its outputs has arrived."""
         self._take_until(call.ended)
-        self._free_kept(call.ended)
         if call.unit not in self._inside:  # a call from before the last backward, or its graph comes again
             self._inside.add(call.unit)
-            turn = Turn(call.began, call.unit, enters=False)
-            insort(self._turns, turn, lo=self._next, key=lambda turn: -turn.tick)
+            for turn in last_turns(call.unit, call.began):
+                insort(self._turns, turn, lo=self._next, key=lambda turn: -turn.tick)
 
     def note_gradient(self, unit: Unit) -> None:
         """Start the reductions that are due and complete, since a gradient of a parameter has arrived."""
@@ -271,15 +273,15 @@ class Walk:
             self._take_until(unit.visit.ended)
         if unit.is_complete:
             for turn in islice(self._turns, self._next, None):
-                if turn.enters or not self._reducer.start_complete(turn.unit):
+                if turn.act != "free" and (
+                    turn.act == "enter" or not self._reducer.start_complete(turn.unit)
+                ):
                     break
 
     def enter_again(self, unit: Unit) -> None:
         """Take the turns up to the end of the last checkpoint around a unit that a second forward needs."""
         if unit.visit is not None and unit.visit.regions:
             self._take_until(unit.visit.regions[-1].ended)
-            if len(unit.visit.regions) == 1:
-                self._repeated.add(unit.visit.regions[0])
         elif unit in self._route[self._num_gathered :]:  # an unknown kind of checkpoint: nothing more is over
             self._gather(self._route.index(unit) + 1)
 
@@ -299,13 +301,12 @@ class Walk:
     def finish(self) -> None:
         """Take the turns that are left: the backward is over, or has failed."""
         self._take_until(0)
-        self._free_kept(0)
 
     def _take_until(self, tick: int) -> None:
         while self._next < len(self._turns) and self._turns[self._next].tick >= tick:
             turn = self._turns[self._next]
             self._next += 1
-            (self._enter if turn.enters else self._exit)(turn.unit)
+            {"enter": self._enter, "leave": self._leave, "free": self._free}[turn.act](turn.unit)
         self._now = min(self._now, tick)
 
     def _enter(self, unit: Unit) -> None:
@@ -313,26 +314,9 @@ class Walk:
         self._num_entered += 1
         self._gather(self._num_entered + self._num_prefetch)
 
-    def _exit(self, unit: Unit) -> None:
+    def _leave(self, unit: Unit) -> None:
         self._inside.discard(unit)
         self._reducer.start(unit)
-        if unit.visit is not None and unit.visit.regions:
-            self._kept.append((unit, unit.visit.regions))
-        else:
-            self._free(unit)
-
-    def _free_kept(self, tick: int) -> None:
-        """Free units whose checkpoints have run their second forward to the end, or will not run it here.
-
-        Args:
-            tick: the present tick of the walk; a gradient has arrived there.
-        """
-        kept, self._kept = self._kept, []
-        for unit, regions in kept:
-            if all(region in self._repeated or region.began > tick for region in regions):
-                self._free(unit)
-            else:
-                self._kept.append((unit, regions))
 
     def _free(self, unit: Unit) -> None:
         unit.slots.uninstall()
