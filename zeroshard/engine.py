@@ -34,7 +34,7 @@ from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import refuse_averages, refuse_to_drop
 from zeroshard.plan.placement import SUMMANDS
-from zeroshard.sharding.passes import refuse_tracers, refuse_transforms
+from zeroshard.sharding.passes import refuse_capture
 from zeroshard.sharding.unit import UnitInfo
 from zeroshard.stepping.attach import StepHooks, attach
 from zeroshard.stepping.early import EarlySteps
@@ -113,8 +113,7 @@ class Engine(NotCopied, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward."""
-        refuse_tracers(args)
-        refuse_transforms()
+        refuse_capture(args)
         if self._runtime.context.setting.placements.parameter or self._axes.dp.size == 1:
             self._saver.check(self._axes.world)  # elsewhere the ranks may call forward unevenly
         try:

@@ -79,16 +79,17 @@ def assign_in_forward(model, x):
     model(x)
 
 
+MESSAGE = "was replaced, tied or removed after initialize: its module now has a"
 CASES = {
-    assign: "'1.0.weight' was replaced after initialize by a Parameter of shape [7, 7]",
-    assign_in_an_rnn: "'3.weight_hh_l0' was replaced after initialize by a Parameter of shape [28, 7]",
-    remove: "'1.0.weight' was removed after initialize",
-    delete: "'1.0.bias' was removed after initialize",
-    tie: "'1.0.weight' was tied to '2.0.weight' after initialize",
-    call_functionally: "'1.0.weight' was replaced after initialize by a Tensor of shape [7, 7]",
-    call_functionally_with_all: "was replaced after initialize by a Parameter of shape",
-    assign_and_read: "'1.0.weight' was replaced after initialize",
-    assign_in_forward: "'1.0.weight' was replaced after initialize by a Parameter of shape [7, 7]",
+    assign: f"'1.0.weight' {MESSAGE} Parameter",
+    assign_in_an_rnn: f"'3.weight_hh_l0' {MESSAGE} Parameter",
+    remove: f"'1.0.weight' {MESSAGE} NoneType",
+    delete: f"'1.0.bias' {MESSAGE} NoneType",
+    tie: f"'1.0.weight' {MESSAGE} ShardedParameter",
+    call_functionally: f"'1.0.weight' {MESSAGE} Tensor",
+    call_functionally_with_all: f"{MESSAGE} Parameter",
+    assign_and_read: f"'1.0.weight' {MESSAGE} Parameter",
+    assign_in_forward: f"'1.0.weight' {MESSAGE} Parameter",
 }
 
 

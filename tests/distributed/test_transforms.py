@@ -62,7 +62,7 @@ TRACERS = (
     shape_of,
 )
 REFUSALS = {
-    TRACERS: r"a sharded model cannot be recorded by .*\. Trace the model before zeroshard\.initialize",
+    TRACERS: r"a sharded model cannot be called inside .*\. Trace or transform the model before",
     TRANSFORMS: r"cannot be called inside a transform of torch\.func .*create_graph=True",
 }
 

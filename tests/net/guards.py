@@ -181,8 +181,8 @@ GUARDS = (
         name="another_parameter_in_a_slot",
         says="A parameter that was put in the place of a sharded one after initialize is not noticed.",
         file="zeroshard/sharding/unit.py",
-        find="raise RuntimeError(_describe(unsharded.fqn, current))",
-        replace="pass",
+        find="if current is not shown and current is not unsharded:",
+        replace="if False:",
         tests=(
             "tests/distributed/test_slots.py::"
             "test_another_parameter_in_a_slot_is_refused_by_name_and_the_next_step_is_right",

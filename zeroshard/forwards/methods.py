@@ -17,6 +17,7 @@ from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.parameters.saved import SavedSlices
 from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.state import Phase
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 
@@ -31,7 +32,7 @@ def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
         runtime = reference()
-        if runtime is None or runtime.is_closed or runtime.passes.is_in_method or runtime.is_in_forward:
+        if runtime is None or runtime.state.phase in (Phase.CLOSED, Phase.FORWARD):
             return method(*args, **kwargs)
         root = runtime.root
         if (dtype := runtime.input_dtype(runtime.module)) is not None:

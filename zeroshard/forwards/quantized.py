@@ -98,10 +98,10 @@ class QuantizedLayers:
     def _collect(self, name: str, codes: Codes, buffer: FlatBuffer, index: int) -> Tensor:
         """[blocks]: the scales of a whole weight, from the ranks that have quantized parts of it."""
         axes, device, scales = self._context.axes, self._context.device, codes.scales
-        if not buffer.is_stored:  # rank 0 has quantized all of it
+        if not buffer.is_read:  # rank 0 has quantized all of it
             scales = scales.to(device)
             axes.dp.broadcast(scales, f"first broadcast of the scales of '{name}'")
-        elif buffer.is_partial and not buffer.is_resident:
+        elif buffer.is_partial:
             axis = axes.dp_shard
             ranges = [codes.blocks_of(buffer.layout.owned(index, rank)) for rank in range(axis.size)]
             longest = max(part.size for part in ranges)

@@ -191,7 +191,7 @@ def _write_back(runtime: Runtime, opened: Sequence[_Opened], gradients: ShownGra
             own.copies[first.fqn] = SharedEdits(first.holders, digest, changed)
     check_edits(axes.world.all_gather_object(own, "agreement on edited parameters"))
     for buffer, flat, wholes in opened:
-        for view, whole, original in zip(buffer.main_views(flat), wholes, buffer.originals, strict=True):
+        for view, whole, original in zip(buffer.views(flat), wholes, buffer.originals, strict=True):
             if original.cut is not None:
                 view.copy_(own_value(whole, original, axes.tp))
         buffer.source.write(flat[buffer.main_span.slice])

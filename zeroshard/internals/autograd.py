@@ -120,15 +120,12 @@ def is_in_second_forward(frame: FrameType | None) -> bool:
     return any((f.f_code.co_filename, f.f_code.co_name) == again for f, _ in walk_stack(frame))
 
 
-def is_transformed() -> bool:
-    """True if a transform of torch.func (grad, vjp, jvp, vmap, functionalize) is running."""
-    return peek_interpreter_stack() is not None
-
-
-def tracer_around() -> str | None:
-    """Return the name of a tracer that records operations now, without values; None if there is none."""
+def capture_around() -> str | None:
+    """Return the name of a tracer that records operations now, or of a transform; None if there is none."""
     if _is_tracing():
         return "torch.jit.trace"
     if _len_torch_dispatch_stack():
-        return next((name for key, name in _TRACERS.items() if _get_dispatch_mode(key) is not None), None)
-    return None
+        for mode, name in _TRACERS.items():
+            if _get_dispatch_mode(mode) is not None:
+                return name
+    return "a transform of torch.func (grad, vmap, ...)" if peek_interpreter_stack() is not None else None

@@ -437,7 +437,13 @@ def _whole_shape(parameter: nn.Parameter) -> torch.Size:
     return coded or whole
 
 
-_OURS = frozenset(ShardedParameter.__annotations__) | {"recorded_version", "was", "note", "sharded"}
+_OURS = frozenset(ShardedParameter.__annotations__) | {
+    "recorded_version",
+    "was",
+    "note",
+    "sharded",
+    "at_first",
+}
 
 
 def carry_attributes(source: nn.Parameter, *targets: nn.Parameter) -> None:

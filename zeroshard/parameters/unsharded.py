@@ -72,6 +72,9 @@ class UnshardedParameter(nn.Parameter):
 class ShownParameter(UnshardedParameter):
     """A full parameter under `unsharded()`, in the main dtype. Hooks go to the trained parameter."""
 
+    at_first: tuple[int, int]
+    """Its version and its place in memory before any edit."""
+
     @staticmethod
     def of(sharded: ShardedParameter, view: Tensor) -> ShownParameter:
         """Make a parameter over the memory of `view`, with a version counter of its own."""
@@ -79,6 +82,7 @@ class ShownParameter(UnshardedParameter):
         shown.sharded = weakref.ref(sharded)
         shown.requires_grad_(sharded.requires_grad)
         refuse_gradients(shown, f"'{sharded.fqn}', read under engine.unsharded()")
+        shown.at_first = shown._version, shown.data_ptr()
         return shown
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -97,7 +101,7 @@ class ShownParameter(UnshardedParameter):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "sharded"}
+        return {name: value for name, value in vars(self).items() if name not in ("sharded", "at_first")}
 
     data = property(Tensor.detach, set_data)
     """The values without a graph, over the same memory; edits of them count versions."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +31,8 @@ from zeroshard.sharding.context import Context
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.storage import allocate, release
 
-
-class Gather(NamedTuple):
-    """An all-gather that fills a buffer."""
-
-    axis: Axis
-    part: GatherPart
+Gather = tuple[Axis, GatherPart]
+"""An all-gather that fills a buffer."""
 
 
 class FlatBuffer:
@@ -67,14 +62,14 @@ class FlatBuffer:
         """True if `full` holds the values of `main` by itself, without copy or exchange."""
         self.main_span = plan.main_span(context.axes.dp_shard.rank)
         """The flat range that `main` holds."""
-        self.is_stored = all(is_stored(original.parameter) for original in originals)
+        self.is_read = not plan.is_resident and all(is_stored(original.parameter) for original in originals)
         """True if each rank has read its own part of the first values; else they are rank 0's values."""
-        self.full, main = self._read() if self.is_stored else self._take_over()
+        self.full, main = self._read() if self.is_read else self._take_over()
         own = self.full.detach()[self.main_span.slice] if self.is_resident else None
         self.source = Source(main, plan, own, context)
         """The main parameters, where gathers start."""
         self.source.evict()
-        pairs = [self._make_pair(index) for index in range(len(self.originals))]
+        pairs = [self._make_pair(index, view) for index, view in enumerate(self.views(self.full))]
         self.sharded = tuple(sharded for sharded, _ in pairs)
         self.unsharded = tuple(unsharded for _, unsharded in pairs)
         self.versions = [parameter._version for parameter in self.unsharded]
@@ -86,7 +81,13 @@ class FlatBuffer:
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
         self._own = self.full
         """The memory of `full`, also while other memory is shown; see `show`."""
-        self._freed = self._describe_freed()
+        names = [original.fqn for original in originals]
+        shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+        self._freed = (
+            f"a parameter of {self.describe()}, or a view of one ({shown}), was kept from the forward and "
+            "read where the parameters are freed: keep a copy (parameter.detach().clone()), return it from "
+            "the forward, or read values, without gradients, under engine.unsharded()"
+        )
         if not self.is_resident:
             release(self.full, self._freed)
 
@@ -100,7 +101,7 @@ class FlatBuffer:
         """[shard] or [total], main dtype: the main parameters."""
         return self.source.main
 
-    def _make_pair(self, index: int) -> tuple[ShardedParameter, UnshardedParameter]:
+    def _make_pair(self, index: int, view: Tensor) -> tuple[ShardedParameter, UnshardedParameter]:
         """Retire an original; make its sharded and unsharded parameter, with the user's attributes."""
         original = self.originals[index]
         retire(original.parameter, original.fqn)
@@ -117,7 +118,7 @@ class FlatBuffer:
         )
         # peft asks for the name of the class before it dequantizes codes.
         kind = class_before(original.parameter).__name__ if self.plan.is_packed else None
-        unsharded = UnshardedParameter.over(self.view(index), original.fqn, kind)
+        unsharded = UnshardedParameter.over(view, original.fqn, kind)
         if not self.trainable and unsharded.requires_grad:
             refuse = refuse_gradient(original.fqn)
             Tensor.register_post_accumulate_grad_hook(unsharded, refuse)  # type: ignore[no-untyped-call]
@@ -181,8 +182,8 @@ class FlatBuffer:
         shown = self._own if values is None else values
         if shown is not self.full:
             self.full = shown
-            for index, parameter in enumerate(self.unsharded):
-                set_data(parameter, self.view(index))
+            for parameter, view in zip(self.unsharded, self.views(shown), strict=True):
+                set_data(parameter, view)
 
     def detach(self) -> Tensor:
         """Go on in new memory with the same values; return the memory so far, which graphs may read.
@@ -228,10 +229,10 @@ class FlatBuffer:
             allocate(self.full, self.full_bytes)
             self._context.meter.add(self.full_bytes)
         if self._second is not None:
-            return Gather(axes[self.plan.regathers[0].axis], GatherPart(self.full, self._second, self.tag))
+            return axes[self.plan.regathers[0].axis], GatherPart(self.full, self._second, self.tag)
         own = self.source.begin(self.full[self.main_span.slice])
         (exchange,) = self.plan.gathers or (None,)
-        return Gather(axes[exchange.axis], GatherPart(self.full, own, self.tag)) if exchange else None
+        return (axes[exchange.axis], GatherPart(self.full, own, self.tag)) if exchange else None
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full` back; nothing may still be writing to it.
@@ -243,15 +244,6 @@ class FlatBuffer:
             self.keep_second(keep_second)
             release(self.full, self._freed)
             self._context.meter.add(-self.full_bytes)
-
-    def _describe_freed(self) -> str:
-        names = [original.fqn for original in self.originals]
-        shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
-        return (
-            f"a parameter of {self.describe()}, or a view of one ({shown}), was kept from the forward and "
-            "read where the parameters are freed: keep a copy (parameter.detach().clone()), return it from "
-            "the forward, or read values, without gradients, under engine.unsharded()"
-        )
 
     def keep_second(self, keep: bool) -> None:
         """Keep the copy that a few ranks keep among them, or drop it."""
@@ -292,19 +284,13 @@ class FlatBuffer:
         Returns:
             A tensor for each parameter: a view of `flat` where each rank holds all of it.
         """
-        pairs, tp = zip(self.main_views(flat), self.originals, strict=True), self._context.axes.tp
+        pairs, tp = zip(self.views(flat), self.originals, strict=True), self._context.axes.tp
         return [whole_value(view, original, tp) for view, original in pairs]
 
-    def main_views(self, whole: Tensor) -> list[Tensor]:
-        """The full-shape parameters inside the result of `gather_main`."""
-        return [self._view(whole, index) for index in range(len(self.shapes))]
-
-    def view(self, index: int) -> Tensor:
-        """The part of `full` under an unsharded parameter, in the shape of the original."""
-        return self._view(self.full, index)
-
-    def _view(self, flat: Tensor, index: int) -> Tensor:
-        return flat[self.layout.parameter(index).slice].view(self.shapes[index])
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters inside `full` or the result of `gather_main`, in the shapes of the originals."""
+        parts = (flat[self.layout.parameter(index).slice] for index in range(len(self.shapes)))
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     # -- first values ---------------------------------------------------------------------------------
 
@@ -326,31 +312,19 @@ class FlatBuffer:
     def _read(self) -> tuple[Tensor, Tensor]:
         """Make `full` and `main` of stored values: each rank reads its own part, a parameter at a time."""
         plan, own, context = self.plan, self.main_span, self._context
-        # A `full` that is freed at once is never written: on a CPU it takes no memory at all.
-        make = torch.zeros if plan.is_resident else torch.empty
-        full = make(plan.layout.total, dtype=plan.compute_dtype, device=context.device)
-        main = full[own.slice]
-        if not plan.is_alias:
-            main = self._empty_main().zero_()
-            context.memory.evict(main)
-        kept = Span(0, plan.layout.total) if plan.is_resident else own
+        main = self._empty_main().zero_()
+        context.memory.evict(main)
         for index, original in enumerate(self.originals):
             whole = plan.layout.parameter(index)
-            place = whole.intersect(kept)
+            place = whole.intersect(own)
             if place.size:
                 inside = place.shifted(-whole.start)
                 runs = (inside,) if original.cut is None else original.cut.runs(context.axes.tp.rank, inside)
-                data = read_part(original.parameter, *runs)
-                if plan.main_dtype.itemsize < plan.compute_dtype.itemsize:
-                    data = data.to(plan.main_dtype)  # gathered values will have this precision
-                if plan.is_resident:
-                    full[place.slice].copy_(data)
-                if not plan.is_alias:
-                    part = place.intersect(own)
-                    main[part.shifted(-own.start).slice].copy_(data[part.shifted(-place.start).slice])
+                main[place.shifted(-own.start).slice].copy_(read_part(original.parameter, *runs))
             original.parameter.data = original.parameter.new_empty(0)
             context.memory.evict(main)
-        return full, main
+        # It is freed at once and never written: on a CPU it takes no memory at all.
+        return torch.empty(plan.layout.total, dtype=plan.compute_dtype, device=context.device), main
 
     def _empty_main(self) -> Tensor:
         return self._context.memory.empty(self.main_span.size, self.plan.main_dtype, self.plan.main_tier)

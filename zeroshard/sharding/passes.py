@@ -25,16 +25,14 @@ from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.internals.autograd import (
     at_end_of_backward,
     backward_task,
+    capture_around,
     is_in_backward,
-    is_transformed,
     reentrant_error,
-    tracer_around,
     will_accumulate,
 )
 from zeroshard.internals.nested import cast_outputs, find_tensors, view_tensors
 from zeroshard.lazy.recording import refuse_recording
 from zeroshard.parameters.state import Phase, refuse_averages
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.reducer import Reducer
@@ -74,7 +72,6 @@ class Passes:
         has_versions = context.setting.weights not in NEWEST_WEIGHTS
         self._copied = [u for u in units if has_versions or not all(b.plan.is_alias for b in u.buffers)]
         """Units whose modules may compute with other memory than the main parameters."""
-        self.offloaded = [b for unit in units for b in unit.buffers if b.plan.main_tier is not Tier.DEVICE]
         self.calls = CallLog(walked)
         self._called: list[Unit] = []
         """The units of the forward under way, in the order of their calls."""
@@ -88,7 +85,7 @@ class Passes:
         """The units that the last forward with a backward ended with."""
         self.is_in_method = False
         """True if the forward under way is another method of the root, which may call the root itself."""
-        self._walk = self._begin_walk()
+        self._walk = Walk((), reducer, self._graph)
         """The backward under way, or the last one."""
         self._around_backward = _REST
         """The phase to which the end of a backward returns: between the steps of two optimizers, that."""
@@ -106,11 +103,9 @@ class Passes:
             unit: the unit whose forward begins.
             caller: a frame that runs as long as that forward.
         """
-        if self._state.phase is not _FORWARD or unit is self._root:
-            if self.is_in_method and unit is self._root:
-                return
-            refuse_tracers()
-        refuse_transforms()
+        if unit is self._root and self.is_in_method:
+            return
+        refuse_capture()
         if is_in_backward():
             self._begin_second_call(unit)
         else:
@@ -182,13 +177,10 @@ class Passes:
                 self._ended[unit] = None
             if unit is self._root:
                 self.drop_forward()
-            self._end_call()
-
-    def _end_call(self) -> None:
-        if self._state.phase is _FORWARD:
-            self._here.enter("the forward of ", self._root.described)
-        else:
-            self._here.exit()
+            if self._state.phase is _FORWARD:
+                self._here.enter("the forward of ", self._root.described)
+            else:
+                self._here.exit()
 
     def _begin_forward(self) -> None:
         self.drop_forward()
@@ -282,7 +274,6 @@ class Passes:
         call.entered_in = self._backward
         self._walk.enter(call)
         if unit.backward_needs_parameters:
-            unit.unshard()
             unit.wait()
             unit.slots.install()  # a part of it may be recomputed
         self._here.enter("the backward of ", unit.described)
@@ -292,11 +283,6 @@ class Passes:
             self._drop_backward()
         if self._state.phase is not _BACKWARD:
             self._begin_backward(unit)
-
-    def _begin_walk(self, makes_graph: bool = False) -> Walk:
-        num_prefetch = self._num_prefetch
-        units, reducer, lease = self._order.reductions, self._reducer, self._graph
-        return Walk(units, reducer, lease, num_prefetch=num_prefetch, makes_graph=makes_graph)
 
     def _begin_backward(self, unit: Unit) -> None:
         if self._state.phase is Phase.CLOSED:
@@ -318,7 +304,8 @@ class Passes:
         if makes_graph := torch.is_grad_enabled():
             self._second_graph.take(*self._units)
         self.calls.collect()
-        self._walk = self._begin_walk(makes_graph)
+        units, lease, ahead = self._order.reductions, self._graph, self._num_prefetch
+        self._walk = Walk(units, self._reducer, lease, num_prefetch=ahead, makes_graph=makes_graph)
         self._order.follow_backward(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(accumulates)
@@ -396,9 +383,7 @@ class Passes:
         self._reducer.check_begin()
         self._around_backward, self._backward = self._state.phase, object
         self._state.move(_BACKWARD)
-        for unit in self._units:
-            unit.visit = None
-        self._walk = self._begin_walk()
+        self._walk = Walk((), self._reducer, self._graph)
         self._reducer.begin(accumulates=True)
         self._task = None
         try:
@@ -448,35 +433,22 @@ def closed_error() -> RuntimeError:
     )
 
 
-def refuse_tracers(args: object = ()) -> None:
-    """Refuse a forward whose operations are recorded, or not computed: parameters come and go.
+def refuse_capture(args: object = ()) -> None:
+    """Refuse a forward that is recorded, not computed, or transformed: parameters and hooks come and go.
 
     Args:
         args: its arguments; torch.fx gives a proxy in the place of the tuple.
 
     Raises:
-        RuntimeError: the name of the tracer.
+        RuntimeError: the name of the tracer or transform.
     """
     refuse_recording("a forward of a sharded model")
-    tracer = tracer_around() if isinstance(args, tuple) else "torch.fx.symbolic_trace"
-    if tracer is not None:
+    around = capture_around() if isinstance(args, tuple) else "torch.fx.symbolic_trace"
+    if around is not None:
         raise RuntimeError(
-            f"a sharded model cannot be recorded by {tracer}: its full parameters are in the modules during "
-            "a forward only. Trace the model before zeroshard.initialize, or a second model that has loaded "
-            "engine.full_state_dict(); for shapes alone, build a second model under torch.device('meta')"
-        )
-
-
-def refuse_transforms() -> None:
-    """Refuse a forward inside a transform of torch.func, of which our hooks on outputs would be a part.
-
-    Raises:
-        RuntimeError: there is one.
-    """
-    if is_transformed():
-        raise RuntimeError(
-            "a sharded model cannot be called inside a transform of torch.func (grad, vjp, jvp, vmap, "
-            "...), where its parameters cannot be gathered for the backward: transform a second model that "
-            "has loaded engine.full_state_dict(). Gradients of gradients need no transform: "
+            f"a sharded model cannot be called inside {around}: its full parameters are in the modules "
+            "during a forward only. Trace or transform the model before zeroshard.initialize, or a second "
+            "model that has loaded engine.full_state_dict(); for shapes alone, build a second model under "
+            "torch.device('meta'). Gradients of gradients need no transform: "
             "torch.autograd.grad(outputs, inputs, create_graph=True)"
         )

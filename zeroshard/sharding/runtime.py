@@ -100,11 +100,6 @@ class Runtime:
         return (parameter for buffer in self.buffers for parameter in buffer.sharded)
 
     @property
-    def is_in_forward(self) -> bool:
-        """True if the root's forward, or a method that counts as one, is running."""
-        return self.state.phase is Phase.FORWARD
-
-    @property
     def is_closed(self) -> bool:
         """True if the module is not sharded by this runtime any more."""
         return self.state.phase is Phase.CLOSED
@@ -212,7 +207,7 @@ class Runtime:
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 unit.wait()
-        for buffer in self.passes.offloaded:
+        for buffer in self.buffers:
             buffer.source.await_copies()
 
     def before_step(self) -> None:
@@ -311,7 +306,7 @@ class Runtime:
         Raises:
             RuntimeError: a forward or backward is running.
         """
-        if is_in_backward() or self.is_in_forward:
+        if is_in_backward() or self.state.phase is Phase.FORWARD:
             raise RuntimeError(
                 "full parameters are available between steps, not inside a forward or backward"
             )

@@ -42,7 +42,7 @@ class Source:
         """The ends of copies out of host memory, which the host must not write to before."""
         self._stepped: Mark | None = None
         """The end of the copies of stepped values, to their place and into `copy`; then a gather may read."""
-        self._use: tuple[Hashable, Callable[[], Tensor]] | None = None
+        self._use: tuple[Hashable, Callable[[], Tensor] | None] = None, None
         """The name of the values that gathers start from, and the call that gives them; None: `main`."""
         self.copy = unsharded if plan.copy_tier is not None else None
         """The main parameters in the compute dtype, if gathers start from such a copy; else None."""
@@ -56,22 +56,16 @@ class Source:
         """Note that main parameters were written, perhaps by kernels and files, which count no version."""
         self.filled_at = self._copied_at = -1
 
-    def use(self, name: Hashable, values: Callable[[], Tensor]) -> None:
-        """Let gathers start from other values than the main parameters, until `use_main`.
+    def use(self, name: Hashable = None, values: Callable[[], Tensor] | None = None) -> None:
+        """Let gathers start from other values than the main parameters; without arguments, from these again.
 
         Args:
             name: another name for other values; those under one name are the same.
             values: gives them, like `main`, in the main or the compute dtype; each gather asks again.
         """
-        if self._use is None or self._use[0] != name:
+        if self._use[0] != name:
             self.filled_at = -1
         self._use = name, values
-
-    def use_main(self) -> None:
-        """Let gathers start from the main parameters again."""
-        if self._use is not None:
-            self._use = None
-            self.filled_at = -1
 
     def move(self, unsharded: Tensor) -> None:
         """Go on with the same values in other memory of unsharded parameters, which are resident."""
@@ -142,10 +136,10 @@ class Source:
         Args:
             own: this rank's part of the unsharded parameters.
         """
-        if self._use is None:
-            values = self.main.detach() if self.copy is None else self.copy
+        if (others := self._use[1]) is not None:
+            values = others()
         else:
-            values = self._use[1]()
+            values = self.main.detach() if self.copy is None else self.copy
         if self.copy is not None and self._plan.is_resident:
             return values
         is_near = values.dtype == own.dtype and self._plan.gather_tier is Tier.DEVICE

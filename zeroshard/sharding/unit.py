@@ -150,8 +150,6 @@ class Slots:
         plain = nn.Module.__setattr__
         self._watched = [place[:2] for place in self._places if type(place[0]).__setattr__ is not plain]
         """The places in modules that must hear of a change: an RNN keeps a list of its weights, too."""
-        self._versions: dict[int, tuple[int, int]] = {}
-        """The version and the place in memory of each stand-in when it was first shown, by its id."""
         self.stand_in({})
 
     def stand_in(self, parameters: Mapping[int, nn.Parameter]) -> Mapping[int, nn.Parameter]:
@@ -165,11 +163,6 @@ class Slots:
             (owner._parameters, attribute, unsharded, parameters.get(id(sharded), sharded))
             for owner, attribute, unsharded, sharded in self._places
         ]
-        self._versions = {
-            id(shown): self._versions.get(id(shown), (shown._version, shown.data_ptr()))
-            for _, _, _, shown in self._slots
-            if parameters
-        }
         for slots, attribute, _, shown in self._slots:
             if attribute in slots:  # a removed parameter stays removed, for `check` to find
                 slots[attribute] = shown
@@ -213,11 +206,17 @@ class Slots:
         for slots, attribute, unsharded, shown in self._slots:
             current = slots.get(attribute)
             if current is not shown and current is not unsharded:
-                raise RuntimeError(_describe(unsharded.fqn, current))
+                raise RuntimeError(
+                    f"'{unsharded.fqn}' was replaced, tied or removed after initialize: its module now has a "
+                    f"{type(current).__name__}, which would be neither sharded nor trained. Assign, tie and "
+                    "remove parameters before initialize, or edit them in place under "
+                    "engine.unsharded(write_back=True). For torch.func.functional_call with other parameters "
+                    "use a model that is not sharded"
+                )
 
     def _check_shown(self) -> None:
         for _, _, unsharded, shown in self._slots:
-            if self._versions.get(id(shown)) != (shown._version, shown.data_ptr()):
+            if getattr(shown, "at_first", None) != (shown._version, shown.data_ptr()):
                 raise RuntimeError(
                     f"a forward inside engine.unsharded() after an edit of '{unsharded.fqn}': the engine "
                     "still computes with the values before the edit. Leave the block, with "
@@ -310,8 +309,8 @@ class Unit:
         self._move(UnitState.GATHERING)
         with torch.no_grad(), self._stream.after_compute():
             gathers = [gather for buffer in needed if (gather := buffer.begin_gather()) is not None]
-            for axis in dict.fromkeys(gather.axis for gather in gathers):
-                parts = [gather.part for gather in gathers if gather.axis is axis]
+            for axis in dict.fromkeys(axis for axis, _ in gathers):
+                parts = [part for own, part in gathers if own is axis]
                 self._handles.append(axis.all_gather_together(parts, label=f"all-gather of {self.described}"))
             if not gathers:  # at most a cast; the handles of gathers cover casts too
                 self._handles.append(self._stream.mark())
@@ -444,10 +443,12 @@ def _refuse_edits(buffers: Iterable[FlatBuffer], moved: Container[FlatBuffer]) -
     lost = []
     for buffer in buffers:
         before, buffer.versions = buffer.versions, list(map(_version_of, buffer.unsharded))
-        for index, parameter in enumerate(buffer.unsharded):
+        for index, (parameter, view) in enumerate(
+            zip(buffer.unsharded, buffer.views(buffer.full), strict=True)
+        ):
             is_lost = before[index] != buffer.versions[index] and not buffer.shows_main
             if buffer in moved:
-                values, view = parameter.detach(), buffer.view(index)
+                values = parameter.detach()
                 set_data(parameter, view)
                 is_lost |= not equal_values(values, view)
             if is_lost:
@@ -455,20 +456,3 @@ def _refuse_edits(buffers: Iterable[FlatBuffer], moved: Container[FlatBuffer]) -
                 lost.append(parameter.fqn)
     if lost:
         raise edit_error(lost[0])
-
-
-def _describe(fqn: str, current: object) -> str:
-    if current is None:
-        return f"'{fqn}' was removed after initialize; expected modules that keep their parameters"
-    if isinstance(current, ShardedParameter):
-        return (
-            f"'{fqn}' was tied to '{current.fqn}' after initialize, but the two are sharded separately: "
-            "tie parameters before initialize"
-        )
-    shape = f" of shape {list(current.shape)}" if isinstance(current, Tensor) else ""
-    return (
-        f"'{fqn}' was replaced after initialize by a {type(current).__name__}{shape}, which would be neither "
-        "sharded nor trained: assign parameters before initialize, or edit them in place under "
-        "engine.unsharded(write_back=True). For torch.func.functional_call with other parameters use a "
-        "model that is not sharded"
-    )

@@ -240,8 +240,8 @@ class Walk:
         reducer: Reducer,
         lease: Lease,
         *,
-        num_prefetch: int,
-        makes_graph: bool,
+        num_prefetch: int = 0,
+        makes_graph: bool = False,
     ) -> None:
         self._lease, self.makes_graph = lease, makes_graph
         self._turns = plan_turns(units)

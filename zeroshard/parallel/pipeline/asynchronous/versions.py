@@ -247,7 +247,7 @@ class WeightsPlace:
         elif use.ahead and change is not None:
             buffer.source.use((newest, use.ahead), lambda: moved(buffer, change, use.ahead))
         elif values is None:
-            buffer.source.use_main()
+            buffer.source.use()
         else:
             buffer.source.use((use.version, 0), lambda: values)
 
@@ -269,7 +269,7 @@ class WeightsPlace:
         """Let the units have the main parameters again."""
         self._kept, self._moved = {}, None
         self._buffer.show(None)
-        self._buffer.source.use_main()
+        self._buffer.source.use()
 
 
 @torch.no_grad()
