@@ -83,9 +83,7 @@ def change_inside(stage):
             with pytest.raises(RuntimeError, match=r"before zeroshard\.initialize, or undo it"):
                 change_shown(engine, lambda model, change=change: change(model[0]), write_back)
             if name != "weight_norm":  # torch refuses it before anything is changed
-                with pytest.raises(
-                    RuntimeError, match=r"'0\.weight' was replaced, tied or removed after initialize"
-                ):
+                with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced, tied or removed"):
                     engine(numbers(0, 5, 7))
     pruned = base()
     prune.l1_unstructured(pruned[0], "weight", 0.4)

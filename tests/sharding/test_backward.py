@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 from hypothesis import given
 
-from zeroshard.sharding.unit import ForwardCall, Region, Unit, Visit
+from zeroshard.sharding.unit import ForwardCall, Unit, Visit
 from zeroshard.sharding.walk import Lease, Walk, plan_turns
 
 
@@ -97,7 +97,7 @@ def test_a_unit_is_entered_at_its_last_call_and_left_at_its_first():
 def test_units_inside_a_checkpoint_are_entered_together_the_last_one_first():
     units, _ = forward(("root", [("a", leaves("x", "y")), ("z", [])]), [])
     root, a, x, y, z = units
-    x.visit.regions = y.visit.regions = (Region(x.visit.began, y.visit.ended),)
+    x.visit.regions = y.visit.regions = (Visit(x.visit.began, y.visit.ended),)
     words = "enter root, enter z, leave z, enter a, enter y, enter x, leave y, leave x, leave a, leave root"
     assert described(plan_turns([z, root, x, a, y])) == words.split(", ")
 
@@ -143,14 +143,14 @@ def collectives(case, num_prefetch, entered, completes, checkpoints=frozenset())
     log = []
     units, calls = forward(("root", case[0]), log, case[1])
     regions = checkpointed(case[0], calls, checkpoints) if case[1] == 1 else {}
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=num_prefetch, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=num_prefetch)
     for number, call in sorted(enumerate(calls), key=lambda item: -item[1].ended):
         if number not in entered:
             continue
         if inside := regions.pop(call, None):
             for again in inside:
                 regions.pop(again, None)
-                walk.enter_again(again.unit)
+                walk.enter_again(again.unit, 99)
                 again.unit.unshard()
         walk.enter(call)
         call.unit.unshard()
@@ -167,7 +167,7 @@ def checkpointed(children, calls, checkpoints):
     for number, child in enumerate(children):
         inside, left = left[: size_of(child)], left[size_of(child) :]
         span = min(call.began for call in inside), max(call.ended for call in inside)
-        region = Region(*span) if number in checkpoints else None
+        region = Visit(*span) if number in checkpoints else None
         for call in inside:
             if region and region not in call.unit.visit.regions:
                 call.unit.visit.regions += (region,)
@@ -198,7 +198,7 @@ def test_at_most_the_units_ahead_and_those_around_are_gathered(case, num_prefetc
     log = []
     units, _ = forward(("root", case[0]), log)
     turns = plan_turns(units)
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=num_prefetch, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=num_prefetch)
     inside = 0
     for turn in turns:
         walk._take_until(turn.tick)
@@ -212,7 +212,7 @@ def test_a_call_from_before_the_last_backward_is_left_before_earlier_ones_are_en
     a, b, root = sorted(calls, key=lambda call: call.unit.name)
     for unit in units:
         unit.visit = None
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=1, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=1)
     for call in (root, b, a):
         walk.enter(call)
         call.unit.unshard()
@@ -224,12 +224,11 @@ def test_a_call_from_before_the_last_backward_is_left_before_earlier_ones_are_en
 def test_a_second_forward_of_an_unknown_kind_gathers_the_units_before_it_on_the_route_and_leaves_none():
     log = []
     units, calls = forward(("root", leaves("a", "b", "c")), log)
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0)
     by_name = {call.unit.name: call for call in calls}
     walk.enter(by_name["c"])
-    walk.enter_again(by_name["a"].unit)
+    repeated = walk.enter_again(by_name["a"].unit, 99)
     assert log == ["gather root", "gather c", "gather b", "gather a"]
-    repeated = walk.repeat(by_name["a"].unit, 99)
     assert (repeated.began, repeated.ended) == (by_name["a"].began, by_name["a"].ended)
 
 
@@ -237,12 +236,12 @@ def test_a_second_forward_in_a_checkpoint_leaves_the_units_behind_it_and_gathers
     log = []
     units, calls = forward(("root", leaves("a", "b", "c", "d")), log)
     by_name = {call.unit.name: call for call in calls}
-    region = Region(by_name["a"].began, by_name["c"].ended)
+    region = Visit(by_name["a"].began, by_name["c"].ended)
     for name in "abc":
         by_name[name].unit.visit.regions = (region,)
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0)
     walk.enter(by_name["d"])
-    walk.enter_again(by_name["a"].unit)
+    walk.enter_again(by_name["a"].unit, 99)
     assert log == ["gather root", "gather d", "reduce d", "gather c", "gather b", "gather a"]
 
 
@@ -251,16 +250,16 @@ def test_a_unit_that_was_left_stays_for_the_second_forward_of_its_checkpoint():
     log = []
     units, calls = forward(("root", leaves("a", "b", "c", "d")), log)
     by_name = {call.unit.name: call for call in calls}
-    region = Region(by_name["b"].began, by_name["c"].ended)
+    region = Visit(by_name["b"].began, by_name["c"].ended)
     for name in "bc":
         by_name[name].unit.visit.regions = (region,)
     c = by_name["c"].unit
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0)
     walk.enter(by_name["b"])
     assert log == ["gather root", "gather d", "reduce d", "gather c", "gather b", "reduce c"]
     assert c.is_gathered
-    walk.enter_again(by_name["b"].unit)
-    walk.enter_again(c)
+    walk.enter_again(by_name["b"].unit, 99)
+    walk.enter_again(c, 99)
     assert c.is_gathered
     walk.enter(by_name["b"])
     assert c.is_gathered
@@ -272,9 +271,9 @@ def test_a_unit_in_a_checkpoint_without_a_second_forward_is_freed_when_the_check
     log = []
     units, calls = forward(("root", leaves("a", "b", "c")), log)
     by_name = {call.unit.name: call for call in calls}
-    region = Region(by_name["b"].began, by_name["c"].ended)
+    region = Visit(by_name["b"].began, by_name["c"].ended)
     for name in "bc":
         by_name[name].unit.visit.regions = (region,)
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0, makes_graph=False)
+    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0)
     walk.enter(by_name["a"])
     assert [unit.name for unit in units if unit.is_gathered] == ["root", "a"]

@@ -68,7 +68,6 @@ class FlatBuffer:
         own = self.full.detach()[self.main_span.slice] if self.is_resident else None
         self.source = Source(main, plan, own, context)
         """The main parameters, where gathers start."""
-        self.source.evict()
         pairs = [self._make_pair(index, view) for index, view in enumerate(self.views(self.full))]
         self.sharded = tuple(sharded for sharded, _ in pairs)
         self.unsharded = tuple(unsharded for _, unsharded in pairs)
@@ -299,12 +298,8 @@ class FlatBuffer:
         plan, context, layout = self.plan, self._context, self.layout
         values = torch.zeros(layout.total, dtype=plan.main_dtype, device=context.device)
         for index, original in enumerate(self.originals):
-            data = original.parameter.detach()
-            if context.axes.tp.size > 1:
-                _take_part(values[layout.parameter(index).slice], original, context)
-            elif has_memory(data) or context.axes.dp.rank == 0:  # others need no deferred values
-                values[layout.parameter(index).slice].copy_(values_of(data).reshape(-1))
-            original.parameter.data = data.new_empty(0)
+            _take_part(values[layout.parameter(index).slice], original, context)
+            original.parameter.data = original.parameter.new_empty(0)
         context.axes.dp.broadcast(values, f"first broadcast of {self.describe()}")
         main = values[self.main_span.slice]
         return values.to(plan.compute_dtype), main if plan.is_alias else self._empty_main().copy_(main)
@@ -336,8 +331,7 @@ def _take_part(target: Tensor, original: Original, context: Context) -> None:
     The parts of the first data-parallel ranks are those that count, but all ranks issue the same collectives.
     """
     axes, data = context.axes, original.parameter.detach()
-    has_values = has_memory(data) or axes.dp.rank == 0
-    if axes.tp.rank == 0 and has_values:
+    if axes.tp.rank == 0 and (has_memory(data) or axes.dp.rank == 0):  # others need no deferred values
         whole = values_of(data).reshape(-1).to(context.device)
     else:
         whole = torch.empty(data.numel(), dtype=data.dtype, device=context.device)

@@ -107,7 +107,7 @@ class Passes:
             return
         refuse_capture()
         if is_in_backward():
-            self._begin_second_call(unit)
+            unit.call = self._walk.enter_again(unit, self.calls.tick())
         else:
             self._begin_call(unit, caller)
         unit.wait()
@@ -138,12 +138,6 @@ class Passes:
             for upcoming in ahead[self._num_prefetch :]:
                 upcoming.read_ahead()
 
-    def _begin_second_call(self, unit: Unit) -> None:
-        """Gather a unit whose forward runs again inside a backward, in the order of all ranks."""
-        unit.call = self._walk.repeat(unit, self.calls.tick())
-        if self._state.phase is _BACKWARD:
-            self._walk.enter_again(unit)
-
     def after_forward(self, unit: Unit, output: Any) -> Any:
         """Hook the outputs for backward; return the output, or views of it.
 
@@ -168,7 +162,7 @@ class Passes:
         if unit is self._root and self.is_in_method:
             return
         is_second = is_in_backward()
-        self.calls.end(unit, is_second)
+        self.calls.end(unit)
         is_over = not unit.is_in_forward  # else the unit has called itself
         if is_over and not (self.held.units or (is_second and self._state.phase is _BACKWARD)):
             unit.slots.uninstall()
@@ -304,23 +298,20 @@ class Passes:
         if makes_graph := torch.is_grad_enabled():
             self._second_graph.take(*self._units)
         self.calls.collect()
-        units, lease, ahead = self._order.reductions, self._graph, self._num_prefetch
-        self._walk = Walk(units, self._reducer, lease, num_prefetch=ahead, makes_graph=makes_graph)
+        units, num_prefetch = self._order.reductions, self._num_prefetch
+        self._walk = Walk(units, self._reducer, self._graph, num_prefetch=num_prefetch)
         self._order.follow_backward(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(accumulates)
-        self._agree_on_frozen()
+        # Frozen units have a backward after a trained module, perhaps on some ranks only.
+        flags = [bool(frozen.open_calls) for frozen in self._frozen]
+        answer = self._context.axes.everyone.any(flags, "agreement on which frozen units have a backward")
+        for frozen, joins in zip(self._frozen, answer(), strict=True):
+            frozen.joins_backward = joins
         for shown in self.quiet:  # their parameters may follow a step; a part may be recomputed
             shown.wait()
             shown.slots.install()
-        self._backward = at_end_of_backward(self._end_backward)
-
-    def _agree_on_frozen(self) -> None:
-        """Agree on frozen units with a backward: those after a trained module, perhaps on some ranks only."""
-        flags = [bool(unit.open_calls) for unit in self._frozen]
-        answer = self._context.axes.everyone.any(flags, "agreement on which frozen units have a backward")
-        for unit, joins in zip(self._frozen, answer(), strict=True):
-            unit.joins_backward = joins
+        self._backward = at_end_of_backward(lambda: self._end_backward(makes_graph))
 
     def receive(self, number: int, index: int, gradient: Tensor) -> None:
         """Pack a gradient, and start the reductions that are due.
@@ -335,8 +326,10 @@ class Passes:
                 reducer refuses it.
         """
         unit, gradients = self.trained[number]
-        if backward_task() != self._task:
-            self._meet_backward(unit)
+        if self._task is not None and backward_task() != self._task:
+            self._enter_backward(unit)  # its first gradient is a parameter's: no output could be hooked
+            if backward_task() != self._task:
+                raise reentrant_error()
         if unit.state is _SHARDED and unit.backward_needs_parameters and self._task is not None:
             raise RuntimeError(
                 f"the gradient of '{gradients.buffer.originals[index].fqn}' came from outside of the "
@@ -347,21 +340,10 @@ class Passes:
         if not gradients.missing:
             self._walk.note_gradient(unit)
 
-    def _meet_backward(self, unit: Unit) -> None:
-        """Begin a backward whose first gradient is a parameter's: no output could be hooked.
-
-        Raises:
-            RuntimeError: the gradient comes from another backward, inside the one under way.
-        """
-        if self._task is not None:
-            self._enter_backward(unit)
-            if backward_task() != self._task:
-                raise reentrant_error()
-
-    def _end_backward(self) -> None:
+    def _end_backward(self, makes_graph: bool) -> None:
         self._walk.finish()
         self._state.move(self._around_backward)
-        if not self._walk.makes_graph:
+        if not makes_graph:
             self.calls.end_backward()
         completes = self._reducer.end()
         self.reshard_all()

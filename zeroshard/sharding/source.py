@@ -49,6 +49,7 @@ class Source:
         if plan.copy_tier is not None and unsharded is None:
             self.copy = context.memory.empty(main.numel(), plan.compute_dtype, plan.copy_tier)
             self.copy_to(main, self.copy)
+        context.memory.evict(main)
 
     # -- values ---------------------------------------------------------------------------------------
 
@@ -79,10 +80,6 @@ class Source:
         """Write main parameters, [n] of any dtype on any device."""
         self._context.memory.check(self.main)
         self.main.copy_(values)  # the host waits: it may read them at once
-        self.evict()
-
-    def evict(self) -> None:
-        """Take main parameters in files out of host memory, after somebody has read or written them."""
         self._context.memory.evict(self.main)
 
     def stepped(self, values: Tensor, start: int) -> None:

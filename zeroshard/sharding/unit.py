@@ -34,7 +34,6 @@ from zeroshard.internals.nested import change_tensors
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
 from zeroshard.parameters.unsharded import UnshardedParameter, edit_error, equal_values, set_data
 from zeroshard.plan.buffers import UnitPlan
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 
@@ -65,24 +64,14 @@ NEVER = -1
 
 
 @dataclass(slots=True, eq=False)
-class Region:
-    """The calls inside one activation checkpoint, whose second forward needs all of their units."""
-
-    began: int
-    """The tick at which the first call began."""
-    ended: int = NEVER
-    """The tick at which the last call ended."""
-
-
-@dataclass(slots=True)
 class Visit:
-    """The calls of a unit in one or several forwards, in ticks of the clock of a `CallLog`."""
+    """The calls of a unit in one or several forwards, or those inside one activation checkpoint."""
 
     began: int
-    """The tick at which the first call began."""
+    """The tick of the clock of a `CallLog` at which the first call began."""
     ended: int = NEVER
     """The tick at which the last call ended."""
-    regions: tuple[Region, ...] = ()
+    regions: tuple[Visit, ...] = ()
     """The checkpoints around the calls, in their order; of nested ones the outermost."""
 
     def and_then(self, later: Visit) -> Visit:
@@ -102,7 +91,7 @@ class ForwardCall:
     """The tick at which it ended."""
     outer: ForwardCall | None = None
     """The call of the same unit around this one, if there is one."""
-    region: Region | None = None
+    region: Visit | None = None
     """The activation checkpoint around it."""
     forward: object = None
     """The notes of the call log on its forward."""
@@ -247,8 +236,6 @@ class Unit:
         self.described = describe_unit(plan.name)
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
         self.is_resident = plan.is_resident
-        self.reads_files = any(b.gather_tier is Tier.DISK and not b.is_resident for b in plan.buffers)
-        """True if gathers start from files."""
         self.backward_needs_parameters = plan.needs_parameters_in_backward
         self.position = -1
         """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
@@ -268,8 +255,6 @@ class Unit:
         """The leases on the unit: it is freed when the last one ends."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[Handle] = []
-        self._copies = [buffer for buffer in buffers if not buffer.is_alias_of_all]
-        """The buffers whose full parameters can be older than the main ones."""
         self.slots = Slots(buffers)
         """The places in modules that hold its parameters."""
         self.layers = set() if self.is_resident else self.slots.owners.difference(modules)
@@ -317,7 +302,7 @@ class Unit:
 
     def read_ahead(self) -> None:
         """Let the system read what the next gather starts from, if it lies in files."""
-        if self.reads_files and self.state is UnitState.SHARDED:
+        if self.state is UnitState.SHARDED:
             for buffer in self.buffers:
                 buffer.source.read_ahead()
 
@@ -350,7 +335,7 @@ class Unit:
 
     def refresh(self) -> None:
         """Start new gathers of replicated parameters and free the others, if main parameters have changed."""
-        if self.state is UnitState.SHARDED or not any(map(_is_stale, self._copies)):
+        if self.state is UnitState.SHARDED or not any(map(_is_stale, self.buffers)):
             return
         self.wait()
         if self.is_resident:
@@ -361,13 +346,12 @@ class Unit:
 
     def copy_own(self, output: Any) -> Any:
         """Return the output of a forward without views of parameters, whose memory is about to be freed."""
-        places = [(b.full.data_ptr(), b.full.data_ptr() + b.full_bytes) for b in self.buffers]
+        own = [buffer.full.untyped_storage().data_ptr() for buffer in self.buffers]
 
         def is_own(tensor: Tensor) -> bool:
             is_own_kind = type(tensor) in _OWN_KINDS or isinstance(tensor, UnshardedParameter)
             has_place = is_own_kind and tensor.layout is torch.strided
-            at = tensor.data_ptr() if has_place else 0
-            return any(start <= at < stop for start, stop in places)
+            return has_place and tensor.untyped_storage().data_ptr() in own
 
         return change_tensors(output, lambda tensor: tensor.clone() if is_own(tensor) else tensor)
 
@@ -443,12 +427,10 @@ def _refuse_edits(buffers: Iterable[FlatBuffer], moved: Container[FlatBuffer]) -
     lost = []
     for buffer in buffers:
         before, buffer.versions = buffer.versions, list(map(_version_of, buffer.unsharded))
-        for index, (parameter, view) in enumerate(
-            zip(buffer.unsharded, buffer.views(buffer.full), strict=True)
-        ):
+        for index, parameter in enumerate(buffer.unsharded):
             is_lost = before[index] != buffer.versions[index] and not buffer.shows_main
             if buffer in moved:
-                values = parameter.detach()
+                values, view = parameter.detach(), buffer.views(buffer.full)[index]
                 set_data(parameter, view)
                 is_lost |= not equal_values(values, view)
             if is_lost:

@@ -44,7 +44,7 @@ import torch
 
 from zeroshard.internals.autograd import outermost_checkpoint
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.unit import NEVER, ForwardCall, Region, Unit, Visit
+from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, Visit
 
 
 class _Forward(dict[Unit, Visit]):
@@ -72,7 +72,7 @@ class CallLog:
         """Calls that are under way."""
         self._root_caller: FrameType | None = None
         """The frame that called the root, while the root runs."""
-        self._regions: dict[FrameType, Region] = {}
+        self._regions: dict[FrameType, Visit] = {}
         """The activation checkpoints of the forward under way."""
         self.name: Hashable = None
         """The name of forwards that begin, and of those that a backward comes to; None for no name."""
@@ -80,12 +80,18 @@ class CallLog:
         """The forwards with names that a backward may still come to."""
 
     def begin(self, unit: Unit, caller: FrameType) -> None:
-        """Note the begin of a unit's forward, outside of any backward.
+        """Note the begin of a unit's forward, outside of any backward. Other units get a call, too.
 
         Args:
             unit: the unit; its `call` is the new call until that ends.
             caller: a frame that runs as long as the call does.
         """
+        call = ForwardCall(unit, self.tick())
+        if unit.call.ended == NEVER and unit.call.began != NEVER:
+            call.outer = unit.call
+        unit.call = call
+        if unit not in self._units:
+            return
         del self._forwards[: self._num_past]
         self._num_past = 0
         if not self._num_open:  # the outermost: parts of it may be under no_grad on some ranks
@@ -95,12 +101,8 @@ class CallLog:
                 self.named[self.name] = self._now
             elif self._now is not None:
                 self._forwards.append(ref(self._now))
-        call = ForwardCall(unit, self.tick())
-        if unit.call.ended == NEVER and unit.call.began != NEVER:
-            call.outer = unit.call
-        unit.call = call
         self._num_open += 1
-        if self._now is not None and unit in self._units:
+        if self._now is not None:
             call.forward = self._now
             if (visit := self._now.get(unit)) is None:
                 visit = self._now[unit] = Visit(call.began)
@@ -108,16 +110,13 @@ class CallLog:
             if call.region is not None and call.region not in visit.regions:
                 visit.regions = (*visit.regions, call.region)
 
-    def end(self, unit: Unit, is_second: bool) -> None:
-        """Note the end of a unit's call, perhaps by an exception.
-
-        Args:
-            is_second: True for a forward that a backward runs again.
-        """
+    def end(self, unit: Unit) -> None:
+        """Note the end of a unit's call, perhaps by an exception."""
         call = unit.call
-        if call.ended == NEVER and call.began != NEVER:  # a hook before ours may have failed
+        # A hook before ours may have failed. A second forward has a call that has ended.
+        if call.ended == NEVER and call.began != NEVER:
             call.ended = self.tick()
-            if not is_second:
+            if unit in self._units:
                 if self._now is not None and unit in self._now:
                     self._now[unit].ended = call.ended
                 if call.region is not None:
@@ -149,13 +148,13 @@ class CallLog:
         """Note that the calls so far have had their backward: the next call forgets them."""
         self._num_past = len(self._forwards)
 
-    def _find_region(self, unit: Unit, caller: FrameType) -> Region | None:
+    def _find_region(self, unit: Unit, caller: FrameType) -> Visit | None:
         checkpoint = outermost_checkpoint(caller, self._root_caller)
         is_in_root = self._root_caller is not None
         if unit is self._root:
             self._root_caller = caller
         if checkpoint is not None:
-            return self._regions.setdefault(checkpoint, Region(unit.call.began))
+            return self._regions.setdefault(checkpoint, Visit(unit.call.began))
         return self._root.call.region if is_in_root else None
 
     def _drop_frames(self) -> None:
@@ -231,19 +230,12 @@ class Walk:
         reducer: starts the reduction of the gradients of units that are left.
         lease: the lease on the units that the backward needs, and on those that it gathers.
         num_prefetch: the number of units whose gathers are started before they are entered.
-        makes_graph: True for a backward with create_graph, whose graph another backward may go through.
     """
 
     def __init__(
-        self,
-        units: Iterable[Unit],
-        reducer: Reducer,
-        lease: Lease,
-        *,
-        num_prefetch: int = 0,
-        makes_graph: bool = False,
+        self, units: Iterable[Unit], reducer: Reducer, lease: Lease, *, num_prefetch: int = 0
     ) -> None:
-        self._lease, self.makes_graph = lease, makes_graph
+        self._lease = lease
         self._turns = plan_turns(units)
         self._next = 0
         """The first turn that is still to be taken."""
@@ -278,24 +270,21 @@ class Walk:
                 ):
                     break
 
-    def enter_again(self, unit: Unit) -> None:
-        """Take the turns up to the end of the last checkpoint around a unit that a second forward needs."""
-        if unit.visit is not None and unit.visit.regions:
-            self._take_until(unit.visit.regions[-1].ended)
-        elif unit in self._route[self._num_gathered :]:  # an unknown kind of checkpoint: nothing more is over
-            self._gather(self._route.index(unit) + 1)
-
-    def repeat(self, unit: Unit, tick: int) -> ForwardCall:
+    def enter_again(self, unit: Unit, tick: int) -> ForwardCall:
         """Make the call of a second forward; autograd treats it as the call that it repeats.
+
+        Take the turns up to the end of the last checkpoint around the unit.
 
         Args:
             unit: the unit that is called again inside this backward.
             tick: the time now on the clock of forwards; for a unit without noted calls.
         """
-        if unit.visit is None:
-            return ForwardCall(unit, tick)
-        call = ForwardCall(unit, unit.visit.began)
-        call.ended = min(self._now, unit.visit.ended)
+        visit = unit.visit or Visit(tick, tick)
+        call = ForwardCall(unit, visit.began, min(self._now, visit.ended))
+        if visit.regions:
+            self._take_until(visit.regions[-1].ended)
+        elif unit in self._route[self._num_gathered :]:  # an unknown kind of checkpoint: nothing more is over
+            self._gather(self._route.index(unit) + 1)
         return call
 
     def finish(self) -> None:
