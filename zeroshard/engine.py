@@ -322,8 +322,6 @@ class Engine(NotCopied, nn.Module):
                 self._early.check()
             self._check_own_step(any(value is not None for value in (*args[1:], kwargs.get("closure"))))
             self._guard.make_ready()
-        if self._guard.loss is None:  # tensor.backward(gradient): p.grad may be a view of the user's memory
-            self._runtime.state.has_shown_gradients = True
         self._runtime.state.begin_step()
 
     def _count_step(self) -> None:

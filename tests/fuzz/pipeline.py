@@ -7,6 +7,7 @@ another order.
 
 from __future__ import annotations
 
+import tempfile
 import traceback
 import types
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import zeroshard
+from tests.fuzz import tiers
 from tests.fuzz.run import Trace, differences
 from zeroshard.optim import LAMB, LARS, LAMB8bit, Muon
 
@@ -249,6 +251,8 @@ def build_case(seed: int) -> Case:
         "clip_grad_norm": random.choice((None, 0.1, 10.0)),
         "watchdog_s": 20.0,
     }
+    if offload := tiers.draw_offload(seed, config["stage"]):
+        config["offload"] = offload
     habit, place = _draw_habit(random, model, num_blocks)
     return Case(
         seed=seed,
@@ -309,7 +313,10 @@ _PACKAGE = Path(zeroshard.__file__).parent
 def _sharded(case: Case) -> Trace:
     trace, model = Trace(), case.build()
     loss_fn = None if case.model in LANGUAGE_MODELS else _loss_fn(case)
-    engine = zeroshard.initialize(model, OPTIMIZERS[case.optimizer], case.config, loss_fn=loss_fn).engine
+    config = dict(case.config)
+    if tiers.uses_files(config.get("offload", {})):
+        config["offload"] = config["offload"] | {"nvme_path": tempfile.gettempdir()}
+    engine = zeroshard.initialize(model, OPTIMIZERS[case.optimizer], config, loss_fn=loss_fn).engine
     if case.is_late:
         case.add_habit(engine.module)
     for number in range(NUM_STEPS):

@@ -7,6 +7,7 @@ import copy
 import ctypes
 import functools
 import gc
+import math
 import weakref
 
 import pytest
@@ -160,19 +161,27 @@ LOOKS = {
 
 
 @contextlib.contextmanager
-def waiting(is_late):
-    """Let steps wait on CPU ranks too; gives the names of units that were stepped in forwards."""
+def in_forwards():
+    """Gives the names of units that were stepped in forwards, or at the head of a batch of a pipeline."""
     names, take = [], LateSteps._step
 
     def counted(steps, unit):
-        names.extend([unit.name] * (steps._state.phase is Phase.FORWARD))
+        names.extend([unit.name] * (steps._state.phase is Phase.FORWARD or steps._state.is_in_batch))
         take(steps, unit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LateSteps, "_step", counted)
+        yield names
+
+
+@contextlib.contextmanager
+def waiting(is_late):
+    """Let steps wait on CPU ranks too; gives as `in_forwards`."""
 
     def may_wait(runtime):
         return is_late and not any(b.plan.is_resident and b.plan.gathers for b in runtime.buffers)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LateSteps, "_step", counted)
+    with in_forwards() as names, pytest.MonkeyPatch.context() as patch:
         patch.setattr(attach, "may_wait", may_wait)
         yield names
 
@@ -297,27 +306,6 @@ def kept_gradients(engine, number, kept):
     return loss.item()
 
 
-class Shift(torch.nn.Module):
-    """Its gradient is a view of the gradient of its output."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = torch.nn.Parameter(torch.ones(4, 8))
-
-    def forward(self, x):
-        return x + self.shift.unsqueeze(0)
-
-
-def own_gradient(engine, number, kept):
-    """A gradient that comes from elsewhere, in memory that is used again."""
-    kept += [torch.empty(1, 4, 8)] if not kept else []
-    out = engine(torch.ones(1, 4, 8))
-    out.backward(kept[0].fill_(number - 1.5))
-    engine.step()
-    kept[0].fill_(9.0)
-    return out.sum().item()
-
-
 class Selective(torch.nn.Module):
     """Checkpoints that keep results of functions which an optimizer calls as well."""
 
@@ -362,13 +350,163 @@ def losses_differ(loop, make):
     return got == want, bool(in_forwards)
 
 
-@pytest.mark.parametrize(
-    ("loop", "make"), [(kept_gradients, runs.build), (own_gradient, Shift), (selective, Selective)]
-)
+@pytest.mark.parametrize(("loop", "make"), [(kept_gradients, runs.build), (selective, Selective)])
 def test_memory_and_contexts_of_others_change_no_step(ranks, loop, make):
     for is_same, waits in ranks(1, losses_differ, loop, make):
         assert is_same
         assert waits is (loop is selective)
+
+
+# ------------------------------------------------------------------------- loops without engine.backward
+
+
+class Shift(torch.nn.Module):
+    """Its gradient is a view of the gradient of its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.ones(4, 8))
+
+    def forward(self, x):
+        return x + self.shift.unsqueeze(0)
+
+
+def own_gradient(engine, number, kept):
+    """A gradient that comes from elsewhere, in memory that is used again."""
+    kept += [torch.empty(1, 4, 8)] if not kept else []
+    out = engine(torch.ones(1, 4, 8))
+    out.backward(kept[0].fill_(number - 1.5))
+    engine.step()
+    kept[0].fill_(9.0)
+    return out.sum().item()
+
+
+def after_a_loss(engine, number, kept):
+    """A gradient from elsewhere after `engine.backward` of the step before."""
+    if number % 2:
+        return own_gradient(engine, number, kept)
+    loss = engine(torch.ones(1, 4, 8)).sum()
+    engine.backward(loss)
+    engine.optimizer.step()
+    engine.zero_grad()
+    return loss.item()
+
+
+def several_gradients(engine, number, kept):
+    """Two backwards a step, with memory that is used again after the step."""
+    kept += [torch.empty(1, 4, 8) for _ in range(2)] if not kept else []
+    outs = [engine(torch.ones(1, 4, 8) * scale) for scale in (1, 2)]
+    for out, gradient in zip(outs, kept, strict=True):
+        out.backward(gradient.fill_(number - 1.5))
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    for gradient in kept:
+        gradient.fill_(9.0)
+    return sum(out.sum().item() for out in outs)
+
+
+def in_place_of_none(engine, number, kept):
+    """Gradients are read or zeroed between the step and the forward."""
+    out = engine(torch.ones(1, 4, 8))
+    gradient = torch.full((1, 4, 8), number - 1.5)
+    out.backward(gradient)
+    engine.optimizer.step()
+    if number == 1:
+        kept += [p.grad.sum().item() for p in engine.parameters() if p.numel()]
+    gradient.zero_()
+    engine.optimizer.zero_grad(set_to_none=number != 2)
+    return out.sum().item()
+
+
+def own_nan(engine, number, kept):
+    """A gradient that is not finite, in a loop that leaves out its step."""
+    out = engine(torch.ones(1, 4, 8))
+    gradient = torch.full((1, 4, 8), math.nan if number == 1 else number - 1.5)
+    out.backward(gradient)
+    kept.append(engine.step())
+    gradient.fill_(9.0)
+    return out.sum().item()
+
+
+def plainly(engine, number, _):
+    loss = runs.token_loss(engine, number)
+    loss.backward()
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
+    return loss.item()
+
+
+def with_a_closure(engine, number, _):
+    def closure():
+        engine.optimizer.zero_grad()
+        loss = runs.token_loss(engine, number)
+        loss.backward()
+        return loss
+
+    return engine.optimizer.step(closure).item()
+
+
+def clipped_by_hand(engine, number, kept):
+    loss = runs.token_loss(engine, number)
+    loss.backward()
+    kept.append(engine.clip_grad_norm_(0.01).item())
+    engine.step()
+    return loss.item()
+
+
+def overflowing(engine, number, kept):
+    """The loss of one step is too large for float16."""
+    loss = runs.token_loss(engine, number)
+    engine.backward(loss * (math.inf if number == 1 else 1))
+    kept.append((engine.step(), engine.loss_scale))
+    return loss.item()
+
+
+HALF = {"param_dtype": "float16", "loss_scale": {"start": 128.0}}
+LOOPS = {
+    "own gradient": (own_gradient, Shift, {}),
+    "own gradient, clipped": (own_gradient, Shift, {"clip_grad_norm": 0.1}),
+    "own gradient, after a loss": (after_a_loss, Shift, {}),
+    "own gradient, narrow": (own_gradient, Shift, NARROW),
+    "several gradients": (several_gradients, Shift, {}),
+    "zeroed": (in_place_of_none, Shift, {}),
+    "nan": (own_nan, Shift, {"nonfinite": "skip"}),
+    "plain": (plainly, runs.build, {}),
+    "plain, bf16": (plainly, runs.build, NARROW),
+    "closure": (with_a_closure, runs.build, {}),
+    "clipped by hand": (clipped_by_hand, runs.build, {}),
+    "float16": (overflowing, runs.build, {"precision": HALF}),
+}
+
+
+def loop_alone(is_late, name):
+    loop, make, config = LOOPS[name]
+    with waiting(is_late) as names:
+        torch.manual_seed(0)
+        engine, kept = runs.start({"stage": 3} | config, one_by_one, model=make()), []
+        losses = [loop(engine, number, kept) for number in range(5)]
+        in_forwards = len(names)
+        found = runs.state(engine, losses)
+        engine.close(restore=False)
+    return found, losses, [one for one in kept if not torch.is_tensor(one)], in_forwards
+
+
+def loops_differ():
+    found = []
+    for name in LOOPS:
+        want, losses, kept, none = loop_alone(False, name)
+        got, losses_late, kept_late, in_forwards = loop_alone(True, name)
+        found += [f"{name}: {text}" for text in runs.differences(got, want)]
+        found += [f"{name}: losses"] * (losses_late != losses or kept_late != kept)
+        waits = name != "closure"  # its forward comes after the begin of the next step
+        found += [f"{name}: {in_forwards} units in forwards"] * (bool(none) or bool(in_forwards) is not waits)
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_steps_of_plain_loops_wait_whatever_becomes_of_the_memory_of_their_gradients(ranks, num_ranks):
+    for found in ranks(num_ranks, loops_differ, timeout=200):
+        assert not found
 
 
 def other_uses(folder):

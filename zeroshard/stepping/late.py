@@ -73,10 +73,11 @@ class LateSteps:
             end: ends the step, after all parts.
 
         Returns:
-            False, and nothing is done, if somebody may look unseen.
+            False, and nothing is done, if somebody may look unseen, or backwards are under way, as in the
+            list of an asynchronous pipeline.
         """
         runtime, state = self._runtime(), self._state
-        if runtime is None or state.gives_memory is None or state.has_shown_gradients:
+        if runtime is None or state.gives_memory is None or state.has_shown_gradients or state.is_in_batch:
             return False
         units = {unit.name: unit for unit in runtime.units}
         for parameters, step in parts:

@@ -1,0 +1,87 @@
+"""Steps of a pipeline that wait for the next batch, against a pipeline with all values on the device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.parallel.pipeline.runs import adamw, parameters_of, start, tokens_of
+from tests.parallel.pipeline.test_training import RECOMPUTED
+from tests.tiers.test_late import in_forwards
+
+CASES = {
+    "tied": ("tied gpt", "1f1b", {"stage": 3}),
+    "two chunks": ("tied llama", "interleaved", {"stage": 3, "recompute": "unit", "clip_grad_norm": 0.5}),
+    "halves": ("llama", "zb-h1", {"stage": 3}),
+    "tied on one rank": ("tied gpt", "zbv", {"stage": 3}),
+    "kept": ("tied llama", "interleaved", {"stage": 3, "reshard_after_forward": False}),
+    "recomputed": ("tied gpt", RECOMPUTED, {"stage": 3}),
+    "left out": ("tied gpt", "gpipe", {"stage": 3, "nonfinite": "skip"}),
+    "asynchronous": ("llama", "pb", {"stage": 3}),
+}
+
+
+def train(engine, number):
+    tokens = tokens_of(number).chunk(engine.dp_world_size)[engine.dp_rank]
+    return engine.train_batch({"input_ids": tokens}, tokens).item()
+
+
+def look(engine, number):
+    """What somebody sees between two batches: nothing, a loss, options, parameters or states."""
+    if number == 1:
+        tokens = tokens_of(100)
+        return [engine.eval_batch({"input_ids": tokens}, tokens)]
+    if number == 2:
+        engine.optimizer.param_groups[0]["lr"] *= 0.5
+    if number == 3:
+        return [p.norm() for p in engine.parameters()]
+    if number == 4:
+        states = sorted(engine.optimizer.state_dict()["state"].items())
+        return [value.clone() for _, state in states for value in state.values()]
+    if number == 6:  # from now on no step waits
+        return [value.clone() for value in engine.state_dict().values()]
+    return []
+
+
+def run(name, config):
+    with in_forwards() as names:
+        engine, seen, losses = start(name, {"clip_grad_norm": None} | config, adamw), [], []
+        for number in range(8):
+            first = next(engine.parameters())
+            handle = first.register_hook(lambda gradient: gradient * math.nan)
+            if number != 1 or "nonfinite" not in config:
+                handle.remove()
+            losses.append(train(engine, number))
+            seen += look(engine, number)
+            handle.remove()
+        skipped, num_late = engine.skipped_steps, len(names)
+        seen += parameters_of(engine).values()
+        engine.close(restore=False)
+    return (losses, skipped), seen, num_late
+
+
+def different(names, tiers):
+    """Differences between steps on the device and steps that wait, for values in files."""
+    found = []
+    for case in names:
+        name, schedule, options = CASES[case]
+        config = {"mesh": {"pp": 2}, "pipeline": {"schedule": schedule, "num_microbatches": 2}} | options
+        known, want, none = run(name, config)
+        known_late, got, num_late = run(name, config | {"offload": tiers})
+        found += [f"{case}: {known[1]} steps left out"] * (known[1] != ("nonfinite" in options))
+        pairs = enumerate(zip(got, want, strict=True))
+        found += [f"{case}: value {number}" for number, pair in pairs if not torch.equal(*pair)]
+        found += [f"{case}: {known_late}, not {known}"] * (known_late != known)
+        found += [f"{case}: {num_late} units"] * (bool(none) or bool(num_late) is (case == "asynchronous"))
+    return found
+
+
+@pytest.mark.long_where(num_ranks=[4], parameters=["nvme"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("parameters", ["none", "nvme"])
+def test_steps_of_a_pipeline_wait_for_its_next_batch(ranks, tmp_path, num_ranks, parameters):
+    tiers = {"optimizer": "nvme", "parameters": parameters, "nvme_path": str(tmp_path)}
+    for found in ranks(num_ranks, different, list(CASES), tiers, timeout=300):
+        assert not found
