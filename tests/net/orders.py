@@ -248,6 +248,27 @@ ORDERS = (
         tests=("tests/tiers/test_late.py::test_steps_that_wait_have_the_bits_of_steps_at_once[0-2]",),
     ),
     Break(
+        name="a_step_that_waits_reads_memory_of_the_user",
+        says="On one rank a late step reads a gradient in the memory of the user, who has changed it since.",
+        file="zeroshard/sharding/gradients.py",
+        find=", copy=self._copies)",
+        replace=")",
+        tests=(
+            "tests/tiers/test_late.py::"
+            "test_steps_of_plain_loops_wait_whatever_becomes_of_the_memory_of_their_gradients[1]",
+        ),
+    ),
+    Break(
+        name="a_step_in_the_list_of_an_asynchronous_pipeline_waits",
+        says="A step waits while backwards of forwards before it are to come.",
+        file="zeroshard/stepping/late.py",
+        find=" or state.is_in_batch:",
+        replace=":",
+        tests=(
+            "tests/parallel/pipeline/test_late.py::test_steps_of_a_pipeline_wait_for_its_next_batch[none-2]",
+        ),
+    ),
+    Break(
         name="a_step_between_forward_and_backward_is_not_seen",
         says="A step does not count as an edit of the parameters that a forward before it has saved.",
         file="zeroshard/sharding/runtime.py",

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import zeroshard
 from tests.checkpoint import runs
+from tests.tiers.late import stepped_late
 from zeroshard.optim import AdamW8bit
-from zeroshard.parameters.state import Phase
 from zeroshard.stepping import attach
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.parts import StepByParts
@@ -161,27 +161,13 @@ LOOKS = {
 
 
 @contextlib.contextmanager
-def in_forwards():
-    """Gives the names of units that were stepped in forwards, or at the head of a batch of a pipeline."""
-    names, take = [], LateSteps._step
-
-    def counted(steps, unit):
-        names.extend([unit.name] * (steps._state.phase is Phase.FORWARD or steps._state.is_in_batch))
-        take(steps, unit)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LateSteps, "_step", counted)
-        yield names
-
-
-@contextlib.contextmanager
 def waiting(is_late):
-    """Let steps wait on CPU ranks too; gives as `in_forwards`."""
+    """Let steps wait on CPU ranks too; gives as `stepped_late`."""
 
     def may_wait(runtime):
         return is_late and not any(b.plan.is_resident and b.plan.gathers for b in runtime.buffers)
 
-    with in_forwards() as names, pytest.MonkeyPatch.context() as patch:
+    with stepped_late() as names, pytest.MonkeyPatch.context() as patch:
         patch.setattr(attach, "may_wait", may_wait)
         yield names
 

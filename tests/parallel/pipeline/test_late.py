@@ -9,17 +9,17 @@ import torch
 
 from tests.parallel.pipeline.runs import adamw, parameters_of, start, tokens_of
 from tests.parallel.pipeline.test_training import RECOMPUTED
-from tests.tiers.test_late import in_forwards
+from tests.tiers.late import stepped_late
 
 CASES = {
-    "tied": ("tied gpt", "1f1b", {"stage": 3}),
-    "two chunks": ("tied llama", "interleaved", {"stage": 3, "recompute": "unit", "clip_grad_norm": 0.5}),
-    "halves": ("llama", "zb-h1", {"stage": 3}),
-    "tied on one rank": ("tied gpt", "zbv", {"stage": 3}),
-    "kept": ("tied llama", "interleaved", {"stage": 3, "reshard_after_forward": False}),
-    "recomputed": ("tied gpt", RECOMPUTED, {"stage": 3}),
-    "left out": ("tied gpt", "gpipe", {"stage": 3, "nonfinite": "skip"}),
-    "asynchronous": ("llama", "pb", {"stage": 3}),
+    "tied": ("tied gpt", "1f1b", {}),
+    "two chunks": ("tied llama", "interleaved", {"recompute": "unit", "clip_grad_norm": 0.5}),
+    "halves": ("llama", "zb-h1", {}),
+    "tied on one rank": ("tied gpt", "zbv", {}),
+    "kept": ("tied llama", "interleaved", {"reshard_after_forward": False}),
+    "recomputed": ("tied gpt", RECOMPUTED, {}),
+    "left out": ("tied gpt", "gpipe", {"nonfinite": "skip"}),
+    "asynchronous": ("llama", "pb", {}),
 }
 
 
@@ -46,7 +46,7 @@ def look(engine, number):
 
 
 def run(name, config):
-    with in_forwards() as names:
+    with stepped_late() as names:
         engine, seen, losses = start(name, {"clip_grad_norm": None} | config, adamw), [], []
         for number in range(8):
             first = next(engine.parameters())
@@ -62,12 +62,13 @@ def run(name, config):
     return (losses, skipped), seen, num_late
 
 
-def different(names, tiers):
+def different(names, stage, tiers):
     """Differences between steps on the device and steps that wait, for values in files."""
     found = []
     for case in names:
         name, schedule, options = CASES[case]
-        config = {"mesh": {"pp": 2}, "pipeline": {"schedule": schedule, "num_microbatches": 2}} | options
+        pipeline = {"schedule": schedule, "num_microbatches": 2}
+        config = {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline} | options
         known, want, none = run(name, config)
         known_late, got, num_late = run(name, config | {"offload": tiers})
         found += [f"{case}: {known[1]} steps left out"] * (known[1] != ("nonfinite" in options))
@@ -78,10 +79,15 @@ def different(names, tiers):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[4], parameters=["nvme"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("parameters", ["none", "nvme"])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("parameters", ["none", pytest.param("nvme", marks=pytest.mark.long)])
 def test_steps_of_a_pipeline_wait_for_its_next_batch(ranks, tmp_path, num_ranks, parameters):
     tiers = {"optimizer": "nvme", "parameters": parameters, "nvme_path": str(tmp_path)}
-    for found in ranks(num_ranks, different, list(CASES), tiers, timeout=300):
+    for found in ranks(num_ranks, different, list(CASES), 3, tiers, timeout=300):
+        assert not found
+
+
+def test_steps_of_chunks_on_one_rank_each_wait_at_stage_1(ranks, tmp_path):
+    tiers = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
+    for found in ranks(2, different, ["two chunks", "tied on one rank"], 1, tiers):
         assert not found

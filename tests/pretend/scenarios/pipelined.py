@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.pretend.scenario import Bench, adamw, add
 from tests.pretend.scenarios.plain import BF16, READS_NORM
+from tests.tiers.late import stepped_late
 
 WIDTH, BATCH = 12, 8
 COMPARES = ("pipeline/training.py", "parallel/random.py")
@@ -43,9 +44,14 @@ def _add(
     pp: int = 2,
     is_tied: bool = False,
     lengths: tuple[int, ...] = (5, 5, 3, 5),
+    is_late: bool = False,
     **config: Any,
 ) -> None:
-    """A scenario that trains on batches, some of other shapes, and evaluates."""
+    """A scenario that trains on batches, some of other shapes, and evaluates.
+
+    Args:
+        is_late: True if units are stepped in the batch after a step.
+    """
 
     def run(bench: Bench) -> None:
         pipeline = {"schedule": schedule, "num_microbatches": 4, "balance": "memory"}
@@ -53,11 +59,13 @@ def _add(
         with bench.trace.syncs_allowed():
             model = _model(is_tied=is_tied)
             bench.engine = zeroshard.initialize(model, adamw, settings, loss_fn=_loss).engine
-        for number, length in enumerate(lengths):
-            generator = torch.Generator().manual_seed(100 * number + bench.engine.dp_rank)
-            batch = torch.randn(BATCH, length, WIDTH, generator=generator)
-            bench.engine.train_batch(batch, batch)
-        bench.engine.eval_batch(batch, batch)
+        with stepped_late() as names:
+            for number, length in enumerate(lengths):
+                generator = torch.Generator().manual_seed(100 * number + bench.engine.dp_rank)
+                batch = torch.randn(BATCH, length, WIDTH, generator=generator)
+                bench.engine.train_batch(batch, batch)
+            bench.engine.eval_batch(batch, batch)
+        assert bool(names) is is_late
 
     # Gradients of tied parameters on the host are added up on the device.
     add(name, run, num_ranks=num_ranks, may_sync=(*COMPARES, *READS_NORM, "pipeline/shared.py"))
@@ -80,6 +88,17 @@ _add("pipeline_reduce_apart", REDUCED_APART, stage=2, num_ranks=4, precision=BF1
 _add("pipeline_of_4", "1f1b", pp=4, num_ranks=4, stage=0, is_tied=True)
 _add("pipeline_kept", stage=3, num_ranks=4, reshard_after_forward=False, precision=BF16)
 _add("pipeline_recompute", stage=3, num_ranks=4, recompute="unit", precision=BF16)
+for _name, _schedule, _tiers in (("late", "interleaved", {}), ("chunks_late", "zbv", {"parameters": "cpu"})):
+    _add(
+        f"pipeline_{_name}",
+        _schedule,
+        stage=3,
+        num_ranks=4,
+        offload={"optimizer": "cpu"} | _tiers,
+        precision=BF16,
+        is_tied=True,
+        is_late=True,
+    )
 _add("pipeline_host", stage=2, num_ranks=4, offload={"optimizer": "cpu"}, precision=BF16, is_tied=True)
 for _schedule, _stage in (
     ("pipedream", 3),

@@ -15,14 +15,12 @@ from torch.optim import adam
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
 from tests.pretend.scenarios.plain import BF16, READS_NORM
+from tests.tiers.late import stepped_late
 from zeroshard.comm import moves
 from zeroshard.optim import LAMB, AdamW8bit
 from zeroshard.optim.eightbit import rules, step
-from zeroshard.parameters.state import Phase
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding.unit import Unit
-from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.parts import is_divisible, is_known
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
@@ -75,22 +73,13 @@ def _add(
     """
 
     def run(bench: Bench) -> None:
-        in_forwards.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LateSteps, "_step", counted)
+        with pytest.MonkeyPatch.context() as patch, stepped_late() as names:
             patch.setattr(pieces, "NEAR_BYTES", near_bytes)
             patch.setattr(step, "is_usable", lambda *_: False)  # numba, which steps on a CPU
             patch.setattr(rules, "root", torch.sqrt)  # the exact one of CPUs goes through NumPy
-            compare(bench)
+            compare(bench, names)
 
-    in_forwards: list[str] = []
-    take = LateSteps._step
-
-    def counted(steps: LateSteps, unit: Unit) -> None:
-        in_forwards.extend([unit.name] * (steps._state.phase is Phase.FORWARD))
-        take(steps, unit)
-
-    def compare(bench: Bench) -> None:
+    def compare(bench: Bench, names: list[str]) -> None:
         is_in_files = "nvme" in offload.values()
         tiers = offload | ({"nvme_path": str(bench.folder)} if is_in_files else {})
         is_early = "step_in_backward" in offload
@@ -102,7 +91,7 @@ def _add(
         used = {stream for stream, _ in bench.trace.kernels}
         assert "to_host" in used, "gradients leave the device"
         on_device = bench.engine._runtime.context.memory.piece_bytes
-        assert bool(in_forwards) is (is_late and is_divisible(bench.engine.optimizer)), in_forwards
+        assert bool(names) is (is_late and is_divisible(bench.engine.optimizer)), names
         if not is_in_files:
             check_places(bench)
         assert bool(on_device) is is_known(bench.engine.optimizer), "who steps"
@@ -275,6 +264,18 @@ def _edited_after_forwards(bench: Bench) -> list[Tensor]:
     return [loss.detach() for loss in graphs] + plainly(bench, 1)
 
 
+def _in_a_plain_loop(bench: Bench) -> list[Tensor]:
+    """Steps of the optimizer, with gradients that are the engine's own copies on one rank."""
+    losses = []
+    for number in range(4):
+        loss = bench.loss(number)
+        loss.backward()
+        bench.engine.optimizer.step()
+        bench.engine.optimizer.zero_grad(set_to_none=number != 1)
+        losses.append(loss.detach())
+    return losses
+
+
 def _gradients_read_once(bench: Bench) -> list[Tensor]:
     """The first step does not wait, since somebody may hold its gradients; later ones do."""
     loss = bench.loss(0)
@@ -379,6 +380,8 @@ _FRACTION = {**HOST, "device_fraction": 0.5}
 _FULL = ("full/parameters.py", "sharding/source.py(write)")
 
 _add("host_stage3_one_rank", HOST, stage=3, num_ranks=1)
+for _num_ranks in (1, 2):
+    _add(f"host_plain_loop_{_num_ranks}", HOST, _in_a_plain_loop, stage=3, num_ranks=_num_ranks)
 _add(
     "host_gradients_read_once",
     HOST,
