@@ -129,8 +129,6 @@ class Gradients:
         self._defer, plan = defer, self.buffer.plan
         self.is_kept = more and not defer and plan.wide_dtype != plan.main_dtype
         self._stays = steps and self.is_stepped_near
-        # tensor.backward(gradient) may give a view of the user's memory, which changes before a late step.
-        self._copies = scale is None and self._context.state.gives_memory is not None
         self.missing = set(range(len(self.used)))
 
     def pack(self, index: int, gradient: Tensor) -> None:
@@ -173,7 +171,7 @@ class Gradients:
         if (total := self._sum_of(index)) is not None:
             total.add_(gradient)
         else:
-            self._reduced[index] = gradient.to(self._sum_dtype, copy=self._copies)
+            self._reduced[index] = gradient.to(self._sum_dtype)
 
     @property
     def _sum_dtype(self) -> torch.dtype:
