@@ -47,10 +47,10 @@ def sums_and_kernels(depth):
         runtime, axis = engine._runtime, engine._axes.dp_shard
         grads = [p.grad for p in engine.parameters()]
         with Operators() as squares:
-            runs = contiguous_runs(own_gradients(runtime).tensors)
+            runs = contiguous_runs(own_gradients(runtime))
             total = foreach_sum_of_squares(runs).sum()
         with Operators() as maxima:
-            foreach_norm(contiguous_runs(own_gradients(runtime).tensors), math.inf)
+            foreach_norm(contiguous_runs(own_gradients(runtime)), math.inf)
         whole = [grad.clone() for grad in grads]
         with Operators() as products:
             scale_(grads, torch.tensor(0.3))
@@ -78,7 +78,7 @@ def bits_on_all_stages(depth):
     norms = set()
     for stage in STAGES:
         engine = trained(depth, stage)
-        total = foreach_sum_of_squares(contiguous_runs(own_gradients(engine._runtime).tensors)).sum()
+        total = foreach_sum_of_squares(contiguous_runs(own_gradients(engine._runtime))).sum()
         norms.add(engine._axes.dp_shard.sum(total, "test").sqrt().float().item())
         norms.add(engine.clip_grad_norm_(1e9).item())
     return len(norms)
@@ -116,7 +116,7 @@ def replaced():
     finite = [all_finite(engine._runtime)]
     own[0].grad[-1] = math.nan
     finite.append(all_finite(engine._runtime))
-    runs = contiguous_runs(own_gradients(engine._runtime).tensors)
+    runs = contiguous_runs(own_gradients(engine._runtime))
     finite.append(all(bool(one.isfinite()) for one in foreach_norm(runs, math.inf)))
     return abs(got.item() / norm.item() - 1), clipped, finite
 

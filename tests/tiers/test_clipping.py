@@ -13,7 +13,7 @@ from tests.checkpoint import runs
 from tests.tiers.test_offload import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, offload
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.sharding import gradients as sharding_gradients
-from zeroshard.stepping.clipping import global_norm, own_gradients
+from zeroshard.stepping.clipping import global_norm
 
 # ---------------------------------------------------------------------------------------- the factor by part
 
@@ -212,6 +212,11 @@ WAYS = {
 """By the way: True if the norm comes from notes; None if a part of it may."""
 
 
+def num_notes(runtime):
+    """The number of buffers whose squares the device has added up."""
+    return sum(g.noted_squares() is not None for unit in runtime.units for g in unit.gradients)
+
+
 def norms(config, order=2.0):
     found = []
     with mock.patch.object(sharding_gradients, "streams", STREAMS):
@@ -219,7 +224,7 @@ def norms(config, order=2.0):
         for way, is_noted in WAYS.items():
             way(engine)
             runtime = engine._runtime
-            num_noted, got = len(own_gradients(runtime, order).squares), global_norm(runtime, order)
+            num_noted, got = num_notes(runtime) * (order == 2.0), global_norm(runtime, order)
             for unit in runtime.units:
                 for gradients in unit.gradients:
                     gradients.noted = None
@@ -321,7 +326,7 @@ def in_one_unit(config):
             slots = [gradient_of(p) for p in engine.parameters()]  # p.grad is a look, which voids notes
             assert all(new is old for old, new in zip(grads, slots, strict=False) if old is not None)
             grads = slots
-        noted.append(len(own_gradients(engine._runtime).squares))
+        noted.append(num_notes(engine._runtime))
         found += [None if grad is None else grad.clone() for grad in grads]
         engine.step()
         found += [engine.grad_norm, *(p.detach().clone() for p in engine.parameters())]
@@ -368,7 +373,7 @@ def judged(folder, precision):
             tokens = runs.batch(number)
             logits = engine(tokens[:, :-1], factor if torch.distributed.get_rank() == 0 else 1.0)
             engine.backward(logits.float().square().mean())
-            noted = len(own_gradients(engine._runtime).squares)
+            noted = num_notes(engine._runtime)
             taken.append((engine.step(), noted > 0))
         return taken
 

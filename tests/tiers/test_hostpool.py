@@ -97,7 +97,7 @@ def test_the_driver_forgets_a_buffer_only_after_its_last_copy(monkeypatch: pytes
         buffer = pool.take(num_bytes)
         address = buffer.memory.data_ptr()
         event = SimpleNamespace(synchronize=lambda: waits.append(driver.registered[address]))
-        buffer.in_use_until(Mark(event))  # type: ignore[arg-type]
+        buffer.last = Mark(event)  # type: ignore[arg-type]
         return buffer
 
     pool.give(used(pool, 8 * MB))

@@ -115,10 +115,7 @@ class Averages:
                 own, present = zip(*taken, strict=True)
                 torch._foreach_lerp_(list(own), list(present), 1 - self._decay)
         for name, value in self._runtime.module.named_buffers():
-            if name in self._copies and self._copies[name].shape == value.shape:
-                self._copies[name].copy_(value)
-            else:  # a module has made it since, as lazy ones do, or a buffer of another shape
-                self._copies[name] = value.detach().clone()
+            self._copies[name] = value.detach().clone()
         self.num_updates += 1
 
     @contextmanager
@@ -146,14 +143,13 @@ class Averages:
             self._write(self._values.values(), self._copies)
             yield
         finally:
-            try:
-                if not runtime.is_closed:  # wait for all that reads main parameters
+            runtime.state.is_averaged = False
+            if not runtime.is_closed:
+                try:
                     runtime.passes.drop_forward()
-                    runtime.wait()
-            finally:
-                if not runtime.is_closed:
+                    runtime.wait()  # for all that reads main parameters
+                finally:
                     self._write(trained, buffers)
-                runtime.state.is_averaged = False
 
     @torch.no_grad()
     def _write(self, parameters: Iterable[Tensor], buffers: Mapping[str, Tensor]) -> None:

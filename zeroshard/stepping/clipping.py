@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -82,7 +81,7 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
     axes, device = runtime.context.axes, runtime.context.device
     own = own_gradients(runtime, order)
     if math.isinf(order):
-        found = [moves.to_device(g.abs().max().double(), device) for g in own.tensors if g.numel()]
+        found = [moves.to_device(g.abs().max().double(), device) for g in own if g.numel()]
         largest = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *found]).max()
         for axis in (axes.dp_shard, axes.tp, axes.pp):
             everyone = torch.zeros(axis.size, dtype=torch.float64, device=device)
@@ -90,10 +89,8 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
             largest = axis.sum(everyone, "largest gradients").max()
         return largest.float()
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for group in by_device(own.tensors):
+    for group in by_device(own):
         total += moves.to_device(sum_of_powers(group, order).sum(), device)
-    if own.squares:
-        total += torch.stack(own.squares).sum()
     for axis in (axes.dp_shard, axes.tp, axes.pp):
         total = axis.sum(total, f"sum of the gradient norms to the power of {order:g}")
     return (total.sqrt() if order == 2.0 else total.pow(1.0 / order)).float()
@@ -104,25 +101,19 @@ def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return [[tensors[index] for index in group] for group in moves.by_device(tensors)]
 
 
-class OwnGradients(NamedTuple):
-    """The parts of the gradients that the layout gives to this rank: over all ranks, each element once."""
-
-    tensors: list[Tensor]
-    squares: list[Tensor]
-    """0-dim, float64, on the device: sums of squares of further gradients, which lie on the host."""
-
-
-def own_gradients(runtime: Runtime, order: float = 2.0) -> OwnGradients:
-    """Find the gradients that this rank counts, or notes of their squares for the norm of order 2.
+def own_gradients(runtime: Runtime, order: float = 2.0) -> list[Tensor]:
+    """Find the gradients that this rank counts: over all ranks, each element once.
 
     On a CPU there is one tensor per parameter, because the bits of sums depend on that. On accelerators the
-    tensors are runs of memory.
+    tensors are runs of memory. For the norm of order 2, gradients on the host whose squares the device has
+    added up are one number with their norm.
     """
-    notes = {}
-    if order == 2.0:
-        for gradients in (gradients for unit in runtime.units for gradients in unit.gradients):
-            if (squares := gradients.noted_squares()) is not None:
-                notes[gradients.buffer] = squares
+    notes = {
+        gradients.buffer: squares.sqrt().view(1)
+        for unit in runtime.units
+        for gradients in unit.gradients
+        if order == 2.0 and (squares := gradients.noted_squares()) is not None
+    }
     tensors = [
         gradient[buffer.counted(index)]
         for buffer in runtime.buffers
@@ -131,7 +122,7 @@ def own_gradients(runtime: Runtime, order: float = 2.0) -> OwnGradients:
         if (gradient := gradient_of(parameter)) is not None
     ]
     is_cpu = runtime.context.device.type == "cpu"
-    return OwnGradients(tensors if is_cpu else contiguous_runs(tensors), list(notes.values()))
+    return [*(tensors if is_cpu else contiguous_runs(tensors)), *notes.values()]
 
 
 def contiguous_runs(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -189,11 +189,7 @@ _NUM_SHOWN = 3
 @torch.no_grad()
 def all_finite(runtime: Runtime) -> bool:
     """True if no gradient holds inf or nan on any rank; one exchange."""
-    own = own_gradients(runtime)
-    # Each probe is finite if and only if each element of tensors on one device is.
-    probes = [probe(group) for group in by_device(own.tensors)]
-    probes += [torch.stack(own.squares)] if own.squares else []
-    is_bad = not all(bool(probe.isfinite().all()) for probe in probes)
+    is_bad = not all(bool(probe(group).isfinite().all()) for group in by_device(own_gradients(runtime)))
     return not runtime.context.axes.world.any([is_bad], "agreement on whether gradients are finite")()[0]
 
 

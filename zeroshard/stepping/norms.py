@@ -78,14 +78,14 @@ def place_among(places: Mapping[ShardedParameter, _Place], parameter: Tensor, wh
     if place is None:
         raise RuntimeError(
             f"{what}: expected parameters of the one sharded module that the optimizer was attached to last, "
-            f"got {name_of(parameter, 'one')} of shape {list(parameter.shape)} of another module"
+            f"got {name_of(parameter)} of shape {list(parameter.shape)} of another module"
         )
     return place
 
 
-def name_of(parameter: Tensor, otherwise: str = "a parameter") -> str:
-    """Return the name of a parameter for messages, or something else if it has none."""
-    return f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else otherwise
+def name_of(parameter: Tensor) -> str:
+    """Return the name of a parameter for messages."""
+    return f"'{parameter.fqn}'" if isinstance(parameter, ShardedParameter) else "a parameter"
 
 
 class NormsOverRanks:

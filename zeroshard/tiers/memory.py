@@ -133,23 +133,20 @@ class HostBuffer:
         memory: uint8, [size_class]; nobody else holds it or a view of it.
     """
 
-    __slots__ = ("_last", "_process", "held", "memory")
+    __slots__ = ("_process", "held", "last", "memory")
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.held: Tensor | None = None
         """Memory of the device that goes no earlier than the buffer, or when somebody has waited for it."""
-        self._last: Mark | None = None
+        self.last: Mark | None = None
+        """The end of a copy from or to the memory; it lies after the ends of all earlier copies."""
         self._process = os.getpid()
-
-    def in_use_until(self, mark: Mark) -> None:
-        """Note the end of a copy from or to the memory; it lies after the ends of all earlier copies."""
-        self._last = mark
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # A forked process has no part in the device, nor in the registration of the memory.
-        if self._last is not None and not is_ending() and self._process == os.getpid():
-            self._last.synchronize()
+        if self.last is not None and not is_ending() and self._process == os.getpid():
+            self.last.synchronize()
 
 
 def size_class(num_bytes: int) -> int:
@@ -241,8 +238,7 @@ class HostCopy:
     def _copy(self, stream: SideStream, target: Tensor, values: Tensor) -> None:
         with torch.no_grad(), stream.after_compute():
             target.copy_(values, non_blocking=True)
-        self._mark = stream.mark()
-        self._buffer.in_use_until(self._mark)
+        self._mark = self._buffer.last = stream.mark()
 
     def fetch(self) -> None:
         """Start to copy the memory back, unless it is on the device or on its way.
