@@ -177,3 +177,44 @@ def copies():
 
 def test_copies_of_parameters_take_no_gradient(ranks):
     assert ranks(2, copies) == [[False] * 7] * 2
+
+
+class Lends(nn.Module):
+    """A block that computes with the weight of the block after it, which it has kept from a forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2))
+        self.kept = []
+        self.blocks[1].register_forward_pre_hook(lambda block, _: self.kept.append(block[0].weight))
+        self.blocks[0][1].register_forward_pre_hook(lambda _, args: args[0] * self.factor())
+
+    def factor(self):
+        return self.kept[-1].mean() if self.training else 1.0
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def lent(stage):
+    engine, _ = start(Lends(), "SGD", stage=stage)
+    engine.eval()
+    engine(numbers(0, 5, 7))
+    engine.train()
+    with pytest.raises(RuntimeError) as caught:
+        square_loss(engine, 0).backward()
+    engine.zero_grad()
+    engine.eval()
+    engine.backward(square_loss(engine, 0))
+    assert engine.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_weight_that_an_earlier_unit_computes_with_is_refused(ranks, stage):
+    for said in ranks(2, lent, stage):
+        assert "'blocks.1.0.weight' got its gradient after the gradients of unit 'blocks.1'" in said
+        assert "name in units= the class of a module around all" in said

@@ -359,9 +359,10 @@ class Gradients:
         self.complete()
         self._move(GradientState.EMPTY)
         if not self.is_kept:
-            for index, part in self._reduced.items() if self._stays and self.landing is not None else ():
-                with self.landing.beside(part):  # the unit was not stepped
-                    self._reduced[index] = self.landing.land(part)
+            if self._stays and self.landing is not None:
+                for index, part in self._reduced.items():  # of a unit that was not stepped
+                    with self.landing.beside(part):
+                        self._reduced[index] = self.landing.land(part)
             self.used = used
             self.hand_over()
             self.used = [False] * len(used)
