@@ -100,7 +100,7 @@ ORDERS = (
         name="units_step_with_gradients_to_come",
         says="With step_in_backward a unit is stepped though this rank lacks a gradient of it.",
         file="zeroshard/sharding/reducer.py",
-        find="if all(all(one.used) for one in unit.gradients):",
+        find="if unit.gradients and all(all(one.used) for one in unit.gradients):",
         replace="if True:",
         tests=("tests/tiers/test_early.py",),
     ),

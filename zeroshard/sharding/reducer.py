@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import compress, islice
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -95,7 +95,7 @@ class Reducer:
         self.num_forwards = 0
         """Forwards with a graph, also failed ones, since the last agreement of all ranks."""
         self._state = context.state
-        self._delivered: dict[int, ShardedParameter] = {}
+        self._delivered: dict[ShardedParameter, None] = {}
         """The parameters whose gradients have been delivered and whose hooks have not been called."""
         self._must_agree = True
         """True if the next reductions begin with an agreement on the order of units; on all ranks alike."""
@@ -293,13 +293,9 @@ class Reducer:
             self._step(held)
 
     def _step(self, unit: Unit) -> None:
-        if self.step_unit is None or self._role.has_more or not unit.gradients:
-            return
-        if self._state.has_hooks:  # they are to see, and may change, the gradients of a whole backward
-            with past_guards():
-                if any(p._post_accumulate_grad_hooks for one in unit.gradients for p in one.buffer.sharded):
-                    return
-        if all(all(one.used) for one in unit.gradients):
+        if self.step_unit is None or self._role.has_more or self._state.has_hooks:
+            return  # hooks are to see, and may change, the gradients of a whole backward
+        if unit.gradients and all(all(one.used) for one in unit.gradients):
             self.step_unit(unit)
 
     def _finish(self) -> list[Unit]:
@@ -357,7 +353,7 @@ class Reducer:
     def call_hooks(self) -> None:
         """Call the hooks of delivered gradients: no later micro-batch adds to them."""
         delivered, self._delivered = self._delivered, {}
-        for parameter in delivered.values():
+        for parameter in delivered:
             with past_guards():
                 hooks = parameter._post_accumulate_grad_hooks
             for hook in tuple(hooks.values()) if hooks and gradient_of(parameter) is not None else ():
@@ -429,8 +425,7 @@ class Reducer:
         for gradients, own in zip(self._all, used, strict=True):
             gradients.deliver(own)
             if self._state.has_hooks:
-                pairs = zip(gradients.buffer.sharded, own, strict=True)
-                self._delivered.update((id(parameter), parameter) for parameter, is_used in pairs if is_used)
+                self._delivered |= dict.fromkeys(compress(gradients.buffer.sharded, own))
         self._ahead = {}
         self.pool.release()
         self._state.has_sums = any(gradients.is_kept for gradients in self._all)
