@@ -23,7 +23,7 @@ def kinds(model):
 def part_alone():
     """A gradient of inputs through a part that autograd computes again, and calls that fail."""
     plain, engine = layers(), zeroshard.initialize(layers(), None, CONFIG).engine
-    assert engine._runtime.passes.quiet == [*engine._runtime.units[1:]]
+    assert engine._runtime.passes.quiet.keys() == {*engine._runtime.units[1:]}
     found = []
     for part in (plain[1], engine.module[1]):
         inputs = torch.ones(2, 4, requires_grad=True)

@@ -61,7 +61,7 @@ class Passes:
         self._context, self._order, self._reducer = context, order, reducer
         self._state, self._here = context.state, context.axes.dp.rank_status
         walked = [unit for unit in units if unit in order.reductions]
-        self.quiet = [unit for unit in units if unit not in walked]
+        self.quiet = dict.fromkeys(unit for unit in units if unit not in walked)
         """Units without turns in a backward: nothing of them is freed, exchanged or stepped there."""
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else context.num_prefetch
         self.trained = [(unit, gradients) for unit in units for gradients in unit.gradients]

@@ -9,7 +9,7 @@ made have had their backward.
 
 To enter a unit is to gather its parameters, and the parameters of the next units ahead. To leave a unit is to
 start the reduction of its gradients and to free it. A unit with several calls is entered at its last call and
-left at its first.
+left at its first. Units inside one activation checkpoint are entered together, and freed together.
 
 [Note: One order of collectives] All ranks of a shard group make the same calls, as each call gathers. So they
 have the same list of turns, whatever part of the graph the loss of a rank depends on. They take the turns in
