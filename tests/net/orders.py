@@ -250,9 +250,9 @@ ORDERS = (
     Break(
         name="a_step_that_waits_reads_memory_of_the_user",
         says="On one rank a late step reads a gradient in the memory of the user, who has changed it since.",
-        file="zeroshard/sharding/reducer.py",
-        find="gradient if leaves else gradient.clone()",
-        replace="gradient",
+        file="zeroshard/sharding/gradients.py",
+        find=", copy=copies)",
+        replace=")",
         tests=(
             "tests/tiers/test_late.py::"
             "test_steps_of_plain_loops_wait_whatever_becomes_of_the_memory_of_their_gradients[1]",

@@ -343,7 +343,7 @@ def test_memory_and_contexts_of_others_change_no_step(ranks, loop, make):
         assert waits is (loop is selective)
 
 
-# ------------------------------------------------------------------------- loops without engine.backward
+# -------------------------------------------------------------------------- gradients in memory of others
 
 
 class Shift(torch.nn.Module):
@@ -364,6 +364,16 @@ def own_gradient(engine, number, kept):
     out.backward(kept[0].fill_(number - 1.5))
     engine.step()
     kept[0].fill_(9.0)
+    return out.sum().item()
+
+
+def kept_by_a_hook(engine, number, kept):
+    """A hook keeps the gradient of an output, of which the gradient of a parameter is a view."""
+    out = engine(torch.ones(1, 4, 8))
+    out.register_hook(lambda gradient: kept.append(gradient))
+    engine.backward((out * (number - 1.5)).sum())
+    engine.step()
+    kept[-1].fill_(9.0)
     return out.sum().item()
 
 
@@ -452,6 +462,7 @@ HALF = {"param_dtype": "float16", "loss_scale": {"start": 128.0}}
 LOOPS = {
     "own gradient": (own_gradient, Shift, {}),
     "own gradient, clipped": (own_gradient, Shift, {"clip_grad_norm": 0.1}),
+    "kept by a hook": (kept_by_a_hook, Shift, {}),
     "own gradient, after a loss": (after_a_loss, Shift, {}),
     "own gradient, narrow": (own_gradient, Shift, NARROW),
     "several gradients": (several_gradients, Shift, {}),

@@ -163,15 +163,17 @@ class Gradients:
     def _keep(self, index: int, gradient: Tensor) -> None:
         """Reduce a gradient without exchanges: add it to the sum that is there, or keep it in its dtype.
 
-        It is cast at once: on a CPU its values are still in the cache.
+        It is cast at once: on a CPU its values are still in the cache. If its step may wait, it is copied, as
+        it may be a view of the user's memory: of a gradient that was given to backward, or that a hook keeps.
         """
+        copies = self._unscale == 1.0 and self._context.state.gives_memory is not None
         if self._unscale != 1.0:
             # Autograd may give two parameters views of one memory: nothing is multiplied in place.
             gradient = gradient.to(self.buffer.plan.wide_dtype) * self._unscale
         if (total := self._sum_of(index)) is not None:
             total.add_(gradient)
         else:
-            self._reduced[index] = gradient.to(self._sum_dtype)
+            self._reduced[index] = gradient.to(self._sum_dtype, copy=copies)
 
     @property
     def _sum_dtype(self) -> torch.dtype:

@@ -88,8 +88,6 @@ class Reducer:
         """The roles of the next backward, as `next_backward` sets it around it, and of the last one."""
         self.set_aside: dict[Gradients, Callable[[int, Tensor], bool]] = {}
         """Calls that take the gradient at an index of a buffer for later, or return False."""
-        self._given = set[Gradients]()
-        """Gradients of one rank that may lie in memory of the user, who may change it before the step."""
         self._units, self.pool, self._axis = dict.fromkeys(units), pool, axes.everyone
         self._order = order
         self.num_forwards = 0
@@ -172,9 +170,6 @@ class Reducer:
             accumulates: False if it gives no gradients to parameters; then it sends nothing.
         """
         self._role = role = self._asked if accumulates else _BYSTANDER
-        # After `tensor.backward(gradient)` a step may wait.
-        is_given = self._asked.scale is None and self._state.gives_memory is not None
-        self._given = {g for g in self._all if is_given and not (g.landing or g.buffer.plan.reductions)}
         if not accumulates:
             return
         steps = self.step_unit is not None and not role.has_more
@@ -200,8 +195,6 @@ class Reducer:
         takes = self.set_aside.get(gradients)
         if takes is not None and takes(index, gradient):
             return
-        if gradients in self._given:
-            gradient = gradient.clone()
         if gradients.state is not GradientState.PACKING:
             if gradients.state is not GradientState.EMPTY:
                 raise RuntimeError(
