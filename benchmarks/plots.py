@@ -170,7 +170,7 @@ def nvme(document: Document) -> Chart:
             median=document.median("rows", "summary", f"{name}, GB/s"),
             is_own=name != "sequential",
         )
-        for name in ("three buffers", "sequential")
+        for name in ("optimizer step", "sequential")
     ]
     return Chart(bars=bars, unit="GB/s")
 
