@@ -510,10 +510,11 @@ def other_uses(folder):
     """An average, a checkpoint, states that are loaded, and an end between a step and the next forward."""
     ends = []
     for is_late in (False, True):
-        with waiting(is_late):
+        with waiting(is_late) as names:
             engine = runs.start({"stage": 3}, adamw)
             average = zeroshard.EMA(engine, decay=0.5)
             losses = runs.train(engine, range(2))
+            assert bool(names) is is_late
             engine.save_checkpoint(folder / f"{is_late}")
             losses += runs.train(engine, range(2, 4))
             engine.load_checkpoint(folder / f"{is_late}")

@@ -70,6 +70,11 @@ class ModuleState:
     drop_gradient: Callable[[Any], object]
     """Drops these sums for one parameter; set by the runtime."""
 
+    @staticmethod
+    def follow_step(unit_name: str, call: Callable[[], None]) -> None:
+        """Call something after the step of a unit; replaced where steps may wait for a forward."""
+        call()
+
     def look(self) -> None:
         """Prepare for somebody who looks at parameters, gradients or optimizer states."""
         if self.before_look is not None:

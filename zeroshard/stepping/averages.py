@@ -11,6 +11,7 @@ transformers) then has averages, and knows nothing of it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import moves
+from zeroshard.comm.streams import Mark, mark_here
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_averages
 from zeroshard.plan.tiers import Tier
@@ -48,6 +50,8 @@ class Averages:
         self._values: dict[FlatBuffer, Tensor] = {}
         """The averages of each buffer, [n], as many as `buffer.main` has."""
         self._copies: dict[str, Tensor] = {}
+        self._last = Mark(None)
+        """The end of the last copy of averages to the host."""
         trained = [buffer for buffer in runtime.buffers if buffer.trainable]
         for buffer in trained:
             if buffer.plan.state_tier is Tier.DISK:
@@ -74,7 +78,9 @@ class Averages:
 
     @property
     def parameters(self) -> dict[ShardedParameter, Tensor]:
-        """The average of this rank's slice of each trained parameter, [n]."""
+        """The average of this rank's slice of each trained parameter, [n]; the host waits for updates."""
+        self._runtime.state.look()
+        self._last.synchronize()
         return {
             sharded: part
             for buffer, values in self._values.items()
@@ -94,29 +100,38 @@ class Averages:
 
     def begin_anew(self) -> None:
         """Drop the updates: averages are the present values until the next one."""
+        self._runtime.state.look()
         self.num_updates = 0
         self.update()
         self.num_updates = 0
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the present values, after a step."""
-        self._runtime.state.look()
-        for buffer, values in self._values.items():
-            main = moves.beside(buffer.main.detach(), values)
-            if not self.num_updates:
-                values.copy_(main)
-                continue
-            # Parameter by parameter, as torch does it: kernels may compute the last elements of a tensor in
-            # another way than the others. Slices begin at blocks, so their last elements are the same ones.
-            pairs = zip(_slices(buffer, values), _slices(buffer, main.to(values.dtype)), strict=True)
-            taken = [pair for pair in pairs if pair[0].numel()]
-            if taken:
-                own, present = zip(*taken, strict=True)
-                torch._foreach_lerp_(list(own), list(present), 1 - self._decay)
+        """Take in the values after a step; those of a step that waits together with it."""
+        weight = 1 - self._decay if self.num_updates else 1.0
+        for buffer in self._values:
+            self._runtime.state.follow_step(buffer.unit_name, functools.partial(self._update, buffer, weight))
         for name, value in self._runtime.module.named_buffers():
             self._copies[name] = value.detach().clone()
         self.num_updates += 1
+
+    def _update(self, buffer: FlatBuffer, weight: float) -> None:
+        """Update the averages of a buffer on the device that computes."""
+        device, values = self._runtime.context.device, self._values[buffer]
+        buffer.source.await_stepped()
+        near, main = moves.to_device(values, device), moves.to_device(buffer.main.detach(), device)
+        if weight == 1.0:
+            near.copy_(main)
+        else:
+            # Parameter by parameter, as torch does it: kernels may compute the last elements of a tensor in
+            # another way than the others. Slices begin at blocks, so their last elements are the same ones.
+            pairs = zip(_slices(buffer, near), _slices(buffer, main.to(near.dtype)), strict=True)
+            if taken := [pair for pair in pairs if pair[0].numel()]:
+                own, present = zip(*taken, strict=True)
+                torch._foreach_lerp_(list(own), list(present), weight)
+        if near is not values:
+            values.copy_(near, non_blocking=True)
+            self._last = mark_here(device)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -140,6 +155,7 @@ class Averages:
             buffers = {name: value.detach().clone() for name, value in runtime.module.named_buffers()}
         runtime.state.is_averaged = True
         try:
+            self._last.synchronize()
             self._write(self._values.values(), self._copies)
             yield
         finally:

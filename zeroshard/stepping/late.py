@@ -54,6 +54,7 @@ class LateSteps:
         self._num_modes = 0
         """The modes of torch's dispatch around the last step."""
         self._state.gives_memory = self._step_at_once
+        self._state.follow_step = self._follow  # type: ignore[method-assign]
         self.watch(optimizer)
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
         optimizer.register_load_state_dict_post_hook(self.watch)
@@ -125,6 +126,13 @@ class LateSteps:
             raise
         finally:
             self._state.before_look = before
+
+    def _follow(self, unit_name: str, call: Step) -> None:
+        steps = next((steps for unit, steps in self._left.items() if unit.name == unit_name), None)
+        if steps is None:
+            call()
+        else:
+            steps.append((call, []))
 
     def _step_at_once(self) -> None:
         self._state.gives_memory = None

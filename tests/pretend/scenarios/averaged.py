@@ -19,7 +19,7 @@ def _train(bench: Bench, stage: int, offload: dict[str, Any]) -> list[Tensor]:
     with bench.trace.syncs_allowed():
         ema = zeroshard.EMA(engine, 0.5)
     for number in range(3):
-        bench.train(1, number)
+        bench.train(2, number)
         with ema.applied():
             bench.evaluate()
     with bench.trace.syncs_allowed(), ema.applied():
