@@ -107,8 +107,8 @@ class Reducer:
         """Units whose reductions have been started ahead of the last backward of this step, or will be."""
         self.step_unit: Callable[[Unit], None] | None = None
         """Steps a unit whose gradients are reduced, during a backward that is the last one of its step."""
-        self._held: Unit | None = None
-        """A unit that computes with main parameters, and is stepped when the backward has come further."""
+        self._ended: list[Unit] = []
+        """Units whose reductions have ended, and which may be stepped in this backward."""
         self._is_tainted = False
 
     @contextmanager
@@ -218,7 +218,7 @@ class Reducer:
             self._order.agree(self._axis)
             self._must_agree = False
         ordered = (unit for unit in self._order.reductions if unit in units and unit not in self._ahead)
-        self._to_start, self._ready = deque(ordered), set()
+        self._to_start, self._ready, self._ended = deque(ordered), set(), []
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
             gradients = (gradient_of(p) for one in self._all for p in one.buffer.sharded)
             self._state.has_shown_gradients = any(gradient is not None for gradient in gradients)
@@ -254,49 +254,44 @@ class Reducer:
             self._start_others_ahead()
 
     def _start(self, unit: Unit) -> None:
-        for ended in self._progress(but=1):
-            self._end_reduction(ended)
+        self._progress(but=1)
+        self._step_ended(but=1)
         self._start_now(unit)
 
     def _start_now(self, unit: Unit) -> None:
         if unit.start_reduce():
             self.under_way.append(unit)
         else:
-            self._end_reduction(unit)
+            self._ended.append(unit)
+            self._step_ended(but=1)
 
-    def _progress(self, but: int) -> list[Unit]:
-        """Bring all reductions but the newest ones to the next exchange; return the units at their end."""
-        older = self.under_way[: len(self.under_way) - but]
-        ended = [unit for unit in older if not unit.progress_reduce()]
-        for unit in ended:
-            self.under_way.remove(unit)
-        return ended
+    def _progress(self, but: int) -> None:
+        """Bring all reductions but the newest ones to the next exchange, or to their end."""
+        for unit in self.under_way[: len(self.under_way) - but]:
+            if not unit.progress_reduce():
+                self.under_way.remove(unit)
+                self._ended.append(unit)
 
-    def _end_reduction(self, unit: Unit) -> None:
-        """Step a unit at once, if that is wanted and this rank has had all of its gradients."""
-        if any(buffer.plan.is_alias for buffer in unit.buffers):
-            self._step_held(unit)
-        else:
-            self._step(unit)
+    def _finish(self) -> None:
+        """Bring all reductions under way to their end."""
+        while self.under_way:
+            self._progress(but=0)
 
-    def _step_held(self, unit: Unit | None) -> None:
-        """Step the unit before: now the backward is past its hooks, which may read its main parameters."""
-        held, self._held = self._held, unit
-        if held is not None:
-            self._step(held)
+    def _step_ended(self, but: int) -> None:
+        """Step units whose reductions have ended, if that is wanted and this rank has had all gradients.
 
-    def _step(self, unit: Unit) -> None:
+        Args:
+            but: the newest ones that wait for the next unit if they compute with main parameters: hooks in
+                the backward may read these.
+        """
+        ended, self._ended = self._ended, []
+        if any(buffer.plan.is_alias for unit in ended[len(ended) - but :] for buffer in unit.buffers):
+            self._ended = [ended.pop()]
         if self.step_unit is None or self._role.has_more or self._state.has_hooks:
             return  # hooks are to see, and may change, the gradients of a whole backward
-        if unit.gradients and all(all(one.used) for one in unit.gradients):
-            self.step_unit(unit)
-
-    def _finish(self) -> list[Unit]:
-        """Bring all reductions under way to their end, and return their units."""
-        ended: list[Unit] = []
-        while self.under_way:
-            ended += self._progress(but=0)
-        return ended
+        for unit in ended:
+            if unit.gradients and all(all(one.used) for one in unit.gradients):
+                self.step_unit(unit)
 
     def _start_others(self) -> None:
         """Start the reductions that this backward has not started, the root's last."""
@@ -394,7 +389,7 @@ class Reducer:
         self._state.has_sums = False
         for unit in self._units:
             unit.drop_gradients()
-        self.under_way, self._ahead, self._held = [], {}, None
+        self.under_way, self._ahead = [], {}
         self.pool.release()
 
     def _deliver(self) -> None:
@@ -405,16 +400,13 @@ class Reducer:
                 different collectives, which a communicator may have mixed up.
         """
         self._start_others()
-        used, ended = self._agree(has_failed=False)
-        if used is None:
+        if (used := self._agree(has_failed=False)) is None:
             self._drop()
             raise RuntimeError(
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
                 "are incomplete and were dropped on all ranks"
             )
-        for unit in ended:
-            self._end_reduction(unit)
-        self._step_held(None)
+        self._step_ended(but=0)
         for gradients, own in zip(self._all, used, strict=True):
             gradients.deliver(own)
             if self._state.has_hooks:
@@ -423,18 +415,18 @@ class Reducer:
         self.pool.release()
         self._state.has_sums = any(gradients.is_kept for gradients in self._all)
 
-    def _agree(self, has_failed: bool) -> tuple[list[list[bool]] | None, list[Unit]]:
-        """Agree on the end of a backward with all ranks.
+    def _agree(self, has_failed: bool) -> list[list[bool]] | None:
+        """Agree on the end of a backward with all ranks; meanwhile all reductions end.
 
         Returns:
             True where any rank has a gradient, for each buffer and parameter; None if the backward of any
-            rank has ended in an exception. And the units whose reductions end meanwhile.
+            rank has ended in an exception.
         """
         flags = [flag for gradients in self._all for flag in gradients.used]
         is_odd, self.num_forwards = self.num_forwards % 2 == 1, 0
         flags += [self._order.has_changed, has_failed, is_odd, not is_odd]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
-        ended = self._finish()  # steps wait for the answer
+        self._finish()  # steps wait for the answer
         flag = iter(answer())
         used = [list(islice(flag, len(gradients.used))) for gradients in self._all]
         self._must_agree, any_failed, any_odd, any_even = flag
@@ -446,4 +438,4 @@ class Reducer:
                 "instance with a loss that is multiplied by 0; for extra calls on some ranks, as in "
                 "evaluation, use torch.no_grad()"
             )
-        return None if any_failed else used, ended
+        return None if any_failed else used
