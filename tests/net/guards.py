@@ -285,6 +285,17 @@ GUARDS = (
         ),
     ),
     Break(
+        name="a_gradient_after_the_reduction_of_its_unit",
+        says="A gradient that comes after its unit was reduced gets no error that says what to do.",
+        file="zeroshard/sharding/reducer.py",
+        find="if gradients.state is not GradientState.EMPTY:",
+        replace="if False:",
+        tests=(
+            "tests/distributed/test_weights_in_a_loss.py::"
+            "test_a_weight_that_an_earlier_unit_computes_with_is_refused",
+        ),
+    ),
+    Break(
         name="a_rank_leaves_out_a_batch",
         says="A rank that has left out a batch, so that ranks average different batches, gets no warning.",
         file="zeroshard/sharding/reducer.py",
