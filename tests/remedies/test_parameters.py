@@ -136,7 +136,7 @@ def test_parameters_are_assigned_and_tied_before_initialize():
 
     engine = start(Two())
     engine.module.one.weight = nn.Parameter(torch.ones(7, 7))
-    with told("assign parameters before initialize, or edit them in place under engine.unsharded(write_back"):
+    with told("Assign, tie and remove parameters before initialize, or edit them in place under engine"):
         loss_of(engine)
     model = Two()
     model.one.weight = nn.Parameter(torch.ones(7, 7))
@@ -147,7 +147,7 @@ def test_parameters_are_assigned_and_tied_before_initialize():
     trains(engine, model)
     engine = start(Two())
     engine.module.one.weight = engine.module.two.weight
-    with told("tie parameters before initialize"):
+    with told("Assign, tie and remove parameters before initialize"):
         loss_of(engine)
     model = Two()
     model.one.weight = model.two.weight
