@@ -72,6 +72,7 @@ def fail(folder, how, num_good=0):
     runs.train(engine, range(num_steps))
     engine.save_checkpoint(folder / "saved")
     runs.token_loss(engine, num_steps).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in engine.parameters())  # so no step waits
     patch = {
         "space": mock.patch("os.posix_fallocate", refuse_space),
         "write": mock.patch("os.pwritev", FailingWrites(num_good)),
