@@ -94,7 +94,7 @@ def test_every_place_keeps_the_bytes_that_were_written_last(tmp_path, acts, num_
             if values is not None:
                 assert torch.equal(content_of(swap, place), values)
         sizes = [path.stat().st_size for folder in folders for path in paths_in(folder)]
-        assert (len(sizes), sum(sizes)) == (num_folders, swap.num_bytes)
+        assert (len(sizes), sum(sizes)) == (num_folders * bool(acts), swap.num_bytes)
     assert not any(list(folder.iterdir()) for folder in folders)
 
 
@@ -357,7 +357,9 @@ def test_an_allocation_may_find_mapped_tensors_in_the_garbage(swap, monkeypatch)
 
 def test_files_go_with_their_swap_which_waits_for_no_thread(tmp_path, monkeypatch):
     swap = Swap([tmp_path], 0)
-    del swap
+    place = swap.empty(1)
+    assert len(paths_in(tmp_path)) == 1
+    del swap, place
     assert not list(tmp_path.iterdir())
 
     swap, may_write, write = Swap([tmp_path], 0), threading.Event(), os.pwritev
@@ -416,7 +418,7 @@ if not child:
         print(error, flush=True)
     sys.exit(3)  # with all that happens at exit
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-Swap([sys.argv[1]], 1)  # the lock is still there
+Swap([sys.argv[1]], 1).empty(1)  # the lock is still there
 swap.read(place, memory.zero_()).wait()
 assert memory[:5000].eq(9).all() and swap._files[0].path.exists()
 swap.write(place, memory)
@@ -438,9 +440,9 @@ def test_engines_and_ranks_share_a_folder_without_a_warning(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         swaps = [Swap([tmp_path], rank) for rank in (0, 0, 1)]
+        places = [swap.empty(BLOCK) for swap in swaps]
     assert len(paths_in(tmp_path)) == 3
-    for swap in swaps:
-        place = swap.empty(BLOCK)
+    for swap, place in zip(swaps, places, strict=True):
         swap.write(place, memory_of(place, 1)).wait()
         assert torch.equal(content_of(swap, place), memory_of(place, 1))
         close(swap)

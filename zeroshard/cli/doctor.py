@@ -413,7 +413,7 @@ def measure_disk(folder: Path, rank: int = 0) -> Facts:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         swap = Swap([folder], rank)
-    places = [swap.empty(PART) for _ in range(NUM_PARTS)]
+        places = [swap.empty(PART) for _ in range(NUM_PARTS)]
     buffers = [host_memory(place.nbytes, pinned=False).fill_(17) for place in places]
 
     def run(move: Callable[..., Any]) -> float:

@@ -169,7 +169,7 @@ def measure(
         peak_versions=peak_versions,
         host=sum(held.all for held in on_host) + buffers,
         pinned=sum(held.pinned for held in on_host) + pinned_buffers,
-        nvme=context.memory.nvme_bytes,
+        nvme=context.memory.swap.num_bytes,
         rank=context.axes.world.rank,
         num_ranks=context.axes.world.size,
         device=str(context.device),

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.plan.layout import round_up
-from zeroshard.tiers.memory import Mapping
+from zeroshard.tiers.memory import Mapping, return_freed_memory
 from zeroshard.tiers.swapfile import BLOCK, SwapFile
 
 
@@ -131,23 +131,20 @@ class Swap:
     """Bytes of a block and of a page, the multiple that space is rounded up to."""
 
     def __init__(self, folders: Sequence[str | Path], rank: int, num_threads: int = 4) -> None:
-        """Create the files, and remove files of processes that were killed.
+        """Files are opened for the first values; then those of processes that were killed are removed.
 
         Args:
-            folders: existing folders, on one disk each; at least one.
+            folders: existing folders, on one disk each; none if no values will lie in files.
             rank: the rank of this process, for the names of the files.
             num_threads: threads that read and write, for each folder.
-
-        Raises:
-            ValueError: a folder is not there, may not be written to, or its file system has no locks.
         """
         self._process = os.getpid()
         """A forked process has no part in the files."""
-        self._num_threads = num_threads * len(folders)
+        self._folders, self._rank, self._num_threads = folders, rank, num_threads * max(1, len(folders))
         # They end with this object. Nobody may wait for them, or start one, inside a garbage collection: it
         # may run in a thread that is just being started, under a lock of Python's own.
         self._threads = ThreadPoolExecutor(self._num_threads, "zeroshard-swap")
-        self._files = [SwapFile(Path(folder), rank) for folder in folders]
+        self._files: list[SwapFile] = []
         """One in each folder. It is removed when neither this object nor a transfer uses it any more, or at
         exit."""
         self._lock = threading.RLock()  # a garbage collection under it may free space
@@ -166,11 +163,15 @@ class Swap:
         The space is freed when nobody holds the tensor any more. Use tensor and transfers in turns.
 
         Raises:
+            ValueError: a folder is not there, may not be written to, or its file system has no locks.
             RuntimeError: the disk is full. The message has the bytes that were asked for and that are free.
         """
         self._check_process()
         padded = round_up(num_bytes, self.alignment)
         with self._lock:
+            if not self._files:
+                return_freed_memory()  # units that come from files and go are to keep no memory
+                self._files = [SwapFile(Path(folder), self._rank) for folder in self._folders]
             chunks = self._free[padded].pop() if self._free[padded] else self._reserve(padded)
         ranges = [(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes) for chunk in chunks]
         tensor = map_ranges(ranges, self._free_mapped)
@@ -179,7 +180,7 @@ class Swap:
 
     def _reserve(self, padded: int) -> tuple[Chunk, ...]:
         """Make the files longer for a new extent."""
-        size = chunk_size(padded, self._num_threads, round_up(LEAST_CHUNK, self.alignment), MOST_CHUNK)
+        size = chunk_size(padded, self._num_threads, LEAST_CHUNK, MOST_CHUNK)
         chunks = cut(padded, size, [file.end for file in self._files])
         for number, file in enumerate(self._files):
             file.reserve(max((c.offset + c.num_bytes for c in chunks if c.file == number), default=0))
@@ -187,7 +188,9 @@ class Swap:
 
     def extent_of(self, tensor: Tensor) -> Extent | None:
         """Return the extent that a tensor of `empty` shows, or a view of one; None for other memory."""
-        return self._mapped.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu else None
+        if not self._mapped or not tensor.is_cpu:
+            return None
+        return self._mapped.get(tensor.untyped_storage().data_ptr())
 
     def check(self, extent: Extent) -> None:
         """Check that the files have the values of an extent, before they are read through its tensor.

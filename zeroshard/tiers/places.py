@@ -11,7 +11,7 @@ from torch import Tensor
 from zeroshard.comm.streams import mark_here
 from zeroshard.plan.tiers import Tier
 from zeroshard.tiers.files import Swap, advise
-from zeroshard.tiers.memory import host_memory, return_freed_memory
+from zeroshard.tiers.memory import host_memory
 
 
 class TierMemory:
@@ -25,35 +25,19 @@ class TierMemory:
     """
 
     def __init__(self, device: torch.device, path: str | None, rank: int) -> None:
-        self.device, self._path, self._rank = device, path, rank
-        self._swap: Swap | None = None
+        self.device = device
+        self.swap = Swap(path.split(":") if path else (), rank)
+        """The files of this rank."""
         self.staging_bytes = 0
         """Bytes of host memory through which values of files pass, and in which activations rest."""
         self.piece_bytes = 0
         """Bytes on the device in which values of the host and of files are stepped."""
 
-    @property
-    def nvme_bytes(self) -> int:
-        """Bytes of the files, those that are free again included."""
-        return 0 if self._swap is None else self._swap.num_bytes
-
-    @property
-    def swap(self) -> Swap:
-        """The files of this rank.
-
-        Raises:
-            ValueError: a folder is not there, or cannot be written to.
-        """
-        if self._swap is None:
-            assert self._path is not None, "the config requires it for the tier of files"
-            return_freed_memory()  # units that come from files and go are to keep no memory
-            self._swap = Swap(self._path.split(":"), self._rank)
-        return self._swap
-
     def empty(self, size: int, dtype: torch.dtype, tier: Tier) -> Tensor:
         """Return memory for values, [size].
 
         Raises:
+            ValueError: a folder of files is not there, or cannot be written to.
             RuntimeError: there is no such memory.
         """
         if tier is Tier.DEVICE or not size:
@@ -75,7 +59,7 @@ class TierMemory:
 
     def is_in_files(self, tensor: Tensor) -> bool:
         """True if a tensor shows a part of the files."""
-        return self._swap is not None and self._swap.extent_of(tensor) is not None
+        return self.swap.extent_of(tensor) is not None
 
     def evict(self, tensor: Tensor) -> None:
         """Take pages of files that were read or written through a tensor out of memory."""
@@ -98,8 +82,8 @@ class TierMemory:
         Raises:
             RuntimeError: its values are lost; the message names the file.
         """
-        if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
-            self._swap.check(extent)
+        if (extent := self.swap.extent_of(tensor)) is not None:
+            self.swap.check(extent)
 
     def renew(self, tensor: Tensor) -> None:
         """Prepare memory whose values will all be written through tensors, after earlier writes have failed.
@@ -107,8 +91,8 @@ class TierMemory:
         Raises:
             RuntimeError: a file was removed or truncated; the message names it.
         """
-        if self._swap is not None and (extent := self._swap.extent_of(tensor)) is not None:
-            self._swap.renew(extent)
+        if (extent := self.swap.extent_of(tensor)) is not None:
+            self.swap.renew(extent)
 
     def write(self, place: Tensor, values: Tensor) -> None:
         """Write values to their place at rest; the host waits.
