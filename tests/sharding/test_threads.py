@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.stepping import threads
-from zeroshard.stepping.threads import BlockBatch, over_blocks
+from zeroshard.stepping.threads import BlockBatch
+
+
+def over_blocks(work, num_blocks):
+    batch = BlockBatch()
+    batch.add(work, num_blocks)
+    batch.run()
 
 
 @pytest.fixture

@@ -49,7 +49,8 @@ class Averages:
         self._runtime, memory = runtime, runtime.context.memory
         self._values: dict[FlatBuffer, Tensor] = {}
         """The averages of each buffer, [n], as many as `buffer.main` has."""
-        self._copies: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+        """The copies of the model's buffers, by name; those that a checkpoint leaves out, too."""
         self._last = Mark(None)
         """The end of the last copy of averages to the host."""
         trained = [buffer for buffer in runtime.buffers if buffer.trainable]
@@ -88,15 +89,10 @@ class Averages:
         }
 
     @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        """The copies of the model's buffers, by name; those that a checkpoint leaves out, too."""
-        return self._copies
-
-    @property
     def tensors(self) -> Iterator[Tensor]:
         """All memory of the averages."""
         yield from self._values.values()
-        yield from self._copies.values()
+        yield from self.buffers.values()
 
     def begin_anew(self) -> None:
         """Drop the updates: averages are the present values until the next one."""
@@ -112,7 +108,7 @@ class Averages:
         for buffer in self._values:
             self._runtime.state.follow_step(buffer.unit_name, functools.partial(self._update, buffer, weight))
         for name, value in self._runtime.module.named_buffers():
-            self._copies[name] = value.detach().clone()
+            self.buffers[name] = value.detach().clone()
         self.num_updates += 1
 
     def _update(self, buffer: FlatBuffer, weight: float) -> None:
@@ -156,7 +152,7 @@ class Averages:
         runtime.state.is_averaged = True
         try:
             self._last.synchronize()
-            self._write(self._values.values(), self._copies)
+            self._write(self._values.values(), self.buffers)
             yield
         finally:
             runtime.state.is_averaged = False

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zeroshard.plan.layout import BLOCK
-from zeroshard.stepping.threads import over_blocks
+from zeroshard.stepping.threads import BlockBatch
 
 compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False)
 
@@ -71,5 +71,7 @@ def _round_blocks(out: Any, values: Any, key: Any, start: int, first: int, last:
 def round_into(out: Tensor, values: Tensor, key: int, start: int) -> None:
     """Round like `rounding.round_into`; both tensors are contiguous, on the CPU."""
     fixed = out.view(torch.uint16).numpy(), values.view(torch.uint32).numpy(), np.uint64(key), start
-    over_blocks(lambda first, last: _round_blocks(*fixed, first, last), -(-out.numel() // BLOCK))
+    batch = BlockBatch()
+    batch.add(lambda first, last: _round_blocks(*fixed, first, last), -(-out.numel() // BLOCK))
+    batch.run()
     increment_version(out)  # numpy does not count changes

@@ -38,6 +38,7 @@ from zeroshard.plan.layout import BLOCK, Span, round_up
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.stepping.parts import Home, part_of, per_element, show
+from zeroshard.tiers import swapfile
 from zeroshard.tiers.files import FileTransfer
 from zeroshard.tiers.places import TierMemory
 
@@ -148,15 +149,11 @@ class FileStore(HostStore):
     """
 
     tier = Tier.DISK
+    alignment = swapfile.BLOCK
 
     def __init__(self, memory: TierMemory, streams: Streams, steps_on: Tier) -> None:
         super().__init__(memory, streams)
         self._steps_on = steps_on
-
-    @property
-    def alignment(self) -> int:  # type: ignore[override]
-        """Bytes of a block of the files."""
-        return self.memory.swap.alignment
 
     def reserve(self, piece: Piece, num_bytes: int) -> None:
         """Make a piece as large as that; the host waits.
@@ -523,8 +520,10 @@ class _Block:
             if not self._piece.start and not (is_there and states.get(p, {}).get(name) is whole):
                 self._wholes[name] = memory.empty(math.prod(shape), value.dtype, self._store.tier).view(shape)
             target = part_of(self._wholes[name], self._piece, size)
-            memory.write(target, value)
-            if target.dim() == 1:
+            if target.dim() > 1:
+                target.copy_(value)
+            else:
+                memory.fill(target.view(torch.uint8), [(0, value)])
                 self._places[p, name] = (len(self.main) + len(self._states), 0, target)
                 self._states.append(target.view(torch.uint8))
 

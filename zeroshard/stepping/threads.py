@@ -65,16 +65,6 @@ class BlockBatch:
             end()
 
 
-def over_blocks(work: Work, num_blocks: int) -> None:
-    """Call `work(first, last)` for parts of the range [0, num_blocks); this thread takes one of them.
-
-    Returns when all parts are done. Raises the first error of any part.
-    """
-    batch = BlockBatch()
-    batch.add(work, num_blocks)
-    batch.run()
-
-
 def _do(ranges: Sequence[tuple[Work, int]], first: int, last: int) -> None:
     """Do the blocks from first to before last, counted through all ranges."""
     for work, num_blocks in ranges:

@@ -103,8 +103,7 @@ class FileTransfer:
             RuntimeError: a part could not be read or written. The message names the file; each further call
                 raises it again.
         """
-        failure = self.join()
-        if failure:
+        if failure := self.join():
             raise RuntimeError(failure)
 
     def join(self) -> str:
@@ -117,8 +116,6 @@ class FileTransfer:
 class Extent:
     """Space in the files of a `Swap`, for values of a fixed size."""
 
-    padded: int
-    """Bytes, in whole blocks."""
     chunks: tuple[Chunk, ...]
     writes: dict[int, FileTransfer] = field(default_factory=dict)
     """The last write of each range, by its first byte. After an error its values are lost."""
@@ -126,9 +123,6 @@ class Extent:
 
 class Swap:
     """The files of one rank on the nvme tier: one in each folder, with the chunks of an extent in turns."""
-
-    alignment = BLOCK
-    """Bytes of a block and of a page, the multiple that space is rounded up to."""
 
     def __init__(self, folders: Sequence[str | Path], rank: int, num_threads: int = 4) -> None:
         """Files are opened for the first values; then those of processes that were killed are removed.
@@ -167,7 +161,7 @@ class Swap:
             RuntimeError: the disk is full. The message has the bytes that were asked for and that are free.
         """
         self._check_process()
-        padded = round_up(num_bytes, self.alignment)
+        padded = round_up(num_bytes, BLOCK)
         with self._lock:
             if not self._files:
                 return_freed_memory()  # units that come from files and go are to keep no memory
@@ -175,7 +169,7 @@ class Swap:
             chunks = self._free[padded].pop() if self._free[padded] else self._reserve(padded)
         ranges = [(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes) for chunk in chunks]
         tensor = map_ranges(ranges, self._free_mapped)
-        self._mapped[tensor.data_ptr()] = Extent(padded, chunks)
+        self._mapped[tensor.data_ptr()] = Extent(chunks)
         return tensor
 
     def _reserve(self, padded: int) -> tuple[Chunk, ...]:
@@ -221,7 +215,7 @@ class Swap:
         # under way: it would hold the tensor.
         extent = self._mapped.pop(address)
         with self._lock:
-            self._free[extent.padded].append(extent.chunks)
+            self._free[sum(chunk.num_bytes for chunk in extent.chunks)].append(extent.chunks)
 
     def read(self, values: Tensor, into: Tensor) -> FileTransfer:
         """Start to read values past the page cache; waits for a write of this range that is under way.

@@ -12,6 +12,7 @@ from zeroshard.comm.streams import mark_here
 from zeroshard.plan.tiers import Tier
 from zeroshard.tiers.files import Swap, advise
 from zeroshard.tiers.memory import host_memory
+from zeroshard.tiers.swapfile import BLOCK
 
 
 class TierMemory:
@@ -94,17 +95,6 @@ class TierMemory:
         if (extent := self.swap.extent_of(tensor)) is not None:
             self.swap.renew(extent)
 
-    def write(self, place: Tensor, values: Tensor) -> None:
-        """Write values to their place at rest; the host waits.
-
-        Raises:
-            RuntimeError: a file could not be written; the message names it.
-        """
-        if place.dim() == 1:
-            self.fill(place.view(torch.uint8), [(0, values)])
-        else:
-            place.copy_(values)
-
     def fill(self, place: Tensor, parts: Sequence[tuple[int, Tensor]]) -> None:
         """Write values to a place at rest, of uint8, each from a byte of it on; the host waits.
 
@@ -112,7 +102,7 @@ class TierMemory:
             RuntimeError: a file could not be written; the message names it.
         """
         is_in_files = self.is_in_files(place)
-        lead = int(place.storage_offset()) % self.swap.alignment if is_in_files else 0
+        lead = int(place.storage_offset()) % BLOCK if is_in_files else 0
         target = self.host(lead + place.nbytes)[lead:] if is_in_files else place
         for start, value in parts:
             target[start : start + value.nbytes].view(value.dtype).view(value.shape).copy_(
