@@ -46,7 +46,8 @@ _MOVES = {
     GradientState.EMPTY: {GradientState.PACKING, GradientState.REDUCING},
     GradientState.PACKING: {GradientState.REDUCING},
     GradientState.REDUCING: {GradientState.REDUCED},
-    GradientState.REDUCED: {GradientState.EMPTY},
+    # A second part, of gradients that came late, is reduced by itself.
+    GradientState.REDUCED: {GradientState.EMPTY, GradientState.PACKING, GradientState.REDUCING},
 }
 
 

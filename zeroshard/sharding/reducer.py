@@ -63,6 +63,11 @@ _BYSTANDER = Role(defers=True)
 """The role of a backward that gives no gradients to parameters: it sends nothing, and sums stay."""
 
 
+_LATE = (GradientState.REDUCING, GradientState.REDUCED)
+"""A parameter that is used outside of its unit's forward, or in a forward before the last backward, may get its
+gradient after the unit was left. The ranks reduce this part by itself, at the end."""
+
+
 class Reducer:
     """Start reductions, keep a few under way, agree on which parameters were used, deliver.
 
@@ -101,6 +106,8 @@ class Reducer:
         """The units that this backward has not begun to reduce, in the order of all ranks."""
         self._ready: set[str] = set()
         """Names of units whose reduction may start when those before them have started."""
+        self._late: list[tuple[Gradients, int, Tensor]] = []
+        """Gradients, each with the index of its parameter, that came after the reduction of their unit."""
         self.under_way: list[Unit] = []
         """Units whose reductions are under way, the newest last."""
         self._ahead: dict[Unit, None] = {}
@@ -195,13 +202,16 @@ class Reducer:
         takes = self.set_aside.get(gradients)
         if takes is not None and takes(index, gradient):
             return
-        if gradients.state is not GradientState.PACKING:
-            if gradients.state is not GradientState.EMPTY:
+        if gradients.state in _LATE:
+            if self.step_unit is not None:
                 raise RuntimeError(
-                    f"'{gradients.buffer.originals[index].fqn}' got its gradient after the gradients of "
-                    f"{gradients.buffer.describe()} were reduced: compute with it in the forward of its unit "
-                    "alone, or name in units= the class of a module around all that compute with it"
+                    f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: "
+                    "set offload.step_in_backward=False, and load the last checkpoint"
                 )
+            gradients.used[index] = True
+            self._late.append((gradients, index, gradient))
+            return
+        if gradients.state is not GradientState.PACKING:
             for older in self.under_way[:-1]:  # see [Note: Two packed units]
                 older.wait_reduce()
         gradients.pack(index, gradient)
@@ -389,6 +399,7 @@ class Reducer:
         self._state.has_sums = False
         for unit in self._units:
             unit.drop_gradients()
+        self._late.clear()
         self.under_way, self._ahead = [], {}
         self.pool.release()
 
@@ -400,12 +411,19 @@ class Reducer:
                 different collectives, which a communicator may have mixed up.
         """
         self._start_others()
-        if (used := self._agree(has_failed=False)) is None:
+        used, again = self._agree(has_failed=False)
+        if used is None:
             self._drop()
             raise RuntimeError(
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
                 "are incomplete and were dropped on all ranks"
             )
+        late, self._late = self._late, []
+        for gradients, index, gradient in late:
+            gradients.pack(index, gradient)
+        for unit in again:
+            self._start_now(unit)
+        self._finish()
         self._step_ended(but=0)
         for gradients, own in zip(self._all, used, strict=True):
             gradients.deliver(own)
@@ -415,20 +433,23 @@ class Reducer:
         self.pool.release()
         self._state.has_sums = any(gradients.is_kept for gradients in self._all)
 
-    def _agree(self, has_failed: bool) -> list[list[bool]] | None:
+    def _agree(self, has_failed: bool) -> tuple[list[list[bool]] | None, list[Unit]]:
         """Agree on the end of a backward with all ranks; meanwhile all reductions end.
 
         Returns:
             True where any rank has a gradient, for each buffer and parameter; None if the backward of any
-            rank has ended in an exception.
+            rank has ended in an exception. And the units that have late gradients on any rank.
         """
+        late, units = {gradients for gradients, *_ in self._late}, self._order.reductions
         flags = [flag for gradients in self._all for flag in gradients.used]
+        flags += [not late.isdisjoint(unit.gradients) for unit in units]
         is_odd, self.num_forwards = self.num_forwards % 2 == 1, 0
         flags += [self._order.has_changed, has_failed, is_odd, not is_odd]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
         self._finish()  # steps wait for the answer
         flag = iter(answer())
         used = [list(islice(flag, len(gradients.used))) for gradients in self._all]
+        again = [unit for unit, is_late in zip(units, islice(flag, len(units)), strict=True) if is_late]
         self._must_agree, any_failed, any_odd, any_even = flag
         if any_odd and any_even:
             warn_user(
@@ -438,4 +459,4 @@ class Reducer:
                 "instance with a loss that is multiplied by 0; for extra calls on some ranks, as in "
                 "evaluation, use torch.no_grad()"
             )
-        return None if any_failed else used
+        return None if any_failed else used, again
