@@ -68,7 +68,8 @@ class Landing:
         if (memory := next(free, None)) is None:
             memory = self._memory.empty(values.nbytes, torch.uint8, Tier.HOST)
             self.landed.append(memory)
-        return memory.view(values.dtype).copy_(values, non_blocking=True)
+        target = memory.view(values.dtype)
+        return target.copy_(values, non_blocking=True) if values.numel() else target
 
     def wait(self) -> None:
         """Let the host wait until all values have landed."""
