@@ -121,7 +121,6 @@ class Source:
 
     def follow(self) -> None:
         """Note that the present values are gathered; copy main parameters that were written into `copy`."""
-        self.await_stepped()
         if self.copy is not None and self._copied_at != self.main._version:
             self.copy_to(self.main.detach(), self.copy)
             self._copied_at = self.main._version
