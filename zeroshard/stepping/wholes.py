@@ -218,7 +218,7 @@ class _OwnedPart(NamedTuple):
     """The place of their first element, counted in the slice of this rank."""
 
 
-class _Exchange(NamedTuple):
+class _Trip(NamedTuple):
     """The ranges that go to owners, or come back."""
 
     moves: list[Send]
@@ -233,8 +233,8 @@ class _CallPlan(NamedTuple):
     parts: list[_OwnedPart]
     owned: list[int]
     """The numbers of the parts that this rank owns."""
-    inward: _Exchange
-    outward: _Exchange
+    inward: _Trip
+    outward: _Trip
     label: str
 
 
@@ -342,7 +342,7 @@ class WholesOverRanks:
     def _exchange(
         self,
         plan: _CallPlan,
-        exchange: _Exchange,
+        trip: _Trip,
         tensors: Sequence[Given],
         source: Callable[[Send], Tensor],
     ) -> list[tuple[Send, Tensor]]:
@@ -350,7 +350,7 @@ class WholesOverRanks:
 
         Args:
             plan: the call.
-            exchange: one of its exchanges.
+            trip: one of its exchanges.
             tensors: the tensors of the call.
             source: gives the values of a range that this rank has.
 
@@ -362,15 +362,13 @@ class WholesOverRanks:
         def num_bytes(move: Send) -> int:
             return move.span.size * tensors[plan.parts[move.item].parameter].dtype.itemsize
 
-        here = [(move, source(move)) for move in exchange.moves if move.source == rank]
+        here = [(move, source(move)) for move in trip.moves if move.source == rank]
         found = [(move, values) for move, values in here if move.target == rank]
-        if exchange.label:
+        if trip.label:
             sent = [(move.target, values) for move, values in here if move.target != rank]
-            moves_here = [move for move in exchange.moves if move.source != rank]
+            moves_here = [move for move in trip.moves if move.source != rank]
             expected = [(move.source, num_bytes(move)) for move in moves_here]
-            found += zip(
-                moves_here, all_to_all(self._axis, sent, expected, label=exchange.label), strict=True
-            )
+            found += zip(moves_here, all_to_all(self._axis, sent, expected, label=trip.label), strict=True)
         return found
 
     def _make_plan(
@@ -416,10 +414,10 @@ class WholesOverRanks:
         owned = [number for number, owner in enumerate([*owners, *[rank] * len(alone)]) if owner == rank]
         kept_here = [Send(number, rank, rank, spans[number]) for number in owned if spans[number].size]
 
-        def exchange(what: str, sends: Sequence[Send]) -> _Exchange:
+        def exchange(what: str, sends: Sequence[Send]) -> _Trip:
             moved = [*kept_here, *(move for move in sends if rank in (move.source, move.target))]
             label = f"all-to-all of the {what} of {wholes}" if sends else ""
-            return _Exchange(sorted(moved, key=lambda move: (move.source, move.target)), label)
+            return _Trip(sorted(moved, key=lambda move: (move.source, move.target)), label)
 
         there, back = exchange("slices", inward(items, owners)), exchange("updates", outward(items, owners))
         return _CallPlan([*parts, *alone], owned, there, back, wholes)

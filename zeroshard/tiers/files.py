@@ -143,8 +143,8 @@ class Swap:
         exit."""
         self._lock = threading.RLock()  # a garbage collection under it may free space
         self._free: dict[int, list[tuple[Chunk, ...]]] = defaultdict(list)
-        self._mapped: dict[int, Extent] = {}
-        """By the address of their mapping."""
+        self.mapped: dict[int, Extent] = {}
+        """The extents under tensors of `empty` and their views, by the address of the storage."""
 
     @property
     def num_bytes(self) -> int:
@@ -169,7 +169,7 @@ class Swap:
             chunks = self._free[padded].pop() if self._free[padded] else self._reserve(padded)
         ranges = [(self._files[chunk.file].descriptor, chunk.offset, chunk.num_bytes) for chunk in chunks]
         tensor = map_ranges(ranges, self._free_mapped)
-        self._mapped[tensor.data_ptr()] = Extent(chunks)
+        self.mapped[tensor.data_ptr()] = Extent(chunks)
         return tensor
 
     def _reserve(self, padded: int) -> tuple[Chunk, ...]:
@@ -179,12 +179,6 @@ class Swap:
         for number, file in enumerate(self._files):
             file.reserve(max((c.offset + c.num_bytes for c in chunks if c.file == number), default=0))
         return chunks
-
-    def extent_of(self, tensor: Tensor) -> Extent | None:
-        """Return the extent that a tensor of `empty` shows, or a view of one; None for other memory."""
-        if not self._mapped or not tensor.is_cpu:
-            return None
-        return self._mapped.get(tensor.untyped_storage().data_ptr())
 
     def check(self, extent: Extent) -> None:
         """Check that the files have the values of an extent, before they are read through its tensor.
@@ -213,7 +207,7 @@ class Swap:
     def _free_mapped(self, address: int) -> None:
         # A garbage collection calls this anywhere, while another thread may change the dict. No transfer is
         # under way: it would hold the tensor.
-        extent = self._mapped.pop(address)
+        extent = self.mapped.pop(address)
         with self._lock:
             self._free[sum(chunk.num_bytes for chunk in extent.chunks)].append(extent.chunks)
 
@@ -254,7 +248,7 @@ class Swap:
     def _place_of(self, values: Tensor) -> tuple[Extent, int]:
         """The extent of values, and their first byte in it."""
         self._check_process()
-        return self._mapped[values.untyped_storage().data_ptr()], int(values.storage_offset())
+        return self.mapped[values.untyped_storage().data_ptr()], int(values.storage_offset())
 
     def _start(
         self,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zeroshard.comm.streams import mark_here
 from zeroshard.plan.tiers import Tier
-from zeroshard.tiers.files import Swap, advise
+from zeroshard.tiers.files import Extent, Swap, advise
 from zeroshard.tiers.memory import host_memory
 from zeroshard.tiers.swapfile import BLOCK
 
@@ -60,7 +60,12 @@ class TierMemory:
 
     def is_in_files(self, tensor: Tensor) -> bool:
         """True if a tensor shows a part of the files."""
-        return self.swap.extent_of(tensor) is not None
+        return self._extent_of(tensor) is not None
+
+    def _extent_of(self, tensor: Tensor) -> Extent | None:
+        if not self.swap.mapped or not tensor.is_cpu:
+            return None
+        return self.swap.mapped.get(tensor.untyped_storage().data_ptr())
 
     def evict(self, tensor: Tensor) -> None:
         """Take pages of files that were read or written through a tensor out of memory."""
@@ -83,7 +88,7 @@ class TierMemory:
         Raises:
             RuntimeError: its values are lost; the message names the file.
         """
-        if (extent := self.swap.extent_of(tensor)) is not None:
+        if (extent := self._extent_of(tensor)) is not None:
             self.swap.check(extent)
 
     def renew(self, tensor: Tensor) -> None:
@@ -92,7 +97,7 @@ class TierMemory:
         Raises:
             RuntimeError: a file was removed or truncated; the message names it.
         """
-        if (extent := self.swap.extent_of(tensor)) is not None:
+        if (extent := self._extent_of(tensor)) is not None:
             self.swap.renew(extent)
 
     def fill(self, place: Tensor, parts: Sequence[tuple[int, Tensor]]) -> None:
