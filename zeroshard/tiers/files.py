@@ -313,16 +313,10 @@ def map_ranges(ranges: Sequence[tuple[int, int, int]], when_gone: Callable[[int]
     at = memory.data_ptr()
     system_mmap = ctypes.CDLL(None, use_errno=True).mmap
     system_mmap.restype = ctypes.c_void_p
+    system_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
     for descriptor, offset, num_bytes in ranges:
-        found = system_mmap(
-            ctypes.c_void_p(at),
-            ctypes.c_size_t(num_bytes),
-            mmap.PROT_READ | mmap.PROT_WRITE,
-            mmap.MAP_SHARED | _MAP_FIXED,
-            descriptor,
-            ctypes.c_long(offset),
-        )
-        if found == _FAILED:
+        if system_mmap(at, num_bytes, access, kind, descriptor, offset) == _FAILED:
             raise RuntimeError(f"The system refused to map a file: {os.strerror(ctypes.get_errno())}")
         at += num_bytes
     mapping.when_gone, mapping.address, mapping.process = when_gone, memory.data_ptr(), os.getpid()
