@@ -118,13 +118,14 @@ LEGAL_GRADIENT_MOVES = [
     (PACKING, REDUCING),
     (REDUCING, REDUCED),
     (REDUCED, EMPTY),
+    (REDUCED, PACKING),  # a second gradient in one backward
+    (REDUCED, REDUCING),  # of another rank
 ]
 ILLEGAL_GRADIENT_MOVES = [
     (EMPTY, REDUCED),
     (PACKING, REDUCED),
     (REDUCING, EMPTY),
-    (REDUCING, PACKING),  # a gradient that comes too late
-    (REDUCED, PACKING),
+    (REDUCING, PACKING),
 ]
 
 

@@ -11,7 +11,7 @@ of some units, to which no later backward of the step adds. They are packed like
 bits do not depend on the time of a reduction. Their sums have packed buffers anyway: at the end of the
 backward, and between backwards, the reductions that are left start together and nobody waits for them: they
 go on during whatever comes next. The last backward of the step waits for them, agrees with all ranks and
-delivers; without one, the step does.
+delivers; without one, the step does. A gradient that comes to such a unit nevertheless is reduced by itself.
 
 [Note: Ranks that leave out a batch] A rank may leave out a batch, because it caught an exception of its own
 or skipped a loss. It goes on with its next batch. At stages 0 to 2 its reductions then meet the other ranks'
@@ -64,8 +64,8 @@ _BYSTANDER = Role(defers=True)
 
 
 _LATE = (GradientState.REDUCING, GradientState.REDUCED)
-"""A parameter that is used outside of its unit's forward, or in a forward before the last backward, may get its
-gradient after the unit was left. The ranks reduce this part by itself, at the end."""
+"""A parameter that is used outside of its unit's forward, or in a forward before the last backward, may get
+its gradient after the unit was left. The ranks reduce this part by itself, at the end."""
 
 
 class Reducer:
