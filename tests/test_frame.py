@@ -41,7 +41,7 @@ BUDGETS = {
     "modules that one other module imports": 28,
     "files of a step, two ranks": 33,
     "files of a step, one rank, offload": 35,
-    "words in docs/": 54791,
+    "words in docs/": 54793,
 }
 
 CORE = (
