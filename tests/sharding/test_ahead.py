@@ -154,17 +154,22 @@ def test_reductions_can_be_started_between_backwards_and_go_on(ranks, stage, is_
         same(found, want)
 
 
-def too_early():
+def too_early(is_dropped=False):
     """A backward adds to units that are reduced already."""
     run = Run(3)
+    if is_dropped:
+        run.backward(0, more=True, but=run.second)
+        run.backward(1, more=True)
+        run.engine.zero_grad()
     for number in range(4):
         run.backward(number, more=number < 3, but=run.second if number == 0 else ())
     return run.gradients()
 
 
-def test_a_gradient_that_comes_nevertheless_is_reduced_by_itself(ranks):
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_gradient_that_comes_nevertheless_is_reduced_by_itself(ranks, is_dropped):
     [want, *_] = ranks(2, deferred, 3, {})
-    for found in ranks(2, too_early):
+    for found in ranks(2, too_early, is_dropped):
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, want[name], msg=name)
 

@@ -263,6 +263,11 @@ def states(engine):
     return [value for state in engine.optimizer.state.values() for value in state.values()]
 
 
+def state_dict(engine):
+    states = engine.optimizer.state_dict()["state"]
+    return [value for state in states.values() for value in state.values()]
+
+
 def nothing(_):
     return []
 
@@ -274,7 +279,7 @@ def held_differ(hold):
     return runs.differences(got, want) + ["seen"] * (not same), in_forwards
 
 
-@pytest.mark.parametrize("hold", [nothing, gradients, memory, views, states])
+@pytest.mark.parametrize("hold", [nothing, gradients, memory, views, states, state_dict])
 def test_no_step_waits_once_somebody_may_look_unseen(ranks, hold):
     for found, in_forwards in ranks(2, held_differ, hold):
         assert not found

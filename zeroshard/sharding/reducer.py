@@ -366,11 +366,13 @@ class Reducer:
                     if one is parameter:
                         self._finish()  # of reductions ahead
                         gradients.drop_sum(index)
+                        self._late = [late for late in self._late if late[:2] != (gradients, index)]
 
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
         self._is_tainted = self._state.has_sums = False
         self._delivered = {}
+        self._late.clear()
         self._finish()
         for gradients in self._all:
             if gradients.has_deferred or self._ahead:

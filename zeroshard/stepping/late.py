@@ -56,6 +56,7 @@ class LateSteps:
         self._state.gives_memory = self._step_at_once
         self._state.follow_step = self._follow  # type: ignore[method-assign]
         self.watch(optimizer)
+        optimizer.register_state_dict_pre_hook(lambda _: self._step_at_once())  # its tensors may be kept
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
         optimizer.register_load_state_dict_post_hook(self.watch)
 
