@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 28741,
-    "statements of the package": 23438,
-    "tokens of the package": 273624,
-    "lines of code of the core": 9370,
-    "statements of the core": 8067,
-    "tokens of the core": 86243,
+    "lines of code of the package": 28744,
+    "statements of the package": 23441,
+    "tokens of the package": 273669,
+    "lines of code of the core": 9373,
+    "statements of the core": 8070,
+    "tokens of the core": 86288,
     "lines of code of examples, benchmarks and tools": 7657,
     "lines of the longest file": 600,
     "booleans of the core": 43,
@@ -41,7 +41,7 @@ BUDGETS = {
     "modules that one other module imports": 28,
     "files of a step, two ranks": 33,
     "files of a step, one rank, offload": 35,
-    "words in docs/": 54793,
+    "words in docs/": 54796,
 }
 
 CORE = (
