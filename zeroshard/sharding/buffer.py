@@ -62,7 +62,7 @@ class FlatBuffer:
         """True if `full` holds the values of `main` by itself, without copy or exchange."""
         self.main_span = plan.main_span(context.axes.dp_shard.rank)
         """The flat range that `main` holds."""
-        self.is_read = not plan.is_resident and all(is_stored(original.parameter) for original in originals)
+        self.is_read = all(is_stored(original.parameter) for original in originals)
         """True if each rank has read its own part of the first values; else they are rank 0's values."""
         self.full, main = self._read() if self.is_read else self._take_over()
         own = self.full.detach()[self.main_span.slice] if self.is_resident else None
@@ -307,19 +307,29 @@ class FlatBuffer:
     def _read(self) -> tuple[Tensor, Tensor]:
         """Make `full` and `main` of stored values: each rank reads its own part, a parameter at a time."""
         plan, own, context = self.plan, self.main_span, self._context
-        main = self._empty_main().zero_()
+        # A `full` that is freed at once is never written: on a CPU it takes no memory at all.
+        make = torch.zeros if plan.is_resident else torch.empty
+        full = make(plan.layout.total, dtype=plan.compute_dtype, device=context.device)
+        main = full[own.slice] if plan.is_alias else self._empty_main().zero_()
         context.memory.evict(main)
+        kept = Span(0, plan.layout.total) if plan.is_resident else own
         for index, original in enumerate(self.originals):
             whole = plan.layout.parameter(index)
-            place = whole.intersect(own)
+            place = whole.intersect(kept)
             if place.size:
                 inside = place.shifted(-whole.start)
                 runs = (inside,) if original.cut is None else original.cut.runs(context.axes.tp.rank, inside)
-                main[place.shifted(-own.start).slice].copy_(read_part(original.parameter, *runs))
+                data = read_part(original.parameter, *runs)
+                if plan.main_dtype.itemsize < plan.compute_dtype.itemsize:
+                    data = data.to(plan.main_dtype)  # gathered values will have this precision
+                if plan.is_resident:
+                    full[place.slice].copy_(data)
+                if not plan.is_alias:
+                    part = place.intersect(own)
+                    main[part.shifted(-own.start).slice].copy_(data[part.shifted(-place.start).slice])
             original.parameter.data = original.parameter.new_empty(0)
             context.memory.evict(main)
-        # It is freed at once and never written: on a CPU it takes no memory at all.
-        return torch.empty(plan.layout.total, dtype=plan.compute_dtype, device=context.device), main
+        return full, main
 
     def _empty_main(self) -> Tensor:
         return self._context.memory.empty(self.main_span.size, self.plan.main_dtype, self.plan.main_tier)
