@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 28754,
+    "lines of code of the package": 28753,
     "statements of the package": 23451,
-    "tokens of the package": 273776,
-    "lines of code of the core": 9383,
+    "tokens of the package": 273797,
+    "lines of code of the core": 9382,
     "statements of the core": 8080,
-    "tokens of the core": 86395,
+    "tokens of the core": 86416,
     "lines of code of examples, benchmarks and tools": 7657,
     "lines of the longest file": 600,
     "booleans of the core": 43,

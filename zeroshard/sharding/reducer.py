@@ -63,11 +63,6 @@ _BYSTANDER = Role(defers=True)
 """The role of a backward that gives no gradients to parameters: it sends nothing, and sums stay."""
 
 
-_LATE = (GradientState.REDUCING, GradientState.REDUCED)
-"""A parameter that is used outside of its unit's forward, or in a forward before the last backward, may get
-its gradient after the unit was left. The ranks reduce this part by itself, at the end."""
-
-
 class Reducer:
     """Start reductions, keep a few under way, agree on which parameters were used, deliver.
 
@@ -192,7 +187,7 @@ class Reducer:
         """Take the gradient of the parameter at an index of a buffer.
 
         Raises:
-            RuntimeError: the loss has no loss scale and needs one, or the unit is reduced already.
+            RuntimeError: the loss has no loss scale and needs one, or the unit is stepped already.
         """
         if self.is_half and self._role.scale is None:
             raise RuntimeError(
@@ -202,19 +197,27 @@ class Reducer:
         takes = self.set_aside.get(gradients)
         if takes is not None and takes(index, gradient):
             return
-        if gradients.state in _LATE:
-            if self.step_unit is not None:
-                raise RuntimeError(
-                    f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: "
-                    "set offload.step_in_backward=False, and load the last checkpoint"
-                )
-            gradients.used[index] = True
-            self._late.append((gradients, index, gradient))
-            return
         if gradients.state is not GradientState.PACKING:
+            if gradients.state is not GradientState.EMPTY:
+                self._keep_late(gradients, index, gradient)
+                return
             for older in self.under_way[:-1]:  # see [Note: Two packed units]
                 older.wait_reduce()
         gradients.pack(index, gradient)
+
+    def _keep_late(self, gradients: Gradients, index: int, gradient: Tensor) -> None:
+        """Keep a gradient that came after the reduction of its unit, for one more at the end.
+
+        A parameter that is used outside of its unit's forward, or in a forward before the last backward, may
+        get its gradient after the unit was left.
+        """
+        if self.step_unit is not None:
+            raise RuntimeError(
+                f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: "
+                "set offload.step_in_backward=False, and load the last checkpoint"
+            )
+        gradients.used[index] = True
+        self._late.append((gradients, index, gradient))
 
     def _open_ahead(self, units: Collection[Unit]) -> None:
         """Begin to reduce some units ahead; see [Note: Reductions ahead of the last backward]."""
