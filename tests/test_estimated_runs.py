@@ -157,7 +157,12 @@ def engine_storages(engine: Any) -> set[int]:
     runtime, found = engine._runtime, []
     for unit in runtime.units:
         for buffer in unit.buffers:
-            found += [buffer.main, buffer.full, buffer.source.copy, *(p.grad for p in buffer.unsharded)]
+            found += [
+                buffer.main,
+                buffer.full,
+                getattr(buffer.source.copy, "values", None),
+                *(p.grad for p in buffer.unsharded),
+            ]
         for gradients in unit.gradients:
             found += [gradients._flat, *gradients._reduced.values()]
     found += [parameter.grad for parameter in runtime.parameters]

@@ -45,7 +45,7 @@ BUDGETS = {
 }
 
 CORE = (
-    *("plan", "parameters", "sharding", "stepping", "comm", "full", "tiers", "stores", "internals"),
+    *("plan", "parameters", "sharding", "stepping", "comm", "full", "stores", "internals"),
     "engine",
 )
 PROGRAMS = ("examples", "benchmarks", "tools")
@@ -53,7 +53,7 @@ PROGRAMS = ("examples", "benchmarks", "tools")
 # The layer picture of docs/architecture.md, from the ground up.
 LAYERS = (
     {"plan", "config", "tables", "version", "internals"},
-    {"comm", "tiers", "lazy", "data", "deepspeed", "safetensors"},
+    {"comm", "stores", "lazy", "data", "deepspeed", "safetensors"},
     {"parameters"},
     {"sharding", "agreement"},
     {"stepping", "forwards", "full", "parallel"},

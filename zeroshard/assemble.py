@@ -59,10 +59,10 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context, Meter
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.runtime import Runtime, hook
 from zeroshard.sharding.unit import Unit
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.landing import Landing
+from zeroshard.stores.store import TierMemory
 
 _TAG_OF_ACTIVATIONS, _TAGS_PER_BUFFER = 1, 2
 

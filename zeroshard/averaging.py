@@ -25,8 +25,8 @@ class EMA:
         name: the name in checkpoints, for several averages of one engine.
 
     Raises:
-        ValueError: an argument is not as expected, or differs between ranks; the engine has an average
-            of this name; or optimizer states lie in files (`offload.optimizer="nvme"`).
+        ValueError: an argument is not as expected, or differs between ranks; or the engine has an average
+            of this name.
         RuntimeError: the call is in a forward or backward, or in `unsharded()` or `applied()`.
     """
 

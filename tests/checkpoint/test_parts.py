@@ -14,7 +14,7 @@ from zeroshard.checkpoint.tensors import TensorPart, TensorSlice, open_checkpoin
 from zeroshard.cli.main import main
 from zeroshard.parameters.parts import part_of
 from zeroshard.plan.cuts import Cut, Section
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.store import TierMemory
 
 
 def schedule(optimizer):

@@ -12,6 +12,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zeroshard
 from tests.distributed.training import STAGES, numbers, start, step, token_loss, unequal
 from tests.distributed.training import build as language_model
+from zeroshard.plan import pieces
+from zeroshard.stores.swapfile import SwapFile
 
 DECAY = 0.9
 
@@ -318,15 +320,68 @@ def test_the_memory_report_counts_averages(ranks):
     assert "averages" in ranks(2, memory_of_averages)[0]
 
 
-def in_files(folder):
-    offload = {"optimizer": "nvme", "parameters": "cpu", "nvme_path": str(folder)}
+def in_files(folder, parameters):
+    """Averages in files, in ranges of a block; then a checkpoint of them."""
+    offload = {"optimizer": "nvme", "parameters": parameters, "nvme_path": str(folder)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "NEAR_BYTES", 1024)
+        found = averages_of((3,) if parameters == "nvme" else (1, 3), offload=offload)
+        engine, _ = start(build(), stage=3, offload=offload)
+        ema = zeroshard.EMA(engine, DECAY)
+        (batches, *_) = engine._parts.averages["ema"]._batches.values()
+        assert len(batches) > 1 or dist.get_world_size() > 1
+    for number in range(2):
+        train(engine, number)
+    engine.save_checkpoint(folder / "saved")
+    with ema.applied():
+        shown = engine.full_state_dict()
+    twin, _ = start(build(), stage=1)
+    again = zeroshard.EMA(twin, DECAY)
+    for own, average in ((twin, again), (engine, ema)):
+        own.load_checkpoint(folder / "saved")
+        with average.applied():
+            found += unequal("loaded", own.full_state_dict(), shown)
+    return found
+
+
+@pytest.mark.parametrize("parameters", ["none", "nvme"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_averages_in_files_are_those_of_torch_to_the_bit(ranks, tmp_path, num_ranks, parameters):
+    assert ranks(num_ranks, in_files, tmp_path, parameters)[0] == []
+
+
+def unwritten(folder):
+    """A disk fails while averages are written."""
+    offload = {"optimizer": "nvme", "nvme_path": str(folder)}
     engine, _ = start(build(), stage=3, offload=offload)
-    with pytest.raises(ValueError, match=r"expected offload\.optimizer 'none' or 'cpu', got 'nvme'"):
-        zeroshard.EMA(engine, DECAY)
+    engine.save_checkpoint(folder / "saved")
+    ema = zeroshard.EMA(engine, DECAY)
+    train(engine, 0)
+    engine.full_state_dict()  # ends the step
+    found = []
+
+    def fail(file, values, offset):
+        raise RuntimeError(f"Expected to write '{file.path}': the disk is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SwapFile, "write", fail)
+        engine._parts.averages["ema"].update()
+        with pytest.raises(RuntimeError, match="the disk is gone") as caught, ema.applied():
+            pass
+    found.append(str(caught.value))
+    with pytest.raises(RuntimeError, match="the disk is gone"), ema.applied():
+        pass
+    with pytest.warns(UserWarning, match="begins anew"):
+        engine.load_checkpoint(folder / "saved")
+    with ema.applied():
+        shown = engine.full_state_dict()
+    return found, list(unequal("begun anew", shown, engine.full_state_dict()))
 
 
-def test_main_parameters_in_files_are_refused_by_name(ranks, tmp_path):
-    ranks(1, in_files, tmp_path)
+def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(ranks, tmp_path):
+    messages, differ = ranks(1, unwritten, tmp_path)[0]
+    assert str(tmp_path) in messages[0]
+    assert differ == []
 
 
 def with_parameters_in_files(folder):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.gpu.training import BF16, build, gpus, start
-from tests.tiers.held import held_bytes
-from tests.tiers.test_clipping import num_notes
+from tests.stores.held import held_bytes
+from tests.stores.test_clipping import num_notes
 
 WIDTH, DEPTH = 1024, 8
 MB = 1 << 20

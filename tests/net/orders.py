@@ -9,9 +9,9 @@ ORDERS = (
         name="gathers_read_the_values_before_the_step",
         says="A gather starts from the copy of main parameters on the host as it was before the step.",
         file="zeroshard/sharding/source.py",
-        find="            self.transfer(values, self.copy[start : start + values.numel()])\n",
+        find="            self.copy.store(values, start)\n",
         replace="            pass\n",
-        tests=("tests/tiers/test_offload.py::test_each_way_of_training_gives_the_same_bits",),
+        tests=("tests/stores/test_offload.py::test_each_way_of_training_gives_the_same_bits",),
     ),
     Break(
         name="replicated_parameters_do_not_follow_a_step",
@@ -102,7 +102,7 @@ ORDERS = (
         file="zeroshard/sharding/reducer.py",
         find="if unit.gradients and all(all(one.used) for one in unit.gradients):",
         replace="if True:",
-        tests=("tests/tiers/test_early.py",),
+        tests=("tests/stores/test_early.py",),
     ),
     Break(
         name="the_optimizer_steps_before_the_clipping",
@@ -149,7 +149,7 @@ ORDERS = (
     Break(
         name="steps_in_files_are_not_written_back",
         says="A unit that was read from files and stepped in memory is not written back.",
-        file="zeroshard/stepping/stored.py",
+        file="zeroshard/stores/pieces.py",
         find="self.memory.swap.write(rest, piece.on_host[span], is_there)",
         replace="FileTransfer(())",
         tests=("seed 16",),
@@ -159,7 +159,7 @@ ORDERS = (
         says=(
             "The next unit is read into a host buffer while the last one in it is still written to its file."
         ),
-        file="zeroshard/stepping/stored.py",
+        file="zeroshard/stores/pieces.py",
         find="        piece.wait()\n        if piece.on_host.numel() < num_bytes:\n",
         replace="        if piece.on_host.numel() < num_bytes:\n",
         tests=(
@@ -235,7 +235,7 @@ ORDERS = (
         find="self._ended = [ended.pop()]",
         replace="pass",
         tests=(
-            "tests/tiers/test_early.py::"
+            "tests/stores/test_early.py::"
             "test_a_unit_is_stepped_when_its_backward_reads_its_weights_no_more[UnwatchedReader]",
         ),
     ),
@@ -245,7 +245,7 @@ ORDERS = (
         file="zeroshard/parameters/sharded.py",
         find="        first.state.look()\n",
         replace="",
-        tests=("tests/tiers/test_late.py::test_steps_that_wait_have_the_bits_of_steps_at_once[0-2]",),
+        tests=("tests/stores/test_late.py::test_steps_that_wait_have_the_bits_of_steps_at_once[0-2]",),
     ),
     Break(
         name="a_step_that_waits_reads_memory_of_the_user",
@@ -254,7 +254,7 @@ ORDERS = (
         find=", copy=copies)",
         replace=")",
         tests=(
-            "tests/tiers/test_late.py::"
+            "tests/stores/test_late.py::"
             "test_steps_of_plain_loops_wait_whatever_becomes_of_the_memory_of_their_gradients[1]",
         ),
     ),

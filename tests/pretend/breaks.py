@@ -23,13 +23,13 @@ from zeroshard.comm.collectives import Axis, Channel, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.sharding import runtime
-from zeroshard.sharding.landing import Landing
 from zeroshard.sharding.source import Source
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping import stored
-from zeroshard.stepping.stored import Piece
-from zeroshard.tiers.files import Swap
-from zeroshard.tiers.memory import HostBuffer, HostCopy
+from zeroshard.stores.files import Swap
+from zeroshard.stores.host import HostBuffer, HostCopy
+from zeroshard.stores.landing import Landing
+from zeroshard.stores.pieces import Piece
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
 

@@ -27,8 +27,8 @@ from zeroshard.checkpoint.save import SnapshotMemory
 from zeroshard.checkpoint.tensors import TensorReader
 from zeroshard.comm import activations, collectives, lifecycle, mesh, messages, moves, streams
 from zeroshard.stepping import rounding, wholes
-from zeroshard.tiers import files, places
-from zeroshard.tiers.files import FileTransfer, Swap
+from zeroshard.stores import files, store
+from zeroshard.stores.files import FileTransfer, Swap
 
 _resize = torch.UntypedStorage.resize_
 
@@ -77,7 +77,7 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
 
 def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     """Tell of memory of the host, which torch cannot tell from that of the pretend device."""
-    patch.setattr(places, "host_memory", _pinning(places.host_memory, trace))
+    patch.setattr(store, "host_memory", _pinning(store.host_memory, trace))
     map_ranges, reserve, round_ = files.map_ranges, SnapshotMemory._reserve, rounding._round
 
     def mapped(*args: Any) -> torch.Tensor:

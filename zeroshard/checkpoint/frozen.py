@@ -20,7 +20,7 @@ from zeroshard.checkpoint.places import Box
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, Stored, TensorSlice, dtype_name, written_slices
 from zeroshard.comm.collectives import on_all
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.store import TierMemory
 
 _POLYNOMIAL = 0xEDB88320
 """The polynomial of crc32, the bit of the highest power last."""

@@ -32,7 +32,7 @@ from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.comm.collectives import Axis, on_all, on_first
 from zeroshard.comm.lifecycle import BackgroundGroup, open_background_group
 from zeroshard.comm.streams import host_wait
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.store import TierMemory
 
 if TYPE_CHECKING:
     from zeroshard.checkpoint.writer import Written

@@ -42,7 +42,7 @@ from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import Span
 from zeroshard.plan.tiers import Tier
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.store import TierMemory
 
 _OF_PIPELINES = frozenset(NOTED_CHANGES.values())
 """The states that asynchronous pipelines add to the states of optimizers."""

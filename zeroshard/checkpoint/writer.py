@@ -28,7 +28,7 @@ from zeroshard.checkpoint.files import naming
 from zeroshard.checkpoint.manifest import FileRecord
 from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, tile, to_row
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.store import TierMemory
 
 INDEX = ".metadata"
 

@@ -29,11 +29,11 @@ from zeroshard.comm.device import available_backends, use_device
 from zeroshard.comm.lifecycle import start_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import mark_here
+from zeroshard.stores.budget import folders_of_groups, host_bytes_free
+from zeroshard.stores.files import Swap
+from zeroshard.stores.host import host_memory
+from zeroshard.stores.swapfile import check_folder
 from zeroshard.tables import format_bytes, render
-from zeroshard.tiers.budget import folders_of_groups, host_bytes_free
-from zeroshard.tiers.files import Swap
-from zeroshard.tiers.memory import host_memory
-from zeroshard.tiers.swapfile import check_folder
 from zeroshard.version import installed_version
 
 _TIMEOUT_S = 120.0

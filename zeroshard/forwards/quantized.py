@@ -29,7 +29,7 @@ from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
-from zeroshard.tiers.memory import return_freed_memory
+from zeroshard.stores.host import return_freed_memory
 
 _BLOCK_OF_SCALES = 256
 """Scales that have one scale, where they are quantized themselves."""

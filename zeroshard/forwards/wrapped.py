@@ -48,9 +48,9 @@ from zeroshard.internals.warn import warn_user
 from zeroshard.plan.names import Cast
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.storage import count_views
 from zeroshard.sharding.unit import Unit
-from zeroshard.tiers.memory import HostCopies, HostCopy
+from zeroshard.stores.host import HostCopies, HostCopy
+from zeroshard.stores.storage import count_views
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 """The names of the cache in attention layers of transformers; their forward adds to it.

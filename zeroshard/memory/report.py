@@ -16,8 +16,8 @@ from zeroshard.forwards.quantized import scales_in
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
+from zeroshard.stores.store import TierMemory
 from zeroshard.tables import LINE, format_bytes, render
-from zeroshard.tiers.places import TierMemory
 
 _STATUS = Path("/proc/self/status")
 
@@ -148,7 +148,7 @@ def measure(
 ) -> MemoryReport:
     """Add up the storages of parameters, scales, gradients, optimizer states, averages, each once."""
     context = runtime.context
-    kept = (b.source.copy for b in runtime.buffers if b.source.copy is not None)
+    kept = (copy.values for b in runtime.buffers if (copy := b.source.copy) is not None)
     resident = (b.full for b in runtime.buffers if b.is_resident)
     parameters = _by_tier([*(b.main for b in runtime.buffers), *kept, *resident], context.memory)
     gradients = _by_tier((p.grad for p in runtime.parameters if p.grad is not None), context.memory)

@@ -22,8 +22,8 @@ from zeroshard.plan.placement import DP_SHARD
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.stepping.early import MOST_UNDER_WAY
-from zeroshard.stepping.stored import NUM_PIECES
-from zeroshard.tiers.budget import check_budget
+from zeroshard.stores.budget import check_budget
+from zeroshard.stores.pieces import NUM_PIECES
 
 
 @dataclass(frozen=True, slots=True)

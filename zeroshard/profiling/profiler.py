@@ -223,7 +223,7 @@ class PhaseRecorder:
                     self._replace(gradients, verb, Label("reduce", unit.described), _never)
             # The streams of an accelerator copy during compute, which notes nothing of it.
             for buffer in unit.buffers if self._runtime.context.device.type == "cpu" else ():
-                self._replace(buffer.source, "transfer", Label("copy", unit.described), _never)
+                self._replace(buffer.source, "load", Label("copy", unit.described), _never)
         self._note_steps()
 
     def detach(self) -> None:

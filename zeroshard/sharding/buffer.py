@@ -29,7 +29,7 @@ from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original, counts
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.source import Source
-from zeroshard.sharding.storage import allocate, release
+from zeroshard.stores.storage import allocate, release
 
 Gather = tuple[Axis, GatherPart]
 """An all-gather that fills a buffer."""
@@ -98,7 +98,7 @@ class FlatBuffer:
     @property
     def main(self) -> Tensor:
         """[shard] or [total], main dtype: the main parameters."""
-        return self.source.main
+        return self.source.store.values
 
     def _make_pair(self, index: int, view: Tensor) -> tuple[ShardedParameter, UnshardedParameter]:
         """Retire an original; make its sharded and unsharded parameter, with the user's attributes."""
@@ -155,7 +155,7 @@ class FlatBuffer:
     def is_stale(self) -> bool:
         """True if main parameters changed since `full` was filled from them."""
         follows = not self.is_alias_of_all and self.full is self._own
-        return follows and self.source.filled_at != self.main._version
+        return follows and self.source.filled != self.source.version
 
     @property
     def shows_main(self) -> bool:
@@ -267,7 +267,7 @@ class FlatBuffer:
         """[total], main dtype: the whole main parameters, a copy."""
         whole = torch.empty(self.layout.total, dtype=self.main.dtype, device=self._context.device)
         own = whole[self.main_span.slice]
-        self.source.copy_to(self.main.detach(), own)
+        self.source.load(self.source.store, own)
         if self.is_partial:
             label = f"all-gather of the main parameters of {self.describe()}"
             self._context.axes.dp_shard.all_gather(whole, own, tag=self.tag, label=label).wait()

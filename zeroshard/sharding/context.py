@@ -10,7 +10,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import Streams
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import Setting
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.store import TierMemory
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.landing import Landing
+from zeroshard.stores.landing import Landing
 
 
 class GradientState(Enum):

@@ -3,12 +3,12 @@
     main    [shard] or [total]  main dtype; always there
     copy    like main           compute dtype; where `main` lies on a tier that gathers do not read
 
-Both may lie on other tiers than the device; the plan says where.
+Both are stores, on any tier; the plan says where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from zeroshard.parameters.state import Phase
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.context import Context
+from zeroshard.stores.store import Store, Values
 
 
 class Source:
@@ -30,57 +31,57 @@ class Source:
     """
 
     def __init__(self, main: Tensor, plan: BufferPlan, unsharded: Tensor | None, context: Context) -> None:
-        self.main = main
         self._plan, self._context = plan, context
-        self.filled_at = self._copied_at = main._version
-        """The versions of `main` that unsharded parameters and `copy` have; -1: another write came.
-
-        Steps and loads report their writes by `changed()`. Edits by the user count versions of torch, which
-        are compared here and nowhere else.
-        """
+        self.store = Store(main, context.memory)
+        """The main parameters."""
         self._copies: list[Mark] = []
         """The ends of copies out of host memory, which the host must not write to before."""
         self._stepped: Mark | None = None
         """The end of the copies of stepped values, to their place and into `copy`; then a gather may read."""
-        self._use: tuple[Hashable, Callable[[], Tensor] | None] = None, None
-        """The name of the values that gathers start from, and the call that gives them; None: `main`."""
-        self.copy = unsharded if plan.copy_tier is not None else None
-        """The main parameters in the compute dtype, if gathers start from such a copy; else None."""
-        if plan.copy_tier is not None and unsharded is None:
-            self.copy = context.memory.empty(main.numel(), plan.compute_dtype, plan.copy_tier)
-            self.copy_to(main, self.copy)
+        self._used: Values | None = None
+        """What gathers start from in place of the main parameters, if anything."""
+        self.copy: Store | None = None
+        """The main parameters in the compute dtype, if gathers start from such a copy."""
+        if plan.copy_tier is not None:
+            memory = unsharded
+            if memory is None:
+                memory = context.memory.empty(main.numel(), plan.compute_dtype, plan.copy_tier)
+                self.load(self.store, memory)
+            self.copy = Store(memory, context.memory)
+        self._copied = self.store.version
+        """The version of main parameters that `copy` has."""
+        self.filled: Hashable = self._copied
+        """The version of the values that unsharded parameters have; None: they are no such values."""
         context.memory.evict(main)
 
     # -- values ---------------------------------------------------------------------------------------
 
+    @property
+    def version(self) -> Hashable:
+        """The version of the values that the next gather starts from."""
+        return (self._used or self.store).version
+
     def changed(self) -> None:
-        """Note that main parameters were written, perhaps by kernels and files, which count no version."""
-        self.filled_at = self._copied_at = -1
+        """Note that main parameters were written, perhaps by kernels and files, or unsharded ones edited."""
+        self.store.changed()
+        self.filled = None
 
-    def use(self, name: Hashable = None, values: Callable[[], Tensor] | None = None) -> None:
-        """Let gathers start from other values than the main parameters; without arguments, from these again.
-
-        Args:
-            name: another name for other values; those under one name are the same.
-            values: gives them, like `main`, in the main or the compute dtype; each gather asks again.
-        """
-        if self._use[0] != name:
-            self.filled_at = -1
-        self._use = name, values
+    def use(self, values: Values | None = None) -> None:
+        """Let gathers start from other values than the main parameters; None: from these again."""
+        self._used = values
 
     def move(self, unsharded: Tensor) -> None:
         """Go on with the same values in other memory of unsharded parameters, which are resident."""
         if self.copy is not None:
-            self.copy = unsharded
+            self.copy.values = unsharded
         if self._plan.is_alias:
-            self.main = unsharded
-            self.filled_at = self._copied_at = unsharded._version
+            self.store.values = unsharded
+            self.filled = self._copied = self.store.version
 
     def write(self, values: Tensor) -> None:
-        """Write main parameters, [n] of any dtype on any device."""
-        self._context.memory.check(self.main)
-        self.main.copy_(values)  # the host waits: it may read them at once
-        self._context.memory.evict(self.main)
+        """Write main parameters, [n] of any dtype on any device; the host waits: it may read them at once."""
+        self.store.store(values)
+        mark_here(self._context.device).synchronize()
 
     def stepped(self, values: Tensor, start: int) -> None:
         """Note that main parameters were written while they were on another tier.
@@ -89,20 +90,20 @@ class Source:
             values: main parameters where they are now, all or some of them. The current stream copies them.
             start: the first of them, counted in `main`.
         """
-        is_current = self._copied_at == self.main._version
+        is_current = self._copied == self.store.version
         self.changed()
         is_in_use = self._plan.is_resident and self._context.state.phase is Phase.BACKWARD
         if self.copy is not None and not is_in_use:
-            self.transfer(values, self.copy[start : start + values.numel()])
-            if is_current or values.numel() == self.main.numel():
-                self._copied_at = self.main._version
+            self.copy.store(values, start)
+            if is_current or values.numel() == self.store.values.numel():
+                self._copied = self.store.version
         self._stepped = mark_here(self._context.device)
 
     # -- gathers --------------------------------------------------------------------------------------
 
-    def read_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Let the system read the values that the next gather starts from, if they lie in files."""
-        self._context.memory.fetch(self.main if self.copy is None else self.copy)
+        (self.copy or self.store).prefetch()
 
     def check(self) -> None:
         """Check the values that a gather starts from.
@@ -110,8 +111,8 @@ class Source:
         Raises:
             RuntimeError: they are lost; the message names their file.
         """
-        copy = self.copy if self._copied_at == self.main._version else None
-        self._context.memory.check(self.main if copy is None else copy)
+        copy = self.copy if self._copied == self.store.version else None
+        (copy or self.store).check()
 
     def await_stepped(self) -> None:
         """Let the current stream wait for the copy of stepped values, which another stream may do."""
@@ -121,10 +122,10 @@ class Source:
 
     def follow(self) -> None:
         """Note that the present values are gathered; copy main parameters that were written into `copy`."""
-        if self.copy is not None and self._copied_at != self.main._version:
-            self.copy_to(self.main.detach(), self.copy)
-            self._copied_at = self.main._version
-        self.filled_at = self.main._version
+        if self.copy is not None and self._copied != self.store.version:
+            self.load(self.store, self.copy.values)
+            self._copied = self.store.version
+        self.filled = self.version
 
     def begin(self, own: Tensor) -> Tensor:
         """Return the values that a gather starts from, in `own` unless it can read them where they are.
@@ -132,16 +133,12 @@ class Source:
         Args:
             own: this rank's part of the unsharded parameters.
         """
-        if (others := self._use[1]) is not None:
-            values = others()
-        else:
-            values = self.main.detach() if self.copy is None else self.copy
-        if self.copy is not None and self._plan.is_resident:
-            return values
-        is_near = values.dtype == own.dtype and self._plan.gather_tier is Tier.DEVICE
-        if is_near and self._plan.is_partial:
-            return values
-        self.copy_to(values, own)
+        values = self._used or self.copy or self.store
+        if isinstance(values, Store):
+            is_near = values.values.dtype == own.dtype and self._plan.gather_tier is Tier.DEVICE
+            if (values is self.copy and self._plan.is_resident) or (is_near and self._plan.is_partial):
+                return values.values.detach()
+        self.load(values, own)
         del self._copies[:-1]  # this stream has begun after them
         return own
 
@@ -158,29 +155,17 @@ class Source:
         for mark in self._copies:
             mark.wait()
 
-    def copy_to(self, values: Tensor, target: Tensor) -> None:
-        """Copy main parameters, or their copy, on the current stream; note it if they lie on the host."""
-        self.transfer(values, target)
+    def load(self, values: Values, out: Tensor) -> None:
+        """Load main parameters, or what is used for them; note it if they lie on the host."""
+        values.load(out)
         if self._plan.main_tier is not Tier.DEVICE:
             mark = mark_here(self._context.device)
             if mark.event is not None:
                 self._copies.append(mark)
                 self._context.state.reads_main = True
 
-    def transfer(self, values: Tensor, target: Tensor) -> None:
-        """Copy values of any tier and dtype, on the current stream; a device that is not the host casts."""
-        memory = self._context.memory
-        memory.fetch(values)
-        memory.check(target)
-        if values.is_cpu and not target.is_cpu:  # torch would cast on the host, and wait
-            values = values.to(target.device, non_blocking=True)
-        target.copy_(values, non_blocking=True)
-        memory.evict(values)
-        memory.evict(target)
-
     def release(self) -> None:
         """Drop all values; tensors that others hold keep theirs."""
         self.await_stepped()
         self.await_copies()
-        self.main, self.copy = self.main.new_empty(0), None
-        self.filled_at = self._copied_at = self.main._version
+        self.store.values, self.copy, self._used = self.store.values.new_empty(0), None, None

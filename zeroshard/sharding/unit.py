@@ -304,7 +304,7 @@ class Unit:
         """Let the system read what the next gather starts from, if it lies in files."""
         if self.state is UnitState.SHARDED:
             for buffer in self.buffers:
-                buffer.source.read_ahead()
+                buffer.source.prefetch()
 
     def wait(self) -> None:
         """Let compute wait for the full parameters; start their gather if nobody has."""

@@ -44,8 +44,9 @@ from zeroshard.stepping.rounding import (
     has_kernels,
     load_states,
 )
-from zeroshard.stepping.stored import FileStore, HostStore, StoreHome
+from zeroshard.stepping.stored import StoreHome
 from zeroshard.stepping.wholes import UsesWholes, WholesOverRanks
+from zeroshard.stores.pieces import pieces_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +114,14 @@ def _homes(
     context = runtime.context
     homes: list[Home] = []
     if travelling:
-        store = HostStore(context.memory, context.streams)
-        if any(g.buffer.plan.state_tier is Tier.DISK for g in travelling):
-            steps_on = Tier.HOST if context.setting.host_computes else Tier.DEVICE
-            store = FileStore(context.memory, context.streams, steps_on)
+        tiers = [g.buffer.plan.state_tier for g in travelling]
+        pieces = pieces_for(tiers, context.memory, context.streams)
         parts = [
             (g.buffer, indices, pieces_of(g.buffer, indices) if is_divisible(optimizer) else [None])
             for g, found in travelling.items()
             for indices in found
         ]
-        homes.append(StoreHome(parts, store, starts))
+        homes.append(StoreHome(parts, pieces, starts))
         for gradients in travelling:
             gradients.is_stepped_near = gradients.landing is not None
     if rounding is not None:

@@ -12,20 +12,22 @@ transformers) then has averages, and knows nothing of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm import moves
-from zeroshard.comm.streams import Mark, mark_here
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_averages
+from zeroshard.plan import pieces
+from zeroshard.plan.layout import Span
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stores.pieces import pieces_for
+from zeroshard.stores.store import Store
 
 
 class Averages:
@@ -39,31 +41,31 @@ class Averages:
         decay: 0 to 1, the share of the average that an update keeps.
 
     Raises:
-        ValueError: `decay` is no such number, or optimizer states lie in files.
+        ValueError: `decay` is no such number.
     """
 
     def __init__(self, runtime: Runtime, decay: Any) -> None:
         self.decay = decay
         self.num_updates = 0
         """Updates so far."""
-        self._runtime, memory = runtime, runtime.context.memory
-        self._values: dict[FlatBuffer, Tensor] = {}
+        self._runtime, context = runtime, runtime.context
+        self._values: dict[FlatBuffer, Store] = {}
         """The averages of each buffer, [n], as many as `buffer.main` has."""
+        self._batches: dict[FlatBuffer, list[_Batch]] = {}
+        """The ranges of averages that travel to the device together, one after the other."""
         self.buffers: dict[str, Tensor] = {}
         """The copies of the model's buffers, by name; those that a checkpoint leaves out, too."""
-        self._last = Mark(None)
-        """The end of the last copy of averages to the host."""
         trained = [buffer for buffer in runtime.buffers if buffer.trainable]
-        for buffer in trained:
-            if buffer.plan.state_tier is Tier.DISK:
-                raise ValueError(
-                    "averages of parameters in files are not supported: expected offload.optimizer 'none' "
-                    f"or 'cpu', got 'nvme', where {buffer.describe()} has its optimizer states"
-                )
+        tiers = [buffer.plan.state_tier for buffer in trained]
+        self._pieces = pieces_for(tiers, context.memory, context.streams)
         with torch.inference_mode(False):
             for buffer in trained:
                 dtype = torch.promote_types(buffer.main.dtype, torch.float32)
-                self._values[buffer] = memory.empty(buffer.main.numel(), dtype, buffer.plan.state_tier)
+                values = context.memory.empty(buffer.main.numel(), dtype, buffer.plan.state_tier)
+                self._values[buffer] = Store(values, context.memory)
+                is_near = buffer.plan.state_tier is Tier.DEVICE
+                spans = [] if is_near else pieces.cut(values.numel(), pieces.NEAR_BYTES // values.itemsize)
+                self._batches[buffer] = [_Batch(span, values, self._pieces.alignment) for span in spans]
             self.begin_anew()
 
     @property
@@ -81,22 +83,25 @@ class Averages:
     def parameters(self) -> dict[ShardedParameter, Tensor]:
         """The average of this rank's slice of each trained parameter, [n]; the host waits for updates."""
         self._runtime.state.look()
-        self._last.synchronize()
+        self._pieces.wait()
         return {
-            sharded: part
-            for buffer, values in self._values.items()
-            for sharded, part in zip(buffer.sharded, _slices(buffer, values), strict=True)
+            sharded: store.values[buffer.sharded_span(index).slice]
+            for buffer, store in self._values.items()
+            for index, sharded in enumerate(buffer.sharded)
         }
 
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All memory of the averages."""
-        yield from self._values.values()
+        yield from (store.values for store in self._values.values())
         yield from self.buffers.values()
 
     def begin_anew(self) -> None:
         """Drop the updates: averages are the present values until the next one."""
         self._runtime.state.look()
+        self._pieces.join()  # what could not be written is written anew
+        for store in self._values.values():
+            self._runtime.context.memory.renew(store.values)
         self.num_updates = 0
         self.update()
         self.num_updates = 0
@@ -105,6 +110,7 @@ class Averages:
     def update(self) -> None:
         """Take in the values after a step; those of a step that waits together with it."""
         weight = 1 - self._decay if self.num_updates else 1.0
+        self._pieces.expect([batch for batches in self._batches.values() for batch in batches])
         for buffer in self._values:
             self._runtime.state.follow_step(buffer.unit_name, functools.partial(self._update, buffer, weight))
         for name, value in self._runtime.module.named_buffers():
@@ -113,21 +119,41 @@ class Averages:
 
     def _update(self, buffer: FlatBuffer, weight: float) -> None:
         """Update the averages of a buffer on the device that computes."""
-        device, values = self._runtime.context.device, self._values[buffer]
         buffer.source.await_stepped()
-        near, main = moves.to_device(values, device), moves.to_device(buffer.main.detach(), device)
+        batches = self._batches[buffer]
+        if not batches:
+            values = self._values[buffer].values
+            self._take_in(buffer, Span(0, values.numel()), values, weight)
+        for batch in batches:
+            piece = self._pieces.fetch(batch)
+            self._take_in(buffer, batch.span, batch.values_in(piece.memory), weight)
+            with self._pieces.writing(batch.places(), piece):
+                pass
+
+    def _take_in(self, buffer: FlatBuffer, span: Span, averages: Tensor, weight: float) -> None:
+        """Take in a range of the main parameters of a buffer.
+
+        Args:
+            averages: of the range, where it is computed.
+        """
+        memory, main = self._runtime.context.memory, buffer.main.detach()[span.slice]
         if weight == 1.0:
-            near.copy_(main)
-        else:
-            # Parameter by parameter, as torch does it: kernels may compute the last elements of a tensor in
-            # another way than the others. Slices begin at blocks, so their last elements are the same ones.
-            pairs = zip(_slices(buffer, near), _slices(buffer, main.to(near.dtype)), strict=True)
-            if taken := [pair for pair in pairs if pair[0].numel()]:
-                own, present = zip(*taken, strict=True)
-                torch._foreach_lerp_(list(own), list(present), weight)
-        if near is not values:
-            values.copy_(near, non_blocking=True)
-            self._last = mark_here(device)
+            memory.copy(main, averages)
+            return
+        if buffer.plan.main_tier is not Tier.DEVICE:
+            memory.copy(main, near := torch.empty_like(averages))
+            main = near
+        # Parameter by parameter, as torch does it: kernels may compute the last elements of a tensor in
+        # another way than the others. Slices and ranges begin at blocks, so their last elements are the same.
+        parts = [
+            buffer.sharded_span(index).intersect(span).shifted(-span.start)
+            for index in range(len(buffer.sharded))
+        ]
+        if taken := [part.slice for part in parts if part.size]:
+            present = main.to(averages.dtype)
+            torch._foreach_lerp_(
+                [averages[part] for part in taken], [present[part] for part in taken], weight
+            )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -145,13 +171,11 @@ class Averages:
         runtime.require_slices(what)
         refuse_averages(runtime.state, what)
         with torch.inference_mode(False), torch.no_grad():
-            mains = [(buffer.main.detach(), buffer.plan.main_tier) for buffer in self._values]
-            empty = runtime.context.memory.empty
-            trained = [empty(main.numel(), main.dtype, tier).copy_(main) for main, tier in mains]
+            trained = [self._copy_of_main(buffer) for buffer in self._values]
             buffers = {name: value.detach().clone() for name, value in runtime.module.named_buffers()}
         runtime.state.is_averaged = True
         try:
-            self._last.synchronize()
+            self._pieces.wait()
             self._write(self._values.values(), self.buffers)
             yield
         finally:
@@ -163,11 +187,17 @@ class Averages:
                 finally:
                     self._write(trained, buffers)
 
+    def _copy_of_main(self, buffer: FlatBuffer) -> Store:
+        memory, main = self._runtime.context.memory, buffer.source.store
+        store = Store(memory.empty(main.values.numel(), main.values.dtype, buffer.plan.main_tier), memory)
+        main.load(store.values)
+        return store
+
     @torch.no_grad()
-    def _write(self, parameters: Iterable[Tensor], buffers: Mapping[str, Tensor]) -> None:
+    def _write(self, parameters: Iterable[Store], buffers: Mapping[str, Tensor]) -> None:
         runtime = self._runtime
-        for buffer, values in zip(self._values, parameters, strict=True):
-            buffer.source.write(values)
+        for buffer, store in zip(self._values, parameters, strict=True):
+            buffer.source.write(store.values)
         for name, value in runtime.module.named_buffers():
             if name in buffers and buffers[name].shape == value.shape:
                 value.copy_(buffers[name])
@@ -175,6 +205,29 @@ class Averages:
         runtime.passes.refresh()
 
 
-def _slices(buffer: FlatBuffer, flat: Tensor) -> list[Tensor]:
-    """The parts of a flat range as long as `buffer.main` that the sharded parameters take, in their order."""
-    return [flat[buffer.sharded_span(index).slice] for index in range(len(buffer.sharded))]
+class _Batch:
+    """Averages of a range of a buffer, which travel together.
+
+    Args:
+        span: the range.
+        values: the averages of the buffer.
+        alignment: of the pieces of memory, in bytes.
+    """
+
+    def __init__(self, span: Span, values: Tensor, alignment: int) -> None:
+        self.span, self._dtype = span, values.dtype
+        self._place = values[span.slice].view(torch.uint8)
+        start = int(self._place.storage_offset()) % alignment
+        self._bytes = slice(start, start + self._place.nbytes)
+
+    def lay_out(self) -> int:
+        """The bytes in a piece."""
+        return self._bytes.stop
+
+    def places(self) -> Sequence[tuple[Tensor, slice]]:
+        """The place at rest, with its range in a piece."""
+        return [(self._place, self._bytes)]
+
+    def values_in(self, memory: Tensor) -> Tensor:
+        """The averages in a piece."""
+        return memory[self._bytes].view(self._dtype)

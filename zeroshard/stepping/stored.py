@@ -1,17 +1,8 @@
 """Values that rest on a farther tier: they are read to where they are stepped, and written back.
 
-    read      part 2           part 3           part 4
-    step               part 1           part 2           part 3
-    write              part 0           part 1           part 2
-
 Between steps a main parameter and its states are tensors at rest, which anybody may read and write. For a
 part of a step, parameters and the states of a twin of the optimizer are ranges of one of three pieces of
-memory, on the device that steps. A store moves the values:
-
-    HostStore    from pinned memory of the host. Copies run on a stream for each direction, and compute alone
-                 waits for them. The host waits at the end of the step
-    FileStore    from files to pinned memory of the host, past the page cache, and on from there. The host
-                 waits for reads
+memory, on the device that steps; `stores/pieces.py` moves the values.
 
 Main parameters that lie on the device anyway are stepped where they are. States that are new, or come from
 elsewhere, get a place at rest after their step, side by side for each part. A large parameter is moved in
@@ -30,183 +21,19 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.comm import moves
-from zeroshard.comm.streams import Mark, Streams, mark_here
+from zeroshard.comm.streams import mark_here
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.layout import BLOCK, Span, round_up
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.stepping.parts import Home, part_of, per_element, show
-from zeroshard.tiers import swapfile
-from zeroshard.tiers.files import FileTransfer
-from zeroshard.tiers.places import TierMemory
-
-NUM_PIECES = 3
-"""Pieces of memory: one is read, one is stepped, one is written."""
-_ALIGNMENT = 64
-"""Bytes: states side by side begin at a multiple, for loads of vectors."""
+from zeroshard.stores.pieces import ALIGNMENT, HostPieces
 
 Key = tuple[ShardedParameter, str]
 """A state: its parameter and its name."""
 States = MutableMapping[Any, dict[str, Any]]
 """The states of an optimizer by parameter and name."""
-Places = Sequence[tuple[Tensor, slice]]
-"""Places at rest, uint8, each with its range of bytes in a piece."""
-
-
-class Piece:
-    """Memory in which a part is stepped, with the copies and transfers that use it."""
-
-    def __init__(self) -> None:
-        self.memory = self.on_host = torch.empty(0, dtype=torch.uint8)
-        """Of the device that steps; and of the host, between files and that device."""
-        self.filled = slice(0, 0)
-        """The bytes in use."""
-        self.transfers: list[FileTransfer] = []
-        self.copies: list[Mark] = []
-
-    def follow(self) -> None:
-        """Let the current stream wait for the copies."""
-        for copy in self.copies:
-            copy.wait()
-
-    def join(self) -> str:
-        """Let the host wait for copies and transfers; return the message of the first error, or ""."""
-        copies, self.copies = self.copies, []
-        for copy in copies:
-            copy.synchronize()
-        transfers, self.transfers = self.transfers, []
-        return next(filter(None, [transfer.join() for transfer in transfers]), "")
-
-    def wait(self) -> None:
-        """Let the host wait; raise the first error, after all transfers have ended."""
-        if failure := self.join():
-            raise RuntimeError(failure)
-
-
-class HostStore:
-    """Pinned memory of the host; the host waits for nothing in between.
-
-    Args:
-        memory: the memory of the rank.
-        streams: the side streams of the engine.
-    """
-
-    tier = Tier.HOST
-    alignment = _ALIGNMENT
-    """A value begins at the same byte of a block of this size at rest and in a piece."""
-
-    def __init__(self, memory: TierMemory, streams: Streams) -> None:
-        self.memory, self.streams = memory, streams
-
-    def reserve(self, piece: Piece, num_bytes: int) -> None:
-        """Make a piece as large as that, when its copies and transfers so far have ended."""
-        piece.follow()
-        piece.copies.clear()
-        if piece.memory.numel() < num_bytes:
-            self.memory.piece_bytes += num_bytes - piece.memory.nbytes
-            piece.memory = piece.memory.new_empty(0)  # before the larger one is taken
-            piece.memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.memory.device)
-
-    def read(self, places: Places, piece: Piece) -> None:
-        """Start to read, on the stream of copies to the device."""
-        for rest, span in places:
-            piece.memory[span].copy_(rest, non_blocking=True)
-        piece.copies.append(self.streams.to_device.mark())
-
-    def arrive(self, piece: Piece) -> None:
-        """Let the current stream wait for what was read."""
-        piece.follow()
-
-    def near(self, value: Tensor) -> Tensor:
-        """Return a gradient, or a state that is at no place of the store, where its parameter is stepped."""
-        return moves.to_device(value, self.memory.device)
-
-    def write(self, block: _Block, places: Places, piece: Piece) -> None:
-        """Start to write main parameters, if they travel, and states, after copies out of their places."""
-        source = block.buffer.source
-        with self.streams.to_host.after_compute():
-            source.follow_copies()
-            self._send(places, piece)
-            if block.main:
-                source.stepped(block.main_in(piece.memory), block.start)
-        piece.copies.append(self.streams.to_host.mark())
-
-    def _send(self, places: Places, piece: Piece) -> None:
-        """Copy values to the host."""
-        for rest, span in places:
-            rest.copy_(piece.memory[span], non_blocking=True)
-
-
-class FileStore(HostStore):
-    """Files, past the page cache.
-
-    Args:
-        memory: the memory of the rank.
-        streams: the side streams of the engine.
-        steps_on: the tier whose memory is stepped, the host or the device.
-    """
-
-    tier = Tier.DISK
-    alignment = swapfile.BLOCK
-
-    def __init__(self, memory: TierMemory, streams: Streams, steps_on: Tier) -> None:
-        super().__init__(memory, streams)
-        self._steps_on = steps_on
-
-    def reserve(self, piece: Piece, num_bytes: int) -> None:
-        """Make a piece as large as that; the host waits.
-
-        Raises:
-            RuntimeError: an earlier transfer has failed; the message names the file.
-        """
-        piece.wait()
-        if piece.on_host.numel() < num_bytes:
-            self.memory.staging_bytes += num_bytes - piece.on_host.nbytes
-            piece.on_host = piece.on_host.new_empty(0)  # before the larger one is taken
-            piece.memory = piece.on_host if self._steps_on is Tier.HOST else piece.memory
-            piece.on_host = self.memory.host(num_bytes)
-        piece.filled = slice(0, num_bytes)
-        if self._steps_on is Tier.HOST:
-            piece.memory = piece.on_host
-        else:
-            super().reserve(piece, num_bytes)
-
-    def read(self, places: Places, piece: Piece) -> None:
-        """Start to read."""
-        for rest, span in places:
-            piece.transfers.append(self.memory.swap.read(rest, piece.on_host[span]))
-
-    def arrive(self, piece: Piece) -> None:
-        """Let the host wait for what was read, and the current stream for the copy of it.
-
-        Raises:
-            RuntimeError: a read has failed; the message names the file.
-        """
-        piece.wait()
-        if self._steps_on is Tier.DEVICE:
-            with self.streams.to_device.here():  # compute has let go of the piece: the host has waited
-                piece.memory[piece.filled].copy_(piece.on_host[piece.filled], non_blocking=True)
-            piece.copies.append(self.streams.to_device.mark())
-            piece.follow()
-
-    def write(self, block: _Block, places: Places, piece: Piece) -> None:
-        """Start to write; the threads of the files wait for copies from the device."""
-        super().write(block, places, piece)
-        for rest, span in places:
-            is_there = piece.copies[-1].synchronize
-            piece.transfers.append(self.memory.swap.write(rest, piece.on_host[span], is_there))
-
-    def near(self, value: Tensor) -> Tensor:
-        """Return it where its parameter is stepped."""
-        if self._steps_on is Tier.DEVICE:
-            return super().near(value)
-        return value.clone() if self.memory.is_in_files(value) else value
-
-    def _send(self, places: Places, piece: Piece) -> None:
-        for _, span in places if self._steps_on is Tier.DEVICE else ():
-            piece.on_host[span].copy_(piece.memory[span], non_blocking=True)
 
 
 class StoreHome(Home):
@@ -215,7 +42,7 @@ class StoreHome(Home):
     Args:
         parts: the buffers, each with the indices of parameters that are fetched together, and the pieces of
             them; one that is None has all.
-        store: the store of the tier.
+        pieces: the pieces for the tier.
         starts: the first element of each slice, counted in the whole parameter; for the time of a piece it is
             the first element of the piece.
     """
@@ -223,20 +50,15 @@ class StoreHome(Home):
     def __init__(
         self,
         parts: Iterable[tuple[FlatBuffer, range, Sequence[Span | None]]],
-        store: HostStore,
+        pieces: HostPieces,
         starts: MutableMapping[ShardedParameter, int],
     ) -> None:
-        self._store, self._starts = store, starts
+        self._pieces, self._starts = pieces, starts
         self._blocks_of: dict[ShardedParameter, list[_Block]] = {}
-        for buffer, indices, pieces in parts:
+        for buffer, indices, ranges in parts:
             wholes: dict[str, Tensor] = {}
-            blocks = [_Block(buffer, indices, store, piece, wholes) for piece in pieces]
+            blocks = [_Block(buffer, indices, pieces, one, wholes) for one in ranges]
             self._blocks_of |= {buffer.sharded[index]: blocks for index in indices}
-        self._expected: list[_Block] = []
-        """The blocks that will be fetched next, probably."""
-        self._pieces = [Piece() for _ in range(NUM_PIECES)]
-        self._ahead: tuple[_Block, Piece] | None = None
-        """The block that is read ahead of its step, and where."""
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Begin to read the first part; each later one is read while the part before it is stepped.
@@ -244,9 +66,7 @@ class StoreHome(Home):
         Args:
             parts: the parameters that are fetched together, in their probable order. Others may come, too.
         """
-        self.end_step()  # of an earlier step
-        self._expected = [block for part in parts for block in self._blocks(part)]
-        self._read_ahead()
+        self._pieces.expect([block for part in parts for block in self._blocks(part)])
 
     def num_pieces(self, parameters: Sequence[ShardedParameter]) -> int:
         """Return the number of pieces in which a part is stepped."""
@@ -271,29 +91,24 @@ class StoreHome(Home):
         counting = [group for group in stepped.param_groups if group.get("fused") or group.get("capturable")]
         counts = {p for group in counting for p in group["params"]}
         try:
-            piece = self._fetch(block)
+            piece = self._pieces.fetch(block)
             stepped.state = near = block.hold(piece.memory, states, self._starts, counts)
             yield
+            source = block.buffer.source
             with torch.no_grad():
-                self._store.write(block, block.pack(piece.memory, near, states), piece)
+                written = block.pack(piece.memory, near, states)
+                with self._pieces.streams.to_host.here():
+                    source.follow_copies()
+                with self._pieces.writing(written, piece):
+                    if block.main:
+                        source.stepped(block.main_in(piece.memory), block.start)
         except BaseException:
-            self._join()
-            mark_here(self._store.memory.device).synchronize()  # it may read states and gradients on the host
+            self._pieces.join()
+            mark_here(self._pieces.memory.device).synchronize()  # it may read states and gradients there
             raise
         finally:
             stepped.state = states
             block.release(self._starts)
-
-    def _fetch(self, block: _Block) -> Piece:
-        """Wait for a block, and begin to read the one that is expected next."""
-        if self._ahead is None or self._ahead[0] is not block:
-            self._ahead = self._read(block)
-        (_, piece), self._ahead = self._ahead, None
-        self._store.arrive(piece)
-        if block in self._expected:
-            del self._expected[: self._expected.index(block) + 1]
-        self._read_ahead()
-        return piece
 
     def end_step(self) -> None:
         """Let the host wait until all parts are at rest.
@@ -301,35 +116,11 @@ class StoreHome(Home):
         Raises:
             RuntimeError: a part could not be written; the message names the file.
         """
-        if self._ahead is not None:
-            self._ahead[1].join()  # nobody needs what was read, nor its error
-        if failure := self._join():
-            raise RuntimeError(failure)
-
-    def _join(self) -> str:
-        """End all transfers; return the message of the first error, or "".
-
-        Reads of a range whose write has failed will raise its error.
-        """
-        self._expected, self._ahead = [], None
-        return next(filter(None, [piece.join() for piece in self._pieces]), "")
+        self._pieces.wait()
 
     def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[_Block]:
         """The blocks of a part: one, or one for each piece of a parameter; none if it does not travel."""
         return self._blocks_of.get(parameters[0], []) if parameters else []
-
-    def _read_ahead(self) -> None:
-        if self._expected:
-            self._ahead = self._read(self._expected[0])
-
-    def _read(self, block: _Block) -> tuple[_Block, Piece]:
-        """Start to read a block into the piece that was used longest ago."""
-        piece = self._pieces.pop(0)
-        self._pieces.append(piece)
-        with torch.no_grad(), self._store.streams.to_device.after_compute():
-            self._store.reserve(piece, block.lay_out())
-            self._store.read(block.places(), piece)
-        return block, piece
 
 
 class _Block:
@@ -345,11 +136,11 @@ class _Block:
         self,
         buffer: FlatBuffer,
         indices: range,
-        store: HostStore,
+        pieces: HostPieces,
         piece: Span | None,
         wholes: dict[str, Tensor],
     ) -> None:
-        self.buffer, self._store, self._piece, self._wholes = buffer, store, piece, wholes
+        self.buffer, self._pieces, self._piece, self._wholes = buffer, pieces, piece, wholes
         own = {buffer.sharded[index]: buffer.sharded_span(index) for index in indices}
         spans = {p: span if piece is None else piece.shifted(span.start) for p, span in own.items()}
         is_whole = len(indices) == len(buffer.sharded) and piece is None
@@ -382,7 +173,7 @@ class _Block:
         """Give each place a range of a piece; return the bytes of all."""
         self._spans, at = [], 0
         for rest in (*self.main, *self._states):
-            start = round_up(at, self._store.alignment) + int(rest.storage_offset()) % self._store.alignment
+            start = round_up(at, self._pieces.alignment) + int(rest.storage_offset()) % self._pieces.alignment
             at = start + rest.nbytes
             self._spans.append(slice(start, at))
         return at
@@ -411,7 +202,7 @@ class _Block:
             self._gradients[p] = gradient = gradient_of(p)
             starts[p] += 0 if self._piece is None else self._piece.start
             if gradient is not None:
-                gradient = self._store.near(gradient if self._piece is None else gradient[self._piece.slice])
+                gradient = self._pieces.near(gradient if self._piece is None else gradient[self._piece.slice])
             show(p, self.main_in(memory)[span] if self.main else self._main, gradient)
         near = defaultdict[Any, dict[str, Any]](dict)
         for p in self._span_of:
@@ -426,14 +217,14 @@ class _Block:
             return value
         if per_element(value, size) is None:
             own = value if self._piece is None else value.clone()  # each piece counts from the same number
-            return self._store.near(own) if value.dim() or counts else own
+            return self._pieces.near(own) if value.dim() or counts else own
         part = value if self._piece is None else part_of(value, self._piece, size)
         is_ours = self._piece is None or value is self._wholes.get(key[1])
         if is_ours and key in self._places and part.data_ptr() == self._places[key][2].data_ptr():
             self._held.add(key)
             return self._in_piece(memory, key)
-        self._store.memory.check(value)
-        return self._store.near(part.contiguous())
+        self._pieces.memory.check(value)
+        return self._pieces.near(part.contiguous())
 
     def _in_piece(self, memory: Tensor, key: Key) -> Tensor:
         """A state that has a place, in a piece."""
@@ -473,7 +264,7 @@ class _Block:
                 if value.data_ptr() != (target := self._in_piece(memory, key)).data_ptr():
                     target.copy_(value)
         else:
-            mark_here(self._store.memory.device).synchronize()  # it has read the places that go
+            mark_here(self._pieces.memory.device).synchronize()  # it has read the places that go
             del written[len(self.main) :]
             self._states, self._places = [], {}
             if self._piece is None:
@@ -499,9 +290,11 @@ class _Block:
         starts, end = {}, 0
         for key, value in present.items():
             starts[key] = end
-            end += round_up(value.nbytes, _ALIGNMENT)
-        place = self._store.memory.empty(round_up(end, self._store.alignment), torch.uint8, self._store.tier)
-        self._store.memory.fill(place, [(starts[key], value) for key, value in present.items()])
+            end += round_up(value.nbytes, ALIGNMENT)
+        place = self._pieces.memory.empty(
+            round_up(end, self._pieces.alignment), torch.uint8, self._pieces.tier
+        )
+        self._pieces.memory.fill(place, [(starts[key], value) for key, value in present.items()])
         self._states = [place]
         self._places = {
             key: (len(self.main), starts[key], _over(place, starts[key], value))
@@ -511,14 +304,16 @@ class _Block:
     def _write(self, present: Mapping[Key, Tensor], states: States) -> None:
         """Write states of a piece to their part of the whole ones, which the first piece makes."""
         assert self._piece is not None
-        memory = self._store.memory
+        memory = self._pieces.memory
         for (p, name), value in present.items():
             size = self._at_rest[p].numel()
             num = size if value.shape[-1] == self._piece.size else -(-size // BLOCK)
             shape, whole = (*value.shape[:-1], num), self._wholes.get(name)
             is_there = whole is not None and (whole.shape, whole.dtype) == (shape, value.dtype)
             if not self._piece.start and not (is_there and states.get(p, {}).get(name) is whole):
-                self._wholes[name] = memory.empty(math.prod(shape), value.dtype, self._store.tier).view(shape)
+                self._wholes[name] = memory.empty(math.prod(shape), value.dtype, self._pieces.tier).view(
+                    shape
+                )
             target = part_of(self._wholes[name], self._piece, size)
             if target.dim() > 1:
                 target.copy_(value)

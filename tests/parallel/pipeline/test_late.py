@@ -9,7 +9,7 @@ import torch
 
 from tests.parallel.pipeline.runs import adamw, parameters_of, start, tokens_of
 from tests.parallel.pipeline.test_training import RECOMPUTED
-from tests.tiers.late import stepped_late
+from tests.stores.late import stepped_late
 
 CASES = {
     "tied": ("tied gpt", "1f1b", {}),

@@ -15,7 +15,8 @@ from tests.pretend.scenarios.plain import BF16
 def _train(bench: Bench, stage: int, offload: dict[str, Any]) -> list[Tensor]:
     """Evaluate averages between steps; return them, and the trained values at the end."""
     torch.manual_seed(1)
-    engine = bench.start(bench.gpt(), stage=stage, precision=BF16, offload=offload)
+    tiers = offload | ({"nvme_path": str(bench.folder)} if "nvme" in offload.values() else {})
+    engine = bench.start(bench.gpt(), stage=stage, precision=BF16, offload=tiers)
     with bench.trace.syncs_allowed():
         ema = zeroshard.EMA(engine, 0.5)
     for number in range(3):
@@ -36,9 +37,11 @@ def _add(stage: int, offload: dict[str, Any]) -> None:
             with bench.trace.syncs_allowed():
                 assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
 
-    add(f"ema_stage{stage}{'_on_host' if offload else ''}", run)
+    tier = {"cpu": "_on_host", "nvme": "_in_files"}.get(offload.get("optimizer", ""), "")
+    add(f"ema_stage{stage}{tier}", run)
 
 
 for _stage in (1, 3):
     _add(_stage, {})
     _add(_stage, {"optimizer": "cpu"})
+    _add(_stage, {"optimizer": "nvme"})

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.pretend.scenario import Bench, adamw, add
 from tests.pretend.scenarios.plain import BF16, READS_NORM
-from tests.tiers.late import stepped_late
+from tests.stores.late import stepped_late
 
 WIDTH, BATCH = 12, 8
 COMPARES = ("pipeline/training.py", "parallel/random.py")

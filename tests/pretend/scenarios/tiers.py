@@ -15,7 +15,7 @@ from torch.optim import adam
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
 from tests.pretend.scenarios.plain import BF16, READS_NORM
-from tests.tiers.late import stepped_late
+from tests.stores.late import stepped_late
 from zeroshard.comm import moves
 from zeroshard.optim import LAMB, AdamW8bit
 from zeroshard.optim.eightbit import rules, step

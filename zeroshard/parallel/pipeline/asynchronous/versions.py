@@ -30,7 +30,7 @@ update is a direction, too; see `optim/asynchronous/`, which knows kinds of opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
@@ -45,6 +45,7 @@ from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stores.store import Store, TierMemory
 
 
 def lr_factor(tau: float, step: int, anneal_steps: int | None) -> float:
@@ -169,34 +170,32 @@ class NotedChange:
             self._optimizer.state[parameter][self._name] = first
 
 
-@torch.no_grad()
-def moved(buffer: FlatBuffer, change: Change, ahead: int) -> Tensor:
-    """Return the main parameters of a buffer some steps ahead: w + ahead * change."""
-    values = buffer.main.detach().clone()
-    write_moved(values, buffer, change, ahead)
-    return values
+class MovedWeights(NamedTuple):
+    """The main parameters of a buffer some steps ahead, w + ahead * change; computed at a load."""
 
+    buffer: FlatBuffer
+    change: Change
+    ahead: int
 
-@torch.no_grad()
-def write_moved(target: Tensor, buffer: FlatBuffer, change: Change, ahead: int) -> None:
-    """Write the main parameters of a buffer some steps ahead, w + ahead * change.
+    @property
+    def version(self) -> Hashable:
+        """Equal where the values are the same."""
+        return self.buffer.source.store.version, self.ahead
 
-    Args:
-        target: like the main parameters, perhaps in another dtype.
-        buffer: the buffer.
-        change: the change of a step.
-        ahead: the number of steps.
-    """
-    main = buffer.main.detach()
-    if not ahead:
-        target.copy_(main)
-    elif target.dtype != main.dtype:
-        target.copy_(moved(buffer, change, ahead))
-    else:
-        for index, parameter in enumerate(buffer.sharded):
-            span = buffer.sharded_span(index).slice
+    @torch.no_grad()
+    def load(self, out: Tensor) -> None:
+        """Write them to memory like the main parameters, perhaps of another dtype."""
+        main = self.buffer.main.detach()
+        if not self.ahead:
+            out.copy_(main)
+            return
+        target = out if out.dtype == main.dtype else main.clone()  # padding too
+        for index, parameter in enumerate(self.buffer.sharded):
+            span = self.buffer.sharded_span(index).slice
             if target[span].numel():
-                change.move(parameter, main[span], ahead, target[span])
+                self.change.move(parameter, main[span], self.ahead, target[span])
+        if target is not out:
+            out.copy_(target)
 
 
 class WeightsPlace:
@@ -205,28 +204,28 @@ class WeightsPlace:
     Args:
         buffer: the buffer.
         change: the change of a step, if the method moves weights.
+        memory: the memory of the rank.
     """
 
-    def __init__(self, buffer: FlatBuffer, change: Change | None) -> None:
-        self._buffer, self._change = buffer, change
-        self._kept: dict[int, Tensor] = {}
+    def __init__(self, buffer: FlatBuffer, change: Change | None, memory: TierMemory) -> None:
+        self._buffer, self._change, self._memory = buffer, change, memory
+        self._kept: dict[int, Store] = {}
         """Older versions by their numbers."""
         self._moved: Tensor | None = None
         """The copy that is shown, in a list with actions whose weights are moved."""
-        self._written = 0, 0
-        """The version that is in the copy, and by how many steps it is moved."""
+        self._written: Hashable = None
+        """The version of the values in the copy."""
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all weights here other than the main parameters."""
-        return sum(values.nbytes for values in self._kept.values()) + (
-            0 if self._moved is None else self._moved.nbytes
-        )
+        kept = sum(store.values.nbytes for store in self._kept.values())
+        return kept + (0 if self._moved is None else self._moved.nbytes)
 
     def begin(self, *, moves: bool) -> None:
         """Begin a list; `moves` if it has actions whose weights are moved."""
         if moves and self._buffer.plan.shows_versions:
-            self._moved, self._written = _copy(self._buffer), (0, 0)
+            self._moved, self._written = _copy(self._buffer), (self._buffer.source.store.version, 0)
 
     def enter(self, use: Use, newest: int) -> None:
         """Let the units have the weights of an action.
@@ -236,20 +235,17 @@ class WeightsPlace:
             newest: the number of the newest version.
         """
         buffer, change = self._buffer, self._change
-        values = None if use.version in (None, newest) else self._kept[use.version]
-        if self._moved is not None and change is not None:
+        kept = None if use.version in (None, newest) else self._kept[use.version]
+        moved = None if change is None else MovedWeights(buffer, change, use.ahead)
+        if self._moved is not None and moved is not None:
             buffer.show(self._moved)
-            if self._written != (newest, use.ahead):
-                write_moved(self._moved, buffer, change, use.ahead)
-                self._written = newest, use.ahead
+            if self._written != moved.version:
+                moved.load(self._moved)
+                self._written = moved.version
         elif buffer.plan.shows_versions:
-            buffer.show(values)
-        elif use.ahead and change is not None:
-            buffer.source.use((newest, use.ahead), lambda: moved(buffer, change, use.ahead))
-        elif values is None:
-            buffer.source.use()
+            buffer.show(None if kept is None else kept.values)
         else:
-            buffer.source.use((use.version, 0), lambda: values)
+            buffer.source.use(moved if use.ahead and moved is not None else kept)
 
     def step(self, newest: int, kept: Collection[int]) -> None:
         """Keep the newest version before a step, if it is used after it, and drop others that are not.
@@ -263,7 +259,7 @@ class WeightsPlace:
         if newest in kept:
             # Graphs have the memory of a buffer that shows versions, if an action has read it.
             is_read = buffer.plan.shows_versions and not buffer.is_stale
-            self._kept[newest] = buffer.detach() if is_read else _copy(buffer)
+            self._kept[newest] = Store(buffer.detach() if is_read else _copy(buffer), self._memory)
 
     def end(self) -> None:
         """Let the units have the main parameters again."""
@@ -337,7 +333,8 @@ class WeightVersions:
 
     def __init__(self, runtime: Runtime, change: Change | None) -> None:
         self._runtime = runtime
-        self._places = [WeightsPlace(buffer, change) for buffer in runtime.buffers if buffer.trainable]
+        trained = (buffer for buffer in runtime.buffers if buffer.trainable)
+        self._places = [WeightsPlace(buffer, change, runtime.context.memory) for buffer in trained]
         self._kept: tuple[frozenset[int], ...] = ()
         self._newest = 0
         self.peak_bytes = 0

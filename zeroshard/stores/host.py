@@ -51,7 +51,7 @@ from zeroshard.comm.streams import Mark, SideStream, Streams
 from zeroshard.tables import format_bytes
 
 if TYPE_CHECKING:
-    from zeroshard.tiers.places import TierMemory
+    from zeroshard.stores.store import TierMemory
 
 
 class Mapping(mmap.mmap):

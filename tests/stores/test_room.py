@@ -10,7 +10,7 @@ import torch
 
 from tests.checkpoint import runs
 from zeroshard.optim import AdamW8bit
-from zeroshard.tiers import budget
+from zeroshard.stores import budget
 
 MAKERS = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),

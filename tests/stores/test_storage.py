@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroshard.sharding.storage import _CAN_FORBID, allocate, count_views, release
+from zeroshard.stores.storage import _CAN_FORBID, allocate, count_views, release
 
 needs_errors = pytest.mark.skipif(not _CAN_FORBID, reason="needs a torch that can clear the message, as 2.14")
 

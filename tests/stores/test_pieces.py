@@ -10,8 +10,8 @@ import torch
 
 import zeroshard
 from tests.checkpoint import runs
-from tests.tiers.test_offload import BF16_MAIN, FILES, OPTIMIZERS, WAYS, compare, offload, over
-from tests.tiers.test_offload_failures import fail, refuse_space
+from tests.stores.test_offload import BF16_MAIN, FILES, OPTIMIZERS, WAYS, compare, offload, over
+from tests.stores.test_offload_failures import fail, refuse_space
 from zeroshard.plan import pieces
 
 UNDIVIDED = {"replacing", "replacing groups", "LAMB", "LARS", "Muon"}

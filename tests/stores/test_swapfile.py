@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.tiers.swapfile import BLOCK, SwapFile, check_folder
+from zeroshard.stores.swapfile import BLOCK, SwapFile, check_folder
 
 
 @contextmanager

@@ -17,9 +17,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from zeroshard.tiers import files
-from zeroshard.tiers.files import Swap
-from zeroshard.tiers.memory import host_memory
+from zeroshard.stores import files
+from zeroshard.stores.files import Swap
+from zeroshard.stores.host import host_memory
 
 BLOCK = 4096
 
@@ -408,8 +408,8 @@ def test_a_thread_holds_no_file_after_the_transfer_that_one_waits_for(tmp_path, 
 
 SCRIPT = """
 import os, sys, torch
-from zeroshard.tiers.files import Swap
-from zeroshard.tiers.memory import host_memory
+from zeroshard.stores.files import Swap
+from zeroshard.stores.host import host_memory
 
 swap = Swap([sys.argv[1]], 0)
 place, memory = swap.empty(5000), host_memory(8192, False).fill_(9)

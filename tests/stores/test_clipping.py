@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint import runs
-from tests.tiers.test_offload import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, offload
+from tests.stores.test_offload import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, offload
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.sharding import gradients as sharding_gradients
 from zeroshard.stepping.clipping import global_norm

@@ -12,7 +12,7 @@ MIB = 1 << 20
 TRIAL = """
 from pathlib import Path
 import torch
-from zeroshard.tiers.memory import return_freed_memory
+from zeroshard.stores.host import return_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -1,18 +1,31 @@
-"""Memory on each tier of a rank, for whoever needs a tensor there."""
+"""Where the values of a slice rest: a store on each tier of a rank, and the memory for it.
+
+    Store       values at rest, which anybody may read and write in between
+        load        to other memory, on the current stream
+        store       from other memory
+        prefetch    the system reads files ahead of a load
+        version     another one after each write
+    TierMemory  makes them, and moves values between them
+
+Main parameters, their copies, averages and versions of an asynchronous pipeline are stores. States of an
+optimizer are tensors at rest, as its `state` shows them; `pieces.py` moves these.
+"""
 
 from __future__ import annotations
 
+import itertools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm.streams import mark_here
 from zeroshard.plan.tiers import Tier
-from zeroshard.tiers.files import Extent, Swap, advise
-from zeroshard.tiers.memory import host_memory
-from zeroshard.tiers.swapfile import BLOCK
+from zeroshard.stores.files import Extent, Swap, advise
+from zeroshard.stores.host import host_memory
+from zeroshard.stores.swapfile import BLOCK
 
 
 class TierMemory:
@@ -91,6 +104,20 @@ class TierMemory:
         if (extent := self._extent_of(tensor)) is not None:
             self.swap.check(extent)
 
+    def copy(self, values: Tensor, target: Tensor) -> None:
+        """Copy values of any tier and dtype, on the current stream; a device that is not the host casts.
+
+        Raises:
+            RuntimeError: values are lost; the message names the file.
+        """
+        self.fetch(values)
+        self.check(target)
+        if values.is_cpu and not target.is_cpu:  # torch would cast on the host, and wait
+            values = values.to(target.device, non_blocking=True)
+        target.copy_(values, non_blocking=True)
+        self.evict(values)
+        self.evict(target)
+
     def renew(self, tensor: Tensor) -> None:
         """Prepare memory whose values will all be written through tensors, after earlier writes have failed.
 
@@ -117,3 +144,63 @@ class TierMemory:
         mark_here(self.device).synchronize()
         if is_in_files:
             self.swap.write(place, target).wait()
+
+
+class Values(Protocol):
+    """What can be loaded: a store, or values that are computed from one."""
+
+    @property
+    def version(self) -> Hashable:
+        """Equal where the values are the same."""
+
+    def load(self, out: Tensor) -> None:
+        """Write them to memory of any tier and dtype, on the current stream."""
+
+
+_numbers = itertools.count()
+
+
+class Store:
+    """Values at rest.
+
+    Args:
+        values: [n], memory of any tier, perhaps shown by other tensors.
+        memory: the memory of the rank.
+    """
+
+    def __init__(self, values: Tensor, memory: TierMemory) -> None:
+        self.values, self._memory = values, memory
+        self._number, self._num_changes = next(_numbers), 0
+
+    @property
+    def version(self) -> Hashable:
+        """Another one after each write that torch counts, or that `changed` notes."""
+        return self._number, self._num_changes, self.values._version
+
+    def changed(self) -> None:
+        """Note that values were written, perhaps by kernels and files, which torch does not count."""
+        self._num_changes += 1
+
+    def prefetch(self) -> None:
+        """Let the system read values ahead of a load, if they lie in files."""
+        self._memory.fetch(self.values)
+
+    def check(self) -> None:
+        """Check that the values are there.
+
+        Raises:
+            RuntimeError: they are lost; the message names their file.
+        """
+        self._memory.check(self.values)
+
+    def load(self, out: Tensor) -> None:
+        """Copy the values to memory of any tier and dtype, on the current stream.
+
+        Raises:
+            RuntimeError: they are lost; the message names their file.
+        """
+        self._memory.copy(self.values.detach(), out)
+
+    def store(self, values: Tensor, start: int = 0) -> None:
+        """Copy values of any tier and dtype here, from an element on, on the current stream."""
+        self._memory.copy(values, self.values[start : start + values.numel()])

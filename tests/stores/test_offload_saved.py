@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import zeroshard
 from tests.checkpoint import runs
 from tests.distributed.training import numbers
-from tests.tiers.test_offload import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, offload
+from tests.stores.test_offload import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, offload
 from zeroshard.checkpoint import files
 
 BEFORE, AFTER = range(3), range(3, 6)

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from zeroshard.tiers.files import chunk_size, cut
+from zeroshard.stores.files import chunk_size, cut
 
 BLOCK = 4
 BLOCKS = st.integers(0, 60).map(lambda count: count * BLOCK)

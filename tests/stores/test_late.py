@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import zeroshard
 from tests.checkpoint import runs
-from tests.tiers.late import stepped_late
+from tests.stores.late import stepped_late
 from zeroshard.optim import AdamW8bit
 from zeroshard.stepping import attach
 from zeroshard.stepping.late import LateSteps

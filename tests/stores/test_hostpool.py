@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.tiers.held import held_bytes
-from tests.tiers.test_memory import Driver
+from tests.stores.held import held_bytes
+from tests.stores.test_memory import Driver
 from zeroshard.comm.streams import Mark, Streams
-from zeroshard.tiers.memory import HostBuffer, HostCopies, size_class
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.host import HostBuffer, HostCopies, size_class
+from zeroshard.stores.store import TierMemory
 
 PAGE, MB = 4096, 1 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import NamedTuple
 
-from zeroshard.tiers import memory
+from zeroshard.stores import host
 
 
 class HeldBytes(NamedTuple):
@@ -16,7 +16,7 @@ class HeldBytes(NamedTuple):
 
 
 def held_bytes() -> HeldBytes:
-    own = None, memory.unregister  # mappings of files have another call
-    mappings = [one for one in gc.get_objects() if type(one) is memory.Mapping and one.when_gone in own]
+    own = None, host.unregister  # mappings of files have another call
+    mappings = [one for one in gc.get_objects() if type(one) is host.Mapping and one.when_gone in own]
     pinned = sum(len(one) for one in mappings if one.when_gone is not None)
     return HeldBytes(sum(map(len, mappings)), pinned)

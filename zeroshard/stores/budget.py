@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from zeroshard.stores.swapfile import SETTING, check_folder, remove_leftovers
 from zeroshard.tables import format_bytes
-from zeroshard.tiers.swapfile import SETTING, check_folder, remove_leftovers
 
 _REMEDY = (
     'Less is needed with optimizer states of 8 bits, with precision.main_dtype="bf16", and with files: '

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding.storage import count_views
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.storage import count_views
+from zeroshard.stores.store import TierMemory
 
 _MOST_UNDER_WAY = 2
 """Reduced gradients of flat buffers that hold memory on the device while they are copied."""

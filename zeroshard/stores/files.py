@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.plan.layout import round_up
-from zeroshard.tiers.memory import Mapping, return_freed_memory
-from zeroshard.tiers.swapfile import BLOCK, SwapFile
+from zeroshard.stores.host import Mapping, return_freed_memory
+from zeroshard.stores.swapfile import BLOCK, SwapFile
 
 
 class Chunk(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tiers.held import held_bytes
+from tests.stores.held import held_bytes
 from zeroshard.comm.streams import Streams
-from zeroshard.sharding.landing import Landing
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.landing import Landing
+from zeroshard.stores.store import TierMemory
 
 SIZE = 1024
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiers.held import HeldBytes, held_bytes
-from zeroshard.tiers import memory
-from zeroshard.tiers.memory import host_memory
+from tests.stores.held import HeldBytes, held_bytes
+from zeroshard.stores import host
+from zeroshard.stores.host import host_memory
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -129,7 +129,7 @@ def test_on_a_gpu_memory_is_pinned_until_it_goes():
     mark.synchronize()
     assert torch.equal(values, on_device.cpu())
     for _ in range(3):  # a range can be registered again only after it was unregistered
-        memory.unregister(values.data_ptr())
+        host.unregister(values.data_ptr())
         assert not values.is_pinned()
         assert not torch.cuda.cudart().cudaHostRegister(values.data_ptr(), values.numel(), 0)
         assert values.is_pinned()

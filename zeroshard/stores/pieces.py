@@ -1,0 +1,271 @@
+"""Pieces of memory through which values pass on their way to a step, and back to where they rest.
+
+A batch has places at rest whose values pass through a piece together:
+
+    read      batch 2          batch 3          batch 4
+    step               batch 1          batch 2          batch 3
+    write              batch 0          batch 1          batch 2
+
+For values in pinned memory of the host, copies run on a stream for each direction, and compute alone waits
+for them; the host waits at the end of the step. Values in files come to pinned memory of the host, past the
+page cache, and go on from there; the host waits for reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import moves
+from zeroshard.comm.streams import Mark, Streams, has_streams
+from zeroshard.plan.tiers import Tier
+from zeroshard.stores import swapfile
+from zeroshard.stores.files import FileTransfer
+from zeroshard.stores.store import TierMemory
+
+NUM_PIECES = 3
+"""One is read, one is stepped, one is written."""
+ALIGNMENT = 64
+"""Bytes: states side by side begin at a multiple, for loads of vectors."""
+
+Places = Sequence[tuple[Tensor, slice]]
+"""Places at rest, uint8, each with its range of bytes in a piece."""
+
+
+class Batch(Protocol):
+    """Values that pass through a piece together."""
+
+    def lay_out(self) -> int:
+        """Give each place a range of a piece; return the bytes of all."""
+
+    def places(self) -> Places:
+        """The places that are read, in the order of `lay_out`."""
+
+
+class Piece:
+    """Memory in which a part is stepped, with the copies and transfers that use it."""
+
+    def __init__(self) -> None:
+        self.memory = self.on_host = torch.empty(0, dtype=torch.uint8)
+        """Of the device that steps; and of the host, between files and that device."""
+        self.filled = slice(0, 0)
+        """The bytes in use."""
+        self.transfers: list[FileTransfer] = []
+        self.copies: list[Mark] = []
+
+    def follow(self) -> None:
+        """Let the current stream wait for the copies."""
+        for copy in self.copies:
+            copy.wait()
+
+    def join(self) -> str:
+        """Let the host wait for copies and transfers; return the message of the first error, or ""."""
+        copies, self.copies = self.copies, []
+        for copy in copies:
+            copy.synchronize()
+        transfers, self.transfers = self.transfers, []
+        return next(filter(None, [transfer.join() for transfer in transfers]), "")
+
+    def wait(self) -> None:
+        """Let the host wait; raise the first error, after all transfers have ended."""
+        if failure := self.join():
+            raise RuntimeError(failure)
+
+
+class HostPieces:
+    """Pieces for values that rest in pinned memory of the host, which waits for nothing in between.
+
+    Args:
+        memory: the memory of the rank.
+        streams: the side streams of the engine.
+    """
+
+    tier = Tier.HOST
+    alignment = ALIGNMENT
+    """A value begins at the same byte of a block of this size at rest and in a piece."""
+
+    def __init__(self, memory: TierMemory, streams: Streams) -> None:
+        self.memory, self.streams = memory, streams
+        self._pieces = [Piece() for _ in range(NUM_PIECES)]
+        """The one that was used longest ago comes first."""
+
+        self._expected: Sequence[Batch] = ()
+        """The batches that will be fetched next, probably."""
+        self._ahead: tuple[Batch, Piece] | None = None
+        """The batch that is read ahead of its step, and where."""
+
+    def expect(self, batches: Sequence[Batch]) -> None:
+        """Begin to read the first batch; each later one is read while the batch before it is stepped.
+
+        Args:
+            batches: in their probable order. Others may be fetched, too.
+        """
+        self.wait()  # for an earlier step
+        self._expected = batches
+        self._read_ahead()
+
+    def fetch(self, batch: Batch) -> Piece:
+        """Return a piece with the values of a batch, and begin to read the one that is expected next.
+
+        Raises:
+            RuntimeError: a file could not be read, or written before that; the message names it.
+        """
+        if self._ahead is None or self._ahead[0] is not batch:
+            self._ahead = self._read_into_next(batch)
+        (_, piece), self._ahead = self._ahead, None
+        self.arrive(piece)
+        if batch in self._expected:
+            self._expected = self._expected[self._expected.index(batch) + 1 :]
+        self._read_ahead()
+        return piece
+
+    def _read_ahead(self) -> None:
+        if self._expected:
+            self._ahead = self._read_into_next(self._expected[0])
+
+    def _read_into_next(self, batch: Batch) -> tuple[Batch, Piece]:
+        """Start to read a batch into the piece that was used longest ago."""
+        self._pieces.append(piece := self._pieces.pop(0))
+        with torch.no_grad(), self.streams.to_device.after_compute():
+            self.reserve(piece, batch.lay_out())
+            self.read(batch.places(), piece)
+        return batch, piece
+
+    @contextmanager
+    def writing(self, places: Places, piece: Piece) -> Iterator[None]:
+        """Start to write values, after all compute so far; what is issued inside follows their copies."""
+        with self.streams.to_host.after_compute():
+            self.send(places, piece)
+            yield
+        self.sent(places, piece)
+
+    def wait(self) -> None:
+        """Let the host wait until all values are at rest.
+
+        Raises:
+            RuntimeError: a file could not be written; the message names it.
+        """
+        if self._ahead is not None:
+            self._ahead[1].join()  # nobody needs what was read, nor its error
+        if failure := self.join():
+            raise RuntimeError(failure)
+
+    def join(self) -> str:
+        """End all copies and transfers; return the message of the first error, or "".
+
+        Reads of a range whose write has failed will raise its error.
+        """
+        self._expected, self._ahead = (), None
+        return next(filter(None, [piece.join() for piece in self._pieces]), "")
+
+    def reserve(self, piece: Piece, num_bytes: int) -> None:
+        """Make a piece as large as that, when its copies and transfers so far have ended."""
+        piece.follow()
+        piece.copies.clear()
+        if piece.memory.numel() < num_bytes:
+            self.memory.piece_bytes += num_bytes - piece.memory.nbytes
+            piece.memory = piece.memory.new_empty(0)  # before the larger one is taken
+            piece.memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.memory.device)
+
+    def read(self, places: Places, piece: Piece) -> None:
+        """Start to read, on the stream of copies to the device."""
+        for rest, span in places:
+            piece.memory[span].copy_(rest, non_blocking=True)
+        piece.copies.append(self.streams.to_device.mark())
+
+    def arrive(self, piece: Piece) -> None:
+        """Let the current stream wait for what was read."""
+        piece.follow()
+
+    def near(self, value: Tensor) -> Tensor:
+        """Return a gradient, or a state that is at no place of the store, where its parameter is stepped."""
+        return moves.to_device(value, self.memory.device)
+
+    def send(self, places: Places, piece: Piece) -> None:
+        """Copy values to the host, on the current stream: the stream of copies to the host."""
+        for rest, span in places:
+            rest.copy_(piece.memory[span], non_blocking=True)
+
+    def sent(self, places: Places, piece: Piece) -> None:
+        """Note that all values were sent."""
+        piece.copies.append(self.streams.to_host.mark())
+
+
+class FilePieces(HostPieces):
+    """Pieces for values that rest in files; they move past the page cache.
+
+    Args:
+        memory: the memory of the rank.
+        streams: the side streams of the engine.
+    """
+
+    tier = Tier.DISK
+    alignment = swapfile.BLOCK
+
+    def __init__(self, memory: TierMemory, streams: Streams) -> None:
+        super().__init__(memory, streams)
+        self._steps_on = Tier.DEVICE if has_streams(memory.device) else Tier.HOST
+        """The tier whose memory is stepped."""
+
+    def reserve(self, piece: Piece, num_bytes: int) -> None:
+        """Make a piece as large as that; the host waits.
+
+        Raises:
+            RuntimeError: an earlier transfer has failed; the message names the file.
+        """
+        piece.wait()
+        if piece.on_host.numel() < num_bytes:
+            self.memory.staging_bytes += num_bytes - piece.on_host.nbytes
+            piece.on_host = piece.on_host.new_empty(0)  # before the larger one is taken
+            piece.memory = piece.on_host if self._steps_on is Tier.HOST else piece.memory
+            piece.on_host = self.memory.host(num_bytes)
+        piece.filled = slice(0, num_bytes)
+        if self._steps_on is Tier.HOST:
+            piece.memory = piece.on_host
+        else:
+            super().reserve(piece, num_bytes)
+
+    def read(self, places: Places, piece: Piece) -> None:
+        """Start to read."""
+        for rest, span in places:
+            piece.transfers.append(self.memory.swap.read(rest, piece.on_host[span]))
+
+    def arrive(self, piece: Piece) -> None:
+        """Let the host wait for what was read, and the current stream for the copy of it.
+
+        Raises:
+            RuntimeError: a read has failed; the message names the file.
+        """
+        piece.wait()
+        if self._steps_on is Tier.DEVICE:
+            with self.streams.to_device.here():  # compute has let go of the piece: the host has waited
+                piece.memory[piece.filled].copy_(piece.on_host[piece.filled], non_blocking=True)
+            piece.copies.append(self.streams.to_device.mark())
+            piece.follow()
+
+    def send(self, places: Places, piece: Piece) -> None:
+        """Copy values to the host, if they are stepped elsewhere."""
+        for _, span in places if self._steps_on is Tier.DEVICE else ():
+            piece.on_host[span].copy_(piece.memory[span], non_blocking=True)
+
+    def sent(self, places: Places, piece: Piece) -> None:
+        """Start to write; the threads of the files wait for copies from the device."""
+        super().sent(places, piece)
+        for rest, span in places:
+            is_there = piece.copies[-1].synchronize
+            piece.transfers.append(self.memory.swap.write(rest, piece.on_host[span], is_there))
+
+    def near(self, value: Tensor) -> Tensor:
+        """Return it where its parameter is stepped."""
+        if self._steps_on is Tier.DEVICE:
+            return super().near(value)
+        return value.clone() if self.memory.is_in_files(value) else value
+
+
+def pieces_for(tiers: Iterable[Tier], memory: TierMemory, streams: Streams) -> HostPieces:
+    """Return pieces for values that rest on some tiers: in files, if any do, else on the host."""
+    return (FilePieces if Tier.DISK in tiers else HostPieces)(memory, streams)
