@@ -29,7 +29,7 @@ from zeroshard.comm.device import available_backends, use_device
 from zeroshard.comm.lifecycle import start_world
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import mark_here
-from zeroshard.stores.budget import folders_of_groups, host_bytes_free
+from zeroshard.memory.budget import folders_of_groups, host_bytes_free
 from zeroshard.stores.files import Swap
 from zeroshard.stores.host import host_memory
 from zeroshard.stores.swapfile import check_folder

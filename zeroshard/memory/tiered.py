@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zeroshard.assemble import read_setting
 from zeroshard.config.sections import Config
+from zeroshard.memory.budget import check_budget
 from zeroshard.optim.adopted import num_bits, rule_of
 from zeroshard.optim.eightbit.blocks import MIN_8BIT_SIZE, num_blocks
 from zeroshard.plan import pieces, traffic
@@ -22,7 +23,6 @@ from zeroshard.plan.placement import DP_SHARD
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.stepping.early import MOST_UNDER_WAY
-from zeroshard.stores.budget import check_budget
 from zeroshard.stores.pieces import NUM_PIECES
 
 

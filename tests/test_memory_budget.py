@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from zeroshard.stores import budget
-from zeroshard.stores.budget import check_budget, host_bytes_free, limits_of_groups
+from zeroshard.memory import budget
+from zeroshard.memory.budget import check_budget, host_bytes_free, limits_of_groups
 
 GIB = 1 << 30
 NEEDED = {"optimizer states": 8 * GIB, "main parameters": 2 * GIB}
@@ -92,6 +92,6 @@ def test_limits_of_control_groups_of_version_1(tmp_path):
 
 
 def test_a_limit_of_a_group_is_less_than_the_memory_of_the_node(monkeypatch):
-    monkeypatch.setattr("zeroshard.stores.budget.limits_of_groups", lambda groups, root: iter([4096, 12345]))
+    monkeypatch.setattr("zeroshard.memory.budget.limits_of_groups", lambda groups, root: iter([4096, 12345]))
     assert Path("/proc/self/cgroup").exists()
     assert host_bytes_free() == 4096

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.checkpoint import runs
+from zeroshard.memory import budget
 from zeroshard.optim import AdamW8bit
-from zeroshard.stores import budget
 
 MAKERS = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
