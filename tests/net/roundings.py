@@ -20,12 +20,10 @@ ROUNDINGS = (
     Break(
         name="compiled_rounding_cuts_off",
         says="The compiled pass rounds bfloat16 toward zero; torch operations still round stochastically.",
-        file="zeroshard/stepping/bfloat16.py",
+        file="zeroshard/optim/eightbit/bfloat16.py",
         find="carried = np.uint32(values[i] + np.uint32(bits[i])) if magnitude < _INFINITY else values[i]",
         replace="carried = values[i]",
-        tests=(
-            "tests/sharding/test_rounding.py::test_values_round_to_their_neighbours_and_are_right_on_average",
-        ),
+        tests=("tests/optim/eightbit/test_bfloat16.py",),
     ),
     Break(
         name="a_seed_of_rounding_for_each_rank",

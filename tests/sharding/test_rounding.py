@@ -6,20 +6,9 @@ import struct
 import pytest
 import torch
 
-from zeroshard.stepping import rounding
 from zeroshard.stepping.rounding import Rounding, random_bits, round_into
 
 KEY = 0x9D39247E33776D41
-
-
-@pytest.fixture(params=["numba", "torch"])
-def kernel(request, monkeypatch):
-    if request.param == "numba":
-        pytest.importorskip("numba")
-        monkeypatch.setattr(rounding, "_FEWEST", 1)
-    else:
-        monkeypatch.setattr(rounding, "is_usable", lambda library, what: False)
-    return request.param
 
 
 def splitmix64(state):
@@ -76,7 +65,7 @@ def test_a_key_is_a_hash_of_seed_step_and_name_and_differs_with_each():
             assert (one == other).sum() < 20  # of 65536 that agree with a chance of 1/65536 each
 
 
-def test_every_bfloat16_stays_as_it_is_and_nan_stays_nan(kernel):
+def test_every_bfloat16_stays_as_it_is_and_nan_stays_nan():
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     is_nan = every.isnan()
     assert is_nan.sum() == 2 * 127
@@ -86,7 +75,7 @@ def test_every_bfloat16_stays_as_it_is_and_nan_stays_nan(kernel):
         assert result[is_nan].isnan().all()
 
 
-def test_infinities_and_every_payload_of_nan_stay_whatever_the_bits(kernel):
+def test_infinities_and_every_payload_of_nan_stay_whatever_the_bits():
     payloads = [1, 0x7F, 0xFFFF, 0x10000, 0x3FFFFF, 0x400000, 0x7FFFFF]
     words = [sign | 0x7F800000 | payload for sign in (0, 1 << 31) for payload in payloads]
     values = torch.tensor([word - 2**32 * (word >> 31) for word in words], dtype=torch.int32).view(
@@ -97,7 +86,7 @@ def test_infinities_and_every_payload_of_nan_stay_whatever_the_bits(kernel):
     assert torch.equal(rounded(infinite), infinite.bfloat16())
 
 
-def test_values_round_as_numbers_of_python_do(kernel):
+def test_values_round_as_numbers_of_python_do():
     """Words of float32 plus 16 bits of SplitMix64, at any place in the whole parameter."""
     values = (
         torch.randn(1000, generator=torch.Generator().manual_seed(2))
@@ -123,7 +112,7 @@ def test_of_all_random_bits_exactly_the_right_share_rounds_away_from_zero(upper,
     assert (result == upper + 1).sum() == lower
 
 
-def test_a_slice_is_rounded_as_it_is_in_the_whole_also_over_chunks(kernel):
+def test_a_slice_is_rounded_as_it_is_in_the_whole_also_over_chunks():
     values = torch.randn((1 << 18) + 700, generator=torch.Generator().manual_seed(0))
     whole = rounded(values)
     for start, stop in (
@@ -137,7 +126,7 @@ def test_a_slice_is_rounded_as_it_is_in_the_whole_also_over_chunks(kernel):
         assert torch.equal(rounded(values[start:stop], start=start), whole[start:stop])
 
 
-def test_values_round_to_their_neighbours_and_are_right_on_average(kernel):
+def test_values_round_to_their_neighbours_and_are_right_on_average():
     values = torch.randn(1 << 14, generator=torch.Generator().manual_seed(1)).abs() + 0.01
     below = (values.view(torch.int32) & ~0xFFFF).view(torch.float32)
     spacing = ((values.view(torch.int32) & ~0xFFFF) + 0x10000).view(torch.float32) - below

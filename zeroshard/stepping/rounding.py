@@ -14,8 +14,7 @@ The random bits are a hash, not a generator's: the same at any number of ranks, 
 Tensor ranks that hold parts of a parameter draw for each part by itself, with its number after the name.
 Tensor ranks that hold the same parameter draw the same bits, so that it stays the same.
 
-On a CPU numba compiles one pass over memory (`bfloat16.py`), on a GPU Triton (`bfloat16_gpu.py`). Without
-them, and for small slices on a CPU, torch operations give the same bits.
+On a GPU Triton compiles one pass over memory (`bfloat16_gpu.py`); torch operations give the same bits.
 
 An optimizer steps main parameters of bfloat16 in float32, or rounds by itself. `Widening` serves any
 optimizer. For the time of a step a parameter holds its values and its gradient in float32. It is the same
@@ -40,7 +39,7 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.internals.libraries import is_usable, works
+from zeroshard.internals.libraries import works
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.stepping.parts import Home, show
@@ -50,9 +49,6 @@ _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _EXPONENT = 0x7F800000
 """The bits of a float32 that are all set in an infinity or a nan."""
-_FEWEST = 1 << 16
-"""Elements that are worth a compiled pass: fewer take 60 to 240 us in torch operations; compiling takes a
-second."""
 _CHUNK_CPU, _CHUNK = 1 << 17, 1 << 22
 """Elements that are rounded at a time: temporary values stay in a CPU's caches."""
 
@@ -118,13 +114,7 @@ def round_into(out: Tensor, values: Tensor, key: int, start: int) -> None:
         key: the key of the parameter in this step.
         start: the place of the first value in the whole parameter.
     """
-    is_plain = values.is_contiguous() and out.is_contiguous()
-    is_large = values.is_cpu and values.numel() >= _FEWEST
-    if is_plain and is_large and is_usable("numba", "stochastic rounding"):
-        from zeroshard.stepping import bfloat16
-
-        bfloat16.round_into(out, values, key, start)
-    elif is_plain and has_kernels(values.device):
+    if values.is_contiguous() and out.is_contiguous() and has_kernels(values.device):
         from zeroshard.stepping import bfloat16_gpu
 
         bfloat16_gpu.round_into(out, values, key, start)

@@ -17,8 +17,8 @@ from zeroshard.optim.eightbit import kernels, kernels_gpu
 from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, codebook
 from zeroshard.optim.eightbit.rules import LAMB_RULE, LARS_RULE
 from zeroshard.optim.eightbit.step import step_in_chunks
-from zeroshard.stepping import bfloat16, bfloat16_gpu
-from zeroshard.stepping.rounding import Bits, Rounding
+from zeroshard.stepping import bfloat16_gpu
+from zeroshard.stepping.rounding import Bits, Rounding, round_in_chunks
 
 ALL_SETTINGS = SETTINGS | {LAMB_RULE: {"betas": (0.8, 0.95), "eps": 1e-6}, LARS_RULE: {"momentum": 0.7}}
 RULES = {rule.optimizers[0]: rule for rule in ALL_SETTINGS}
@@ -119,7 +119,7 @@ def compare_rounding(size, device):
     for key, start in zip(KEYS, STARTS, strict=True):
         wanted, out = (torch.empty(size, dtype=torch.bfloat16, device=where) for where in ("cpu", device))
         version = out._version
-        bfloat16.round_into(wanted, values, key, start)
+        round_in_chunks(wanted, values, key, start)
         bfloat16_gpu.round_into(out, values.to(device), key, start)
         found += [] if out._version > version else ["the version of what is changed"]
         found += differences(f"key {key}, start {start}", out, wanted)

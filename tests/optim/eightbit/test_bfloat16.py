@@ -34,10 +34,8 @@ RULES = {rule.optimizers[0]: rule for rule in SETTINGS}
 def kernel(request, monkeypatch):
     if request.param == "numba":
         pytest.importorskip("numba")
-        monkeypatch.setattr(rounding, "_FEWEST", 1)
     else:
         monkeypatch.setattr(steps, "_has", lambda library: False)
-        monkeypatch.setattr(rounding, "is_usable", lambda library, what: False)
     return request.param
 
 

@@ -13,9 +13,9 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.eightbit.step import has_kernel, take_step
+from zeroshard.optim.eightbit.threads import BlockBatch
 from zeroshard.optim.ranges import RANGES, called, check_ranges, dense
 from zeroshard.stepping.rounding import Bits, BitsOf, load_states, no_bits
-from zeroshard.stepping.threads import BlockBatch
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 

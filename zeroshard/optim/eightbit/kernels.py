@@ -22,12 +22,12 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from zeroshard.optim.eightbit.bfloat16 import NUM_WORDS, compiled, round_block, widen_block
 from zeroshard.optim.eightbit.blocks import QuantizedState
 from zeroshard.optim.eightbit.rule import Rule, Scalars, quotient, root, sign
+from zeroshard.optim.eightbit.threads import BlockBatch
 from zeroshard.plan.layout import BLOCK
-from zeroshard.stepping.bfloat16 import NUM_WORDS, compiled, round_block, widen_block
 from zeroshard.stepping.rounding import Bits
-from zeroshard.stepping.threads import BlockBatch
 
 _LANES = 16
 _FLOAT, _BYTE, _INT, _LONG, _BIT = ir.FloatType(), *map(ir.IntType, (8, 32, 64, 1))

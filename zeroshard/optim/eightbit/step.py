@@ -15,9 +15,9 @@ from torch import Tensor
 from zeroshard.internals.libraries import is_usable, works
 from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, codebook, num_blocks
 from zeroshard.optim.eightbit.rule import Numbers, Rule
+from zeroshard.optim.eightbit.threads import BlockBatch
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.rounding import Bits, has_kernels, round_into
-from zeroshard.stepping.threads import BlockBatch
 
 _CHUNK = 1 << 10
 """Blocks that are worked on together on the CPU; more let their scratch memory out of the caches."""

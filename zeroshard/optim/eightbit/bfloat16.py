@@ -1,7 +1,7 @@
 """Blocks of bfloat16, widened and stochastically rounded in a CPU's caches; compiled by numba.
 
 numba has no bfloat16: these functions see bfloat16 as uint16 and float32 as uint32, over the same memory.
-The torch operations in `rounding.py` give the same bits.
+The torch operations in `stepping/rounding.py` give the same bits.
 """
 
 from __future__ import annotations
@@ -10,12 +10,8 @@ from typing import Any
 
 import numba
 import numpy as np
-import torch
-from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from zeroshard.plan.layout import BLOCK
-from zeroshard.stepping.threads import BlockBatch
 
 compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False)
 
@@ -57,21 +53,3 @@ def round_block(out: Any, values: Any, words: Any, key: Any, start: int) -> None
         magnitude = values[i] & _MAGNITUDE
         carried = np.uint32(values[i] + np.uint32(bits[i])) if magnitude < _INFINITY else values[i]
         out[i] = _NAN if magnitude > _INFINITY else np.uint16(carried >> np.uint32(16))
-
-
-@compiled
-def _round_blocks(out: Any, values: Any, key: Any, start: int, first: int, last: int) -> None:
-    """Round the blocks from first to before last; the last of all may be cut short."""
-    words = np.empty(NUM_WORDS, np.uint64)
-    for block in range(first, last):
-        at, end = block * BLOCK, min((block + 1) * BLOCK, out.size)
-        round_block(out[at:end], values[at:end], words, key, start + at)
-
-
-def round_into(out: Tensor, values: Tensor, key: int, start: int) -> None:
-    """Round like `rounding.round_into`; both tensors are contiguous, on the CPU."""
-    fixed = out.view(torch.uint16).numpy(), values.view(torch.uint32).numpy(), np.uint64(key), start
-    batch = BlockBatch()
-    batch.add(lambda first, last: _round_blocks(*fixed, first, last), -(-out.numel() // BLOCK))
-    batch.run()
-    increment_version(out)  # numpy does not count changes

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.stepping import threads
-from zeroshard.stepping.threads import BlockBatch
+from zeroshard.optim.eightbit import threads
+from zeroshard.optim.eightbit.threads import BlockBatch
 
 
 def over_blocks(work, num_blocks):
