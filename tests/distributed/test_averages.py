@@ -328,8 +328,8 @@ def in_files(folder, parameters):
         found = averages_of((3,) if parameters == "nvme" else (1, 3), offload=offload)
         engine, _ = start(build(), stage=3, offload=offload)
         ema = zeroshard.EMA(engine, DECAY)
-        (batches, *_) = engine._parts.averages["ema"]._batches.values()
-        assert len(batches) > 1 or dist.get_world_size() > 1
+        (ranges_of_one, *_) = engine._parts.averages["ema"]._ranges.values()
+        assert len(ranges_of_one) > 1 or dist.get_world_size() > 1
     for number in range(2):
         train(engine, number)
     engine.save_checkpoint(folder / "saved")

@@ -8,7 +8,7 @@ ORDERS = (
     Break(
         name="gathers_read_the_values_before_the_step",
         says="A gather starts from the copy of main parameters on the host as it was before the step.",
-        file="zeroshard/sharding/source.py",
+        file="zeroshard/sharding/buffer.py",
         find="            self.copy.store(values, start)\n",
         replace="            pass\n",
         tests=("tests/stores/test_offload.py::test_each_way_of_training_gives_the_same_bits",),

@@ -20,7 +20,7 @@ ROUNDINGS = (
     Break(
         name="compiled_rounding_cuts_off",
         says="The compiled pass rounds bfloat16 toward zero; torch operations still round stochastically.",
-        file="zeroshard/optim/eightbit/bfloat16.py",
+        file="zeroshard/optim/eightbit/kernels.py",
         find="carried = np.uint32(values[i] + np.uint32(bits[i])) if magnitude < _INFINITY else values[i]",
         replace="carried = values[i]",
         tests=("tests/optim/eightbit/test_bfloat16.py",),

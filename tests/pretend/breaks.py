@@ -23,7 +23,7 @@ from zeroshard.comm.collectives import Axis, Channel, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.sharding import runtime
-from zeroshard.sharding.source import Source
+from zeroshard.sharding.buffer import Source
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping import stored
 from zeroshard.stores.files import Swap

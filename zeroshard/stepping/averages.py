@@ -51,7 +51,7 @@ class Averages:
         self._runtime, context = runtime, runtime.context
         self._values: dict[FlatBuffer, Store] = {}
         """The averages of each buffer, [n], as many as `buffer.main` has."""
-        self._batches: dict[FlatBuffer, list[_Batch]] = {}
+        self._ranges: dict[FlatBuffer, list[_Range]] = {}
         """The ranges of averages that travel to the device together, one after the other."""
         self.buffers: dict[str, Tensor] = {}
         """The copies of the model's buffers, by name; those that a checkpoint leaves out, too."""
@@ -65,7 +65,7 @@ class Averages:
                 self._values[buffer] = Store(values, context.memory)
                 is_near = buffer.plan.state_tier is Tier.DEVICE
                 spans = [] if is_near else pieces.cut(values.numel(), pieces.NEAR_BYTES // values.itemsize)
-                self._batches[buffer] = [_Batch(span, values, self._pieces.alignment) for span in spans]
+                self._ranges[buffer] = [_Range(span, values, self._pieces.alignment) for span in spans]
             self.begin_anew()
 
     @property
@@ -110,7 +110,7 @@ class Averages:
     def update(self) -> None:
         """Take in the values after a step; those of a step that waits together with it."""
         weight = 1 - self._decay if self.num_updates else 1.0
-        self._pieces.expect([batch for batches in self._batches.values() for batch in batches])
+        self._pieces.expect([part for ranges in self._ranges.values() for part in ranges])
         for buffer in self._values:
             self._runtime.state.follow_step(buffer.unit_name, functools.partial(self._update, buffer, weight))
         for name, value in self._runtime.module.named_buffers():
@@ -120,14 +120,14 @@ class Averages:
     def _update(self, buffer: FlatBuffer, weight: float) -> None:
         """Update the averages of a buffer on the device that computes."""
         buffer.source.await_stepped()
-        batches = self._batches[buffer]
-        if not batches:
+        ranges = self._ranges[buffer]
+        if not ranges:
             values = self._values[buffer].values
             self._take_in(buffer, Span(0, values.numel()), values, weight)
-        for batch in batches:
-            piece = self._pieces.fetch(batch)
-            self._take_in(buffer, batch.span, batch.values_in(piece.memory), weight)
-            with self._pieces.writing(batch.places(), piece):
+        for part in ranges:
+            piece = self._pieces.fetch(part)
+            self._take_in(buffer, part.span, part.values_in(piece.memory), weight)
+            with self._pieces.writing(part.places(), piece):
                 pass
 
     def _take_in(self, buffer: FlatBuffer, span: Span, averages: Tensor, weight: float) -> None:
@@ -205,7 +205,7 @@ class Averages:
         runtime.passes.refresh()
 
 
-class _Batch:
+class _Range:
     """Averages of a range of a buffer, which travel together.
 
     Args:

@@ -1,10 +1,10 @@
 """Pieces of memory through which values pass on their way to a step, and back to where they rest.
 
-A batch has places at rest whose values pass through a piece together:
+A parcel has places at rest whose values pass through a piece together:
 
-    read      batch 2          batch 3          batch 4
-    step               batch 1          batch 2          batch 3
-    write              batch 0          batch 1          batch 2
+    read      parcel 2            parcel 3            parcel 4
+    step                parcel 1            parcel 2            parcel 3
+    write               parcel 0            parcel 1            parcel 2
 
 For values in pinned memory of the host, copies run on a stream for each direction, and compute alone waits
 for them; the host waits at the end of the step. Values in files come to pinned memory of the host, past the
@@ -36,7 +36,7 @@ Places = Sequence[tuple[Tensor, slice]]
 """Places at rest, uint8, each with its range of bytes in a piece."""
 
 
-class Batch(Protocol):
+class Parcel(Protocol):
     """Values that pass through a piece together."""
 
     def lay_out(self) -> int:
@@ -93,33 +93,33 @@ class HostPieces:
         self._pieces = [Piece() for _ in range(NUM_PIECES)]
         """The one that was used longest ago comes first."""
 
-        self._expected: Sequence[Batch] = ()
-        """The batches that will be fetched next, probably."""
-        self._ahead: tuple[Batch, Piece] | None = None
-        """The batch that is read ahead of its step, and where."""
+        self._expected: Sequence[Parcel] = ()
+        """The parcels that will be fetched next, probably."""
+        self._ahead: tuple[Parcel, Piece] | None = None
+        """The parcel that is read ahead of its step, and where."""
 
-    def expect(self, batches: Sequence[Batch]) -> None:
-        """Begin to read the first batch; each later one is read while the batch before it is stepped.
+    def expect(self, parcels: Sequence[Parcel]) -> None:
+        """Begin to read the first parcel; each later one is read while the parcel before it is stepped.
 
         Args:
-            batches: in their probable order. Others may be fetched, too.
+            parcels: in their probable order. Others may be fetched, too.
         """
         self.wait()  # for an earlier step
-        self._expected = batches
+        self._expected = parcels
         self._read_ahead()
 
-    def fetch(self, batch: Batch) -> Piece:
-        """Return a piece with the values of a batch, and begin to read the one that is expected next.
+    def fetch(self, parcel: Parcel) -> Piece:
+        """Return a piece with the values of a parcel, and begin to read the one that is expected next.
 
         Raises:
             RuntimeError: a file could not be read, or written before that; the message names it.
         """
-        if self._ahead is None or self._ahead[0] is not batch:
-            self._ahead = self._read_into_next(batch)
+        if self._ahead is None or self._ahead[0] is not parcel:
+            self._ahead = self._read_into_next(parcel)
         (_, piece), self._ahead = self._ahead, None
         self.arrive(piece)
-        if batch in self._expected:
-            self._expected = self._expected[self._expected.index(batch) + 1 :]
+        if parcel in self._expected:
+            self._expected = self._expected[self._expected.index(parcel) + 1 :]
         self._read_ahead()
         return piece
 
@@ -127,13 +127,13 @@ class HostPieces:
         if self._expected:
             self._ahead = self._read_into_next(self._expected[0])
 
-    def _read_into_next(self, batch: Batch) -> tuple[Batch, Piece]:
-        """Start to read a batch into the piece that was used longest ago."""
+    def _read_into_next(self, parcel: Parcel) -> tuple[Parcel, Piece]:
+        """Start to read a parcel into the piece that was used longest ago."""
         self._pieces.append(piece := self._pieces.pop(0))
         with torch.no_grad(), self.streams.to_device.after_compute():
-            self.reserve(piece, batch.lay_out())
-            self.read(batch.places(), piece)
-        return batch, piece
+            self.reserve(piece, parcel.lay_out())
+            self.read(parcel.places(), piece)
+        return parcel, piece
 
     @contextmanager
     def writing(self, places: Places, piece: Piece) -> Iterator[None]:

@@ -378,7 +378,7 @@ _SOME = {"device_fraction": 0.3}
 """The parameters of the first units stay on the device."""
 _SAVES = ("zeroshard/checkpoint/",)
 _FRACTION = {**HOST, "device_fraction": 0.5}
-_FULL = ("full/parameters.py", "sharding/source.py(write)")
+_FULL = ("full/parameters.py", "sharding/buffer.py(write)")
 
 _add("host_stage3_one_rank", HOST, stage=3, num_ranks=1)
 for _num_ranks in (1, 2):
