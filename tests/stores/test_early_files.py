@@ -149,14 +149,14 @@ def read_ahead(folder):
     """For each unit whether its values were there, or on their way, before its turn came."""
     engine, ahead = start(folder, adamw), []
     runs.train(engine, range(2), loss_of)
-    tier = engine._early._parts._homes[-1]
-    fetch = tier._fetch
+    pieces = engine._early._parts._homes[-1]._pieces
+    fetch = pieces.fetch
 
     def fetched(blocks):
-        ahead.append(tier._ahead is not None and tier._ahead[0] == blocks)
+        ahead.append(pieces._ahead is not None and pieces._ahead[0] == blocks)
         return fetch(blocks)
 
-    tier._fetch = fetched
+    pieces.fetch = fetched
     engine.backward(loss_of(engine, 2))
     return ahead
 
