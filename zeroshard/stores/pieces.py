@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroshard.comm import moves
-from zeroshard.comm.streams import Mark, Streams, has_streams
+from zeroshard.comm import moves, streams
+from zeroshard.comm.streams import Mark, Streams
 from zeroshard.plan.tiers import Tier
 from zeroshard.stores import swapfile
 from zeroshard.stores.files import FileTransfer
@@ -208,7 +208,7 @@ class FilePieces(HostPieces):
 
     def __init__(self, memory: TierMemory, streams: Streams) -> None:
         super().__init__(memory, streams)
-        self._steps_on = Tier.DEVICE if has_streams(memory.device) else Tier.HOST
+        self._steps_on = _place_of_steps(memory.device)
         """The tier whose memory is stepped."""
 
     def reserve(self, piece: Piece, num_bytes: int) -> None:
@@ -264,6 +264,10 @@ class FilePieces(HostPieces):
         if self._steps_on is Tier.DEVICE:
             return super().near(value)
         return value.clone() if self.memory.is_in_files(value) else value
+
+
+def _place_of_steps(device: torch.device) -> Tier:
+    return Tier.DEVICE if streams.has_streams(device) else Tier.HOST
 
 
 def pieces_for(tiers: Iterable[Tier], memory: TierMemory, streams: Streams) -> HostPieces:
