@@ -13,9 +13,11 @@ An engine's own `step()` judges before it calls the optimizer, since it may leav
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
@@ -23,7 +25,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
-from zeroshard.internals.steps import is_inner_step
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.saved import SavedOptimizer
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
@@ -204,7 +205,7 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: 
     of_runtime = weakref.ref(runtime)
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (runtime := of_runtime()) is None or is_inner_step(optimizer):
+        if (runtime := of_runtime()) is None or _is_inner_step(optimizer):
             return
         runtime.check_additions()
         _check_sharded(optimizer, runtime.ignored)
@@ -214,7 +215,7 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: 
             judge(args, kwargs)
 
     def after(optimizer: Optimizer, *_: Any) -> None:
-        if is_inner_step(optimizer):
+        if _is_inner_step(optimizer):
             return
         if (runtime := of_runtime()) is not None:
             parameters = (p for group in optimizer.param_groups for p in only_sharded(group["params"]))
@@ -241,6 +242,22 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: 
     optimizer.register_step_post_hook(after)
     optimizer.register_state_dict_post_hook(mark)
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
+
+
+# torch wraps `step` of each class, and each wrapper calls all hooks: a class whose step calls the step of its
+# base has two. Frames tell them apart also after an exception, which ends a step without its later hooks.
+_WRAPPER = Optimizer.profile_hook_step(lambda *_: None).__code__
+"""The code of all of these wrappers. The optimizer is their local variable `self`."""
+
+
+def _is_inner_step(optimizer: Optimizer) -> bool:
+    """True in a hook of a step that an outer step of the same optimizer has called."""
+    frame: FrameType | None = sys._getframe(1)
+    num_steps = 0
+    while frame is not None and num_steps < 2:
+        num_steps += frame.f_code is _WRAPPER and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return num_steps == 2
 
 
 def _check_sharded(optimizer: Optimizer, ignored: Mapping[nn.Parameter, str]) -> None:

@@ -27,8 +27,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -210,7 +210,7 @@ class StepByParts:
         for gradients in reduced:
             gradients.hand_over(set(part))
         for number in range(max((home.num_pieces(part) for home in self._homes), default=1)):
-            with _without_hooks(optimizer), ExitStack() as stack:
+            with ExitStack() as stack:
                 for home in self._homes:
                     stack.enter_context(home.fetched(optimizer, part, number))
                 self._own_step(optimizer)
@@ -251,17 +251,6 @@ def is_known(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.partition(".")[0] in ("torch", "zeroshard", "bitsandbytes")
 
 
-@contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Take the hooks away: a step that calls the step of its base class would run them in its middle."""
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
-
-
 def twin_of(optimizer: Optimizer, groups: Sequence[Sequence[ShardedParameter]]) -> Optimizer:
     """Make the twin of an optimizer.
 
@@ -274,6 +263,8 @@ def twin_of(optimizer: Optimizer, groups: Sequence[Sequence[ShardedParameter]]) 
         if isinstance(value, MethodType) and value.__self__ is optimizer:  # as of adopted optimizers
             value = MethodType(value.__func__, twin)
         vars(twin)[name] = value
+    # A step that calls the step of its base class would run them in its middle.
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     twin.param_groups = [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
         | {"params": list(parameters)}
