@@ -393,7 +393,7 @@ class OtherRows(Rows):
         (elsewhere, {}, None, "'model.embed_tokens.weight' is a Rows with operations of its own"),
         (own_forward, {}, None, "'model.layers.1.mlp.up_proj.weight' is a Rows with operations of its own"),
         (own_buffer, {}, None, "'model.layers.1.mlp.up_proj.weight' is a Rows with operations of its own"),
-        (other_kind, {}, None, "'model.layers.0.mlp.up_proj' is quantized in another way"),
+        (other_kind, {}, None, "rank(s) 0 have 'model.layers.0.mlp.up_proj' as"),
     ],
 )
 def test_weights_that_cannot_be_sharded_are_named(ranks, change, config, optimizer, text):

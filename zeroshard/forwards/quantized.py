@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.agreement import require_same
 from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
 from zeroshard.forwards.composed import DESCRIPTION, buffers_of, compose, form_of
@@ -345,10 +346,6 @@ def _take_codes_back(layer: Layer) -> None:
     layer.state.CB = layer.state.SCB = None
 
 
-Described = tuple[str, tuple[Any, ...]]
-"""The name of a quantized layer, and all that must be the same on all ranks."""
-
-
 def agree_on_layers(module: nn.Module, axes: Axes, ignored: Container[nn.Parameter]) -> None:
     """Compare the quantized layers of all ranks that hold the same part of the model; collective.
 
@@ -364,20 +361,19 @@ def agree_on_layers(module: nn.Module, axes: Axes, ignored: Container[nn.Paramet
     """
     if not any(is_of_bitsandbytes(layer) or form_of(layer) is not None for layer in module.modules()):
         return
-    everyone = on_all(
-        axes.everyone, "agreement on quantized weights", functools.partial(_describe_layers, module, ignored)
-    )
-    own = everyone[axes.everyone.rank]
-    for rank, other in enumerate(everyone):
-        if other != own:
-            name = next((a[0] for a, b in zip(own, other, strict=False) if a != b), own[-1][0])
-            raise RuntimeError(
-                f"'{name}' is quantized in another way on rank {rank}: expected the same layers, kinds "
-                "of codes and sizes of blocks on all ranks"
-            )
+    label = "agreement on quantized weights"
+    layers = on_all(axes.everyone, label, functools.partial(_describe_layers, module, ignored))
+
+    def differing(found: str) -> RuntimeError:
+        return RuntimeError(
+            "a weight is quantized in another way on some ranks: expected the same layers, kinds of codes "
+            f"and sizes of blocks on all ranks; {found}"
+        )
+
+    require_same(axes.everyone, layers[axes.everyone.rank], differing, label)
 
 
-def _describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> list[Described]:
+def _describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> list[str]:
     """Return the quantized layers of a model, described in the same words on all ranks."""
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
@@ -389,7 +385,7 @@ def _describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> lis
     for name, layer in quantized_layers(module):
         if layer.weight not in pending:
             _check(name, layer)
-    return [(name, _describe(layer)) for name, layer in module.named_modules() if has_codes(layer)]
+    return [f"'{name}' as {_describe(layer)}" for name, layer in module.named_modules() if has_codes(layer)]
 
 
 def _check_forward(name: str, layer: Layer) -> None:
