@@ -1,8 +1,8 @@
 """One full parameter, gradient or optimizer state by the parameter's name, to read and to write; collective.
 
-Ranks hold slices of each. A read gathers the slices of a shard group, some megabytes at a time. Where
-pipeline ranks hold parts of the model, the first one with the parameter sends the result to the others. For a
-write every rank gives the same full tensor and keeps its slice of it.
+Ranks hold slices of each. A read gathers the slices of a shard group. Where pipeline ranks hold parts of the
+model, the first one with the parameter sends the result to the others. For a write every rank gives the same
+full tensor and keeps its slice of it.
 
 All ranks call the methods of the engine with the same name, outside of forward and backward. Names are the
 names of `named_parameters()`, and the other names of tied parameters.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -21,109 +20,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.checkpoint.tensors import is_codes, is_scales, read_model
-from zeroshard.comm import moves
 from zeroshard.comm.collectives import Axis, on_all
-from zeroshard.full.parameters import spread
-from zeroshard.internals.dispatch import past_guards
+from zeroshard.full.parameters import Whole, digest, spread, wholes_of, write
 from zeroshard.optim.adopted import rule_of, to_common
 from zeroshard.optim.eightbit.blocks import ABSMAX, QuantizedState, codebook
-from zeroshard.parameters.parts import own_value, whole_value
-from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import refuse_averages, refuse_in_step
-from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
-
-_GATHERED_BYTES = 64 << 20
-"""Memory that a gather takes in addition to its result."""
-
-
-@dataclass(frozen=True, slots=True)
-class WholeTensor:
-    """A parameter, and the places of its slices."""
-
-    runtime: Runtime
-    buffer: FlatBuffer
-    index: int
-
-    @property
-    def sharded(self) -> ShardedParameter:
-        return self.buffer.sharded[self.index]
-
-    @property
-    def values(self) -> Tensor:
-        """This rank's slice."""
-        with past_guards():
-            return self.sharded.detach()
-
-    @property
-    def gradient(self) -> Tensor | None:
-        """This rank's slice of the gradient."""
-        with past_guards():
-            return self.sharded.grad
-
-    def set_gradient(self, values: Tensor) -> None:
-        """Give this rank's slice of the gradient, [n], other values."""
-        with past_guards():
-            self.sharded.grad = values
-
-    def gather(self, own: Tensor) -> Tensor:
-        """Gather a whole tensor, in the parameter's shape, from the slices [n] of the ranks; collective.
-
-        The result lies on the device that computes, wherever the slices do.
-        """
-        axes, original = self.runtime.context.axes, self.buffer.originals[self.index]
-        return whole_value(self._gather_part(own), original, axes.tp)
-
-    def _gather_part(self, own: Tensor) -> Tensor:
-        """Gather this rank's part, or all, of a parameter from the ranks that share it."""
-        shape = self.buffer.shapes[self.index]
-        keeps_dtype = self.buffer.plan.is_packed or not own.dtype.is_floating_point
-        wide = own.dtype if keeps_dtype else torch.promote_types(own.dtype, torch.float32)
-        device = self.runtime.context.device
-        if not self.buffer.is_partial:
-            return moves.to_device(own.detach().to(wide, copy=True), device).view(shape)
-        axis = self.runtime.context.axes.dp_shard
-        spans = [self.buffer.layout.owned(self.index, rank) for rank in range(axis.size)]
-        whole = torch.empty(shape.numel(), dtype=wide, device=device)
-        longest = max(span.size for span in spans)
-        step = min(longest, max(1, _GATHERED_BYTES // (axis.size * own.element_size())))
-        for at in range(0, longest, step or 1):
-            piece = torch.zeros(step, dtype=own.dtype, device=device)
-            part = own.detach()[at : at + step]
-            piece[: part.numel()].copy_(part)
-            pieces = torch.empty(axis.size * step, dtype=own.dtype, device=device)
-            label = f"all-gather of '{self.sharded.fqn}'"
-            axis.all_gather(
-                pieces.view(torch.uint8), piece.view(torch.uint8), tag=self.buffer.tag, label=label
-            ).wait()
-            for span, values in zip(spans, pieces.split(step), strict=True):
-                start = min(span.start + at, span.stop)
-                num = min(step, span.stop - start)
-                whole[start : start + num].copy_(values[:num])
-        return whole.view(shape)
-
-    def cut(self, values: Tensor) -> Tensor:
-        """This rank's slice of a full tensor, [n], on its device."""
-        start, original = self.buffer.start(self.index), self.buffer.originals[self.index]
-        values = own_value(values.detach(), original, self.runtime.context.axes.tp)
-        part = values.reshape(-1)[start : start + self.sharded.numel()]
-        return moves.beside(part, self.buffer.main)
-
-    def digest(self, values: Any) -> bytes:
-        """A digest of a full tensor, which ranks compare.
-
-        Raises:
-            ValueError: it is not a tensor, or has another shape.
-        """
-        shape = tuple(self.buffer.whole_shapes[self.index])
-        if not isinstance(values, Tensor) or tuple(values.shape) != shape or values.is_meta:
-            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(f"'{self.sharded.fqn}': expected a full tensor of shape {shape}, got {got}")
-        raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        return blake2b(f"{values.dtype}".encode() + raw.numpy().tobytes(), digest_size=16).digest()
 
 
 def full_parameter(engine: Engine, name: str) -> Tensor:
@@ -151,12 +56,11 @@ def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
     """
     call = "set_full_parameter()"
     refuse_averages(engine._runtime.state, call)
-    agreed = _agree(engine._runtime, call, name, lambda place: place.digest(values))
+    agreed = _agree(engine._runtime, call, name, lambda place: _digest(place, values))
     _require_same(call, name, agreed.facts)
     if (place := agreed.place) is None:
         return
-    with torch.no_grad():
-        place.values.copy_(place.cut(values))
+    write(engine._runtime, [(place, values)])
     for unit in engine._runtime.units:
         if place.buffer in unit.buffers:
             unit.refresh()
@@ -184,7 +88,7 @@ def full_gradient(engine: Engine, name: str) -> Tensor | None:
             "ranks or on none. Drop p.grad on all ranks alike"
         )
 
-    def read(place: WholeTensor) -> Tensor | None:
+    def read(place: Whole) -> Tensor | None:
         gradient = place.gradient
         return None if gradient is None else place.gather(gradient)
 
@@ -205,15 +109,15 @@ def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
     call = "set_full_gradient()"
     refuse_in_step(engine._runtime.context.state, call)
 
-    def tell(place: WholeTensor) -> bytes:
+    def tell(place: Whole) -> bytes:
         if not place.sharded.requires_grad:
             raise ValueError(f"{call}: '{name}' is frozen: expected a parameter that is trained")
-        return place.digest(values)
+        return _digest(place, values)
 
     agreed = _agree(engine._runtime, call, name, tell, reduces=True)
     _require_same(call, name, agreed.facts)
     if (place := agreed.place) is not None:
-        place.set_gradient(place.cut(values).to(place.sharded.dtype, copy=True))
+        place.write_gradient(values)
 
 
 def full_optimizer_state(engine: Engine, name: str) -> dict[str, Any]:
@@ -267,12 +171,12 @@ def _states(
     if not has_some:
         raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
 
-    def tell(place: WholeTensor) -> tuple[dict[str, bool], list[Any]]:
+    def tell(place: Whole) -> tuple[dict[str, bool], list[Any]]:
         states.update({} if optimizer is None else _read_states(optimizer, place))
         if unknown := [key for key in given if key not in states]:
             there = ", ".join(states) or "none before the first step"
             raise ValueError(f"{call}: expected states of '{name}' ({there}), got {unknown[0]!r}")
-        digests = [place.digest(given[k]) if states[k].is_wise else repr(given[k]) for k in sorted(given)]
+        digests = [_digest(place, given[k]) if states[k].is_wise else repr(given[k]) for k in sorted(given)]
         return {key: state.is_wise for key, state in states.items()}, digests
 
     agreed = _agree(engine._runtime, call, name, tell)
@@ -296,14 +200,14 @@ _T = TypeVar("_T")
 class _NamedParameter(NamedTuple):
     """A parameter that all ranks have named."""
 
-    place: WholeTensor | None
+    place: Whole | None
     """None where other pipeline ranks hold it."""
     first: int
     """The first pipeline rank that holds it."""
     facts: dict[int, Any]
     """By rank that holds a slice of it, its message to the others."""
 
-    def read(self, runtime: Runtime, get: Callable[[WholeTensor], _T]) -> _T:
+    def read(self, runtime: Runtime, get: Callable[[Whole], _T]) -> _T:
         """Return on all ranks the result of the ranks of the first part; collective."""
         axes = runtime.context.axes
         is_read = axes.pp.rank == self.first and self.place is not None
@@ -316,7 +220,7 @@ def _agree(
     runtime: Runtime,
     call: str,
     name: str,
-    tell: Callable[[WholeTensor], Any] = lambda place: None,
+    tell: Callable[[Whole], Any] = lambda place: None,
     *,
     reduces: bool = False,
 ) -> _NamedParameter:
@@ -348,19 +252,15 @@ def _agree(
     return _NamedParameter(place, first, {rank: fact for rank, (_, fact) in answers.items()})
 
 
-def _places(runtime: Runtime) -> dict[str, WholeTensor]:
+def _places(runtime: Runtime) -> dict[str, Whole]:
     """Return the parameters of this rank's part of the model, by all of their names."""
-    places = {
-        parameter.fqn: WholeTensor(runtime, buffer, index)
-        for buffer in runtime.buffers
-        for index, parameter in enumerate(buffer.sharded)
-    }
+    places = {whole.sharded.fqn: whole for whole in wholes_of(runtime.context.axes, runtime.buffers)}
     for fqn, others in read_model(runtime).aliases.items():
         places |= dict.fromkeys(others, places[fqn])
     return places
 
 
-def _resolve(world: Axis, call: str, name: str, places: Mapping[str, WholeTensor]) -> str:
+def _resolve(world: Axis, call: str, name: str, places: Mapping[str, Whole]) -> str:
     """Return the first name in the whole model of a parameter that some part of it holds; collective.
 
     A tied parameter has another name in each part.
@@ -383,6 +283,19 @@ def _resolve(world: Axis, call: str, name: str, places: Mapping[str, WholeTensor
         raise ValueError(f"{call}: expected one name on all ranks, got {names}")
     resolved: str = known[name]
     return resolved
+
+
+def _digest(place: Whole, values: Any) -> bytes:
+    """A digest of a full tensor, which ranks compare.
+
+    Raises:
+        ValueError: it is not a tensor, or has another shape.
+    """
+    shape = tuple(place.buffer.whole_shapes[place.index])
+    if not isinstance(values, Tensor) or tuple(values.shape) != shape or values.is_meta:
+        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"'{place.sharded.fqn}': expected a full tensor of shape {shape}, got {got}")
+    return f"{values.dtype}".encode() + digest(values)
 
 
 def _require_same(call: str, name: str, facts: Mapping[int, Any]) -> None:
@@ -408,13 +321,13 @@ class _NamedState:
     """True for a state with a value for each element of the slice."""
     quantized: QuantizedState | None = None
 
-    def read(self, place: WholeTensor) -> Any:
+    def read(self, place: Whole) -> Any:
         """Return the full state, in memory of its own; collective for an element-wise one."""
         if self.is_wise:
             return place.gather(self.value if self.quantized is None else self.quantized.load())
         return self.value.detach().clone() if isinstance(self.value, Tensor) else self.value
 
-    def write(self, place: WholeTensor, own: dict[str, Any], value: Any) -> None:
+    def write(self, place: Whole, own: dict[str, Any], value: Any) -> None:
         """Keep this rank's slice of a full state.
 
         Args:
@@ -431,7 +344,7 @@ class _NamedState:
             own[self.key] = type(self.value)(value) if isinstance(self.value, int | float) else value
 
 
-def _read_states(optimizer: Optimizer, place: WholeTensor) -> dict[str, _NamedState]:
+def _read_states(optimizer: Optimizer, place: Whole) -> dict[str, _NamedState]:
     """Return the states of this rank's slice by their common names, without scales of quantized states."""
     saved = to_common(optimizer, optimizer.state.get(place.sharded, {}))
     dtypes = {key: value.dtype for key, value in saved.items() if isinstance(value, Tensor)}

@@ -26,6 +26,7 @@ from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
 from zeroshard.forwards.composed import DESCRIPTION, buffers_of, compose, form_of
 from zeroshard.lazy.deferred import Codes, deferred_of
+from zeroshard.parameters.parts import gather_ranges
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
@@ -103,16 +104,12 @@ class QuantizedLayers:
             scales = scales.to(device)
             axes.dp.broadcast(scales, f"first broadcast of the scales of '{name}'")
         elif buffer.is_partial:
-            axis = axes.dp_shard
-            ranges = [codes.blocks_of(buffer.layout.owned(index, rank)) for rank in range(axis.size)]
-            longest = max(part.size for part in ranges)
-            own = torch.zeros(longest, device=device)
-            own[: ranges[axis.rank].size].copy_(scales[ranges[axis.rank].slice])
-            everyone = torch.empty(axis.size * longest, device=device)
-            label = f"all-gather of the scales of '{name}'"
-            axis.all_gather(everyone, own, tag=buffer.tag, label=label).wait()
-            for part, values in zip(ranges, everyone.cpu().split(longest), strict=True):
-                scales[part.slice] = values[: part.size]
+            ranges = [codes.blocks_of(buffer.layout.owned(index, rank)) for rank in range(axes.dp_shard.size)]
+            own = scales[ranges[axes.dp_shard.rank].slice].to(device)
+            sizes = [blocks.size for blocks in ranges]
+            everyone = gather_ranges(axes.dp_shard, own, sizes, buffer.tag, f"the scales of '{name}'").cpu()
+            for blocks, values in zip(ranges, everyone.split(sizes), strict=True):
+                scales[blocks.slice] = values
         return scales
 
 

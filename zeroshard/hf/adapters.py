@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.files import as_folder, make_folder
 from zeroshard.comm.collectives import on_all, on_first
 from zeroshard.forwards.quantized import has_codes
-from zeroshard.full.parameters import Named, collect
+from zeroshard.full.parameters import full_state_dict
 from zeroshard.hf.export import Format
 from zeroshard.sharding.runtime import Runtime
 
@@ -46,10 +46,9 @@ def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
     answers = on_all(axes.world, "start of an export", lambda: _select(module) if is_asked else None)
     parts = [answer for answer in answers if answer is not None]
     whole = _join(module, parts)
-    own, before = _names_in(parts[axes.pp.rank : axes.pp.rank + 1]), _names_in(parts[: axes.pp.rank])
-    pieces = collect(axes, _gather(runtime, own - before, how.dtype))
-    firsts = {name: values.cpu().contiguous() for name, values in pieces}
     every = [known for part in parts for names in part.values() for known in names.values()]
+    wanted = {known[0] for known in every}
+    firsts = full_state_dict(runtime, lambda plan: how.dtype or plan.main_dtype, wanted)
     adapters = {name: firsts[known[0]] for known in every for name in known if known[0] in firsts}
 
     def write() -> None:
@@ -91,35 +90,11 @@ def _join(module: Any, parts: Sequence[_Written]) -> _Written:
     return whole
 
 
-def _names_in(parts: Sequence[_Written]) -> set[str]:
-    """Return the first names in the model's state_dict() of the tensors that some parts have."""
-    return {known[0] for part in parts for names in part.values() for known in names.values()}
-
-
 def _computed(module: Any, adapter: str) -> ValueError:
     return ValueError(
         f"adapter '{adapter}' ({module.peft_config[adapter].peft_type.value}) is computed from parameters: "
         "call module.save_pretrained() inside engine.unsharded()"
     )
-
-
-def _gather(runtime: Runtime, wanted: Collection[str], dtype: torch.dtype | None) -> Iterator[Named]:
-    """Yield full tensors by their names in state_dict(), on the first rank of a part; nothing on others."""
-    state = runtime.module.state_dict(keep_vars=True)
-    names = {id(state[name]): name for name in wanted}
-    axes = runtime.context.axes
-    is_first = axes.everyone.rank == 0
-    sharded_ones = set(map(id, runtime.parameters))
-    for number, name in names.items() if is_first else ():
-        if number not in sharded_ones:
-            yield Named(name, state[name].detach())
-    for buffer in runtime.buffers:
-        if names.keys().isdisjoint(map(id, buffer.sharded)):
-            continue
-        views = buffer.gather_wholes()
-        for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
-            if (own := names.get(id(sharded))) is not None:
-                yield Named(own, view.to("cpu", dtype or view.dtype, copy=True))
 
 
 def _complete(

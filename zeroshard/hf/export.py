@@ -16,8 +16,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
 from pathlib import Path
@@ -26,8 +26,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.files import as_folder, make_folder, naming, sync, write_synced
-from zeroshard.checkpoint.manifest import check_sums, describe_model, saved_names
+from zeroshard.checkpoint.files import make_folder, naming, sync, write_synced
+from zeroshard.checkpoint.manifest import check_sums, saved_names
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.tensors import (
     MAX_BOX_BYTES,
@@ -37,18 +37,9 @@ from zeroshard.checkpoint.tensors import (
     dtype_name,
     is_beside_codes,
     open_checkpoint,
-    read_model,
 )
-from zeroshard.comm.collectives import Axis, on_all, on_first
-from zeroshard.comm.mesh import Axes
 from zeroshard.config.checked import parse_dtype
-from zeroshard.forwards.composed import is_wrapper
-from zeroshard.full.parameters import Named, collect
-from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import INDEX, SINGLE, TensorInfo, begin_file
-from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.runtime import Runtime
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -207,8 +198,6 @@ class Export:
     """The description that `describe_model` makes."""
     parameters: dict[str, TensorInfo]
     buffers: dict[str, TensorInfo]
-    names: dict[str, list[str]] = field(default_factory=dict)
-    """By the name of a parameter in the model, or in the stream, the names in the files."""
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -315,132 +304,6 @@ def _read(
                 data = memory.view(tensor.dtype)[: min(step, numel - start)]
                 reader.read(TensorSlice(source, tensor.shape, start, data))
                 yield TensorSlice(name, tensor.shape, start, data)
-
-
-# ----------------------------------------------------------------------------------------- an engine
-
-
-def export_engine(runtime: Runtime, dir: object, how: Format, described: Mapping[str, Any] | None) -> None:
-    """Write the model that is being trained; collective. Rank 0 writes and holds one unit at a time.
-
-    Args:
-        runtime: of the model.
-        dir: the folder, as rank 0 was given it.
-        how: dtype and size of files.
-        described: the description of the whole model, where pipeline ranks have parts of it.
-
-    Raises:
-        ValueError: weights are quantized, on all ranks.
-        ValueError, RuntimeError: rank 0 could not write, on all ranks.
-    """
-    axis = runtime.context.axes.world
-    on_all(axis, "start of an export", lambda: _refuse_codes(runtime))
-    folder = on_first(axis, "start of an export", lambda: as_folder(dir))
-    own = _plan(runtime, how.dtype, described or describe_model(runtime.module))
-    weights, before = join(runtime.context.axes, own)
-    write_all(axis, folder, weights, _gather(runtime, own, before), how)
-
-
-def write_all(axis: Axis, folder: Path, weights: Export, slices: Iterator[TensorSlice], how: Format) -> None:
-    """Write a folder as `write_model` does, on rank 0; collective, as the ranks gather the slices together.
-
-    Raises:
-        ValueError, RuntimeError: rank 0 could not write, on all ranks.
-    """
-    on_first(axis, "start of an export", lambda: check_folder(folder, weights.tensors))
-
-    def take() -> None:
-        for _ in slices:
-            pass
-
-    def write() -> None:
-        try:
-            write_model(folder, weights, slices, how)
-        finally:
-            take()  # the ranks gather together, even if the writing has failed
-
-    on_all(axis, "end of an export", take if axis.rank else write)
-
-
-def _refuse_codes(runtime: Runtime) -> None:
-    """Refuse codes: the layout of transformers would need the config of their quantization."""
-    packed = (p.fqn for buffer in runtime.buffers if buffer.plan.is_packed for p in buffer.sharded)
-    ignored = (name for p, name in runtime.ignored.items() if is_packed(p) or is_wrapper(p))
-    if (name := next(chain(packed, ignored), None)) is not None:
-        raise ValueError(
-            f"save_pretrained(): '{name}' holds codes of a quantized weight: expected a model that is not "
-            "quantized, or one with adapters, which are saved alone; or dequantize=True, which writes the "
-            "weights that codes stand for"
-        )
-
-
-def _plan(runtime: Runtime, dtype: torch.dtype | None, model: Mapping[str, Any]) -> Export:
-    """Return the weights of this rank's part of the model."""
-    state = read_model(runtime)
-    names: dict[str, list[str]] = {}
-    parameters: dict[str, TensorInfo] = {}
-    for sharded in own_parameters(runtime):
-        names[sharded.fqn] = saved_names(model, (sharded.fqn, *state.aliases.get(sharded.fqn, ())))
-        info = TensorInfo(sharded.dtype, tuple(sharded.full_shape))
-        parameters |= dict.fromkeys(names[sharded.fqn], cast(info, dtype))
-    not_saved, others = model.get("not_saved", ()), state.buffers | state.ignored
-    buffers = {name: info_of(b) for name, b in others.items() if name not in not_saved}
-    return Export(model, parameters, buffers, names)
-
-
-def own_parameters(runtime: Runtime) -> Iterator[ShardedParameter]:
-    """The parameters that this rank's part of the model writes; the first one, if several parts hold one."""
-    part = runtime.context.axes.pp.rank
-    return (
-        sharded
-        for buffer in runtime.buffers
-        if part in buffer.originals[0].holders[:1] or not buffer.originals[0].holders
-        for sharded in buffer.sharded
-    )
-
-
-def join(axes: Axes, own: Export) -> tuple[Export, set[str]]:
-    """Return the weights of all parts of the model, and the names of buffers that earlier parts write."""
-    if axes.pp.size == 1:
-        return own, set()
-    parts: list[Export] = axes.pp.all_gather_object(own, "weights of all parts")
-    whole = Export(own.model, {}, {})
-    for part in parts:
-        whole.parameters.update(part.parameters)
-        whole.names.update(part.names)
-        whole.buffers.update({key: info for key, info in part.buffers.items() if key not in whole.buffers})
-    return whole, {name for part in parts[: axes.pp.rank] for name in part.buffers}
-
-
-def _gather(runtime: Runtime, own: Export, before: Collection[str]) -> Iterator[TensorSlice]:
-    """Yield the full tensors of all parts on rank 0, their parameters first; nothing on other ranks."""
-    axes, state = runtime.context.axes, read_model(runtime)
-    parameters = chain.from_iterable(_gather_buffer(b, own.names, axes) for b in runtime.buffers)
-    # map, unlike a loop, does not hold the last tensor while the next one is gathered.
-    yield from map(whole_slice, collect(axes, parameters))
-    others = (state.buffers | state.ignored).items()
-    yield from gather_buffers(axes, {name: value for name, value in others if name in own.buffers}, before)
-
-
-def gather_buffers(
-    axes: Axes, buffers: Mapping[str, Tensor], before: Collection[str]
-) -> Iterator[TensorSlice]:
-    """Yield the buffers of all parts on rank 0, without those `before` that earlier parts have."""
-    is_first = axes.everyone.rank == 0
-    own = (Named(name, b) for name, b in buffers.items() if is_first and name not in before and b.numel())
-    return map(whole_slice, collect(axes, own))
-
-
-def _gather_buffer(buffer: FlatBuffer, names: Mapping[str, list[str]], axes: Axes) -> Iterator[Named]:
-    is_first, views = axes.everyone.rank == 0, buffer.gather_wholes()
-    for sharded, view in zip(buffer.sharded, views if is_first else (), strict=is_first):
-        for name in names.get(sharded.fqn, ()) if view.numel() else ():
-            yield Named(name, view)
-
-
-def whole_slice(named: Named) -> TensorSlice:
-    """All of a tensor."""
-    return TensorSlice(named.name, tuple(named.values.shape), 0, named.values.reshape(-1))
 
 
 def info_of(tensor: Tensor | StoredTensor) -> TensorInfo:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +19,10 @@ from zeroshard.comm.collectives import on_all, on_first
 from zeroshard.config.checked import parse_dtype
 from zeroshard.forwards.composed import is_wrapper
 from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed, names_beside
-from zeroshard.full.parameters import Named, spread, unsharded
+from zeroshard.full.parameters import Read, stream, unsharded
 from zeroshard.hf.adapters import Merging, export_adapters, has_adapters
-from zeroshard.hf.export import (
-    MAX_SHARD_BYTES,
-    Export,
-    Format,
-    cast,
-    export_engine,
-    gather_buffers,
-    info_of,
-    join,
-    own_parameters,
-    whole_slice,
-    write_all,
-)
-from zeroshard.plan.originals import is_packed
+from zeroshard.hf.export import MAX_SHARD_BYTES, Export, Format, cast, check_folder, info_of, write_model
+from zeroshard.plan.originals import Original, is_packed
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -80,12 +70,10 @@ def save_pretrained(
         )
     runtime.wait()
     runtime.require_slices("save_pretrained()")
-    if merge_adapters or dequantize:
-        export_merged(runtime, dir, how, engine._parts.described)
-    elif has_adapters(engine.module):
+    if has_adapters(engine.module) and not merge_adapters:
         export_adapters(runtime, dir, how)
     else:
-        export_engine(runtime, dir, how, engine._parts.described)
+        _export(runtime, dir, how, engine._parts.described, as_numbers=merge_adapters or dequantize)
 
 
 def named_full_parameters(
@@ -113,17 +101,11 @@ def named_full_parameters(
         RuntimeError: in a forward, a backward or `unsharded()`.
     """
     chosen = None if dtype is None else parse_dtype(dtype)
-    return _stream_parameters(engine._runtime, chosen, merge_adapters=merge_adapters)
-
-
-def _stream_parameters(
-    runtime: Runtime, dtype: torch.dtype | None, *, merge_adapters: bool
-) -> Iterator[tuple[str, Tensor]]:
+    runtime = engine._runtime
     runtime.wait()
-    begun = runtime.state.num_changes
-    _check_moment(runtime, begun)
+    _check_moment(runtime, runtime.state.num_changes)
     runtime.check_removals()
-    return _stream(runtime, dtype, merging_of(runtime) if merge_adapters else None, begun)
+    return _stream(runtime, chosen, merging_of(runtime) if merge_adapters else None, to_all=True)
 
 
 def merging_of(runtime: Runtime) -> Merging | None:
@@ -158,7 +140,7 @@ def _changes(runtime: Runtime, merging: Merging) -> set[tuple[str, str]]:
     named = runtime.module.named_parameters(remove_duplicate=False)
     shown = {(getattr(p, "fqn", ""), merging.change_of(n)) for n, p in named if merging.rename(n) is not None}
     # A parameter that this part writes for other parts, too, and of which it shows only a copy.
-    hidden = {sharded.fqn for sharded in own_parameters(runtime)} - {fqn for fqn, _ in shown}
+    hidden = {original.fqn for original in _written(runtime)} - {fqn for fqn, _ in shown}
     return shown | {(fqn, "modules_to_save") for fqn in hidden}
 
 
@@ -180,60 +162,34 @@ def _check_moment(runtime: Runtime, begun: int) -> None:
 
 
 def _stream(
-    runtime: Runtime, dtype: torch.dtype | None, merging: Merging | None, begun: int
+    runtime: Runtime, dtype: torch.dtype | None, merging: Merging | None, *, to_all: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    pp, names = runtime.context.axes.pp, _names(runtime, merging)
-    own = _steps(runtime, names, merging)
-    counts = [len(own)] if pp.size == 1 else pp.all_gather_object(len(own), "number of units of all parts")
-    for part, count in enumerate(counts):
-        for number in range(count):
-            _check_moment(runtime, begun)
-            found = spread(runtime.context.axes, part, own[number]() if part == pp.rank else None)
-            while found:
-                name = next(iter(found))
-                values = found.pop(name)
-                yield name, values.to(dtype) if dtype and values.is_floating_point() else values
-                del values  # before the next unit is gathered
+    check = partial(_check_moment, runtime, runtime.state.num_changes)
+    reads = _reads(runtime, _names(runtime, merging), merging)
+
+    def as_asked(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+        name, values = named
+        return name, values.to(dtype) if dtype and values.is_floating_point() else values
+
+    # map, unlike a loop, does not hold the last tensor while the next unit is gathered.
+    return map(as_asked, stream(runtime.context.axes, reads, to_all=to_all, check=check))
 
 
-def _names(runtime: Runtime, merging: Merging | None) -> dict[str, str]:
-    """The name in the stream of each parameter that this rank's part writes, by its own name."""
+def _written(runtime: Runtime) -> Iterator[Original]:
+    """The parameters that this rank's part of the model writes; the first one, if several parts hold one."""
+    part = runtime.context.axes.pp.rank
+    every = (original for buffer in runtime.buffers for original in buffer.originals)
+    return (original for original in every if part in original.holders[:1] or not original.holders)
+
+
+def _names(runtime: Runtime, merging: Merging | None) -> dict[str, list[str]]:
+    """All names of each parameter that this rank's part writes, by its own; the first is in the stream."""
     aliases = read_model(runtime).aliases
-    names = {}
-    for sharded in own_parameters(runtime):
-        if known := _renamed((sharded.fqn, *aliases.get(sharded.fqn, ())), merging):
-            names[sharded.fqn] = known[0]
-    return names
-
-
-class Streamed(NamedTuple):
-    """A tensor of the stream, before it is gathered."""
-
-    info: TensorInfo
-    names: list[str]
-    """All names of the parameter, the first one first; without adapters, if these are merged."""
-
-
-def streamed_tensors(runtime: Runtime, merging: Merging | None) -> dict[str, Streamed]:
-    """Return the tensors that this rank's part of the model adds to the stream, by name, in their order."""
-    names, aliases = _names(runtime, merging), read_model(runtime).aliases
-    found = {}
-    for buffer in (buffer for unit in runtime.units for buffer in unit.buffers):
-        for original, shape in zip(buffer.originals, buffer.whole_shapes, strict=True):
-            if original.fqn not in names:
-                continue
-            info = TensorInfo(buffer.plan.main_dtype, tuple(shape))
-            if is_packed(original.parameter):
-                owner, _ = original.owners[0]
-                dtype, form = dequantized_form(owner, info.dtype, info.shape)
-                info = TensorInfo(dtype, form[::-1] if is_transposed(owner) else form)
-            every = (original.fqn, *aliases.get(original.fqn, ()))
-            found[names[original.fqn]] = Streamed(info, _renamed(every, merging))
-    for name, (owner, parameter, known) in _ignored(runtime, merging).items():
-        dtype, form = dequantized_form(owner, parameter.dtype, tuple(parameter.shape))
-        is_turned = is_packed(parameter) and is_transposed(owner)
-        found[name] = Streamed(TensorInfo(dtype, form[::-1] if is_turned else form), known)
-    return found
+    names = {
+        original.fqn: _renamed((original.fqn, *aliases.get(original.fqn, ())), merging)
+        for original in _written(runtime)
+    }
+    return {fqn: known for fqn, known in names.items() if known}
 
 
 def _renamed(names: Iterable[str], merging: Merging | None) -> list[str]:
@@ -254,20 +210,16 @@ def _ignored(
     return {known[0]: (owners[p], p, known) for p, known in names.items() if known}
 
 
-_Step = Callable[[], dict[str, Tensor]]
-"""Gathers some parameters, by their names in the stream; collective in the part of the model."""
-
-
-def _steps(runtime: Runtime, names: Mapping[str, str], merging: Merging | None) -> list[_Step]:
-    """The steps in which this rank's part of the model is gathered: a unit each, and what is not sharded."""
-    steps: list[_Step] = []
+def _reads(runtime: Runtime, names: Mapping[str, list[str]], merging: Merging | None) -> list[Read]:
+    """The reads of this rank's part of the model: a unit each, and what is not sharded."""
+    reads: list[Read] = []
     for unit in runtime.units:
         if any(sharded.fqn in names for buffer in unit.buffers for sharded in buffer.sharded):
             layers = [] if merging is None else merging.layers_of(unit.slots.owners)
-            steps.append(_merger(runtime, unit, names, layers) if layers else _gatherer(runtime, unit, names))
+            reads.append(partial(_merge if layers else _gather, runtime, unit, names, layers))
     if own := _ignored(runtime, merging):
-        steps.append(lambda: {name: _as_it_is(owner, p) for name, (owner, p, _) in own.items()})
-    return steps
+        reads.append(lambda: {name: _as_it_is(owner, p) for name, (owner, p, _) in own.items()})
+    return reads
 
 
 def _as_it_is(owner: nn.Module, parameter: nn.Parameter) -> Tensor:
@@ -278,20 +230,17 @@ def _as_it_is(owner: nn.Module, parameter: nn.Parameter) -> Tensor:
     return values.dequantize() if is_wrapper(values) else values.clone()
 
 
-def _gatherer(runtime: Runtime, unit: Unit, names: Mapping[str, str]) -> _Step:
-    def gather() -> dict[str, Tensor]:
-        found = {}
-        for buffer in unit.buffers:
-            wholes = buffer.gather_wholes()
-            for original, values in zip(buffer.originals, wholes, strict=True):
-                if original.fqn in names:
-                    owner, _ = original.owners[0]
-                    if is_packed(original.parameter):
-                        values = _as_plain(owner, dequantized(owner, values))
-                    found[names[original.fqn]] = values
-        return found
-
-    return gather
+def _gather(runtime: Runtime, unit: Unit, names: Mapping[str, list[str]], _: object) -> dict[str, Tensor]:
+    """Gather the parameters of a unit, by their names in the stream."""
+    found = {}
+    for buffer in unit.buffers:
+        for original, values in zip(buffer.originals, buffer.gather_wholes(), strict=True):
+            if original.fqn in names:
+                owner, _ = original.owners[0]
+                if is_packed(original.parameter):
+                    values = _as_plain(owner, dequantized(owner, values))
+                found[names[original.fqn][0]] = values
+    return found
 
 
 def _as_plain(owner: nn.Module, values: Tensor) -> Tensor:
@@ -299,36 +248,36 @@ def _as_plain(owner: nn.Module, values: Tensor) -> Tensor:
     return values.t().contiguous() if is_transposed(owner) else values
 
 
-def _merger(runtime: Runtime, unit: Unit, names: Mapping[str, str], layers: list[Any]) -> _Step:
-    """A step that lets peft merge into the full parameters of a unit, which are then forgotten."""
-
-    def merge() -> dict[str, Tensor]:
-        found = {}
-        of_codes = {base: layer for layer in layers if has_codes(base := layer.get_base_layer())}
-        plain = [layer for layer in layers if layer.get_base_layer() not in of_codes]
-        with unsharded(runtime, layers, write_back=False), Merging.merged(plain):
-            for original in (original for buffer in unit.buffers for original in buffer.originals):
-                owner, attribute = original.owners[0]
-                shown = owner._parameters[attribute]
-                assert shown is not None, "it is sharded"
-                if original.fqn in names:
-                    values = shown.detach()
-                    if is_packed(original.parameter):  # peft would quantize the sum again
-                        values = dequantized(owner, values)
-                        if owner in of_codes:
-                            Merging.add_to_weight(of_codes[owner], values, original.fqn)
-                        values = _as_plain(owner, values)
-                    elif owner in of_codes and attribute == "bias":
-                        values = values.clone()
-                        Merging.add_to_bias(of_codes[owner], values)
-                    found[names[original.fqn]] = values
-        return found
-
-    return merge
+def _merge(
+    runtime: Runtime, unit: Unit, names: Mapping[str, list[str]], layers: Sequence[Any]
+) -> dict[str, Tensor]:
+    """Let peft merge into the full parameters of a unit, which are then dropped."""
+    found = {}
+    of_codes = {base: layer for layer in layers if has_codes(base := layer.get_base_layer())}
+    plain = [layer for layer in layers if layer.get_base_layer() not in of_codes]
+    with unsharded(runtime, layers, write_back=False), Merging.merged(plain):
+        for original in (original for buffer in unit.buffers for original in buffer.originals):
+            owner, attribute = original.owners[0]
+            shown = owner._parameters[attribute]
+            assert shown is not None, "it is sharded"
+            if original.fqn in names:
+                values = shown.detach()
+                if is_packed(original.parameter):  # peft would quantize the sum again
+                    values = dequantized(owner, values)
+                    if owner in of_codes:
+                        Merging.add_to_weight(of_codes[owner], values, original.fqn)
+                    values = _as_plain(owner, values)
+                elif owner in of_codes and attribute == "bias":
+                    values = values.clone()
+                    Merging.add_to_bias(of_codes[owner], values)
+                found[names[original.fqn][0]] = values
+    return found
 
 
-def export_merged(runtime: Runtime, dir: object, how: Format, described: Mapping[str, Any] | None) -> None:
-    """Write the model with its adapters merged and its codes as numbers; collective.
+def _export(
+    runtime: Runtime, dir: object, how: Format, described: Mapping[str, Any] | None, *, as_numbers: bool
+) -> None:
+    """Write the model with its adapters merged; collective.
 
     Rank 0 writes. All ranks hold one unit at a time, as in `named_full_parameters`.
 
@@ -337,26 +286,64 @@ def export_merged(runtime: Runtime, dir: object, how: Format, described: Mapping
         dir: the folder, as rank 0 was given it.
         how: dtype and size of files.
         described: the description of the whole model, where pipeline ranks have parts of it.
+        as_numbers: False refuses codes.
 
     Raises:
-        ValueError: an adapter that no weight can take in, on all ranks.
+        ValueError: weights are codes, or an adapter that no weight can take in, on all ranks.
         ValueError, RuntimeError: rank 0 could not write, on all ranks.
     """
-    axes = runtime.context.axes
+    axes, label = runtime.context.axes, "start of an export"
+    on_all(axes.world, label, lambda: runtime.check_slots() if as_numbers else _refuse_codes(runtime))
     merging = merging_of(runtime)
-    folder = on_first(axes.world, "start of an export", lambda: as_folder(dir))
-    own, buffers = _plan(runtime, merging, how.dtype, _plainly(runtime.module, described))
-    weights, before = join(axes, own)
+    folder = on_first(axes.world, label, lambda: as_folder(dir))
+    model = _plainly(runtime.module, described) if as_numbers else described or describe_model(runtime.module)
+    infos, names = _tensors(runtime, merging, model)
+    left_out = {*model.get("not_saved", ()), *names_beside(runtime.module)}
+    own = {
+        plain: buffer
+        for name, buffer in read_model(runtime).buffers.items()
+        if (plain := next(iter(_renamed([name], merging)), None)) and not left_out & {name, plain}
+    }
+    weights, saved = Export(model, {}, {}), dict[str, list[str]]()
+    parts = axes.pp.all_gather_object((infos, names, {n: info_of(b) for n, b in own.items()}), label)
+    for part_infos, part_names, part_buffers in parts:
+        saved |= part_names
+        for name, info in part_infos.items():
+            weights.parameters.update(dict.fromkeys(part_names[name], cast(info, how.dtype)))
+        weights.buffers.update({name: info for name, info in part_buffers.items() if name not in saved})
+        saved |= {name: [name] for name in part_buffers}
+    on_first(axes.world, label, lambda: check_folder(folder, weights.tensors))
 
     def slices() -> Iterator[TensorSlice]:
         """Whole tensors on rank 0, parameters first; nothing on other ranks."""
-        for name, values in _stream_parameters(runtime, None, merge_adapters=True):
-            for saved in weights.names[name] if axes.world.rank == 0 and values.numel() else ():
-                yield whole_slice(Named(saved, values))
+        buffers = stream(axes, [lambda: own], to_all=False)
+        for name, values in chain(_stream(runtime, None, merging, to_all=False), buffers):
+            for each in saved.pop(name, ()) if values.numel() else ():
+                yield TensorSlice(each, tuple(values.shape), 0, values.reshape(-1))
             del values  # before the next unit is gathered
-        yield from gather_buffers(axes, buffers, before)
 
-    write_all(axes.world, folder, weights, slices(), how)
+    gathered = slices()
+
+    def write() -> None:
+        try:
+            if axes.world.rank == 0:
+                write_model(folder, weights, gathered, how)
+        finally:
+            deque(gathered, 0)  # the ranks gather together, even if the writing has failed
+
+    on_all(axes.world, "end of an export", write)
+
+
+def _refuse_codes(runtime: Runtime) -> None:
+    """Refuse codes: the layout of transformers would need the config of their quantization."""
+    packed = (p.fqn for buffer in runtime.buffers if buffer.plan.is_packed for p in buffer.sharded)
+    ignored = (name for p, name in runtime.ignored.items() if is_packed(p) or is_wrapper(p))
+    if (name := next(chain(packed, ignored), None)) is not None:
+        raise ValueError(
+            f"save_pretrained(): '{name}' holds codes of a quantized weight: expected a model that is not "
+            "quantized, or one with adapters, which are saved alone; or dequantize=True, which writes the "
+            "weights that codes stand for"
+        )
 
 
 def _plainly(module: Any, described: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -373,19 +360,23 @@ def _plainly(module: Any, described: Mapping[str, Any] | None) -> dict[str, Any]
     return model
 
 
-def _plan(
-    runtime: Runtime, merging: Merging | None, dtype: torch.dtype | None, model: Mapping[str, Any]
-) -> tuple[Export, dict[str, Tensor]]:
-    """Return the weights of this rank's part of the model, and its buffers by their names in the files."""
-    names: dict[str, list[str]] = {}
-    parameters: dict[str, TensorInfo] = {}
-    for name, streamed in streamed_tensors(runtime, merging).items():
-        names[name] = saved_names(model, streamed.names)
-        parameters |= dict.fromkeys(names[name], cast(streamed.info, dtype))
-    left_out = {*model.get("not_saved", ()), *names_beside(runtime.module)}
-    buffers = {}
-    for name, buffer in read_model(runtime).buffers.items():
-        plain = name if merging is None else merging.rename(name)
-        if plain is not None and not left_out & {name, plain}:
-            buffers[plain] = buffer
-    return Export(model, parameters, {n: info_of(b) for n, b in buffers.items()}, names), buffers
+def _tensors(
+    runtime: Runtime, merging: Merging | None, model: Mapping[str, Any]
+) -> tuple[dict[str, TensorInfo], dict[str, list[str]]]:
+    """The tensors of this rank's part of the model, in the order of the stream, and their names in files."""
+    names, infos, saved = _names(runtime, merging), dict[str, TensorInfo](), dict[str, list[str]]()
+
+    def add(owner: nn.Module, info: TensorInfo, known: list[str], *, is_coded: bool) -> None:
+        if is_coded:
+            dtype, shape = dequantized_form(owner, info.dtype, info.shape)
+            info = TensorInfo(dtype, shape[::-1] if is_transposed(owner) else shape)
+        infos[known[0]], saved[known[0]] = info, saved_names(model, known)
+
+    for buffer in runtime.buffers:
+        for original, shape in zip(buffer.originals, buffer.whole_shapes, strict=True):
+            if original.fqn in names:
+                info, (owner, _) = TensorInfo(buffer.plan.main_dtype, tuple(shape)), original.owners[0]
+                add(owner, info, names[original.fqn], is_coded=is_packed(original.parameter))
+    for owner, parameter, known in _ignored(runtime, merging).values():
+        add(owner, info_of(parameter), known, is_coded=is_packed(parameter) or is_wrapper(parameter))
+    return infos, saved

@@ -1,4 +1,4 @@
-"""The part of a tensor that a rank of a tensor group holds, and the whole made of all parts."""
+"""The parts of a tensor that ranks hold, and the whole made of all parts."""
 
 from __future__ import annotations
 
@@ -41,3 +41,19 @@ def whole_value(own: Tensor, original: Original, tp: Axis) -> Tensor:
 def own_value(whole: Tensor, original: Original, tp: Axis) -> Tensor:
     """Return this rank's part of a tensor of the original shape."""
     return whole if original.cut is None else part_of(whole, original.cut, tp.rank)
+
+
+def gather_ranges(axis: Axis, own: Tensor, sizes: Sequence[int], tag: int, what: str) -> Tensor:
+    """Return the ranges of all ranks one after another: [sum(sizes)]; collective.
+
+    Args:
+        own: [sizes[axis.rank]], on the device of the axis.
+        tag: as `Axis.all_gather` has it.
+        what: the name of the tensor, for errors.
+    """
+    longest = max(sizes)
+    piece, pieces = own.new_zeros(longest), own.new_empty(axis.size * longest)
+    piece[: own.numel()].copy_(own)
+    raw = pieces.view(torch.uint8), piece.view(torch.uint8)  # Gloo knows few dtypes
+    axis.all_gather(*raw, tag=tag, label=f"all-gather of {what}").wait()
+    return torch.cat([pieces[rank * longest :][:size] for rank, size in enumerate(sizes)])

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.pipeline.runs import adamw, build, plain, start, tokens_of, train
-from zeroshard.full.parameters import SharedEdits, ShownEdits, check_edits
+from zeroshard.full.parameters import Edit, check_edits
 
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 LAYOUTS = {
@@ -137,15 +137,15 @@ def test_edits_of_a_shared_parameter_must_be_the_same_in_all_parts(ranks):
         assert torch.equal(values, torch.ones(40, 32))
     want = build("tied gpt").get_parameter(EMBEDDING).detach()
     for message, values in ranks(2, edited, True):
-        assert f"pipeline ranks made different edits to '{EMBEDDING}'" in message
+        assert f"the ranks made different edits to '{EMBEDDING}'" in message
         assert torch.equal(values, want)
 
 
 def test_a_shared_parameter_that_one_part_alone_shows_is_an_error_with_its_ranks():
-    copy = SharedEdits((0, 1), b"", ())
-    own = [ShownEdits(0, "", [("a", b"")], [], {"a": copy}), ShownEdits(1, "", [], [], {})]
+    copy = Edit((0, 1), b"", [])
+    alone = Edit((), b"", [])
     with pytest.raises(
         RuntimeError, match=r"pipeline ranks \[0, 1\] share 'a', and it is shown on \[0\] alone"
     ):
-        check_edits(own)
-    check_edits([own[0], ShownEdits(1, "", [("b", b"")], [], {"a": copy})])
+        check_edits([(0, {"a": copy}), (1, {"b": alone})])
+    check_edits([(0, {"a": copy}), (1, {"a": copy, "b": alone})])
