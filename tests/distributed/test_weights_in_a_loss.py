@@ -92,7 +92,17 @@ def asked_for(engine):
         torch.autograd.grad(square_loss(engine, 0) + term(engine.module), list(engine.parameters()))
 
 
-WAYS = (outside, read_before, of_one_layer, all_inside, written_back, term_alone, asked_for)
+def trained_again(engine):
+    engine.module.head.weight.requires_grad_(False)
+    try:
+        with engine.unsharded():
+            engine.module.head.weight.requires_grad_()
+            engine.module.head.weight.square().sum().backward()
+    finally:
+        engine.module.head.weight.requires_grad_()
+
+
+WAYS = (outside, read_before, of_one_layer, all_inside, written_back, term_alone, asked_for, trained_again)
 
 
 def refused(stage):

@@ -80,8 +80,9 @@ class ShownParameter(UnshardedParameter):
         """Make a parameter over the memory of `view`, with a version counter of its own."""
         shown = ShownParameter.over(view, sharded.fqn)
         shown.sharded = weakref.ref(sharded)
-        shown.requires_grad_(sharded.requires_grad)
+        # First: a parameter that is frozen for a while may be trained again before a loss takes it.
         refuse_gradients(shown, f"'{sharded.fqn}', read under engine.unsharded()")
+        shown.requires_grad_(sharded.requires_grad)
         shown.at_first = shown._version, shown.data_ptr()
         return shown
 
