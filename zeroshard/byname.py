@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from zeroshard.checkpoint.tensors import is_codes, is_scales, read_model
 from zeroshard.comm.collectives import Axis, on_all
+from zeroshard.comm.mesh import Axes
 from zeroshard.full.parameters import Whole, digest, spread, wholes_of, write
 from zeroshard.optim.adopted import rule_of, to_common
 from zeroshard.optim.eightbit.blocks import ABSMAX, QuantizedState, codebook
@@ -41,7 +42,7 @@ def full_parameter(engine: Engine, name: str) -> Tensor:
         ValueError: the model has no such parameter, or ranks give different names.
     """
     agreed = _agree(engine._runtime, "full_parameter()", name)
-    return agreed.read(engine._runtime, lambda place: place.gather(place.values))
+    return agreed.read(lambda place: place.gather(place.values))
 
 
 def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
@@ -57,13 +58,12 @@ def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
     call = "set_full_parameter()"
     refuse_averages(engine._runtime.state, call)
     agreed = _agree(engine._runtime, call, name, lambda place: _digest(place, values))
-    _require_same(call, name, agreed.facts)
-    if (place := agreed.place) is None:
-        return
-    write(engine._runtime, [(place, values)])
-    for unit in engine._runtime.units:
-        if place.buffer in unit.buffers:
-            unit.refresh()
+    agreed.require_same("were given different values for", error=ValueError)
+    if (place := agreed.place) is not None:
+        write(engine._runtime, [(place, values)])
+        for unit in engine._runtime.units:
+            if place.buffer in unit.buffers:
+                unit.refresh()
 
 
 def full_gradient(engine: Engine, name: str) -> Tensor | None:
@@ -81,18 +81,13 @@ def full_gradient(engine: Engine, name: str) -> Tensor | None:
     """
     call = "full_gradient()"
     agreed = _agree(engine._runtime, call, name, lambda place: place.gradient is not None, reduces=True)
-    if len(set(agreed.facts.values())) > 1:
-        having = [rank for rank, has in agreed.facts.items() if has]
-        raise RuntimeError(
-            f"{call}: only ranks {having} have a gradient of '{name}'; expected one on all "
-            "ranks or on none. Drop p.grad on all ranks alike"
-        )
+    agreed.require_same("have a gradient and none of")
 
     def read(place: Whole) -> Tensor | None:
         gradient = place.gradient
         return None if gradient is None else place.gather(gradient)
 
-    return agreed.read(engine._runtime, read)
+    return agreed.read(read)
 
 
 def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
@@ -115,7 +110,7 @@ def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
         return _digest(place, values)
 
     agreed = _agree(engine._runtime, call, name, tell, reduces=True)
-    _require_same(call, name, agreed.facts)
+    agreed.require_same("were given different values for", error=ValueError)
     if (place := agreed.place) is not None:
         place.write_gradient(values)
 
@@ -133,9 +128,7 @@ def full_optimizer_state(engine: Engine, name: str) -> dict[str, Any]:
         RuntimeError: the engine has no optimizer.
     """
     agreed, states = _states(engine, "full_optimizer_state()", name, {})
-    return agreed.read(
-        engine._runtime, lambda place: {key: state.read(place) for key, state in states.items()}
-    )
+    return agreed.read(lambda place: {key: state.read(place) for key, state in states.items()})
 
 
 def set_full_optimizer_state(engine: Engine, name: str, values: Mapping[str, Any]) -> None:
@@ -151,24 +144,22 @@ def set_full_optimizer_state(engine: Engine, name: str, values: Mapping[str, Any
     """
     call = "set_full_optimizer_state()"
     agreed, states = _states(engine, call, name, values)
-    _require_same(call, name, {rank: digests for rank, (_, digests) in agreed.facts.items()})
-    if (place := agreed.place) is None or engine.optimizer is None:
-        return
-    own = engine.optimizer.state.get(place.sharded, {})
-    with torch.no_grad():
-        for key, value in values.items():
-            states[key].write(place, own, value)
+    if (place := agreed.place) is not None and engine.optimizer is not None:
+        own = engine.optimizer.state.get(place.sharded, {})
+        with torch.no_grad():
+            for key, value in values.items():
+                states[key].write(place, own, value)
 
 
 def _states(
     engine: Engine, call: str, name: str, given: Mapping[str, Any]
 ) -> tuple[_NamedParameter, dict[str, _NamedState]]:
-    """Return the place and the states of a parameter; the facts are kinds and digests of given states."""
-    optimizer, states, pp = engine.optimizer, {}, engine._runtime.context.axes.pp
-    has_some = optimizer is not None
-    if pp.size > 1:  # a rank without trained parameters has none
-        [has_some] = pp.any([has_some], f"agreement on {call}")()
-    if not has_some:
+    """Return the place and the states of a parameter; values of states that are given are compared."""
+    optimizer, pp = engine.optimizer, engine._runtime.context.axes.pp
+    states: dict[str, _NamedState] = {}
+    if not any(
+        pp.any([optimizer is not None], f"agreement on {call}")()
+    ):  # a frozen part of a model has none
         raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
 
     def tell(place: Whole) -> tuple[dict[str, bool], list[Any]]:
@@ -180,12 +171,9 @@ def _states(
         return {key: state.is_wise for key, state in states.items()}, digests
 
     agreed = _agree(engine._runtime, call, name, tell)
+    agreed.require_same("were given different values for", lambda fact: fact[1], ValueError)
+    agreed.require_same("have different optimizer states of", lambda fact: fact[0].keys())
     kinds = [kind for kind, _ in agreed.facts.values()]
-    if any(kind.keys() != kinds[0].keys() for kind in kinds):
-        raise RuntimeError(
-            f"{call}: the ranks have different optimizer states of '{name}': {list(map(list, kinds))}; "
-            "expected the same on all ranks"
-        )
     for key, state in states.items():  # a slice of one element looks like one value, and the other way
         states[key] = replace(state, is_wise=all(kind[key] for kind in kinds))
     return agreed, states
@@ -200,6 +188,10 @@ _T = TypeVar("_T")
 class _NamedParameter(NamedTuple):
     """A parameter that all ranks have named."""
 
+    call: str
+    """The method, for errors."""
+    name: str
+    axes: Axes
     place: Whole | None
     """None where other pipeline ranks hold it."""
     first: int
@@ -207,13 +199,24 @@ class _NamedParameter(NamedTuple):
     facts: dict[int, Any]
     """By rank that holds a slice of it, its message to the others."""
 
-    def read(self, runtime: Runtime, get: Callable[[Whole], _T]) -> _T:
+    def read(self, get: Callable[[Whole], _T]) -> _T:
         """Return on all ranks the result of the ranks of the first part; collective."""
-        axes = runtime.context.axes
-        is_read = axes.pp.rank == self.first and self.place is not None
+        is_read = self.axes.pp.rank == self.first and self.place is not None
         own = get(self.place) if is_read and self.place is not None else None
-        result: _T = spread(axes, self.first, own)
+        result: _T = spread(self.axes, self.first, own)
         return result
+
+    def require_same(
+        self, differ: str, of: Callable[[Any], Any] = lambda fact: fact, error: type[Exception] = RuntimeError
+    ) -> None:
+        """Refuse facts, or values `of` them, that are not the same: ranks 0 and 1 `differ` the name."""
+        (first, wanted), *others = self.facts.items()
+        for rank, fact in others:
+            if of(fact) != of(wanted):
+                raise error(
+                    f"{self.call}: ranks {first} and {rank} {differ} '{self.name}': expected the same on "
+                    "every rank. Nothing was changed"
+                )
 
 
 def _agree(
@@ -249,7 +252,9 @@ def _agree(
     found = on_all(axes.world, f"agreement on {call}", look)
     answers = {rank: answer for rank, answer in enumerate(found) if answer is not None}
     first = min(part for part, _ in answers.values())
-    return _NamedParameter(place, first, {rank: fact for rank, (_, fact) in answers.items()})
+    return _NamedParameter(
+        call, name, axes, place, first, {rank: fact for rank, (_, fact) in answers.items()}
+    )
 
 
 def _places(runtime: Runtime) -> dict[str, Whole]:
@@ -296,16 +301,6 @@ def _digest(place: Whole, values: Any) -> bytes:
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"'{place.sharded.fqn}': expected a full tensor of shape {shape}, got {got}")
     return f"{values.dtype}".encode() + digest(values)
-
-
-def _require_same(call: str, name: str, facts: Mapping[int, Any]) -> None:
-    (first, wanted), *others = facts.items()
-    for rank, fact in others:
-        if fact != wanted:
-            raise ValueError(
-                f"{call}: ranks {first} and {rank} were given different values for '{name}': expected the "
-                "same on every rank. Nothing was written"
-            )
 
 
 # ----------------------------------------------------------------------------------------------- states

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zeroshard.assemble import shard_in_place
+from zeroshard.comm.collectives import on_all
 from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import form_of
 from zeroshard.full import parameters as full
@@ -57,7 +58,7 @@ def restore_module(runtime: Runtime) -> None:
     runtime.wait()
     runtime.require_slices("close()")
     refuse_averages(runtime.state, "close()")
-    _check_replaced(runtime)
+    on_all(runtime.context.axes.world, "agreement on close()", lambda: _check_replaced(runtime))
     runtime.drop_deferred()
     runtime.passes.reshard_all()
     in_own = any(form_of(layer) is not None for layer in runtime.module.modules())
@@ -101,20 +102,17 @@ def release(runtime: Runtime, refusal: str) -> None:
 
 
 def _check_replaced(runtime: Runtime) -> None:
-    """Refuse to write over parameters of the user.
+    """Refuse to write over parameters of the user; the error has the name of the first one.
 
     Raises:
-        RuntimeError: the name of the first one, on all ranks.
+        RuntimeError: one was replaced or removed.
     """
-    own = next((name for unit in runtime.units for name in _replaced(unit)), None)
-    everyone: list[str | None] = runtime.context.axes.world.all_gather_object(own, "agreement on close()")
-    for rank, name in enumerate(everyone):
-        if name is not None:
-            raise RuntimeError(
-                f"close(): '{name}' was replaced or removed since initialize (rank {rank}), so the engine "
-                "cannot tell which parameter the model is to keep: edit parameters in place under "
-                "engine.unsharded(write_back=True), or use close(restore=False)"
-            )
+    for name in (name for unit in runtime.units for name in _replaced(unit)):
+        raise RuntimeError(
+            f"close(): '{name}' was replaced or removed since initialize, so the engine cannot tell which "
+            "parameter the model is to keep: edit parameters in place under "
+            "engine.unsharded(write_back=True), or use close(restore=False)"
+        )
 
 
 def _replaced(unit: Unit) -> Iterator[str]:
