@@ -216,7 +216,7 @@ class Merging:
                     "ignored="
                 )
             if has_codes(base):
-                self.check_adds(layer, f"{name}.weight")
+                _check_adds(layer, f"{name}.weight")
             adapters = _added_by(layer)
             if getattr(base, "bias", None) is None and any(_has_bias(layer, one) for one in adapters):
                 raise ValueError(
@@ -225,42 +225,14 @@ class Merging:
                 )
 
     @staticmethod
-    def check_adds(layer: Any, name: str) -> None:
-        """Check that the active adapters of a layer only add to its weight.
-
-        Args:
-            layer: a layer of peft.
-            name: the name of the weight, for errors.
-
-        Raises:
-            ValueError: an adapter that does more.
-        """
-        from peft.tuners.lora.layer import LoraLayer
-        from peft.tuners.randlora.layer import RandLoraLayer
-        from peft.tuners.vera.layer import VeraLayer
-
-        only_adds = isinstance(layer, LoraLayer | RandLoraLayer | VeraLayer)
-        for adapter in _added_by(layer):
-            if not only_adds or adapter in getattr(layer, "lora_variant", ()):
-                raise ValueError(
-                    f"merge_adapters: adapter '{adapter}' does more than add to the weight '{name}', which "
-                    "is quantized: expected LoRA without DoRA or another variant, AdaLoRA, VeRA or RandLoRA"
-                )
-
-    @staticmethod
-    def add_to_weight(layer: Any, values: Tensor, name: str) -> None:
+    def add_to_weight(layer: Any, values: Tensor) -> None:
         """Add what the active adapters of a layer add to its weight, one after the other as peft does.
 
         Args:
-            layer: a layer of peft; its parameters are shown.
+            layer: a layer of peft that `check` has seen, and whose parameters are shown; None for none.
             values: the weight, as numbers.
-            name: its name, for errors.
-
-        Raises:
-            ValueError: an adapter that does more than to add.
         """
-        Merging.check_adds(layer, name)
-        for adapter in _added_by(layer):
+        for adapter in () if layer is None else _added_by(layer):
             values += layer.get_delta_weight(adapter).detach()
 
     @staticmethod
@@ -287,6 +259,21 @@ class Merging:
         finally:
             for layer, merged in zip(layers, before, strict=True):
                 layer.merged_adapters = merged
+
+
+def _check_adds(layer: Any, name: str) -> None:
+    """Refuse active adapters of a layer that do more than to add to its weight, whose name is given."""
+    from peft.tuners.lora.layer import LoraLayer
+    from peft.tuners.randlora.layer import RandLoraLayer
+    from peft.tuners.vera.layer import VeraLayer
+
+    only_adds = isinstance(layer, LoraLayer | RandLoraLayer | VeraLayer)
+    for adapter in _added_by(layer):
+        if not only_adds or adapter in getattr(layer, "lora_variant", ()):
+            raise ValueError(
+                f"merge_adapters: adapter '{adapter}' does more than add to the weight '{name}', which "
+                "is quantized: expected LoRA without DoRA or another variant, AdaLoRA, VeRA or RandLoRA"
+            )
 
 
 def _added_by(layer: Any) -> list[str]:

@@ -284,7 +284,7 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
     not_saved = manifest.model.get("not_saved", ())
     weights = Export(
         manifest.model,
-        {name: cast(stored.tensors[first], how.dtype) for name, first in sources.items()},
+        {name: in_dtype(stored.tensors[first], how.dtype) for name, first in sources.items()},
         {name: info_of(stored.tensors[name]) for name in manifest.buffers if name not in not_saved},
     )
     check_folder(folder, weights.tensors)
@@ -311,6 +311,6 @@ def info_of(tensor: Tensor | StoredTensor) -> TensorInfo:
     return TensorInfo(tensor.dtype, tuple(tensor.shape))
 
 
-def cast(tensor: TensorInfo | StoredTensor, dtype: torch.dtype | None) -> TensorInfo:
+def in_dtype(tensor: TensorInfo | StoredTensor, dtype: torch.dtype | None) -> TensorInfo:
     """The dtype and shape of a tensor in a file; `dtype` counts for floating-point tensors alone."""
     return TensorInfo(dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype, tensor.shape)

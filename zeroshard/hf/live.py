@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,10 @@ from zeroshard.comm.collectives import on_all, on_first
 from zeroshard.config.checked import parse_dtype
 from zeroshard.forwards.composed import is_wrapper
 from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed, names_beside
-from zeroshard.full.parameters import Read, stream, unsharded
+from zeroshard.full.parameters import Whole, stream, unsharded, wholes_of
 from zeroshard.hf.adapters import Merging, export_adapters, has_adapters
-from zeroshard.hf.export import MAX_SHARD_BYTES, Export, Format, cast, check_folder, info_of, write_model
-from zeroshard.plan.originals import Original, is_packed
+from zeroshard.hf.export import MAX_SHARD_BYTES, Export, Format, check_folder, in_dtype, info_of, write_model
+from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -140,7 +141,7 @@ def _changes(runtime: Runtime, merging: Merging) -> set[tuple[str, str]]:
     named = runtime.module.named_parameters(remove_duplicate=False)
     shown = {(getattr(p, "fqn", ""), merging.change_of(n)) for n, p in named if merging.rename(n) is not None}
     # A parameter that this part writes for other parts, too, and of which it shows only a copy.
-    hidden = {original.fqn for original in _written(runtime)} - {fqn for fqn, _ in shown}
+    hidden = {whole.original.fqn for whole in _written(runtime)} - {fqn for fqn, _ in shown}
     return shown | {(fqn, "modules_to_save") for fqn in hidden}
 
 
@@ -165,7 +166,7 @@ def _stream(
     runtime: Runtime, dtype: torch.dtype | None, merging: Merging | None, *, to_all: bool
 ) -> Iterator[tuple[str, Tensor]]:
     check = partial(_check_moment, runtime, runtime.state.num_changes)
-    reads = _reads(runtime, _names(runtime, merging), merging)
+    reads = _reads(runtime, _streamed(runtime, merging), merging)
 
     def as_asked(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
         name, values = named
@@ -175,21 +176,47 @@ def _stream(
     return map(as_asked, stream(runtime.context.axes, reads, to_all=to_all, check=check))
 
 
-def _written(runtime: Runtime) -> Iterator[Original]:
+def _written(runtime: Runtime) -> Iterator[Whole]:
     """The parameters that this rank's part of the model writes; the first one, if several parts hold one."""
-    part = runtime.context.axes.pp.rank
-    every = (original for buffer in runtime.buffers for original in buffer.originals)
-    return (original for original in every if part in original.holders[:1] or not original.holders)
+    axes = runtime.context.axes
+    for whole in wholes_of(axes, runtime.buffers):
+        if axes.pp.rank in whole.original.holders[:1] or not whole.original.holders:
+            yield whole
 
 
-def _names(runtime: Runtime, merging: Merging | None) -> dict[str, list[str]]:
-    """All names of each parameter that this rank's part writes, by its own; the first is in the stream."""
-    aliases = read_model(runtime).aliases
-    names = {
-        original.fqn: _renamed((original.fqn, *aliases.get(original.fqn, ())), merging)
-        for original in _written(runtime)
-    }
-    return {fqn: known for fqn, known in names.items() if known}
+class _Streamed(NamedTuple):
+    """A parameter of the stream, before it is read."""
+
+    names: list[str]
+    """All of its names, without adapters that are merged. It has the first one in the stream."""
+    owner: nn.Module
+    info: TensorInfo
+
+
+def _streamed(runtime: Runtime, merging: Merging | None) -> dict[str, _Streamed]:
+    """The parameters that this rank's part of the model adds to the stream, by their own names, in order."""
+    aliases, found = read_model(runtime).aliases, dict[str, _Streamed]()
+
+    def add(
+        fqn: str, names: Sequence[str], parameter: nn.Parameter, owner: nn.Module, info: TensorInfo
+    ) -> None:
+        if known := _renamed(names, merging):
+            if is_packed(parameter) or is_wrapper(parameter):
+                dtype, shape = dequantized_form(owner, info.dtype, info.shape)
+                info = TensorInfo(dtype, shape[::-1] if is_transposed(owner) else shape)
+            found[fqn] = _Streamed(known, owner, info)
+
+    for whole in _written(runtime):
+        original = whole.original
+        info = TensorInfo(whole.buffer.plan.main_dtype, tuple(whole.sharded.full_shape))
+        names = original.fqn, *aliases.get(original.fqn, ())
+        add(original.fqn, names, original.parameter, original.owners[0][0], info)
+    owners = {p: module for module in runtime.module.modules() for p in module._parameters.values()}
+    named = [*runtime.module.named_parameters(remove_duplicate=False)]
+    for parameter, fqn in runtime.ignored.items():
+        names = tuple(name for name, other in named if other is parameter)
+        add(fqn, names, parameter, owners[parameter], info_of(parameter))
+    return found
 
 
 def _renamed(names: Iterable[str], merging: Merging | None) -> list[str]:
@@ -198,28 +225,17 @@ def _renamed(names: Iterable[str], merging: Merging | None) -> list[str]:
     return [name for name in known if name is not None]
 
 
-def _ignored(
-    runtime: Runtime, merging: Merging | None
-) -> dict[str, tuple[nn.Module, nn.Parameter, list[str]]]:
-    """The parameters that are not sharded, by first name in the stream: a module of each, and all names."""
-    owners = {p: module for module in runtime.module.modules() for p in module._parameters.values()}
-    names: dict[nn.Parameter, list[str]] = {parameter: [] for parameter in runtime.ignored}
-    for fqn, parameter in runtime.module.named_parameters(remove_duplicate=False):
-        if parameter in names:
-            names[parameter] += _renamed([fqn], merging)
-    return {known[0]: (owners[p], p, known) for p, known in names.items() if known}
-
-
-def _reads(runtime: Runtime, names: Mapping[str, list[str]], merging: Merging | None) -> list[Read]:
+def _reads(
+    runtime: Runtime, streamed: Mapping[str, _Streamed], merging: Merging | None
+) -> list[Callable[[], dict[str, Tensor]]]:
     """The reads of this rank's part of the model: a unit each, and what is not sharded."""
-    reads: list[Read] = []
+    reads: list[Callable[[], dict[str, Tensor]]] = []
     for unit in runtime.units:
-        if any(sharded.fqn in names for buffer in unit.buffers for sharded in buffer.sharded):
+        if any(sharded.fqn in streamed for buffer in unit.buffers for sharded in buffer.sharded):
             layers = [] if merging is None else merging.layers_of(unit.slots.owners)
-            reads.append(partial(_merge if layers else _gather, runtime, unit, names, layers))
-    if own := _ignored(runtime, merging):
-        reads.append(lambda: {name: _as_it_is(owner, p) for name, (owner, p, _) in own.items()})
-    return reads
+            reads.append(partial(_read, runtime, unit, streamed, layers))
+    own = [(streamed[fqn], parameter) for parameter, fqn in runtime.ignored.items() if fqn in streamed]
+    return [*reads, lambda: {one.names[0]: _as_it_is(one.owner, parameter) for one, parameter in own}]
 
 
 def _as_it_is(owner: nn.Module, parameter: nn.Parameter) -> Tensor:
@@ -230,48 +246,47 @@ def _as_it_is(owner: nn.Module, parameter: nn.Parameter) -> Tensor:
     return values.dequantize() if is_wrapper(values) else values.clone()
 
 
-def _gather(runtime: Runtime, unit: Unit, names: Mapping[str, list[str]], _: object) -> dict[str, Tensor]:
-    """Gather the parameters of a unit, by their names in the stream."""
+def _read(
+    runtime: Runtime, unit: Unit, streamed: Mapping[str, _Streamed], layers: Sequence[Any]
+) -> dict[str, Tensor]:
+    """Gather the parameters of a unit, by their names in the stream.
+
+    Args:
+        runtime: the runtime of the unit.
+        unit: the unit.
+        streamed: the parameters to return.
+        layers: layers with adapters. peft merges into full parameters, which are then dropped.
+    """
     found = {}
-    for buffer in unit.buffers:
-        for original, values in zip(buffer.originals, buffer.gather_wholes(), strict=True):
-            if original.fqn in names:
-                owner, _ = original.owners[0]
+    of_codes = {base: layer for layer in layers if has_codes(base := layer.get_base_layer())}
+    with ExitStack() as stack:
+        if layers:
+            stack.enter_context(unsharded(runtime, layers, write_back=False))
+            stack.enter_context(
+                Merging.merged([one for one in layers if one.get_base_layer() not in of_codes])
+            )
+        for buffer in unit.buffers:
+            places = [original.owners[0] for original in buffer.originals]
+            shown = [owner._parameters[attribute] for owner, attribute in places]
+            wholes = [cast(Tensor, one).detach() for one in shown] if layers else buffer.gather_wholes()
+            for original, (owner, attribute), values in zip(buffer.originals, places, wholes, strict=True):
+                if original.fqn not in streamed:
+                    continue
+                layer = of_codes.get(owner)
                 if is_packed(original.parameter):
-                    values = _as_plain(owner, dequantized(owner, values))
-                found[names[original.fqn][0]] = values
+                    values = dequantized(owner, values)  # peft would quantize the sum again
+                    Merging.add_to_weight(layer, values)
+                    values = _as_plain(owner, values)
+                elif layer is not None and attribute == "bias":
+                    values = values.clone()
+                    Merging.add_to_bias(layer, values)
+                found[streamed[original.fqn].names[0]] = values
     return found
 
 
 def _as_plain(owner: nn.Module, values: Tensor) -> Tensor:
     """A weight with the dimensions that it has in a model that is not quantized."""
     return values.t().contiguous() if is_transposed(owner) else values
-
-
-def _merge(
-    runtime: Runtime, unit: Unit, names: Mapping[str, list[str]], layers: Sequence[Any]
-) -> dict[str, Tensor]:
-    """Let peft merge into the full parameters of a unit, which are then dropped."""
-    found = {}
-    of_codes = {base: layer for layer in layers if has_codes(base := layer.get_base_layer())}
-    plain = [layer for layer in layers if layer.get_base_layer() not in of_codes]
-    with unsharded(runtime, layers, write_back=False), Merging.merged(plain):
-        for original in (original for buffer in unit.buffers for original in buffer.originals):
-            owner, attribute = original.owners[0]
-            shown = owner._parameters[attribute]
-            assert shown is not None, "it is sharded"
-            if original.fqn in names:
-                values = shown.detach()
-                if is_packed(original.parameter):  # peft would quantize the sum again
-                    values = dequantized(owner, values)
-                    if owner in of_codes:
-                        Merging.add_to_weight(of_codes[owner], values, original.fqn)
-                    values = _as_plain(owner, values)
-                elif owner in of_codes and attribute == "bias":
-                    values = values.clone()
-                    Merging.add_to_bias(of_codes[owner], values)
-                found[names[original.fqn][0]] = values
-    return found
 
 
 def _export(
@@ -297,7 +312,7 @@ def _export(
     merging = merging_of(runtime)
     folder = on_first(axes.world, label, lambda: as_folder(dir))
     model = _plainly(runtime.module, described) if as_numbers else described or describe_model(runtime.module)
-    infos, names = _tensors(runtime, merging, model)
+    streamed = _streamed(runtime, merging).values()
     left_out = {*model.get("not_saved", ()), *names_beside(runtime.module)}
     own = {
         plain: buffer
@@ -305,19 +320,19 @@ def _export(
         if (plain := next(iter(_renamed([name], merging)), None)) and not left_out & {name, plain}
     }
     weights, saved = Export(model, {}, {}), dict[str, list[str]]()
-    parts = axes.pp.all_gather_object((infos, names, {n: info_of(b) for n, b in own.items()}), label)
-    for part_infos, part_names, part_buffers in parts:
-        saved |= part_names
-        for name, info in part_infos.items():
-            weights.parameters.update(dict.fromkeys(part_names[name], cast(info, how.dtype)))
-        weights.buffers.update({name: info for name, info in part_buffers.items() if name not in saved})
-        saved |= {name: [name] for name in part_buffers}
+    mine = [(one.names, one.info) for one in streamed], {name: info_of(value) for name, value in own.items()}
+    for parameters, buffers in axes.pp.all_gather_object(mine, label):
+        for names, info in parameters:
+            saved[names[0]] = saved_names(model, names)
+            weights.parameters.update(dict.fromkeys(saved[names[0]], in_dtype(info, how.dtype)))
+        weights.buffers.update({name: info for name, info in buffers.items() if name not in saved})
+        saved |= {name: [name] for name in buffers}
     on_first(axes.world, label, lambda: check_folder(folder, weights.tensors))
 
     def slices() -> Iterator[TensorSlice]:
         """Whole tensors on rank 0, parameters first; nothing on other ranks."""
-        buffers = stream(axes, [lambda: own], to_all=False)
-        for name, values in chain(_stream(runtime, None, merging, to_all=False), buffers):
+        others = stream(axes, [lambda: own], to_all=False)
+        for name, values in chain(_stream(runtime, None, merging, to_all=False), others):
             for each in saved.pop(name, ()) if values.numel() else ():
                 yield TensorSlice(each, tuple(values.shape), 0, values.reshape(-1))
             del values  # before the next unit is gathered
@@ -358,25 +373,3 @@ def _plainly(module: Any, described: Mapping[str, Any] | None) -> dict[str, Any]
         }
         model["config"]["architectures"] = [model["class"]]
     return model
-
-
-def _tensors(
-    runtime: Runtime, merging: Merging | None, model: Mapping[str, Any]
-) -> tuple[dict[str, TensorInfo], dict[str, list[str]]]:
-    """The tensors of this rank's part of the model, in the order of the stream, and their names in files."""
-    names, infos, saved = _names(runtime, merging), dict[str, TensorInfo](), dict[str, list[str]]()
-
-    def add(owner: nn.Module, info: TensorInfo, known: list[str], *, is_coded: bool) -> None:
-        if is_coded:
-            dtype, shape = dequantized_form(owner, info.dtype, info.shape)
-            info = TensorInfo(dtype, shape[::-1] if is_transposed(owner) else shape)
-        infos[known[0]], saved[known[0]] = info, saved_names(model, known)
-
-    for buffer in runtime.buffers:
-        for original, shape in zip(buffer.originals, buffer.whole_shapes, strict=True):
-            if original.fqn in names:
-                info, (owner, _) = TensorInfo(buffer.plan.main_dtype, tuple(shape)), original.owners[0]
-                add(owner, info, names[original.fqn], is_coded=is_packed(original.parameter))
-    for owner, parameter, known in _ignored(runtime, merging).values():
-        add(owner, info_of(parameter), known, is_coded=is_packed(parameter) or is_wrapper(parameter))
-    return infos, saved
