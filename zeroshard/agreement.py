@@ -140,7 +140,14 @@ def require_same(
     everyone = axis.all_gather_object([_digest([fact]) for fact in facts], label)
     index = next(n for n, versions in enumerate(zip_longest(*everyone)) if len(set(versions)) > 1)
     own = facts[index] if index < len(facts) else "nothing more"
+    # Also if what is sent of the facts is the same.
     raise describe(describe_versions(axis.all_gather_object(own[:_MAX_FACT], label)))
+
+
+def require_equal(versions: Sequence[str], describe: Callable[[str], Exception]) -> None:
+    """Refuse facts of all ranks, which they have exchanged, that are not the same; as `require_same`."""
+    if len(set(versions)) > 1:
+        raise describe(describe_versions(versions))
 
 
 def _digest(facts: Sequence[str]) -> bytes:

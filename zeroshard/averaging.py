@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from zeroshard.agreement import require_equal
 from zeroshard.comm.collectives import on_all
 from zeroshard.engine import Engine
 from zeroshard.parameters.state import refuse_averages
@@ -49,12 +50,8 @@ class EMA:
             return name, self._averages.decay
 
         everyone = on_all(runtime.context.axes.world, "agreement on an EMA", make)
-        for rank, own in enumerate(everyone):
-            if own != everyone[0]:
-                raise ValueError(
-                    f"EMA: rank 0 has name and decay {everyone[0]}, rank {rank} has {own}: expected the same "
-                    "on every rank"
-                )
+        versions = [f"name {own!r} and decay {share}" for own, share in everyone]
+        require_equal(versions, lambda found: ValueError(f"EMA: expected the same on every rank; {found}"))
         kept[name] = self._averages
 
     @property

@@ -437,8 +437,8 @@ def different_places(folder):
 
 def test_ranks_that_save_to_different_places_are_told_of_both_and_nothing_is_written(ranks, tmp_path):
     for said, written in ranks(2, different_places, tmp_path):
-        assert f"rank 0 saves to '{tmp_path}/0' with tag 'step-0', rank 1 to '{tmp_path}/1'" in said[0]
-        assert "tag 'tag-0', rank 1 to" in said[1]
+        assert f"rank(s) 0 have '{tmp_path}/0' with tag 'step-0'; rank(s) 1 have '{tmp_path}/1'" in said[0]
+        assert "tag 'tag-0'; rank(s) 1 have" in said[1]
         assert "got 'b/d' (rank 1)" in said[2]
         assert written == []
 
@@ -455,5 +455,5 @@ def different_checkpoints(folder):
 
 def test_ranks_that_load_different_checkpoints_are_told_so(ranks, tmp_path):
     for different, missing in ranks(2, different_checkpoints, tmp_path):
-        assert "the ranks see different checkpoints: one.0, two.0" in different
+        assert "the ranks see different checkpoints: rank(s) 0 have one.0; rank(s) 1 have two.0" in different
         assert "expected a checkpoint with tag 'none'; the tags there are: one, two (rank 1)" in missing

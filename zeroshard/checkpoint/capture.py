@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.agreement import require_equal
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.files import MANIFEST, as_folder, check_free, check_tag
 from zeroshard.checkpoint.frozen import SliceSum, frozen_names, join_pieces, measure_pieces
@@ -262,11 +263,10 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
         )
 
     answers = on_all(axis, "agreement on a checkpoint", read)
-    for rank, answer in enumerate(answers):
-        if answer.place != answers[0].place:
-            raise ValueError(
-                f"save_checkpoint: rank 0 saves to {answers[0].place}, rank {rank} to {answer.place}"
-            )
+    require_equal(
+        [answer.place for answer in answers],
+        lambda found: ValueError(f"save_checkpoint: expected one place on all ranks, got: {found}"),
+    )
     [reading] = readings
     frozen = join_pieces(piece for answer in answers for piece in answer.frozen)
     facts = [answer.part for answer in answers if answer.part is not None]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroshard.agreement import require_equal
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.capture import (
     NUM_PARTS,
@@ -158,9 +159,10 @@ def _load(
         return plan.stored.directory.name, own if runtime.context.axes.pp.size > 1 else None
 
     answers = on_all(axis, "start of loading a checkpoint", prepare)
-    found = [name for name, _ in answers]
-    if len(set(found)) > 1:
-        raise ValueError(f"'{dir}': the ranks see different checkpoints: {', '.join(found)}")
+    require_equal(
+        [name for name, _ in answers],
+        lambda found: ValueError(f"'{dir}': the ranks see different checkpoints: {found}"),
+    )
     [(plan, own)] = prepared
     stored = plan.stored
     everyone = [names for _, names in answers if names is not None] or [own]
