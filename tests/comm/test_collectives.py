@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.collectives import DONE, Axis, Channel, GatherPart
+from zeroshard.comm.collectives import Axis, GatherPart
 from zeroshard.comm.counter import KINDS, Counter
 from zeroshard.comm.pool import BufferPool
+from zeroshard.comm.watch.status import REDUCE
 
 CPU = torch.device("cpu")
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -111,7 +112,7 @@ def use_the_backends_collectives(size):
     own = values_of(axis.rank, size, FP32)
     flat, again = torch.empty(axis.size * size), torch.empty(axis.size * size)
     axis.all_gather(flat, own, tag=0, label="test").wait()
-    axis.all_gather(again, own, tag=0, label="test", channel=Channel.REDUCE).wait()
+    axis.all_gather(again, own, tag=0, label="test", channel=REDUCE).wait()
     sums = []
     for wire, dtype in ((FP32, FP32), (BF16, FP32)):
         ones = torch.full((axis.size * size,), axis.rank + 1.0, dtype=wire)
@@ -415,7 +416,8 @@ def test_one_rank_alone_exchanges_nothing_and_copies_only_what_it_must():
     axis = Axis(None, device=CPU, counter=Counter(), timeout_s=1)
     flat, out = torch.arange(4.0), torch.empty(4, dtype=FP64)
     assert (axis.rank, axis.size) == (0, 1)
-    assert axis.all_gather(flat, flat, tag=0, label="test") is DONE
+    axis.all_gather(flat, flat, tag=0, label="test").wait()
+    assert flat.tolist() == [0, 1, 2, 3]
     axis.reduce_scatter(flat, out, BufferPool(CPU), tag=0, label="test").wait()
     assert torch.equal(out, flat.double())
     axis.broadcast(flat, "test")

@@ -65,8 +65,8 @@ EXCHANGES = (
         name="a_gather_mixes_up_the_senders",
         says="An all-gather puts a rank's shard into the place of another rank's shard.",
         file="zeroshard/comm/collectives.py",
-        find="self._receive(received[back], back, tag)",
-        replace="self._receive(received[peer], back, tag)",
+        find="dist.irecv(received[back], group=group",
+        replace="dist.irecv(received[peer], group=group",
         tests=("tests/comm/test_collectives.py::test_an_all_gather_brings_what_torchs_own_brings",),
     ),
     Break(

@@ -19,9 +19,10 @@ from tests.pretend.findings import Kind
 from tests.pretend.scenario import Bench
 from tests.pretend.transport import HostWork
 from zeroshard.comm import collectives, mesh, streams
-from zeroshard.comm.collectives import Axis, Channel, Handle
+from zeroshard.comm.collectives import Axis, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
+from zeroshard.comm.watch.status import GATHER
 from zeroshard.sharding import runtime
 from zeroshard.sharding.buffer import Source
 from zeroshard.sharding.unit import Unit
@@ -122,7 +123,7 @@ def _no_wait_for_messages(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 @_must_show(Kind.CYCLE, scenarios=("pipeline_stage0", "pipeline_interleaved", "pipeline_of_4"))
 def _one_communicator_for_all_messages(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Messages of all pairs of pipeline ranks share a communicator; receives are posted ahead."""
-    patch.setattr(Messages, "_group", lambda messages, source, target: messages._axis.group(Channel.GATHER))
+    patch.setattr(Messages, "_group", lambda messages, source, target: messages._axis.groups[GATHER])
 
 
 # -- streams -------------------------------------------------------------------------------------------------
@@ -340,7 +341,7 @@ def _hold_back(bench: Bench, patch: pytest.MonkeyPatch, behind: str, every: int 
         return
     held: list[_Late] = []
     number = 0
-    gather, other = Axis.all_gather, getattr(Axis, behind)
+    gather, other = Axis.all_gather_together, getattr(Axis, behind)
 
     def gathers(axis: Axis, *args: Any, **kwargs: Any) -> Handle:
         nonlocal number
@@ -352,19 +353,19 @@ def _hold_back(bench: Bench, patch: pytest.MonkeyPatch, behind: str, every: int 
 
     def passes(axis: Axis, *args: Any, **kwargs: Any) -> Any:
         waiting, held[:] = held[:], []
-        result = (gathers if behind == "all_gather" else other)(axis, *args, **kwargs)
+        result = (gathers if behind == "all_gather_together" else other)(axis, *args, **kwargs)
         for late in waiting:
             late.issue()
         return result
 
-    patch.setattr(Axis, "all_gather", gathers)
+    patch.setattr(Axis, "all_gather_together", gathers)
     patch.setattr(Axis, behind, passes)
 
 
 @_must_show(Kind.ORDER, scenarios=("stage3_prefetch3", "second_copy"))
 def _another_order(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """One rank gathers two units in the other order."""
-    _hold_back(bench, patch, behind="all_gather", every=7)
+    _hold_back(bench, patch, behind="all_gather_together", every=7)
 
 
 def _one_communicator_for_both(patch: pytest.MonkeyPatch) -> None:
@@ -380,7 +381,12 @@ def _one_communicator(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 @_must_show(Kind.UNORDERED, scenarios=("tensor_stage1",))
 def _one_communicator_for_activations(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Activations and sums of gradients over the tensor ranks share a communicator, from two streams."""
-    patch.setattr(mesh, "_open_activations", lambda tp, *_: tp)
+    open_group = mesh.open_group
+
+    def opened(purpose: str, *args: Any) -> Any:
+        return open_group("tp" if purpose == "activations" else purpose, *args)
+
+    patch.setattr(mesh, "open_group", opened)
 
 
 @_must_show(Kind.ORDER, scenarios=("stage3",))
@@ -405,7 +411,7 @@ def _cycle(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 
         return called
 
-    for name in ("all_gather", "reduce_scatter"):
+    for name in ("all_gather_together", "reduce_scatter"):
         patch.setattr(Axis, name, in_line(getattr(Axis, name)))
     _hold_back(bench, patch, behind="reduce_scatter")
 

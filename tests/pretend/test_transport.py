@@ -24,7 +24,7 @@ def all_collectives() -> dict[str, list[float]]:
         transport.all_gather(parts, own)
         transport.reduce_scatter_tensor(part, torch.arange(float(size)) + rank)
         transport.all_reduce(reduced)
-        transport.broadcast(sent, 1)
+        transport.broadcast(sent, group_src=1)
         mixed, sizes = torch.full((size * (rank + 1),), float(rank)), [rank + 1] * size
         exchanged = torch.zeros(sum(range(1, size + 1)))
         transport.all_to_all_single(exchanged, mixed, list(range(1, size + 1)), sizes)
@@ -142,7 +142,7 @@ def test_memory_may_be_changed_and_freed_while_values_travel(ranks: Ranks) -> No
 def kinds_of_agreement() -> tuple[set[Kind], list[str]]:
     trace = Trace()
     transport = Transport(trace)
-    control = transport.new_group([0, 1], backend="gloo")
+    control, _ = transport.new_subgroups_by_enumeration([[0, 1]], backend="gloo")
     with TraceMode(trace):
         flags = torch.tensor([dist.get_rank()])
         work: Any = transport.all_reduce(flags, dist.ReduceOp.MAX, group=control, async_op=True)

@@ -77,12 +77,6 @@ class Transport:
 
     # -- groups -------------------------------------------------------------------------------------------
 
-    def new_group(self, ranks: list[int] | None = None, *, backend: str | None = None, **kwargs: Any) -> Any:
-        group = dist.new_group(ranks, backend=backend, **kwargs)
-        if backend == "gloo" and isinstance(group, dist.ProcessGroup):
-            self._cpu_groups.add(group)
-        return group
-
     def new_subgroups_by_enumeration(self, parts: Any, *, backend: str | None = None, **kwargs: Any) -> Any:
         own, groups = dist.new_subgroups_by_enumeration(parts, backend=backend, **kwargs)
         if backend == "gloo" and isinstance(own, dist.ProcessGroup):
@@ -184,10 +178,15 @@ class Transport:
         return work
 
     def broadcast(
-        self, tensor: Tensor, src: int, group: dist.ProcessGroup | None = None, async_op: bool = False
+        self,
+        tensor: Tensor,
+        *,
+        group_src: int,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
     ) -> _Work | None:
         group = group or _world()
-        source, rank = dist.get_group_rank(group, src), group.rank()
+        source, rank = group_src, group.rank()
         reads, writes = ([tensor], []) if rank == source else ([], [tensor])
         work = self._issue("broadcast", group, reads, writes, tensor, async_op)
         sent = dict.fromkeys(range(group.size()), tensor) if rank == source else {}

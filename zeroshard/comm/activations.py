@@ -7,15 +7,17 @@ ranks, or parts of one tensor that is. Sums are taken at least in float32 and ro
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.collectives import Axis, Channel, Pending
+from zeroshard.comm.collectives import Axis, Pending
 from zeroshard.comm.counter import ALL_REDUCE
 from zeroshard.comm.pool import BufferPool
+from zeroshard.comm.watch.status import GATHER
 
 _Value = TypeVar("_Value")
 
@@ -53,9 +55,8 @@ class Activations:
         if not self._axis.exchanges:
             total = value.contiguous().clone()
             label = self._axis.note(ALL_REDUCE, 2 * value.nbytes * (self.size - 1) // self.size, label)
-            with self._axis.waits.naming(label):
-                dist.all_reduce(total, group=self._axis.group(Channel.GATHER), async_op=False)
-            self._axis.waits.issue(label)
+            reduce = functools.partial(dist.all_reduce, total, group=self._axis.groups[GATHER])
+            self._axis.start(reduce, label, ALL_REDUCE).wait()
             return total
         if self.size == 2:
             return self._sum_of_two(value.contiguous(), label)
@@ -74,14 +75,11 @@ class Activations:
         One exchange in place of two that follow each other. The bits are the same on both ranks: a + b is
         b + a.
         """
-        axis, tag, peer = self._axis, self._axis.first_tag + self._tag, 1 - self.rank
-        label, group = axis.note(ALL_REDUCE, own.nbytes, label), axis.group(Channel.GATHER)
+        axis, peer = self._axis, 1 - self.rank
+        label = axis.note(ALL_REDUCE, own.nbytes, label)
         other = self._pool.take(own.dtype, own.numel())
-        works = [
-            dist.irecv(other, group=group, group_src=peer, tag=tag),
-            dist.isend(own.view(-1), group=group, group_dst=peer, tag=tag),
-        ]
-        Pending(axis.waits, axis.under_way, label, ALL_REDUCE, works).wait()
+        works = axis.exchange({peer: own.view(-1)}, {peer: other}, self._tag, label)
+        Pending(axis, label, ALL_REDUCE, works).wait()
         total = own + other.view(own.shape)
         self._pool.give(other)
         return total

@@ -16,8 +16,8 @@ import functools
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from zeroshard.comm.watch.status import (
     CONTROL,
     GATHER,
     REDUCE,
+    TENSOR,
     Entries,
     Ledger,
     RankStatus,
@@ -41,47 +42,17 @@ from zeroshard.comm.watch.watchdog import Waits, Watchdog
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """A collective under way; on an accelerator, its mark."""
 
     def wait(self) -> None:
-        """Return when the result may be used by the current stream; a second call does nothing."""
-
-
-class Issued:
-    """A collective that the host left to the device."""
-
-    def __init__(self, mark: streams.Mark) -> None:
-        self._mark: streams.Mark | None = mark
-
-    def wait(self) -> None:
-        """Let the current stream wait for the collective; the host goes on. A second call does nothing."""
-        mark, self._mark = self._mark, None
-        if mark is not None:
-            mark.wait()
-
-
-class Several:
-    """Several collectives, waited for in order."""
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        """Wait for each collective in turn. Raises the error of the first that fails."""
-        for handle in self._handles:
-            handle.wait()
-
-
-DONE: Handle = Several(())
-"""The handle of a collective that had nothing to exchange."""
+        """Return when the result may be used by the current stream; it may be called again."""
 
 
 class Pending:
-    """An exchange under way.
+    """An exchange under way, in threads of the backend.
 
     Args:
-        waits: the waits of the axis.
-        under_way: the exchanges of the axis that nobody has waited for.
+        axis: the axis that it is over.
         label: the name of the exchange in messages.
         kind: one of the kinds of a counter.
         works: the works that the host waits for.
@@ -90,16 +61,15 @@ class Pending:
 
     def __init__(
         self,
-        waits: Waits,
-        under_way: set[Pending],
+        axis: Axis,
         label: str,
         kind: str,
         works: Sequence[dist.Work | None],
         then: Callable[[], None] | None = None,
     ) -> None:
-        self._waits, self._under_way = waits, under_way
-        self._label, self._kind, self._works, self._then = label, kind, works, then
-        under_way.add(self)
+        self.works, self._then = works, then
+        self._axis, self._label, self._kind = axis, label, kind
+        axis.under_way.add(self)
 
     def wait(self) -> None:
         """Have the host wait until all values have arrived. A second call does nothing.
@@ -107,36 +77,16 @@ class Pending:
         Raises:
             RuntimeError: another rank is lost or too late; the text names this rank and the exchange.
         """
-        self._under_way.discard(self)
-        works, self._works = self._works, ()
+        self._axis.under_way.discard(self)
+        works, self.works = self.works, ()
         then, self._then = self._then, None
-        self._waits.wait_for(works, self._label, self._kind)
+        self._axis.waits.wait_for(works, self._label, self._kind)
         if then is not None:
             then()
-
-    def drain(self, timeout: timedelta) -> None:
-        """Let the exchange end, with or without an error: peers may still read this rank's buffers.
-
-        Nobody waits for it again: Gloo's second wait for a message would not return.
-        """
-        works, self._works = self._works, ()
-        try:
-            for work in works:
-                if work is not None:
-                    work.wait(timeout)
-        except RuntimeError:
-            pass  # the other side is gone
 
 
 Parts = Mapping[int, Tensor] | Sequence[Tensor]
 """A tensor for each rank."""
-
-
-class Channel(Enum):
-    """The communicator that carries a collective: one communicator runs its collectives one by one."""
-
-    GATHER = GATHER
-    REDUCE = REDUCE
 
 
 class GatherPart(NamedTuple):
@@ -176,7 +126,8 @@ class Axis:
         """Waits are shared with derived axes, so messages name the rank in this axis."""
         self.counter = counter
         self.under_way: set[Pending] = set()
-        self._groups = dict.fromkeys(Channel, group)
+        self.groups = dict.fromkeys((GATHER, REDUCE), group)
+        """A communicator runs its collectives one by one, so gathers and reductions may have one each."""
         self.control = control or group
         """The group for small CPU tensors."""
         self.timeout_s = timeout_s
@@ -211,25 +162,21 @@ class Axis:
     @property
     def global_ranks(self) -> list[int]:
         """The ranks of this axis as the default group numbers them."""
-        group = self._groups[Channel.GATHER]
+        group = self.groups[GATHER]
         return [0] if group is None else dist.get_process_group_ranks(group)
-
-    def group(self, channel: Channel) -> dist.ProcessGroup | None:
-        """Return the process group of a channel; None for a single rank."""
-        return self._groups[channel]
 
     def reduce_over(self, group: dist.ProcessGroup) -> None:
         """Give reductions another group of the same ranks, so that they run at the same time as gathers."""
-        self._groups[Channel.REDUCE] = group
+        self.groups[REDUCE] = group
 
-    def serve_activations(self, line: str) -> None:
+    def serve_activations(self) -> None:
         """Let a forward exchange over this axis: its collectives have a line of the ledger for themselves.
 
         Data-parallel ranks may call a model unevenly, so collectives are not compared between these ranks.
         Messages name the ranks, because there are other groups with a collective of the same name.
         """
-        self._line, self._place = line, f" over the tensor ranks {self.global_ranks}"
-        self.ledger.groups[line] = self.global_ranks[0]
+        self._line, self._place = TENSOR, f" over the tensor ranks {self.global_ranks}"
+        self.ledger.groups[TENSOR] = self.global_ranks[0]
 
     def watch(self, watchdog: Watchdog) -> None:
         """Have a watchdog watch this axis: an error then has the status of every rank."""
@@ -241,9 +188,21 @@ class Axis:
         if self.waits.watchdog is not None:
             self.waits.watchdog.unwatch(self)
 
-    def all_gather(
-        self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: Channel = Channel.GATHER
-    ) -> Handle:
+    def start(
+        self, collective: Callable[..., Any], label: str, kind: str = CONTROL
+    ) -> Pending | streams.Mark:
+        """Start a collective of the backend; on an accelerator, on the current stream.
+
+        Args:
+            collective: a function of `torch.distributed` with all of its arguments but `async_op`.
+            label: its name in error messages, as `note` gives it.
+            kind: one of the kinds of a counter.
+        """
+        with self.waits.naming(label):
+            work = collective(async_op=self.exchanges)
+        return Pending(self, label, kind, [work]) if self.exchanges else self.waits.issue(label)
+
+    def all_gather(self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: str = GATHER) -> Handle:
         """Fill `flat` with the shards of all ranks, in rank order.
 
         Args:
@@ -252,45 +211,45 @@ class Axis:
             tag: the same number on all ranks for the same collective, other than the number of
                 any other collective that may be under way.
             label: the name of the collective in error messages.
-            channel: the communicator; both halves of an all-reduce use the same one.
+            channel: the communicator, GATHER or REDUCE; both halves of an all-reduce use the same one.
         """
-        if self.size == 1 or not flat.numel():
-            if flat.data_ptr() != own.data_ptr():
-                flat.copy_(own)
-            return self._copied()
-        label = self.note("all_gather", own.nbytes * (self.size - 1), label, channel.value)
-        if not self.exchanges:
-            with self.waits.naming(label):
-                dist.all_gather_into_tensor(flat, own, group=self._groups[channel], async_op=False)
-            return Issued(self.waits.issue(label))
-        chunks = flat.chunk(self.size)
-        sent = dict.fromkeys(self._peers, own)
-        works = self._exchange(sent, chunks, tag, label)
-        if chunks[self.rank].data_ptr() != own.data_ptr():
-            chunks[self.rank].copy_(own)  # while the exchange runs
-        return Pending(self.waits, self.under_way, label, "all_gather", works)
+        return self.all_gather_together([GatherPart(flat, own, tag)], label=label, channel=channel)
 
-    def all_gather_together(self, parts: Sequence[GatherPart], *, label: str) -> Handle:
+    def all_gather_together(
+        self, parts: Sequence[GatherPart], *, label: str, channel: str = GATHER
+    ) -> Handle:
         """All-gather several tensors, of any dtypes; on an accelerator as one launch.
 
         Args:
             parts: arguments of `all_gather`, in the same order on all ranks.
-            label: the name of the collective in error messages.
+            label, channel: as in `all_gather`.
         """
-        if self.exchanges or self.size == 1 or len(parts) == 1:
-            return Several([self.all_gather(p.flat, p.own, tag=p.tag, label=label) for p in parts])
-        group = self._groups[Channel.GATHER]
-        # Private to torch, which has nothing public that gathers several tensors at once; tests/comm shows
-        # when it changes.
-        with self.waits.naming(label), dist._coalescing_manager(group=group, async_ops=False):
-            for part in parts:
-                self.note("all_gather", part.own.nbytes * (self.size - 1), label, GATHER)
-                dist.all_gather_into_tensor(part.flat, part.own, group=group, async_op=False)
-        return Issued(self.waits.issue(label))
-
-    def _copied(self) -> Handle:
-        """Return the handle of a copy on this rank alone."""
-        return DONE if self.exchanges else Issued(streams.mark_here(self.device))
+        works: list[dist.Work | None] = []
+        together: AbstractContextManager[Any] = nullcontext()
+        exchanged = [part for part in parts if self.size > 1 and part.flat.numel()]
+        if not exchanged:
+            for flat, own, _ in parts:
+                if flat.data_ptr() != own.data_ptr():
+                    flat.copy_(own)
+            return streams.mark_here(self.device)
+        for _, own, _ in exchanged:
+            name = self.note("all_gather", own.nbytes * (self.size - 1), label, channel)
+        if self.exchanges:
+            for flat, own, tag in exchanged:
+                chunks = flat.chunk(self.size)
+                works += self.exchange(dict.fromkeys(self._peers, own), chunks, tag, name)
+                if chunks[self.rank].data_ptr() != own.data_ptr():
+                    chunks[self.rank].copy_(own)  # while the exchange runs
+            return Pending(self, name, "all_gather", works)
+        group = self.groups[channel]
+        if len(exchanged) > 1:
+            # Private to torch, which has nothing public that gathers several tensors at once; tests/comm
+            # shows when it changes.
+            together = dist._coalescing_manager(group=group, async_ops=False)
+        with self.waits.naming(name), together:
+            for flat, own, _ in exchanged:
+                dist.all_gather_into_tensor(flat, own, group=group, async_op=False)
+        return self.waits.issue(name)
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, pool: BufferPool, *, tag: int, label: str) -> Handle:
         """Sum `flat` over the ranks in rank order and leave this rank's part in `out`.
@@ -306,25 +265,24 @@ class Axis:
         own = chunks[self.rank]
         if self.size == 1 or not flat.numel():
             out.copy_(own)
-            return self._copied()
+            return streams.mark_here(self.device)
         label = self.note("reduce_scatter", own.nbytes * (self.size - 1), label, REDUCE)
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
-            group = self._groups[Channel.REDUCE]
             with self.waits.naming(label):
-                dist.reduce_scatter_tensor(target, flat, group=group, async_op=False)
+                dist.reduce_scatter_tensor(target, flat, group=self.groups[REDUCE], async_op=False)
             if target is not out:
                 out.copy_(target)  # on the same stream, where `target` is freed as well
-            return Issued(self.waits.issue(label))
+            return self.waits.issue(label)
         received = {peer: pool.take(flat.dtype, own.numel()) for peer in self._peers}
-        works = self._exchange(chunks, received, tag, label)
+        works = self.exchange(chunks, received, tag, label)
 
         def add() -> None:
             _sum([received.get(rank, own) for rank in range(self.size)], own, out)
             for buffer in received.values():
                 pool.give(buffer)
 
-        return Pending(self.waits, self.under_way, label, "reduce_scatter", works, add)
+        return Pending(self, label, "reduce_scatter", works, add)
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """Give every rank the values of rank 0 in `tensor`, contiguous; return when they have arrived.
@@ -335,16 +293,14 @@ class Axis:
         if self.size > 1 and tensor.numel():
             num_bytes = tensor.numel() * tensor.element_size() if self.rank == 0 else 0
             label = self.note("control", num_bytes, label)
-            group = self._groups[Channel.GATHER]
-            source = dist.get_global_rank(group, 0) if group is not None else 0
             data = tensor.contiguous()
             raw = data.view(-1).view(torch.uint8)  # Gloo knows few dtypes
-            if self.exchanges:
-                self.waits.wait_for([dist.broadcast(raw, source, group=group, async_op=True)], label)
+            broadcast = functools.partial(dist.broadcast, raw, group=self.groups[GATHER], group_src=0)
+            handle = self.start(broadcast, label)
+            if isinstance(handle, streams.Mark):
+                self.waits.wait_for_device(handle, label)
             else:
-                with self.waits.naming(label):
-                    dist.broadcast(raw, source, group=group, async_op=False)
-                self.waits.wait_for_device(self.waits.issue(label), label)
+                handle.wait()
             if data is not tensor:
                 tensor.copy_(data)
 
@@ -402,18 +358,11 @@ class Axis:
             return lambda: value
         label = self.note("control", value.numel() * value.element_size(), label)
         parts = [torch.empty_like(value) for _ in range(self.size)]
-        group = self._groups[Channel.REDUCE]
-        works: list[dist.Work | None] = []
-        if self.exchanges:
-            works.append(dist.all_gather(parts, value, group=group, async_op=True))
-        else:
-            with self.waits.naming(label):
-                dist.all_gather(parts, value, group=group, async_op=False)
-            self.waits.issue(label)
+        gather = functools.partial(dist.all_gather, parts, value, group=self.groups[REDUCE])
+        handle = self.start(gather, label)
 
         def total() -> Tensor:
-            if works:
-                self.waits.wait_for(works, label)
+            handle.wait()
             return functools.reduce(torch.add, parts)
 
         return total
@@ -454,37 +403,35 @@ class Axis:
         """
         self.drain(drain_s)
         if not self.exchanges and (self.waits.have_failed or self.rank_status.is_interrupted):
-            for group in self._groups.values():
-                if group is not None:
-                    group.abort()
-        self._groups = dict.fromkeys(Channel)
+            for group in filter(None, self.groups.values()):
+                group.abort()
+        self.groups = dict.fromkeys(self.groups)
         self.control = None
 
     def drain(self, seconds: float) -> None:
-        """Wait for all exchanges under way: Gloo works on the memory of their tensors."""
-        until = time.monotonic() + seconds
-        for pending in self.under_way:
-            pending.drain(timedelta(seconds=max(0.01, until - time.monotonic())))
-        self.under_way.clear()
+        """Let exchanges under way end, with or without an error: Gloo works on the memory of their tensors.
 
-    def _exchange(self, sent: Parts, received: Parts, tag: int, label: str) -> list[dist.Work | None]:
+        Nobody waits for them again: a second wait for a message of Gloo would not return.
+        """
+        until = time.monotonic() + seconds
+        while self.under_way:
+            pending = self.under_way.pop()
+            works, pending.works = pending.works, ()
+            with suppress(RuntimeError):  # the other side is gone
+                for work in filter(None, works):
+                    work.wait(timedelta(seconds=max(0.01, until - time.monotonic())))
+
+    def exchange(self, sent: Parts, received: Parts, tag: int, label: str) -> list[dist.Work | None]:
         """Start to send and receive one tensor to and from every other rank."""
         works: list[dist.Work | None] = []
+        group, tag = self.groups[GATHER], self.first_tag + tag
         try:
             for back, peer in zip(reversed(self._peers), self._peers, strict=True):
-                works.append(self._receive(received[back], back, tag))
-                works.append(self._send(sent[peer], peer, tag))
+                works.append(dist.irecv(received[back], group=group, group_src=back, tag=tag))
+                works.append(dist.isend(sent[peer], group=group, group_dst=peer, tag=tag))
         except RuntimeError as error:
             raise self.waits.error(label, error) from None
         return works
-
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
-        group = self._groups[Channel.GATHER]
-        return dist.isend(tensor, group=group, group_dst=peer, tag=self.first_tag + tag)
-
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
-        group = self._groups[Channel.GATHER]
-        return dist.irecv(tensor, group=group, group_src=peer, tag=self.first_tag + tag)
 
 
 def _sum(parts: Sequence[Tensor], own: Tensor, out: Tensor) -> None:
@@ -529,13 +476,8 @@ def all_to_all(
     out = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=axis.device)
     received = torch.empty(sum(sizes[0]), dtype=torch.uint8, device=axis.device)
     label = axis.note(ALL_TO_ALL, out.numel(), label, REDUCE)
-    group = axis.group(Channel.REDUCE)
-    with axis.waits.naming(label):
-        work = dist.all_to_all_single(received, out, *sizes, group=group, async_op=axis.exchanges)
-    if axis.exchanges:
-        Pending(axis.waits, axis.under_way, label, ALL_TO_ALL, [work]).wait()
-    else:
-        axis.waits.issue(label)
+    exchange = functools.partial(dist.all_to_all_single, received, out, *sizes, group=axis.groups[REDUCE])
+    axis.start(exchange, label, ALL_TO_ALL).wait()
     parts: Sequence[Tensor] = received.split([num_bytes for _, num_bytes in expected])
     return parts
 
@@ -566,7 +508,9 @@ def on_all(axis: Axis, label: str, step: Callable[[], T]) -> list[T]:
         answer = step()
     except Exception as caught:  # of whatever kind: the other ranks wait
         error = caught
-    failure = None if error is None else (isinstance(error, ValueError), _tell(error))
+    speaks_for_itself = isinstance(error, ValueError | RuntimeError | OSError)
+    text = str(error) if speaks_for_itself else f"{type(error).__name__}: {error}"
+    failure = None if error is None else (isinstance(error, ValueError), text)
     everyone = axis.all_gather_object((failure, answer), label)
     for rank, (failed, _) in enumerate(everyone):
         if failed is not None:
@@ -574,11 +518,6 @@ def on_all(axis: Axis, label: str, step: Callable[[], T]) -> list[T]:
             place = f" (rank {rank})" if axis.size > 1 else ""
             raise (ValueError if is_value_error else RuntimeError)(text + place) from error
     return [given for _, given in everyone]
-
-
-def _tell(error: Exception) -> str:
-    speaks_for_itself = isinstance(error, ValueError | RuntimeError | OSError)
-    return str(error) if speaks_for_itself else f"{type(error).__name__}: {error}"
 
 
 def on_first(axis: Axis, label: str, step: Callable[[], T]) -> T:

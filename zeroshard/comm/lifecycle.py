@@ -11,16 +11,14 @@ from __future__ import annotations
 import atexit
 import functools
 from collections.abc import Callable
-from datetime import timedelta
 from threading import Thread
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.mesh import Axes, open_world, shared_group, start_process_group, stop_process_group
+from zeroshard.comm.mesh import Axes, open_group, open_world, start_process_group, stop_process_group
 from zeroshard.comm.watch.watchdog import Watchdog, open_watchdog
 
 _DRAIN_S = 5.0
@@ -122,10 +120,7 @@ _open: WeakValueDictionary[int, BackgroundGroup] = WeakValueDictionary()
 
 def open_background_group(axis: Axis) -> BackgroundGroup:
     """Return the background group of the ranks of `axis`; collective the first time."""
-    ranks, timeout = axis.global_ranks, timedelta(seconds=axis.timeout_s)
-    group = shared_group(
-        "background", [ranks], axis.timeout_s, lambda: dist.new_group(ranks, backend="gloo", timeout=timeout)
-    )
+    group = open_group("background", [axis.global_ranks], axis.timeout_s, "gloo")
     background = _open.get(id(group))
     if background is None:
         over = Axis(group, device=torch.device("cpu"), counter=Counter(), timeout_s=axis.timeout_s)

@@ -23,11 +23,9 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from math import prod
-from typing import NamedTuple
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -38,9 +36,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.watch.status import GATHER, TENSOR
+from zeroshard.comm.watch.status import GATHER
 from zeroshard.config.sections import Config
-from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
+from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement, groups_along
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
 
 _MARGIN_S = 30.0
@@ -53,56 +51,37 @@ _numbers: WeakKeyDictionary[Axes, int] = WeakKeyDictionary()
 """The numbers of the engines that are alive in this process."""
 
 
-class _GroupKey(NamedTuple):
-    """The groups that may stand in for each other."""
-
-    purpose: str
-    parts: tuple[tuple[int, ...], ...]
-    timeout_s: float
+_made: dict[tuple[object, ...], weakref.ref[dist.ProcessGroup]] = {}
+"""The groups of this rank, by the default group that they end with, purpose, ranks and timeout."""
 
 
-class _Made(NamedTuple):
-    group: weakref.ref[dist.ProcessGroup] | None
-    """None if this rank is not a member."""
-    world: weakref.ref[dist.ProcessGroup]
-    """The default group at that time; `group` ends with it."""
+def open_group(
+    purpose: str, parts: Sequence[Sequence[int]], timeout_s: float, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Return the group of this rank's part that was made for a purpose; make the groups of all parts first.
 
-
-_made: dict[_GroupKey, _Made] = {}
-
-
-def shared_group(
-    purpose: str,
-    parts: Sequence[Sequence[int]],
-    timeout_s: float,
-    make: Callable[[], object],
-    *,
-    is_member: bool = True,
-) -> dist.ProcessGroup | None:
-    """Return the group of this rank that was made for a purpose, or make it; collective the first time.
+    Collective: all ranks make all groups in the same order, as the names of groups and NCCL need it.
 
     Args:
         purpose: groups of different purposes are different communicators, which run at the same time.
-        parts: the ranks of each of the groups that are made together, the same on all ranks.
-        timeout_s: the timeout of the group.
-        make: a function that makes the groups of all parts and returns the group of this rank.
-        is_member: False if this rank is in none of the parts; then it makes the groups with the others, and
-            has none.
+        parts: the ranks of each of the groups, the same on all ranks.
+        timeout_s: the seconds that our watchdog lets ranks wait.
+        backend: the backend; None: as the default group.
+
+    Returns:
+        The group; for a rank in none of the parts, the default group.
     """
-    kind, world = _GroupKey(purpose, tuple(map(tuple, parts)), timeout_s), dist.group.WORLD
+    world = dist.group.WORLD
     assert world is not None, "groups are made of its ranks"
-    made = _made.get(kind)
-    is_made = made is not None and made.world() is world
-    if not is_member:
-        if not is_made:
-            make()
-            _made[kind] = _Made(None, weakref.ref(world))
-        return None
-    group = made.group() if made is not None and is_made and made.group is not None else None
+    key = weakref.ref(world), purpose, tuple(map(tuple, parts)), timeout_s
+    group = made() if (made := _made.get(key)) is not None else None
     if group is None:
-        new = make()
-        assert isinstance(new, dist.ProcessGroup), "this rank is a member"
-        group, _made[kind] = new, _Made(weakref.ref(new), weakref.ref(world))
+        timeout = group_timeout(backend or dist.get_backend(), timeout_s)
+        own, _ = dist.new_subgroups_by_enumeration(
+            [list(part) for part in parts], timeout=timeout, backend=backend
+        )
+        group = own if isinstance(own, dist.ProcessGroup) else world
+        _made[key] = weakref.ref(group)
     return group
 
 
@@ -170,26 +149,27 @@ def start_process_group(device: torch.device, timeout_s: float) -> bool:
     """
     if dist.is_initialized():
         return False
-    device_id = None if device.type == "cpu" else device
     backend = dist.get_default_backend_for_device(device)
-    timeout = group_timeout(backend, timeout_s)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        try:
+    store: dist.Store = dist.HashStore()
+    rank, size = 0, 1
+    try:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             store = open_store(rank, size, timedelta(seconds=timeout_s))
             check_device_types(store, rank, size, device.type)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
-            )
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {rank} of {size}: not all ranks reached initialize within {timeout_s:g} s "
-                f"({str(error).strip().splitlines()[0]})"
-            ) from error
-    else:
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=group_timeout(backend, timeout_s),
+            device_id=None if device.type == "cpu" else device,
         )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank} of {size}: not all ranks reached initialize within {timeout_s:g} s "
+            f"({str(error).strip().splitlines()[0]})"
+        ) from error
     return True
 
 
@@ -215,12 +195,10 @@ def build_mesh(config: Config, device: torch.device) -> DeviceMesh:
     if group_size is None and arrangement.num_parts == 1:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=(DP_SHARD,))
     sizes = arrangement.sizes._asdict()
-    left_out = {axis for axis in (PP, TP) if sizes[axis] == 1} | (
-        {DP_REPLICATE} if group_size is None else set()
-    )
-    names = tuple(axis for axis in AXES if axis not in left_out)
+    asked = {DP_SHARD} if group_size is None else set(DATA)
+    names = tuple(axis for axis in AXES if axis in asked or (axis not in DATA and sizes[axis] > 1))
     # Not by init_device_mesh: its groups would have the default timeout.
-    groups = [_own_group(axis, arrangement.groups(axis), config.watchdog_s) for axis in names]
+    groups = [open_group(axis, arrangement.groups(axis), config.watchdog_s) for axis in names]
     ranks = torch.arange(num_ranks).view([sizes[axis] for axis in names])
     return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=names)
 
@@ -275,12 +253,10 @@ class Axes:
     def places(self) -> list[tuple[int, int]]:
         """The ranks of `everyone`, in order: the number of each in its shard group and its tensor group."""
         assert self.mesh is not None, "the axes are open"
-        names, shape = self.mesh.mesh_dim_names or (), tuple(self.mesh.mesh.shape)
-        numbers = {rank: number for number, rank in enumerate(self.mesh.mesh.flatten().tolist())}
-        along = {name: (prod(shape[dim + 1 :]), shape[dim]) for dim, name in enumerate(names)}
-        shard, tensor = along.get(DP_SHARD, (1, self.dp_shard.size)), along.get(TP, (1, 1))
-        found = [numbers[rank] for rank in self.everyone.global_ranks]
-        return [(at // shard[0] % shard[1], at // tensor[0] % tensor[1]) for at in found]
+        names = self.mesh.mesh_dim_names or ()
+        shard = names.index(DP_SHARD) if DP_SHARD in names else 0
+        found = [(self.mesh.mesh == rank).nonzero()[0].tolist() for rank in self.everyone.global_ranks]
+        return [(place[shard], place[names.index(TP)] if TP in names else 0) for place in found]
 
     @property
     def members(self) -> tuple[Axis, ...]:
@@ -312,7 +288,7 @@ def open_world(device: torch.device, counter: Counter, timeout_s: float) -> Axis
             "expected a process group: call torch.distributed.init_process_group first, or use "
             "zeroshard.initialize, which starts one"
         )
-    control = _control_group(world, timeout_s)
+    control = _control_group(world, [dist.get_process_group_ranks(world)], timeout_s)
     return Axis(world, device=device, counter=counter, timeout_s=timeout_s, control=control)
 
 
@@ -346,7 +322,7 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     elif mesh.size() == world.size:
         dp = world
     else:
-        dp = world.over(shard, _control_group(shard, world.timeout_s))
+        dp = world.over(shard, _control_group(shard, [dist.get_process_group_ranks(shard)], world.timeout_s))
     axes = Axes.of_one_group(mesh, dp)
     if DP_REPLICATE in names:
         axes.dp_shard, axes.dp_replicate = world.over(shard), world.over(mesh.get_group(DP_REPLICATE))
@@ -371,9 +347,11 @@ def _open_model_axes(axes: Axes, mesh: DeviceMesh, world: Axis) -> None:
     names = mesh.mesh_dim_names or ()
     if TP in names:
         axes.tp = _open_parts(TP, mesh, (TP,), world)
-        axes.activations = _open_activations(axes.tp, mesh, world)
+        axes.activations = axes.tp
+        if not axes.tp.exchanges:
+            axes.activations = _open_parts("activations", mesh, (TP,), world)
         for axis in (axes.tp, axes.activations):
-            axis.serve_activations(TENSOR)
+            axis.serve_activations()
         axes.everyone = world
     if PP in names:
         axes.everyone = _open_parts("data and tensor", mesh, (*DATA, TP), world)
@@ -395,31 +373,25 @@ def open_pairs(axes: Axes, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, 
     if axes.pp.exchanges or axes.mesh is None:
         return {}
     groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-    for source, target in pairs:
-        parts = [sorted((ranks[source], ranks[target])) for ranks in _parts_of(axes.mesh, (PP,))]
-        purpose = f"messages from {source} to {target}"
-        is_member = axes.pp.rank in (source, target)
-        made = _group_of(purpose, parts, axes.world.timeout_s, is_member=is_member)
-        if made is not None:
-            groups[source, target] = made
+    pipelines = _parts_of(axes.mesh, (PP,))
+    for pair in pairs:
+        parts = [[ranks[number] for number in sorted(pair)] for ranks in pipelines]
+        group = open_group(f"messages from {pair[0]} to {pair[1]}", parts, axes.world.timeout_s)
+        if axes.pp.rank in pair:
+            groups[pair] = group
     return groups
 
 
-def _control_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup | None:
-    """Return a group of the same ranks for small CPU tensors; None if `group` serves them."""
-    if dist.get_backend(group) == "gloo" or dist.get_world_size(group) == 1:
-        return None
-    ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_s)
-    return shared_group(
-        "control", [ranks], timeout_s, lambda: dist.new_group(ranks, backend="gloo", timeout=timeout)
-    )
+def _control_group(
+    group: dist.ProcessGroup, parts: Sequence[Sequence[int]], timeout_s: float, purpose: str = ""
+) -> dist.ProcessGroup | None:
+    """Return a group of the same ranks for small CPU tensors; None if `group`, of `parts`, serves them."""
+    is_served = dist.get_backend(group) == "gloo" or dist.get_world_size(group) == 1
+    return None if is_served else open_group(f"{purpose} control", parts, timeout_s, "gloo")
 
 
 def _shard_subgroup(purpose: str, axes: Axes, size: int) -> dist.ProcessGroup:
-    """Return the group of this rank's part, `size` consecutive ranks, of the shard group. Collective.
-
-    All ranks make the groups of all parts, in the same order: the names of groups and NCCL need that.
-    """
+    """Return the group of this rank's part, `size` consecutive ranks, of the shard group; collective."""
     group_size = axes.dp_shard.size
     if group_size % size:
         raise ValueError(
@@ -430,59 +402,20 @@ def _shard_subgroup(purpose: str, axes: Axes, size: int) -> dist.ProcessGroup:
     everyone: list[list[int]] = axes.world.all_gather_object(own, "agreement on shard groups")
     groups = sorted({tuple(ranks) for ranks in everyone})
     parts = [list(ranks[start : start + size]) for ranks in groups for start in range(0, group_size, size)]
-    return _own_group(purpose, parts, axes.world.timeout_s)
+    return open_group(purpose, parts, axes.world.timeout_s)
 
 
 def _open_parts(purpose: str, mesh: DeviceMesh, axes: Sequence[str], world: Axis) -> Axis:
     """Return the axis of the ranks that differ from this one on some axes of the mesh alone; collective."""
-    parts, timeout_s = _parts_of(mesh, axes), world.timeout_s
-    group = _own_group(purpose, parts, timeout_s)
-    is_served = dist.get_backend(group) == "gloo" or dist.get_world_size(group) == 1
-    control = None if is_served else _own_group(f"{purpose} control", parts, timeout_s, "gloo")
-    return world.over(group, control)
+    parts = _parts_of(mesh, axes)
+    group = open_group(purpose, parts, world.timeout_s)
+    return world.over(group, _control_group(group, parts, world.timeout_s, purpose))
 
 
 def _parts_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each group that differ on some axes of the mesh alone."""
-    names = mesh.mesh_dim_names or ()
-    inner = [number for number, name in enumerate(names) if name in axes]
-    outer = [number for number, name in enumerate(names) if name not in axes]
-    ranks = mesh.mesh.permute(*outer, *inner)
-    parts: list[list[int]] = ranks.flatten(len(outer)).flatten(0, max(0, len(outer) - 1)).tolist()
-    return parts
-
-
-def _open_activations(tp: Axis, mesh: DeviceMesh, world: Axis) -> Axis:
-    """Return the axis `activations`; collective."""
-    return tp if tp.exchanges else _open_parts("activations", mesh, (TP,), world)
-
-
-def _own_group(
-    purpose: str, parts: list[list[int]], timeout_s: float, backend: str | None = None
-) -> dist.ProcessGroup:
-    """Return the group of this rank's part; makes a group of each part the first time. Collective."""
-    group = _group_of(purpose, parts, timeout_s, backend)
-    assert group is not None, "each rank has a part"
-    return group
-
-
-def _group_of(
-    purpose: str,
-    parts: list[list[int]],
-    timeout_s: float,
-    backend: str | None = None,
-    *,
-    is_member: bool = True,
-) -> dist.ProcessGroup | None:
-    """As `_own_group`; a rank that is in no part makes the groups of the others, and gets None."""
-    timeout = group_timeout(backend or dist.get_backend(), timeout_s)
-    return shared_group(
-        purpose,
-        parts,
-        timeout_s,
-        lambda: dist.new_subgroups_by_enumeration(parts, timeout=timeout, backend=backend)[0],
-        is_member=is_member,
-    )
+    ranks, names = mesh.mesh.flatten().tolist(), mesh.mesh_dim_names or ()
+    return [[ranks[number] for number in group] for group in groups_along(mesh.mesh.shape, names, axes)]
 
 
 def _take_number(axes: Axes) -> int:

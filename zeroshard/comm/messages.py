@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.collectives import Axis, Channel
+from zeroshard.comm.collectives import Axis
+from zeroshard.comm.watch.status import GATHER
 
 POINT_TO_POINT = "point_to_point"
 _LAST_TAGS = (1 << 16) - 2
@@ -188,7 +189,7 @@ class Messages:
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         """Return the communicator of the messages from one pipeline rank to another."""
-        return self._groups.get((source, target), self._axis.group(Channel.GATHER))
+        return self._groups.get((source, target), self._axis.groups[GATHER])
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

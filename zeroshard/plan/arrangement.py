@@ -19,6 +19,7 @@ Megatron-LM", and `initialize_model_parallel` of Megatron-LM, whose order is tp,
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -96,16 +97,13 @@ class Arrangement:
         shard = self.num_data if self.shard_group_size is None else self.shard_group_size
         return PerAxis(pp=self.pp, dp_replicate=self.num_data // shard, dp_shard=shard, tp=self.tp)
 
-    @cached_property
-    def strides(self) -> PerAxis:
-        """The difference of two ranks that are neighbours on an axis."""
-        return PerAxis(*(prod(self.sizes[index + 1 :]) for index in range(len(AXES))))
-
     def coordinates(self, rank: int) -> PerAxis:
         """Return the place of a rank on each axis."""
-        return PerAxis(
-            *(rank // stride % size for stride, size in zip(self.strides, self.sizes, strict=True))
-        )
+        place: list[int] = []
+        for size in reversed(self.sizes):
+            rank, at = divmod(rank, size)
+            place.insert(0, at)
+        return PerAxis(*place)
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the groups that exchange along some axes together; each rank is in one of them.
@@ -113,14 +111,25 @@ class Arrangement:
         `groups(TP)` gives tensor groups. `groups(*DATA)` gives for each part of the model the ranks that
         train it, and `groups(PP, TP)` for each copy of the model the ranks that hold it.
         """
-        offsets = self._spanned(axes)
-        others = tuple(axis for axis in AXES if axis not in axes)
-        return [[first + offset for offset in offsets] for first in self._spanned(others)]
+        return groups_along(self.sizes, AXES, axes)
 
-    def _spanned(self, axes: tuple[str, ...]) -> list[int]:
-        """Return the ranks, in order, whose coordinates on all other axes are 0."""
+
+def groups_along(sizes: Sequence[int], names: Sequence[str], axes: Collection[str]) -> list[list[int]]:
+    """Return the groups of a mesh whose ranks differ on some axes alone; each rank is in one of them.
+
+    Args:
+        sizes: the number of ranks of each axis of the mesh, the fastest axis last.
+        names: the names of these axes.
+        axes: the names of the axes on which the ranks of a group differ.
+    """
+    strides = [prod(sizes[index + 1 :]) for index in range(len(sizes))]
+
+    def spanned(is_inside: bool) -> list[int]:
         ranges = [
-            range(0, stride * size, stride) if axis in axes else range(1)
-            for axis, stride, size in zip(AXES, self.strides, self.sizes, strict=True)
+            range(0, stride * size, stride) if (name in axes) is is_inside else range(1)
+            for name, stride, size in zip(names, strides, sizes, strict=True)
         ]
         return [sum(parts) for parts in product(*ranges)]
+
+    offsets = spanned(True)
+    return [[first + offset for offset in offsets] for first in spanned(False)]

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import moves, streams
-from zeroshard.comm.collectives import Channel
 from zeroshard.comm.pool import BufferPool
+from zeroshard.comm.watch.status import REDUCE
 from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.parameters.gradient import gradient_of, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter
@@ -252,9 +252,7 @@ class Gradients:
                 label = f"reduce-scatter {of}"
                 handle = axis.reduce_scatter(whole, part, self._pool, tag=self._tag, label=label)
             else:
-                handle = axis.all_gather(
-                    whole, part, tag=self._tag, label=f"all-gather {of}", channel=Channel.REDUCE
-                )
+                handle = axis.all_gather(whole, part, tag=self._tag, label=f"all-gather {of}", channel=REDUCE)
         yield True
         handle.wait()
 
