@@ -4,18 +4,23 @@ import time
 
 import pytest
 
-from zeroshard.comm.watch.status import End, RankStatus, Sighting, Status, Wait, describe, find_lost, report
+from zeroshard.comm.watch.status import EXIT, FAILURE, RankStatus, Status, Wait, describe, find_lost, report
 
 GATHER = "all-gather of unit 'layers.3'"
 REDUCE = "reduce-scatter of the gradients of unit 'layers.3'"
 COMPUTES = Status("is in the forward of unit 'layers.7'", 2.0)
-EXITED = Status("has exited", 0.0, end=End.EXIT)
-FAILED = Status("has exited with LookupError: a row is missing", 0.0, end=End.FAILURE)
+EXITED = Status("has exited", 0.0, end=EXIT)
+FAILED = Status("has exited with LookupError: a row is missing", 0.0, end=FAILURE)
+
+
+def heard(status, silent_s):
+    """The status, whose heartbeat came so many seconds ago."""
+    return status._replace(heard_at=time.monotonic() - silent_s)
 
 
 def test_a_report_tells_where_each_rank_is():
     waits = Status(f"waits in the {GATHER}", 12.14)
-    sightings = {0: Sighting(COMPUTES, 0.4), 1: Sighting(waits, 0.0), 2: Sighting(EXITED, 99.0), 3: None}
+    sightings = {0: heard(COMPUTES, 0.4), 1: heard(waits, 0.0), 2: heard(EXITED, 99.0), 3: None}
     assert report(sightings, silence_s=3.0) == (
         "rank 0 is in the forward of unit 'layers.7' since 2.0 s; "
         "rank 1 waits in the all-gather of unit 'layers.3' since 12.1 s; "
@@ -41,21 +46,21 @@ def test_a_report_tells_where_each_rank_is():
     ],
 )
 def test_a_rank_that_is_silent_is_taken_for_lost(status, silent_s, words):
-    assert describe(5, Sighting(status, silent_s), silence_s=3.0) == words
+    assert describe(5, heard(status, silent_s), silence_s=3.0) == words
 
 
 @pytest.mark.parametrize(
     ("status", "silent_s", "is_lost"),
     [
-        (COMPUTES, 10.0, False),
+        (COMPUTES, 9.9, False),
         (COMPUTES, 10.1, True),  # killed
-        (FAILED, 10.0, False),
+        (FAILED, 9.9, False),
         (FAILED, 10.1, True),
         (EXITED, 1e9, False),  # it was done; the others may go on alone
     ],
 )
 def test_a_rank_is_lost_when_it_was_killed_or_failed_longer_ago_than_the_limit(status, silent_s, is_lost):
-    sightings = {0: None, 4: Sighting(status, silent_s), 5: Sighting(COMPUTES, 0.0)}
+    sightings = {0: None, 4: heard(status, silent_s), 5: heard(COMPUTES, 0.0)}
     assert (find_lost(sightings, limit_s=10.0) == "rank 4 is lost since 10.1 s") == is_lost
 
 
@@ -115,7 +120,7 @@ def test_a_collective_of_one_stream_is_noticed_though_later_ones_of_another_are_
     ],
 )
 def test_a_rank_that_waits_for_one_in_no_call_tells_what_all_ranks_must_call(other, is_advised):
-    sightings = {0: Sighting(Status(f"waits in the {GATHER}", 12.0), 0.0), 3: Sighting(other, 0.5)}
+    sightings = {0: heard(Status(f"waits in the {GATHER}", 12.0), 0.0), 3: heard(other, 0.5)}
     text = report(sightings, silence_s=3.0)
     assert ("If rank 3 is not on its way there, it has had fewer batches" in text) == is_advised
     is_elsewhere = other.text.startswith("waits")
@@ -123,7 +128,7 @@ def test_a_rank_that_waits_for_one_in_no_call_tells_what_all_ranks_must_call(oth
     assert (advice in text) == is_elsewhere
     assert ("call this on all ranks" in text) == (is_advised or is_elsewhere)
     assert "on all ranks" not in report({3: sightings[3]}, silence_s=3.0)
-    computing = {0: Sighting(COMPUTES, 0.0), 3: sightings[3]}  # as where the connection was closed meanwhile
+    computing = {0: heard(COMPUTES, 0.0), 3: sightings[3]}  # as where the connection was closed meanwhile
     assert ("it has had fewer batches" in report(computing, silence_s=3.0)) == is_advised
     together = dict.fromkeys((0, 3), sightings[0])
     assert "on all ranks" not in report(together, silence_s=3.0)

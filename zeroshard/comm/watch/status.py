@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from enum import StrEnum
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -109,6 +109,8 @@ def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
 
     Only collectives are compared that both ledgers still hold, so a rank that is behind is no difference.
     """
+    if not by_rank:
+        return None
     (first, expected), *others = by_rank.items()
     labels = _by_number(expected)
     found: list[tuple[bool, int, str, int, str]] = []
@@ -162,12 +164,8 @@ _ON_ALL_RANKS = (
 _OUTSIDE = "is outside of forward, backward and optimizer step"
 
 
-class End(StrEnum):
-    """The ways in which a rank ends."""
-
-    EXIT = "exit"
-    FAILURE = "failure"
-    """By an exception."""
+EXIT, FAILURE = "exit", "failure"
+"""The ways in which a rank ends: `FAILURE` by an exception."""
 
 
 class Status(NamedTuple):
@@ -177,63 +175,63 @@ class Status(NamedTuple):
     """The end of the sentence "rank 3 ..."."""
     seconds: float
     """The seconds since the rank is there."""
-    beat: int = 0
-    """The number of the heartbeat."""
-    end: End | None = None
+    end: str | None = None
     """The way in which the rank has ended."""
     issued: Entries | None = None
     """The last collectives of a rank that has waited for a while."""
+    beat: int = 0
+    """The number of the heartbeat."""
+    heard_at: float = 0.0
+    """The time at which this rank has heard of it."""
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the heartbeat came."""
+        return time.monotonic() - self.heard_at
 
     @staticmethod
     def parse(values: Sequence[Any]) -> Status:
-        """Return a status that was sent as JSON."""
+        """Return a status that was sent as JSON and comes now."""
         status = Status(*values)
-        return status if status.issued is None else status._replace(issued=Entries(*status.issued))
+        issued = None if status.issued is None else Entries(*status.issued)
+        return status._replace(issued=issued, heard_at=time.monotonic())
 
 
-class Sighting(NamedTuple):
-    """The last heartbeat of a rank."""
-
-    status: Status
-    silent_s: float
-    """Seconds since the heartbeat came."""
+Statuses = Mapping[int, Status | None]
+"""The last heartbeat of each rank; None for a rank that has sent none."""
 
 
-def describe(rank: int, sighting: Sighting | None, silence_s: float) -> str:
+def describe(rank: int, status: Status | None, silence_s: float) -> str:
     """Describe the status of a rank; after `silence_s` without a heartbeat it counts as lost."""
-    if sighting is None:
+    if status is None:
         return f"nothing is known of rank {rank}"
-    status, silent_s = sighting
     if status.end is not None:
         return f"rank {rank} {status.text}"
     place = f"{status.text} since {status.seconds:.1f} s"
-    if silent_s < silence_s:
+    if status.silent_s < silence_s:
         return f"rank {rank} {place}"
-    return f"rank {rank} has exited or is stopped (last heard of {silent_s:.1f} s ago: {place})"
+    return f"rank {rank} has exited or is stopped (last heard of {status.silent_s:.1f} s ago: {place})"
 
 
-def report(sightings: Mapping[int, Sighting | None], silence_s: float) -> str:
+def report(statuses: Statuses, silence_s: float) -> str:
     """Describe the status of all ranks in one line; with advice if they are not in the same call."""
-    text = "; ".join(describe(rank, sighting, silence_s) for rank, sighting in sightings.items())
-    statuses = {rank: sighting.status for rank, sighting in sightings.items() if sighting is not None}
-    waits = [status.text for status in statuses.values() if status.text.startswith(_WAITS)]
-    is_in_batch = any(_ACTION in text for text in waits)
-    absent = [rank for rank, one in statuses.items() if one.text == _OUTSIDE or one.end == End.EXIT]
-    is_any_inside = any(status.text.startswith((_WAITS, _IS_IN)) for status in statuses.values())
+    text = "; ".join(describe(rank, status, silence_s) for rank, status in statuses.items())
+    known = {rank: status for rank, status in statuses.items() if status is not None}
+    waits = [status.text for status in known.values() if status.text.startswith(_WAITS)]
+    absent = [rank for rank, status in known.items() if status.text == _OUTSIDE or status.end == EXIT]
+    is_any_inside = any(status.text.startswith((_WAITS, _IS_IN)) for status in known.values())
     if is_any_inside and absent:
         text += f". If rank {absent[0]} is not on its way there, it {_ON_ALL_RANKS}"
-    elif len(waits) == len(sightings) and len(set(waits)) > 1 and not is_in_batch:
+    elif len(waits) == len(statuses) and len(set(waits)) > 1 and not any(_ACTION in one for one in waits):
         text += f". If these are not parts of the same call, one of the ranks {_ON_ALL_RANKS}"
     return text
 
 
-def find_lost(sightings: Mapping[int, Sighting | None], limit_s: float) -> str | None:
+def find_lost(statuses: Statuses, limit_s: float) -> str | None:
     """Name a rank that failed, or was killed, more than `limit_s` ago; None if there is none."""
-    for rank, sighting in sightings.items():
-        if sighting is None or sighting.silent_s <= limit_s:
-            continue
-        if sighting.status.end != End.EXIT:
-            return f"rank {rank} is lost since {sighting.silent_s:.1f} s"
+    for rank, status in statuses.items():
+        if status is not None and status.end != EXIT and status.silent_s > limit_s:
+            return f"rank {rank} is lost since {status.silent_s:.1f} s"
     return None
 
 
@@ -302,24 +300,19 @@ class RankStatus:
             except RuntimeError:
                 return
 
-    def issued_when_waiting(self, longer_s: float) -> Entries | None:
-        """Return the last collectives that were issued, if this rank has waited in one for `longer_s`."""
-        for wait in (self.wait, self.on_device):
-            if wait is not None and wait.ledger is not None and time.monotonic() - wait.since > longer_s:
-                return wait.ledger.entries()
-        return None
-
-    def message(self) -> Status:
-        """Return this status for the other ranks."""
-        now, wait, issued = time.monotonic(), self.wait, self.on_device
-        action = f"{_ACTION}{self.action}" if self.action else ""
-        if wait is not None:
-            return Status(f"{_WAITS}{wait.label}{action}", now - wait.since)
+    def message(self, patience_s: float = math.inf) -> Status:
+        """Return this status for the other ranks, with what was issued if it has waited for `patience_s`."""
+        now, on_host, on_device = time.monotonic(), self.wait, self.on_device
         phase, where, since = self._phase
+        action = f"{_ACTION}{self.action}" if self.action else ""
         text = f"{_IS_IN}{phase or 'a batch'}{where}{action}" if phase or action else _OUTSIDE
-        if issued is not None:
-            return Status(f"{text}, its device waits in or before the {issued.label}", now - issued.since)
-        return Status(text, now - since)
+        if on_host is not None:
+            text, since = f"{_WAITS}{on_host.label}{action}", on_host.since
+        elif on_device is not None:
+            text, since = f"{text}, its device waits in or before the {on_device.label}", on_device.since
+        waits = (wait for wait in (on_host, on_device) if wait is not None and now - wait.since > patience_s)
+        issued = next((wait.ledger.entries() for wait in waits if wait.ledger is not None), None)
+        return Status(text, now - since, issued=issued, heard_at=now)
 
     def find_overdue(self, margin_s: float) -> str | None:
         """Return the collective that this rank has been in for longer than its limit + `margin_s`."""

@@ -36,10 +36,10 @@ import torch.distributed as dist
 from zeroshard.comm import streams
 from zeroshard.comm.counter import CONTROL, Counter
 from zeroshard.comm.watch.status import (
-    End,
+    EXIT,
+    FAILURE,
     Ledger,
     RankStatus,
-    Sighting,
     Status,
     Wait,
     find_difference,
@@ -65,7 +65,7 @@ _EXTRA_BEATS = 3
 _ERROR_WIDTH = 120
 _ALARM = "alarm"
 """The key of the alarm in the store; the key of a rank's heartbeat is its number."""
-_LOST = Status("has exited: the connection to it is lost", 0.0, end=End.FAILURE)
+_LOST = Status("has exited: the connection to it is lost", 0.0, end=FAILURE)
 """The status of rank 0, when the store does not answer."""
 
 
@@ -86,8 +86,8 @@ class Watchdog:
         """The seconds that the ranks of each watched engine may wait."""
         self._limits_lock = threading.Lock()
         self._pause_s = _MAX_PAUSE_S
-        self._heartbeats: dict[int, tuple[Status, float]] = {}
-        """The last status of each rank and the time when it was first read."""
+        self._heard: dict[int, Status | None] = dict.fromkeys(range(size))
+        """The last status of each rank."""
         self._beat = 0
         self._alarm: str | None = None
         self._report: str | None = None
@@ -131,7 +131,7 @@ class Watchdog:
         self._wake.set()
         if self._ending is None:
             self._has_report.wait(2 * self._silence_s + _GRACE_S)
-        text = self._report or report(self._sightings(), self._silence_s)
+        text = self._report or report(self._statuses(), self._silence_s)
         return text if self._alarm == reason else f"{self._alarm}; {text}"
 
     def announce_end(self) -> None:
@@ -140,7 +140,7 @@ class Watchdog:
         text = "has exited"
         if error is not None:
             text += f" with {type(error).__name__}: {shorten(str(error), _ERROR_WIDTH)}"
-        self._ending = Status(text, 0.0, end=End.EXIT if error is None else End.FAILURE)
+        self._ending = Status(text, 0.0, end=EXIT if error is None else FAILURE)
         self._wake.set()
 
     def close(self, linger_s: float | None = None) -> None:
@@ -191,11 +191,10 @@ class Watchdog:
         self._exchange(range(self._size))
         if self._rank != 0 or self._store is None or time.monotonic() > self._closes_at:
             return True
-        others = (sighting for rank, sighting in self._sightings().items() if rank != 0)
-        return all(other is not None and self._is_over(other) for other in others)
+        return all(self._is_over(self._heard[rank]) for rank in range(1, self._size))
 
-    def _is_over(self, sighting: Sighting) -> bool:
-        return sighting.status.end is not None or sighting.silent_s >= self._silence_s
+    def _is_over(self, status: Status | None) -> bool:
+        return status is not None and (status.end is not None or status.silent_s >= self._silence_s)
 
     def _pause(self) -> None:
         is_busy = self._closes_at is not None or (self._alarm is not None and self._limit_s is not None)
@@ -204,84 +203,71 @@ class Watchdog:
 
     def _exchange(self, ranks: Iterable[int]) -> None:
         """Send the heartbeat of this rank; read the alarm and the heartbeats of `ranks`."""
-        if self._store is None:
+        store, ending = self._store, self._ending
+        if store is None:
             return
-        ending = self._ending
         try:
             if self._alarm is not None:  # the first one stays
-                self._alarm = self._store.compare_set(_ALARM, "", self._alarm).decode()
-            elif self._store.check([_ALARM]):
-                self._alarm = self._store.get(_ALARM).decode()
-            issued = self.rank_status.issued_when_waiting(self._patience_s)
-            self._send_heartbeat(self._store, ending or self.rank_status.message()._replace(issued=issued))
+                self._alarm = store.compare_set(_ALARM, "", self._alarm).decode()
+            elif store.check([_ALARM]):
+                self._alarm = store.get(_ALARM).decode()
+            self._beat += 1
+            own = ending or self.rank_status.message(self._patience_s)
+            store.set(str(self._rank), json.dumps(own._replace(beat=self._beat)))
             if ending is not None and self._rank != 0:
                 self._store = None  # rank 0 may end now
                 return
-            for rank in ranks:
-                if rank != self._rank:
-                    self._note_heartbeat(rank, Status.parse(json.loads(self._store.get(str(rank)))))
+            for rank in set(ranks) - {self._rank}:
+                status, before = Status.parse(json.loads(store.get(str(rank)))), self._heard[rank]
+                if before is None or (status.beat != before.beat and before.end is None):
+                    self._heard[rank] = status
         except RuntimeError:
             self._drop_store()
             return
-        status, heard_at = self._heartbeats.get(0, (_LOST, time.monotonic()))
+        first = self._heard[0]
         is_collecting = self._alarm is not None and self._report is None
-        has_ended = status.end is not None
-        if has_ended and time.monotonic() - heard_at > self._pause_s and not is_collecting:
+        has_ended = first is not None and first.end is not None and first.silent_s > self._pause_s
+        if has_ended and not is_collecting:
             self._drop_store()  # before it is gone: torch would print a stack
-
-    def _send_heartbeat(self, store: dist.Store, status: Status) -> None:
-        self._beat += 1
-        store.set(str(self._rank), json.dumps(status._replace(beat=self._beat)))
-
-    def _note_heartbeat(self, rank: int, status: Status) -> None:
-        before = self._heartbeats.get(rank)
-        if before is None or (status.beat != before[0].beat and before[0].end is None):
-            self._heartbeats[rank] = status, time.monotonic()
 
     def _drop_store(self) -> None:
         """Drop the store after rank 0 has ended, which holds it: there are no more heartbeats."""
-        self._store = None
-        first = self._heartbeats.get(0)
-        self._heartbeats = {0: first if first and first[0].end is not None else (_LOST, time.monotonic())}
+        self._store, first = None, self._heard[0]
+        self._heard = dict.fromkeys(self._heard)
+        has_ended = first is not None and first.end is not None
+        self._heard[0] = first if has_ended else _LOST._replace(heard_at=time.monotonic())
 
-    def _sightings(self) -> dict[int, Sighting | None]:
-        now = time.monotonic()
-        found: dict[int, Sighting | None] = dict.fromkeys(range(self._size))
-        found.update({rank: Sighting(status, now - at) for rank, (status, at) in self._heartbeats.items()})
-        found[self._rank] = Sighting(self.rank_status.message(), 0.0)
-        return found
+    def _statuses(self) -> dict[int, Status | None]:
+        """Return the last status of each rank, with the present one of this rank."""
+        return self._heard | {self._rank: self.rank_status.message(self._patience_s)}
 
     def _reason(self, limit_s: float) -> str | None:
         """Return the reason of this rank for an alarm; None if it has none."""
         if (label := self.rank_status.find_overdue(self._pause_s)) is not None:
             return f"rank {self._rank} waits too long in the {label}"
-        return find_lost(self._sightings(), limit_s) or self._difference()
-
-    def _difference(self) -> str | None:
-        """Describe the first collective that differs between this rank and another rank, while both wait."""
-        own = self.rank_status.issued_when_waiting(self._patience_s)
-        if own is None:
-            return None
-        told = {rank: status.issued for rank, (status, _) in self._heartbeats.items()}
-        return find_difference({self._rank: own, **{rank: theirs for rank, theirs in told.items() if theirs}})
+        statuses = self._statuses()
+        issued = {rank: one.issued for rank, one in statuses.items() if one is not None and one.issued}
+        return find_lost(statuses, limit_s) or find_difference(issued)
 
     def _collect_report(self) -> None:
         """Read the status of all ranks, once each has sent one after it read the alarm, or is silent."""
-        self._exchange(range(self._size))
-        first_beats = {rank: status.beat for rank, (status, _) in self._heartbeats.items()}
+        everyone = range(self._size)
+        self._exchange(everyone)
+        first_beats = {rank: one.beat for rank, one in self._heard.items() if one is not None}
 
-        def has_answered(rank: int, sighting: Sighting | None) -> bool:
-            if sighting is None or rank == self._rank or self._is_over(sighting):
-                return True
-            return sighting.status.beat >= first_beats.get(rank, 0) + 2
+        def is_awaited(rank: int) -> bool:
+            status = self._heard[rank]
+            if status is None or rank == self._rank or self._is_over(status):
+                return False
+            return status.beat < first_beats.get(rank, 0) + 2
 
         def go_on() -> None:
             self._pause()
-            self._exchange(range(self._size))
+            self._exchange(everyone)
 
-        while not all(has_answered(*item) for item in self._sightings().items()):
+        while any(map(is_awaited, everyone)):
             go_on()
-        self._report = report(self._sightings(), self._silence_s)
+        self._report = report(self._statuses(), self._silence_s)
         for _ in range(_EXTRA_BEATS):
             go_on()
         self._has_report.set()
@@ -339,10 +325,9 @@ def open_watchdog(
     """
     label = "agreement on the watchdog"
     name = running.name if running is not None and running.watches_as(rank, size) else None
-    if name is not None and set(gather(name, label)) == {name}:
+    everyone = set(gather(name, label))
+    if name is not None and everyone == {name}:
         return running
-    if name is None:
-        gather(name, label)
     if running is not None:
         running.announce_end()
         running.close(linger_s=0.0)
@@ -503,12 +488,8 @@ class Waits:
 
 
 _REASONS = {
-    "Connection closed by peer": "the connection to it is closed",
-    "Connection reset by peer": "the connection to it is closed",
-    "Broken pipe": "the connection to it is closed",
-    "Application timeout caused pair closure": "no answer in time",
-    "Timed out waiting": "no answer in time",
-    "Operation timed out": "no answer in time",
+    r"[Cc]onnection (closed|reset) by peer|Broken pipe": "the connection to it is closed",
+    r"Application timeout caused pair closure|[Tt]imed out": "no answer in time",
 }
 """Errors of Gloo that mean no more than that another rank is not there, in our words."""
 
@@ -518,5 +499,5 @@ _SOURCE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*")
 
 def _in_our_words(error: RuntimeError) -> str:
     text = str(error).strip()
-    known = (ours for theirs, ours in _REASONS.items() if theirs in text)
+    known = (ours for theirs, ours in _REASONS.items() if re.search(theirs, text))
     return next(known, None) or _SOURCE.sub("", text).splitlines()[0]
