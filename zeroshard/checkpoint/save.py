@@ -31,7 +31,7 @@ from zeroshard.checkpoint.manifest import FileRecord, Manifest
 from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.comm.collectives import Axis, on_all, on_first
 from zeroshard.comm.lifecycle import BackgroundGroup, open_background_group
-from zeroshard.comm.streams import host_wait
+from zeroshard.comm.streams import mark_here
 from zeroshard.stores.store import TierMemory
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class SnapshotMemory:
                 copies.append(replace(part, data=memory.copy_(data, non_blocking=True)))
             else:
                 copies.append(replace(part, data=data.cpu()))
-        return copies, host_wait(device)
+        return copies, mark_here(device).synchronize
 
     def _reserve(self, total: int, *, pinned: bool) -> None:
         if sum(block.numel() for block in self._blocks) >= total:

@@ -9,7 +9,6 @@ watchdog's thread.
 from __future__ import annotations
 
 import atexit
-import functools
 from collections.abc import Callable
 from threading import Thread
 from weakref import WeakSet, WeakValueDictionary
@@ -48,17 +47,13 @@ class _Lifecycle:
 _lifecycle = _Lifecycle()
 
 
-@functools.cache
-def _register() -> None:
-    atexit.register(_lifecycle.close)
-
-
 def close_at_exit(*holders: Axes | Axis) -> None:
     """Close holders of process groups when the interpreter ends.
 
     Each axis is a holder too: a model may keep one when its engine, and so the axes, are gone.
     """
-    _register()
+    atexit.unregister(_lifecycle.close)
+    atexit.register(_lifecycle.close)  # what is registered last is called first
     _lifecycle.holders.update(holders)
 
 

@@ -69,13 +69,10 @@ class Receipt:
 
     def __init__(self, messages: Messages, source: int, label: str, forms: Forms | None) -> None:
         self._messages, self._source, self._label = messages, source, label
-        self._header: Tensor | None = None
         self._works: Sequence[dist.Work | None] = ()
-        self._tensors: list[Tensor] = []
         self.forms = forms
         if forms is None:
-            self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
-            self._works = [messages.receive_on_host(self._header, source)]
+            self._receive_header(_HEADER_BYTES)
         else:
             self._receive(forms)
 
@@ -85,26 +82,28 @@ class Receipt:
         Raises:
             RuntimeError: the sender is lost or too late.
         """
-        messages, label = self._messages, self._label
-        if self._header is not None:
-            messages.wait_on_host(self._works, f"forms of the {label}")
-            forms = _read(self._header)
-            if isinstance(forms, int):
-                rest = torch.empty(forms, dtype=torch.uint8, device="cpu")
-                messages.wait_on_host([messages.receive_on_host(rest, self._source)], f"forms of the {label}")
-                forms = _read(rest)
-            assert not isinstance(forms, int)
-            self._header, self.forms = None, forms
-            self._receive(forms)
-        messages.wait(self._works, label)
+        while self.forms is None:
+            self._messages.wait_on_host(self._works, f"forms of the {self._label}")
+            found: Forms | int = pickle.loads(self._header.numpy().tobytes())
+            if isinstance(found, int):
+                self._receive_header(found)
+            else:
+                self.forms = found
+                self._receive(found)
+        self._messages.wait(self._works, self._label)
         self._works = ()
         return self._tensors
+
+    def _receive_header(self, num_bytes: int) -> None:
+        """Begin to receive the forms, or the number of bytes of another header that has them."""
+        self._header = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        self._works = [self._messages.transfer(self._header, self._source, is_header=True)]
 
     def _receive(self, forms: Forms) -> None:
         messages = self._messages
         self._tensors = [torch.empty(form.shape, dtype=form.dtype, device=messages.device) for form in forms]
         self._works = [
-            messages.receive(_bytes_of(tensor), self._source) for tensor in self._tensors if tensor.numel()
+            messages.transfer(_bytes_of(tensor), self._source) for tensor in self._tensors if tensor.numel()
         ]
 
 
@@ -138,15 +137,9 @@ class Messages:
         while len(under_way) >= self.most_sends:
             self._end(under_way.popleft())
         headers = _written(tuple(map(Form.of, tensors))) if with_forms else []
-        control = self._axis.control
-        works = [dist.isend(each, group=control, group_dst=target, tag=self._tag + 1) for each in headers]
         values = [tensor.detach().contiguous() for tensor in tensors]
-        group, whom = self._group(self.rank, target), self._axis.global_ranks[target]
-        works += [
-            dist.isend(_bytes_of(value), whom, group=group, tag=self._tag)
-            for value in values
-            if value.numel()
-        ]
+        works = [self.transfer(header, self.rank, target, is_header=True) for header in headers]
+        works += [self.transfer(_bytes_of(value), self.rank, target) for value in values if value.numel()]
         self._axis.counter.add(POINT_TO_POINT, sum(memory.nbytes for memory in (*headers, *values)))
         under_way.append(_Sent(works, (*headers, *values), label))
 
@@ -178,14 +171,14 @@ class Messages:
         """Have the host wait for works of CPU tensors."""
         self._axis.waits.wait_for(works, label, POINT_TO_POINT)
 
-    def receive(self, values: Tensor, source: int) -> dist.Work | None:
-        """Begin to receive bytes."""
-        group = self._group(source, self.rank)
-        return dist.irecv(values, self._axis.global_ranks[source], group=group, tag=self._tag)
-
-    def receive_on_host(self, values: Tensor, source: int) -> dist.Work | None:
-        """Begin to receive bytes in memory of the CPU."""
-        return dist.irecv(values, group=self._axis.control, group_src=source, tag=self._tag + 1)
+    def transfer(
+        self, values: Tensor, source: int, target: int | None = None, *, is_header: bool = False
+    ) -> dist.Work | None:
+        """Begin to send bytes to another pipeline rank, or to receive them; a header lies on the CPU."""
+        target = self.rank if target is None else target
+        call, peer = (dist.isend, target) if source == self.rank else (dist.irecv, source)
+        group = self._axis.control if is_header else self._group(source, target)
+        return call(values, self._axis.global_ranks[peer], group=group, tag=self._tag + is_header)
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         """Return the communicator of the messages from one pipeline rank to another."""
@@ -205,9 +198,3 @@ def _written(forms: Forms) -> list[Tensor]:
     if first is data:
         return [header]
     return [header, torch.frombuffer(bytearray(data), dtype=torch.uint8)]
-
-
-def _read(header: Tensor) -> Forms | int:
-    """Return the forms that a header has; or the number of bytes of another header that has them."""
-    found: Forms | int = pickle.loads(header.numpy().tobytes())
-    return found

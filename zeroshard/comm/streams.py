@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,24 +71,21 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_streams = device, has_streams(device)
 
-    def now(self) -> float | torch.Event:
-        """Return this moment."""
+    def now(self) -> Any:
+        """Return this moment, for `seconds`."""
         if not self._has_streams:
             return time.perf_counter()
         event = torch.Event(device=self._device, enable_timing=True)
         torch.accelerator.current_stream(self._device).record_event(event)
         return event
 
-    def seconds(self, moments: Sequence[float | torch.Event]) -> list[float]:
+    def seconds(self, moments: Sequence[Any]) -> list[float]:
         """Return the seconds from the first moment to each; on an accelerator the host waits for the last."""
-        if not moments:
-            return []
-        first = moments[0]
-        if isinstance(first, float):
-            return [moment - first for moment in moments if isinstance(moment, float)]
-        events = [moment for moment in moments if isinstance(moment, torch.Event)]
-        events[-1].synchronize()
-        return [first.elapsed_time(event) / 1000 for event in events]
+        if not self._has_streams:
+            return [moment - moments[0] for moment in moments]
+        for last in moments[-1:]:
+            last.synchronize()
+        return [moments[0].elapsed_time(moment) / 1000 for moment in moments]
 
 
 class SideStream:
@@ -157,13 +155,3 @@ class Streams:
     def on(device: torch.device) -> Streams:
         """Make the side streams of a device; on CPU their work runs at once."""
         return Streams(*(SideStream(device) for _ in fields(Streams)))
-
-
-def host_wait(device: torch.device) -> Callable[[], None]:
-    """Return a call that waits until the device has done all that its current stream was given so far.
-
-    Only the thread that makes the call waits, whichever it is. On CPU everything is done already.
-    """
-    if device.type == "cpu":
-        return lambda: None
-    return torch.accelerator.current_stream(device).record_event().synchronize
