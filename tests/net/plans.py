@@ -194,8 +194,8 @@ PLANS = (
         name="a_tied_parameter_belongs_to_its_first_unit",
         says="A parameter of two units lies in the first of them, so the second one computes without it.",
         file="zeroshard/plan/units.py",
-        find="lowest = [unit for unit in first if all(unit in chain for chain in others)][-1]",
-        replace="lowest = first[-1]",
+        find="lowest = [spec for spec in own[0].chain if all(spec in place.chain for place in own)][-1]",
+        replace="lowest = own[0].chain[-1]",
         tests=("tests/sharding/test_units.py::test_a_parameter_tied_across_blocks_goes_to_the_root",),
     ),
     Break(

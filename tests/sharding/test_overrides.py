@@ -99,15 +99,6 @@ def test_names_of_a_tied_parameter_agree():
         find_overrides(model, {"layers.1.mlp": WIDE, "layers.0.mlp": torch.float64})
 
 
-def test_batch_norm_has_the_dtype_of_its_statistics():
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    assert len(find_overrides(model, {"1": WIDE})) == 2
-    with pytest.raises(
-        ValueError, match=r"expected float32 for '1.weight', the dtype of the running statistics"
-    ):
-        find_overrides(model, {"1": HALF})
-
-
 def casts_of(model, overrides, parts=()):
     """The outermost modules that are cast, by name."""
     casts = find_casts(model, find_overrides(model, overrides), HALF, parts)

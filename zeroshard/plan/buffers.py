@@ -27,7 +27,7 @@ from zeroshard.plan.placement import (
     Placement,
     Placements,
 )
-from zeroshard.plan.tiers import ON_DEVICE, Tier, Tiers, tier_of_copy
+from zeroshard.plan.tiers import Tier, Tiers, tier_of_copy
 from zeroshard.plan.units import UnitSpec
 
 
@@ -60,7 +60,7 @@ class Setting:
     dtypes: DtypePolicy
     sizes: Mapping[str, int]
     """The number of ranks of each axis of the mesh."""
-    tiers: Tiers = ON_DEVICE
+    tiers: Tiers = Tiers()  # noqa: RUF009 - it is frozen
     device_fraction: float = 0.0
     """The share of what is offloaded that stays on the device, 0 to 1; see `tiers_of_units`."""
     host_computes: bool = False

@@ -90,26 +90,29 @@ class Cut:
             start += section.size
         return tuple(spans)
 
-    def placed(self, rank: int, held: Span) -> Iterator[tuple[Span, Span]]:
-        """The pieces of a range of a rank's part: along the dimension of the part, and of the whole."""
+    def placed(self, rank: int, held: Span, inner: int = 1) -> Iterator[tuple[Span, Span]]:
+        """The pieces of a range of a rank's part: along the dimension of the part, and of the whole.
+
+        Args:
+            rank: the rank.
+            held: the range.
+            inner: elements of a place along the dimension, in which the ranges count.
+        """
         start = 0
         for span in self.spans(rank):
-            piece = Span(start, start + span.size).intersect(held)
+            piece = Span(start, start + span.size * inner).intersect(held)
             if piece.size:
-                yield piece, piece.shifted(span.start - start)
-            start += span.size
+                yield piece, piece.shifted(span.start * inner - start)
+            start += span.size * inner
 
     def runs(self, rank: int, held: Span) -> Iterator[Span]:
         """The flat ranges of the whole that a flat range of a rank's part is made of, in order."""
         inner = math.prod(self.shape[self.dim + 1 :])
         row, whole_row = self.local_shape[self.dim] * inner, self.shape[self.dim] * inner
         for number in range(held.start // row, -(-held.stop // row)):
-            inside, start = held.shifted(-number * row).intersect(Span(0, row)), 0
-            for span in self.spans(rank):
-                piece = Span(start, start + span.size * inner).intersect(inside)
-                if piece.size:
-                    yield piece.shifted(span.start * inner - start + number * whole_row)
-                start += span.size * inner
+            inside = held.shifted(-number * row).intersect(Span(0, row))
+            for _, piece in self.placed(rank, inside, inner):
+                yield piece.shifted(number * whole_row)
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:

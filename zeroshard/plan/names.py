@@ -18,8 +18,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from zeroshard.plan.originals import computes_in_own_dtype
-
 Ignored = dict[nn.Parameter, str]
 """Parameters that are not sharded, with their names: each rank keeps its own, whole."""
 
@@ -141,8 +139,7 @@ def find_overrides(
         left_out: parameters that keep their dtype.
 
     Raises:
-        ValueError: a pattern fits no parameter; the names of a tied parameter get different dtypes; or
-            BatchNorm would get another dtype than its statistics have.
+        ValueError: a pattern fits no parameter, or the names of a tied parameter get different dtypes.
     """
     patterns = dict(overrides or ())
     if not patterns:
@@ -165,7 +162,6 @@ def find_overrides(
                 f"config key '{_OVERRIDES}': '{first}' and '{name}' are one parameter, and patterns give it "
                 f"{_show(found[parameter])} and {_show(dtype)}; expected one dtype"
             )
-    _check_statistics(root, found)
     return found
 
 
@@ -207,23 +203,6 @@ def _common_dtype(module: nn.Module, overrides: Mapping[nn.Parameter, torch.dtyp
     """The dtype that patterns give to all parameters of a module; None if there is no such dtype."""
     dtypes = {overrides.get(parameter) for parameter in module.parameters()}
     return dtypes.pop() if len(dtypes) == 1 else None
-
-
-def _check_statistics(root: nn.Module, found: Mapping[nn.Parameter, torch.dtype]) -> None:
-    """Refuse a dtype for BatchNorm that its statistics do not have: they are not cast."""
-    for name, module in root.named_modules():
-        if not computes_in_own_dtype(module):
-            continue
-        for attribute, parameter in module._parameters.items():
-            statistics = module._buffers.get("running_mean")
-            if parameter is None or statistics is None or parameter not in found:
-                continue
-            if found[parameter] != statistics.dtype:
-                raise ValueError(
-                    f"config key '{_OVERRIDES}': expected {_show(statistics.dtype)} for "
-                    f"'{name}.{attribute}', the dtype of the running statistics of a "
-                    f"{type(module).__name__}, got {_show(found[parameter])}"
-                )
 
 
 def _show(dtype: torch.dtype) -> str:

@@ -19,8 +19,7 @@ rank of before. If the last items find no such rank, the first division is taken
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from zeroshard.plan.layout import Span
@@ -67,42 +66,35 @@ def choose_owners(items: Sequence[Item], num_ranks: int, kept: Mapping[int, int]
     loads = [0] * num_ranks
     for number, rank in kept.items():
         loads[rank] += items[number].cost
-    longest = _by_cost(items, order, loads)
-    busy = list(loads)
-    for number in order:
-        busy[longest[number]] += items[number].cost
+    ranks = range(num_ranks)
+
+    def least_busy(item: Item, busy: Sequence[int]) -> int:
+        return min(ranks, key=busy.__getitem__)
+
+    def holds_most(item: Item, busy: Sequence[int]) -> int:
+        fits = [rank for rank in ranks if busy[rank] + item.cost <= most]
+        return min(fits or ranks, key=lambda rank: (-item.held[rank].size, busy[rank], rank))
+
+    chosen, busy = _deal(items, order, loads, least_busy)
     most = max(busy) + int(SLACK * max(busy))
-    dealt = _by_place(items, order, loads, most)
-    chosen = longest if dealt is None else dealt
+    dealt, busy = _deal(items, order, loads, holds_most)
+    if max(busy) <= most:  # every item had a rank that it fits
+        chosen = dealt
     return [kept[number] if number in kept else chosen[number] for number in range(len(items))]
 
 
-def _by_cost(items: Sequence[Item], order: Sequence[int], loads: Sequence[int]) -> dict[int, int]:
-    """Give each item to the least busy rank."""
-    waiting = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(waiting)
-    owners = {}
+def _deal(
+    items: Sequence[Item],
+    order: Sequence[int],
+    loads: Sequence[int],
+    choose: Callable[[Item, Sequence[int]], int],
+) -> tuple[dict[int, int], list[int]]:
+    """Deal items to ranks, each to the rank that `choose` gives; return the owners, and the loads then."""
+    owners, busy = {}, list(loads)
     for number in order:
-        load, rank = waiting[0]
-        owners[number] = rank
-        heapq.heapreplace(waiting, (load + items[number].cost, rank))
-    return owners
-
-
-def _by_place(
-    items: Sequence[Item], order: Sequence[int], loads: Sequence[int], most: int
-) -> dict[int, int] | None:
-    """Give each item to the rank that holds most of it and ends at `most`; None if an item has none."""
-    busy, owners = list(loads), {}
-    for number in order:
-        item = items[number]
-        fits = [rank for rank, load in enumerate(busy) if load + item.cost <= most]
-        if not fits:
-            return None
-        owner = min(fits, key=lambda rank: (-item.held[rank].size, busy[rank], rank))
-        owners[number] = owner
-        busy[owner] += item.cost
-    return owners
+        owner = owners[number] = choose(items[number], busy)
+        busy[owner] += items[number].cost
+    return owners, busy
 
 
 def inward(items: Sequence[Item], owners: Sequence[int]) -> list[Send]:

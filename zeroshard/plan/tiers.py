@@ -51,10 +51,6 @@ class Tiers:
         return Tiers(*(Tier.DEVICE if host_computes and tier is Tier.HOST else tier for tier in asked))
 
 
-ON_DEVICE = Tiers()
-"""Without offload."""
-
-
 def tier_of_copy(near: Tier, main: Tier, main_dtype: torch.dtype, compute_dtype: torch.dtype) -> Tier | None:
     """Return the tier of a copy of the main parameters in the compute dtype, from which gathers start.
 

@@ -98,36 +98,16 @@ def wire_bytes(units: Sequence[UnitPlan], setting: Setting, num_micro_batches: i
         num_micro_batches: micro-batches in a step.
     """
     total = 0
+    num_reductions = 1 if setting.placements.gradient == SUMMANDS else num_micro_batches
     for number, unit in enumerate(units):
         is_kept = unit.is_kept(setting.placements, is_root=number == 0, ends_forward=number == len(units) - 1)
         if setting.weights not in NEWEST_WEIGHTS:  # other micro-batches come before the backward
             is_kept = not unit.needs_parameters_in_backward
-        gathers = _gathered(unit.buffers, setting, is_kept, num_micro_batches)
-        total += gathers + _reduced(unit.buffers, setting, num_micro_batches)
+        for buffer in unit.buffers:
+            compute, size = buffer.compute_dtype.itemsize, buffer.layout.total
+            num_gathers = 1 if buffer.is_resident else num_micro_batches
+            for path in (buffer.gathers, () if is_kept else buffer.regathers):
+                total += num_gathers * bytes_sent(path, size, setting.sizes, compute)
+            wire = buffer.reduce_dtype.itemsize, buffer.wide_dtype.itemsize
+            total += num_reductions * bytes_sent(buffer.reductions, size, setting.sizes, *wire)
     return total
-
-
-def _gathered(buffers: Iterable[BufferPlan], setting: Setting, is_kept: bool, num_micro_batches: int) -> int:
-    total = 0
-    for buffer in buffers:
-        size, itemsize = buffer.layout.total, buffer.compute_dtype.itemsize
-        num = 1 if buffer.is_resident else num_micro_batches
-        total += num * bytes_sent(buffer.gathers, size, setting.sizes, itemsize)
-        if not is_kept:
-            total += num * bytes_sent(buffer.regathers, size, setting.sizes, itemsize)
-    return total
-
-
-def _reduced(buffers: Iterable[BufferPlan], setting: Setting, num_micro_batches: int) -> int:
-    num = 1 if setting.placements.gradient == SUMMANDS else num_micro_batches
-    return sum(
-        num
-        * bytes_sent(
-            buffer.reductions,
-            buffer.layout.total,
-            setting.sizes,
-            buffer.reduce_dtype.itemsize,
-            buffer.wide_dtype.itemsize,
-        )
-        for buffer in buffers
-    )

@@ -38,7 +38,7 @@ UnitPolicy = Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None
 """Class names and lists of module names, a predicate, or None: find the repeated blocks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class UnitSpec:
     """A unit to be: its modules and the parameters that it owns, by name."""
 
@@ -48,16 +48,6 @@ class UnitSpec:
     originals: list[Original] = field(default_factory=list)
     reason: str = ""
     """The reason why the module was chosen."""
-
-
-class ModuleGroup(NamedTuple):
-    """Modules that become one unit."""
-
-    name: str
-    """Their names, joined by "+"."""
-    modules: tuple[nn.Module, ...]
-    """The modules in the order of registration."""
-    reason: str = "listed together in units="
 
 
 def find_units(
@@ -87,58 +77,58 @@ def find_units(
         _check_module(module, name)
     chosen = _choose(root, policy)
     grouped = _find_groups(root, policy, chosen)
-    modules = (chosen.keys() | grouped.keys()) - {root}
     specs = {root: UnitSpec("", (root,), reason="the rest")}
     for name, module in root.named_modules():
         if module in grouped:
-            group = grouped[module]
-            specs.setdefault(group.modules[0], UnitSpec(group.name, group.modules, reason=group.reason))
-        elif module in modules:
+            specs[module] = grouped[module]
+        elif module in chosen and module is not root:
             specs[module] = UnitSpec(name, (module,), reason=chosen[module])
     left_out = find_ignored(root, ignored)
-    chains: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
-    names: dict[nn.Parameter, str] = {}
-    owners: dict[nn.Parameter, dict[tuple[nn.Module, str], None]] = {}
-    firsts = {module: grouped[module].modules[0] if module in grouped else module for module in modules}
-    for chain, prefix, module in _walk(root, (), "", firsts):
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None and parameter not in left_out:
-                chains.setdefault(parameter, []).append(chain)
-                names.setdefault(parameter, prefix + attribute)
-                owners.setdefault(parameter, {})[module, attribute] = None
+    places: dict[nn.Parameter, list[_Place]] = {}
+    for place in _walk(root, (), "", specs):
+        parameter = place.module._parameters[place.attribute]
+        if parameter is not None and parameter not in left_out:
+            places.setdefault(parameter, []).append(place)
+    names = {parameter: own[0].name for parameter, own in places.items()}
     compute_dtypes = find_overrides(root, overrides, left_out)
     replicated = find_replicated(root, frozen, left_out)
     for parameter, name in names.items():
         _check(parameter, name)
     _check_tensors(names, root.named_buffers())
-    for parameter, name in names.items():
+    for parameter, own in places.items():
         original = Original(
             parameter,
-            name,
-            tuple(owners[parameter]),
+            own[0].name,
+            tuple(dict.fromkeys((place.module, place.attribute) for place in own)),
             compute_dtype=compute_dtypes.get(parameter),
             is_replicated=parameter in replicated,
         )
-        first, *others = chains[parameter]
-        lowest = [unit for unit in first if all(unit in chain for chain in others)][-1]
-        specs[lowest].originals.append(original)
-    return [spec for spec in specs.values() if spec.originals or root in spec.modules]
+        lowest = [spec for spec in own[0].chain if all(spec in place.chain for place in own)][-1]
+        lowest.originals.append(original)
+    return [spec for spec in dict.fromkeys(specs.values()) if spec.originals or root in spec.modules]
+
+
+class _Place(NamedTuple):
+    """A place in the model that holds a parameter, or None."""
+
+    chain: tuple[UnitSpec, ...]
+    """The units that enclose it, from the outside in."""
+    name: str
+    module: nn.Module
+    attribute: str
 
 
 def _walk(
-    module: nn.Module, chain: tuple[nn.Module, ...], prefix: str, units: Mapping[nn.Module, nn.Module]
-) -> Iterator[tuple[tuple[nn.Module, ...], str, nn.Module]]:
-    """Every path to every module: (the units that enclose it, its name with a dot, the module).
-
-    Args:
-        units: the modules that become units, each with the first module of its unit.
-    """
-    if module in units or not chain:
-        chain = (*chain, units.get(module, module))
-    yield chain, prefix, module
+    module: nn.Module, chain: tuple[UnitSpec, ...], prefix: str, specs: Mapping[nn.Module, UnitSpec]
+) -> Iterator[_Place]:
+    """Every path to every place of a parameter, where a module is in `prefix`, a name with a dot."""
+    if module in specs:
+        chain = (*chain, specs[module])
+    for attribute in module._parameters:
+        yield _Place(chain, prefix + attribute, module, attribute)
     for name, child in module._modules.items():
         if child is not None:
-            yield from _walk(child, chain, f"{prefix}{name}.", units)
+            yield from _walk(child, chain, f"{prefix}{name}.", specs)
 
 
 _WRAPPERS = {
@@ -244,12 +234,16 @@ def _by_class_name(root: nn.Module, policy: Sequence[str | Sequence[str]]) -> Ch
     names = [name for name in policy if isinstance(name, str)]
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise ValueError(f"config key 'units': the model has no module of class '{name}'{hint}")
-    wanted = set(names)
+            raise ValueError(
+                f"config key 'units': the model has no module of class '{name}'{_suggest(name, known)}"
+            )
     of_class = {module: type(module).__name__ for module in root.modules()}
-    return {module: f"a {name}, listed in units=" for module, name in of_class.items() if name in wanted}
+    return {module: f"a {name}, listed in units=" for module, name in of_class.items() if name in names}
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def _find_blocks(
@@ -327,8 +321,8 @@ def _large_layers(root: nn.Module, blocks: Chosen) -> Chosen:
 
 def _find_groups(
     root: nn.Module, policy: UnitPolicy, chosen: Container[nn.Module]
-) -> dict[nn.Module, ModuleGroup]:
-    """The lists of module names in `units=`, by each of their modules.
+) -> dict[nn.Module, UnitSpec]:
+    """The units of the lists of module names in `units=`, by each of their modules.
 
     Args:
         root: the model.
@@ -339,7 +333,7 @@ def _find_groups(
         ValueError: a name that no module has; a module that is in two units, is a list, or holds another
             module of its list.
     """
-    found: dict[nn.Module, ModuleGroup] = {}
+    found: dict[nn.Module, UnitSpec] = {}
     entries = () if policy is None or callable(policy) else policy
     for names in (entry for entry in entries if not isinstance(entry, str)):
         group = _read_group(root, names)
@@ -353,13 +347,13 @@ def _find_groups(
     return found
 
 
-def _read_group(root: nn.Module, names: Sequence[str]) -> ModuleGroup:
+def _read_group(root: nn.Module, names: Sequence[str]) -> UnitSpec:
     known = dict(root.named_modules())
     for name in names:
         if name not in known or known[name] is root:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise ValueError(f"config key 'units': the model has no module named '{name}'{hint}")
+            raise ValueError(
+                f"config key 'units': the model has no module named '{name}'{_suggest(name, known)}"
+            )
         _check_forward(known[name], name)
     modules = {known[name]: name for name in sorted(names, key=list(known).index)}
     for module, name in modules.items():
@@ -368,7 +362,7 @@ def _read_group(root: nn.Module, names: Sequence[str]) -> ModuleGroup:
                 f"config key 'units': expected modules none of which is inside another, got '{name}' and a "
                 f"module inside it in {list(names)}"
             )
-    return ModuleGroup("+".join(modules.values()), tuple(modules))
+    return UnitSpec("+".join(modules.values()), tuple(modules), reason="listed together in units=")
 
 
 # -- parameters and buffers that sharding would change ------------------------------------------------------
