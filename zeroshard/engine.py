@@ -107,7 +107,7 @@ class Engine(NotCopied, nn.Module):
             if parts.config.offload.step_in_backward:
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps)
         refuse_wrappers([self], object.__setattr__)
-        parts.runtime.changes.set(module, "zero_grad", methods.EnginesOwn(self, module, "zero_grad"))
+        parts.runtime.changes.set(module, "zero_grad", methods.of_engine(self, module, "zero_grad"))
 
     # -- training -------------------------------------------------------------------------------------
 

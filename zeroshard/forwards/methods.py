@@ -25,28 +25,38 @@ if TYPE_CHECKING:
     from zeroshard.engine import Engine
 
 
-def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the root that gathers, frees and reduces as the root's forward does."""
+def as_forward(runtime: Runtime, method: Callable[..., Any], unit: Unit | None = None) -> Callable[..., Any]:
+    """A method that gathers, frees and reduces as a forward does, unless such a forward is running already.
+
+    Args:
+        runtime: the runtime of the model.
+        method: the method.
+        unit: the unit whose forward it is like; None: the root.
+    """
     reference = weakref.ref(runtime)
 
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
         runtime = reference()
-        if runtime is None or runtime.state.phase in (Phase.CLOSED, Phase.FORWARD):
+        if runtime is None or runtime.is_closed:
             return method(*args, **kwargs)
-        root = runtime.root
-        if (dtype := runtime.input_dtype(runtime.module)) is not None:
-            args, kwargs = cast_inputs(root.modules[0], args, kwargs, dtype=dtype)
-        runtime.passes.before_forward(root, sys._getframe())
+        own, passes = unit or runtime.root, runtime.passes
+        is_root = own is runtime.root
+        if runtime.state.phase is Phase.FORWARD if is_root else own.is_in_forward:
+            return method(*args, **kwargs)
+        if (dtype := runtime.input_dtype(own.modules[0])) is not None:
+            args, kwargs = cast_inputs(own.modules[0], args, kwargs, dtype=dtype, in_lists=is_root)
+        before = passes.is_in_method
         try:
-            runtime.passes.is_in_method = True
+            passes.before_forward(own, sys._getframe())
             try:
+                passes.is_in_method |= is_root
                 output = method(*args, **kwargs)
             finally:
-                runtime.passes.is_in_method = False
-            return runtime.passes.after_forward(root, output)
+                passes.is_in_method = before
+            return passes.after_forward(own, output)
         finally:
-            runtime.passes.exit_forward(root)
+            passes.exit_forward(own)
 
     return called
 
@@ -106,7 +116,7 @@ def _register_method_of_part(runtime: Runtime, name: str) -> None:
     ]
     if (cast := runtime.casts.get(module)) is not None:
         method = casting(module, method, cast)
-    in_unit = _in_unit(runtime, around[-1], method)
+    in_unit = method if around[-1] is runtime.root else as_forward(runtime, method, around[-1])
     in_root = as_forward(runtime, in_unit)
 
     @functools.wraps(method)
@@ -116,57 +126,24 @@ def _register_method_of_part(runtime: Runtime, name: str) -> None:
     runtime.changes.set(module, attribute, called)
 
 
-def _in_unit(runtime: Runtime, unit: Unit, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs as a forward of a unit does, unless such a forward is running already."""
-    reference = weakref.ref(runtime)
-
-    @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        runtime = reference()
-        if runtime is None or runtime.is_closed or unit is runtime.root or unit.is_in_forward:
-            return method(*args, **kwargs)
-        if (dtype := runtime.input_dtype(unit.modules[0])) is not None:
-            args, kwargs = cast_inputs(unit.modules[0], args, kwargs, dtype=dtype, in_lists=False)
-        passes = runtime.passes
-        try:
-            passes.before_forward(unit, sys._getframe())
-            return passes.after_forward(unit, method(*args, **kwargs))
-        finally:
-            passes.exit_forward(unit)
-
-    return called
-
-
-class _MethodStandIn:
-    """An object that stands in a model for a method of its class."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = weakref.ref(module), name
-
-    def _original(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        return getattr(type(module), self._name)(module, *args, **kwargs)
-
-
-class _OnWholes(_MethodStandIn):
+def _on_wholes(module: nn.Module, name: str, refusal: str, *, is_divided: bool) -> Callable[..., Any]:
     """A method that writes or resizes the model's parameters: whole ones, or those it is given.
 
     Args:
-        module, name: the model and the name of the method.
-        is_divided: True if other pipeline ranks hold parts of the model, which are missing here.
+        module, name: the model and the name of the method of its class.
         refusal: the message of the error.
+        is_divided: True if other pipeline ranks hold parts of the model, which are missing here.
     """
+    reference = weakref.ref(module)
 
-    def __init__(self, module: nn.Module, name: str, refusal: str, *, is_divided: bool) -> None:
-        super().__init__(module, name)
-        self._refusal, self._is_divided = refusal, is_divided
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        parameters = cast(nn.Module, self._module()).parameters()
-        has_slices = self._is_divided or any(isinstance(p, ShardedParameter) for p in parameters)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        module = cast(nn.Module, reference())
+        has_slices = is_divided or any(isinstance(p, ShardedParameter) for p in module.parameters())
         if has_slices and isinstance(kwargs.get("state_dict"), SavedSlices | None):
-            raise RuntimeError(self._refusal)
-        return self._original(*args, **kwargs)
+            raise RuntimeError(refusal)
+        return getattr(type(module), name)(module, *args, **kwargs)
+
+    return called
 
 
 def refuse_files_of_slices(runtime: Runtime) -> None:
@@ -187,21 +164,21 @@ def refuse_files_of_slices(runtime: Runtime) -> None:
                     f"{name}(){f' of {path!r}' if path else ''} of the sharded model sees only this rank's "
                     f"slices: {call}"
                 )
-                method = _OnWholes(module, name, refusal, is_divided=is_divided)
+                method = _on_wholes(module, name, refusal, is_divided=is_divided)
                 runtime.changes.set(module, name, method)
 
 
-class EnginesOwn(_MethodStandIn):
+def of_engine(engine: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
     """A method of a model in whose place the engine's method is called, as long as there is an engine."""
+    engines, modules = weakref.ref(engine), weakref.ref(module)
 
-    def __init__(self, engine: nn.Module, module: nn.Module, name: str) -> None:
-        super().__init__(module, name)
-        self._engine = weakref.ref(engine)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if (engine := engines()) is not None:
+            return getattr(engine, name)(*args, **kwargs)
+        module = modules()
+        return getattr(type(module), name)(module, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self._engine()
-        call = self._original if engine is None else getattr(engine, self._name)
-        return call(*args, **kwargs)
+    return called
 
 
 @contextmanager
