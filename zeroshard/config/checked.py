@@ -186,14 +186,11 @@ SCHEDULE = either(
 )
 
 
-class Requirement(NamedTuple):
-    """One key whose value makes sense only with certain values of another key."""
+Condition = tuple[bool, str, str]
+"""True if it is met, the key that it is about, and the values that this must have ("must be ...")."""
 
-    asked: bool
-    key: str
-    met: bool
-    other: str
-    needed: str  # completes the sentence "other must be ..."
+Requirement = tuple[bool, str, *tuple[Condition, ...]]
+"""True if a key has been set; the key; and the conditions without which its value makes no sense."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +209,12 @@ class Checked:
                 key = self._prefix + option.name
                 raise ValueError(f"config key '{key}': expected {rule.expected}, got {with_type(got)}")
             object.__setattr__(self, option.name, stored)
-        for asked, key, met, other, needed in self._requirements():
-            if asked and not met:
-                value, got = attrgetter(key, other)(self)
-                key, other = self._prefix + key, self._prefix + other
-                raise ValueError(f"{key}={show(value)} needs {other} to be {needed}, got {show(got)}")
+        for asked, key, *conditions in self._requirements():
+            for met, other, needed in conditions if asked else ():
+                if not met:
+                    value, got = attrgetter(key, other)(self)
+                    key, other = self._prefix + key, self._prefix + other
+                    raise ValueError(f"{key}={show(value)} needs {other} to be {needed}, got {show(got)}")
 
     def _requirements(self) -> list[Requirement]:
         return []

@@ -42,7 +42,6 @@ WEIGHTS = ("latest", "stash", "vertical", "double", "estimate", "predict", "lwp"
 NOTED_CHANGES: Mapping[str, str] = {"estimate": "mean_of_changes", "lwp-weights": "last_change"}
 """The states that some weights add to the optimizer's, by the names that checkpoints have."""
 _NAMES = ", ".join(ASYNCHRONOUS)
-_OF_LISTS = "weights", "set, as an asynchronous list needs them"
 _DECAY = 0.135
 
 
@@ -97,8 +96,8 @@ class Pipeline(Checked):
 
     def _requirements(self) -> list[Requirement]:
         return [
-            Requirement(self.balance != "time", "balance", self.split is None, "split", "None"),
-            Requirement(self.trace, "trace", self.split is not None, "split", "names of modules"),
+            (self.balance != "time", "balance", (self.split is None, "split", "None")),
+            (self.trace, "trace", (self.split is not None, "split", "names of modules")),
             *self._asynchronous_requirements(),
         ]
 
@@ -107,23 +106,25 @@ class Pipeline(Checked):
         is_list = "\n" in self.schedule or self.schedule.lower().endswith(".csv")
         named = (is_named, "schedule", f"one of {_NAMES}")
         any_list = (is_named or is_list, "schedule", f"one of {_NAMES}, or a list")
+        has_weights = (
+            self.weights is not None or not is_list,
+            "weights",
+            "set, as an asynchronous list needs them",
+        )
         needs = "weights" if self.weights is not None or not is_named else "schedule"
         is_other = needs == "weights"
         estimates = (self.chosen_weights == "estimate", needs, "'estimate'" if is_other else "'pipemare'")
         bounds = (self.chosen_weights == "bounded", needs, "'bounded'" if is_other else "'paci'")
         rescales = (self.chosen_correction == "rescale", "correction", "'rescale'")
         return [
-            Requirement(self.weights is not None, "weights", *any_list),
-            Requirement(self.microbatches_per_step is not None, "microbatches_per_step", *named),
-            Requirement(self.synchronous_steps > 0, "synchronous_steps", *named),
-            Requirement(self.correction is not None, "correction", *any_list),
-            Requirement(
-                self.correction is not None and is_list, "correction", self.weights is not None, *_OF_LISTS
-            ),
-            Requirement(self.decay != _DECAY, "decay", *estimates),
-            Requirement(self.anneal_steps is not None, "anneal_steps", *rescales),
-            Requirement(self.max_crossed_steps != 1, "max_crossed_steps", *bounds),
-            Requirement(is_named, "schedule", self.num_chunks in (None, 1), "num_chunks", "None or 1"),
+            (self.weights is not None, "weights", any_list),
+            (self.microbatches_per_step is not None, "microbatches_per_step", named),
+            (self.synchronous_steps > 0, "synchronous_steps", named),
+            (self.correction is not None, "correction", any_list, has_weights),
+            (self.decay != _DECAY, "decay", estimates),
+            (self.anneal_steps is not None, "anneal_steps", rescales),
+            (self.max_crossed_steps != 1, "max_crossed_steps", bounds),
+            (is_named, "schedule", (self.num_chunks in (None, 1), "num_chunks", "None or 1")),
         ]
 
     @property

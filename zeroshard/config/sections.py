@@ -22,6 +22,7 @@ from torch import nn
 from zeroshard.config import checked
 from zeroshard.config.checked import (
     Checked,
+    Condition,
     Requirement,
     deepspeed_reader,
     naming,
@@ -48,7 +49,7 @@ class DynamicLossScale(Checked):
 
     def _requirements(self) -> list[Requirement]:
         needed = f">= minimum={self.minimum:g}"
-        return [Requirement(True, "start", self.start >= self.minimum, "start", needed)]
+        return [(True, "start", (self.start >= self.minimum, "start", needed))]
 
 
 def _dynamic_loss_scale(value: Any) -> Any:
@@ -112,8 +113,8 @@ class Precision(Checked):
         half = self.param_dtype == torch.float16, "param_dtype", "float16"
         has_halves = torch.float16 in dict(self.overrides or ()).values()
         return [
-            Requirement(self.loss_scale is not None, "loss_scale", *half),
-            Requirement(has_halves, "overrides", *half),  # else there would be no loss scale
+            (self.loss_scale is not None, "loss_scale", half),
+            (has_halves, "overrides", half),  # else there would be no loss scale
         ]
 
 
@@ -143,9 +144,8 @@ class Offload(Checked):
     """Directory for the files of the nvme tier."""
 
     def _requirements(self) -> list[Requirement]:
-        has_path, tiers = self.nvme_path is not None, ("optimizer", "parameters")
-        uses = {tier: getattr(self, tier) == "nvme" for tier in tiers}
-        return [Requirement(used, tier, has_path, "nvme_path", "a path") for tier, used in uses.items()]
+        has_path = self.nvme_path is not None, "nvme_path", "a path"
+        return [(getattr(self, tier) == "nvme", tier, has_path) for tier in ("optimizer", "parameters")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +188,7 @@ class Mesh(Checked):
 
 
 _OF_PIPELINES = ("schedule", "num_microbatches", "num_chunks", "split", "balance", "trace")
-_RESHARDED = ("reshard_after_forward", "True")
-_WIDE_MAIN = ("precision.main_dtype", "another dtype than bfloat16")
+_EARLY, _WIDE = "offload.step_in_backward", "another dtype than bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,71 +265,60 @@ class Config(Checked):
         not_half = (param_dtype != torch.float16, "precision.param_dtype", "another dtype than float16")
         unclipped = (self.clip_grad_norm is None, "clip_grad_norm", "None")
         unjudged = (self.nonfinite == "report", "nonfinite", "'report'")
-        not_narrow = (main_dtype != torch.bfloat16, "precision.main_dtype", "another dtype than bfloat16")
+        not_narrow = (main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
         of_pipelines = [n for n in _OF_PIPELINES if getattr(self.pipeline, n) != getattr(Pipeline, n)]
+        offload = self.offload
         return [
-            Requirement(self.shard_group_size is not None, "shard_group_size", *sharded),
-            Requirement(regroups, "reshard_after_forward", *stage_3),
-            Requirement(self.offload.parameters != "none", "offload.parameters", *stage_3),
-            *(
-                Requirement(self.offload.step_in_backward, "offload.step_in_backward", *needed)
-                for needed in (stage_3, not_half, unclipped, unjudged, whole)
-            ),
+            (self.shard_group_size is not None, "shard_group_size", sharded),
+            (regroups, "reshard_after_forward", stage_3),
+            (offload.parameters != "none", "offload.parameters", stage_3),
+            (offload.step_in_backward, _EARLY, stage_3, not_half, unclipped, unjudged, whole),
             # The backward of compiled code may write to the memory of saved tensors.
-            Requirement(self.offload.activations != "none", "offload.activations", *not_compiled),
+            (offload.activations != "none", "offload.activations", not_compiled),
             # A batch of a pipeline is cut into pipeline.num_microbatches instead.
-            Requirement(self.gradient_accumulation_steps > 1, "gradient_accumulation_steps", *whole),
+            (self.gradient_accumulation_steps > 1, "gradient_accumulation_steps", whole),
             # Between chunks each tensor rank would have a part of the sequence, and number it from 0.
-            Requirement(self.mesh.sequence, "mesh.sequence", *whole),
-            *(Requirement(True, f"pipeline.{name}", *pipelined) for name in of_pipelines),
+            (self.mesh.sequence, "mesh.sequence", whole),
+            *((True, f"pipeline.{name}", pipelined) for name in of_pipelines),
             # A trace has the operations of whole layers of modules, not the calls of modules, at which
             # values are cast.
-            *(
-                Requirement(self.pipeline.trace, "pipeline.trace", *needed)
-                for needed in (undivided, not_compiled, not_overridden)
-            ),
-            *self._asynchronous_requirements(),
+            (self.pipeline.trace, "pipeline.trace", undivided, not_compiled, not_overridden),
+            *self._asynchronous_requirements(unclipped, unjudged, not_half, not_compiled),
             # Gradients of ignored parameters are neither unscaled nor widened.
-            Requirement(bool(self.ignored), "ignored", *not_half),
-            Requirement(bool(self.ignored), "ignored", *not_narrow),
+            (bool(self.ignored), "ignored", not_half, not_narrow),
         ]
 
-    def _asynchronous_requirements(self) -> list[Requirement]:
+    def _asynchronous_requirements(
+        self, unclipped: Condition, unjudged: Condition, not_half: Condition, not_compiled: Condition
+    ) -> list[Requirement]:
         """The settings that do not go together with the steps of an asynchronous pipeline."""
         pipeline, pp = self.pipeline, self.mesh.pp
         if not pipeline.is_asynchronous:
             return []
         method, correction = pipeline.chosen_weights, pipeline.chosen_correction
-        computes = method in MOVED_WEIGHTS or correction == "spike"
         first = "pipeline.schedule" if pipeline.weights is None else "pipeline.weights"
         second = first if pipeline.correction is None else "pipeline.correction"
-        wide = self.precision.main_dtype != torch.bfloat16
-        near = self.offload.optimizer == "none" and self.offload.parameters == "none"
+        wide = (self.precision.main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
         tier = "offload.parameters" if self.offload.parameters != "none" else "offload.optimizer"
-        not_half = self.precision.param_dtype != torch.float16
+        near = (self.offload.optimizer == "none" and self.offload.parameters == "none", tier, "'none'")
+        not_ignored = (not self.ignored, "ignored", "None")
+        not_recomputed = (self.recompute == "none", "recompute", "'none'")
+        resharded = (self.reshard_after_forward is True, "reshard_after_forward", "True")
         per_step = pipeline.microbatches_per_step
+        enough = f">= mesh.pp={pp}, so that two versions are enough"
+        has_enough = (per_step is None or per_step >= pp, "pipeline.microbatches_per_step", enough)
+        spikes = correction == "spike"
         return [
             # Each pipeline rank steps by itself: nobody has the gradients of the whole model at a time.
-            Requirement(True, first, self.clip_grad_norm is None, "clip_grad_norm", "None"),
-            Requirement(True, first, self.nonfinite == "report", "nonfinite", "'report'"),
-            Requirement(True, first, not_half, "precision.param_dtype", "another dtype than float16"),
             # Gradients of ignored parameters are not averaged over the micro-batches of a step.
-            Requirement(True, first, not self.ignored, "ignored", "None"),
-            # A second forward inside a backward would have the weights of the backward.
-            Requirement(method not in KEPT_WEIGHTS, first, self.recompute == "none", "recompute", "'none'"),
-            # Compiled code keeps what it makes of the weights of the forward.
-            Requirement(method not in KEPT_WEIGHTS, first, not self.compile, "compile", "False"),
-            Requirement(method not in NEWEST_WEIGHTS, first, self.reshard_after_forward is True, *_RESHARDED),
-            Requirement(method not in NEWEST_WEIGHTS, first, near, tier, "'none'"),
-            Requirement(correction == "spike", second, near, tier, "'none'"),
-            Requirement(computes, second if correction == "spike" else first, wide, *_WIDE_MAIN),
-            Requirement(
-                method == "double" and per_step is not None,
-                first,
-                per_step is None or per_step >= pp,
-                "pipeline.microbatches_per_step",
-                f">= mesh.pp={pp}, so that two versions are enough",
-            ),
+            (True, first, unclipped, unjudged, not_half, not_ignored),
+            # A second forward inside a backward would have the weights of the backward. Compiled code keeps
+            # what it makes of the weights of the forward.
+            (method not in KEPT_WEIGHTS, first, not_recomputed, not_compiled),
+            (method not in NEWEST_WEIGHTS, first, resharded, near),
+            (spikes, second, near),
+            (method in MOVED_WEIGHTS or spikes, second if spikes else first, wide),
+            (method == "double", first, has_enough),
         ]
 
     def __getattr__(self, name: str) -> Any:
