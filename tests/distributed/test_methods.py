@@ -129,7 +129,7 @@ def refusals():
 
 def test_methods_that_cannot_be_registered_are_refused_by_name(ranks):
     for missing, taken in ranks(1, refusals):
-        assert missing == "expected a method of TwoTowers, got 'encode_sound'"
+        assert missing.endswith("expected a method of TwoTowers, got 'encode_sound'")
         assert taken.startswith("the engine has a method 'step' of its own")
 
 

@@ -30,7 +30,7 @@ DESCRIPTION = "weight_zeroshard_form"
 """The buffer of a layer that says what its codes are: JSON, compared when a checkpoint is loaded."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WeightForm:
     """The form of a weight that was taken apart."""
 
@@ -41,15 +41,14 @@ class WeightForm:
     """The name of the tensor that is sharded."""
     others: tuple[str, ...]
     """The names of its other tensors."""
-    codes_dtype: torch.dtype
-    codes_shape: torch.Size
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    like_codes: Tensor
+    """A tensor on the meta device like its codes."""
+    like: Tensor
+    """A tensor on the meta device like the weight."""
 
     def __str__(self) -> str:
         """Describe it in the same words on all ranks."""
-        return f"{self.kind.__name__} {tuple(self.shape)} {self.dtype} {self.context}"
+        return f"{self.kind.__name__} {tuple(self.like.shape)} {self.like.dtype} {self.context}"
 
 
 def form_of(layer: Any) -> WeightForm | None:
@@ -106,7 +105,8 @@ def _take_layer_apart(
 
 def _describe(form: WeightForm) -> Tensor:
     """The JSON of `DESCRIPTION`, padded: ranks with other forms are told so, and not of another size."""
-    text = json.dumps({"kind": form.kind.__name__, "codes": str(form.codes_dtype), "dtype": str(form.dtype)})
+    codes, dtype = str(form.like_codes.dtype), str(form.like.dtype)
+    text = json.dumps({"kind": form.kind.__name__, "codes": codes, "dtype": dtype})
     return torch.frombuffer(bytearray(text.ljust(256).encode()), dtype=torch.uint8)
 
 
@@ -132,21 +132,12 @@ def _parts_of(weight: Any) -> tuple[nn.Parameter, WeightForm, dict[str, Tensor]]
     inner = {name: getattr(weight, name).detach() for name in names}
     largest = max(names, key=lambda name: int(inner[name].nbytes))
     codes = inner.pop(largest)
-    form = WeightForm(
-        kind=type(weight),
-        context=context,
-        codes=largest,
-        others=tuple(inner),
-        codes_dtype=codes.dtype,
-        codes_shape=codes.shape,
-        shape=weight.shape,
-        stride=weight.stride(),
-        dtype=weight.dtype,
-    )
+    like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
+    form = WeightForm(type(weight), context, largest, tuple(inner), codes.to("meta"), like)
     # Numbers would be cast. T5 of transformers casts inputs to the dtype of a weight, unless that is int8.
     values = codes.view(torch.int8) if codes.is_floating_point() else codes
     parameter: Any = nn.Parameter(values, requires_grad=False)
-    parameter.coded_shape = form.shape
+    parameter.coded_shape = weight.shape
     return parameter, form, inner
 
 
@@ -188,8 +179,8 @@ def compose(layer: Any, codes: Tensor) -> Any:
     form = form_of(layer)
     assert form is not None, "the layer was taken apart"
     inner = {name: getattr(layer, _buffer(name)) for name in form.others}
-    inner[form.codes] = codes.detach().view(form.codes_dtype).view(form.codes_shape)
-    return form.kind.__tensor_unflatten__(inner, form.context, form.shape, form.stride)
+    inner[form.codes] = codes.detach().view(form.like_codes.dtype).view(form.like_codes.shape)
+    return form.kind.__tensor_unflatten__(inner, form.context, form.like.shape, form.like.stride())
 
 
 def _forward(layer: Any, x: Tensor) -> Tensor:

@@ -74,41 +74,29 @@ def register_forward_method(engine: Engine, name: str) -> None:
     Raises:
         ValueError: the model has no such method, or the engine has something of that name.
     """
-    if name == "generate":
-        return
-    if "." in name:
-        _register_method_of_part(engine._runtime, name)
-        return
-    if hasattr(type(engine), name):
-        raise ValueError(f"the engine has a method {name!r} of its own: give the model's method another name")
-    method = getattr(engine.module, name, None)
-    if not callable(method):
-        raise ValueError(f"expected a method of {type(engine.module).__name__}, got {name!r}")
-    wrapped = as_forward(engine._runtime, method)
-    setattr(engine, name, wrapped)
-    engine._runtime.changes.set(engine.module, name, wrapped)
-
-
-def _register_method_of_part(runtime: Runtime, name: str) -> None:
-    """Let a method of a part of the model gather the unit around the part, as that unit's forward does.
-
-    Args:
-        runtime: the runtime of the model.
-        name: the name of the part in the model, a dot, and the name of the method.
-
-    Raises:
-        ValueError: there is no such method.
-    """
+    runtime = engine._runtime
     path, _, attribute = name.rpartition(".")
     module = dict(runtime.module.named_modules()).get(path)
+    if name == "generate":
+        return
+    if not path and hasattr(type(engine), name):
+        raise ValueError(f"the engine has a method {name!r} of its own: give the model's method another name")
     if module is None:
         raise ValueError(f"register_forward_method({name!r}): the model has no module '{path}'")
     method = getattr(module, attribute, None)
-    if not callable(method) or isinstance(method, nn.Module):
-        raise ValueError(
-            f"register_forward_method({name!r}): expected a method of {type(module).__name__}, "
-            f"got {attribute!r}"
-        )
+    if not callable(method) or (path and isinstance(method, nn.Module)):
+        kind = type(module).__name__
+        raise ValueError(f"register_forward_method({name!r}): expected a method of {kind}, got {attribute!r}")
+    if path:
+        wrapped = _in_part(runtime, module, method)
+    else:
+        wrapped = as_forward(runtime, method)
+        setattr(engine, name, wrapped)
+    runtime.changes.set(module, attribute, wrapped)
+
+
+def _in_part(runtime: Runtime, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a part of the model that gathers the unit around the part, as that unit's forward does."""
     around = [
         unit
         for unit in runtime.units
@@ -123,7 +111,7 @@ def _register_method_of_part(runtime: Runtime, name: str) -> None:
     def called(*args: Any, **kwargs: Any) -> Any:  # inside a recomputed forward the root is there
         return (in_unit if is_in_backward() else in_root)(*args, **kwargs)
 
-    runtime.changes.set(module, attribute, called)
+    return called
 
 
 def _on_wholes(module: nn.Module, name: str, refusal: str, *, is_divided: bool) -> Callable[..., Any]:

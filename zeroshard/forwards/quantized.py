@@ -187,9 +187,6 @@ def dequantized(layer: Layer, codes: Tensor) -> Tensor:
 def scales_in(module: nn.Module) -> Iterator[Tensor]:
     """The tensors that the quantized layers of a sharded module keep along with their codes."""
     for layer in filter(has_codes, module.modules()):
-        if form_of(layer) is not None:
-            yield from (getattr(layer, name) for name in buffers_of(layer))
-            continue
         for owner, attribute in _scales(layer):
             if isinstance(values := getattr(owner, attribute), Tensor):
                 yield values
@@ -232,7 +229,7 @@ def dequantized_form(
 ) -> tuple[torch.dtype, tuple[int, ...]]:
     """The dtype and shape of `dequantized`, for codes of some dtype and shape."""
     if (form := form_of(layer)) is not None:
-        return form.dtype, tuple(form.shape)
+        return form.like.dtype, tuple(form.like.shape)
     if not is_quantized(layer):
         return dtype, shape
     if has_8_bits(layer):
@@ -267,6 +264,9 @@ def pending_layers(module: nn.Module) -> Iterator[tuple[str, Layer, Codes]]:
 
 def _scales(layer: Layer) -> Iterator[tuple[Any, str]]:
     """The tensors that come with the codes: (the object that holds it, its attribute)."""
+    if form_of(layer) is not None:
+        yield from ((layer, name) for name in buffers_of(layer))
+        return
     if has_8_bits(layer):
         yield layer.state, "SCB"
         return
@@ -372,16 +372,15 @@ def agree_on_layers(module: nn.Module, axes: Axes, ignored: Container[nn.Paramet
 
 def _describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> list[str]:
     """Return the quantized layers of a model, described in the same words on all ranks."""
+    pending = {layer.weight for _, layer, _ in pending_layers(module)}
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
         if is_of_bitsandbytes(layer) and weight is not None:
             _check_forward(name, layer)
             if weight not in ignored:
                 _check_kind(name, layer, weight)
-    pending = {layer.weight for _, layer, _ in pending_layers(module)}
-    for name, layer in quantized_layers(module):
-        if layer.weight not in pending:
-            _check(name, layer)
+            if is_quantized(layer) and weight not in pending:
+                _check(name, layer)
     return [f"'{name}' as {_describe(layer)}" for name, layer in module.named_modules() if has_codes(layer)]
 
 

@@ -300,13 +300,14 @@ class SavedActivations:
             if (memory := reference()) is not None:
                 memory.release()
         for key, memory in list(self._waiting.items()):
-            if not memory.is_intact:  # its backward is an error; the memory stays for the other tensors
-                del self._waiting[key]
-            elif memory.num_holders - self._alone == 0:
+            tensors = memory.tensors
+            if [tensor._version for tensor in tensors] != memory.versions:
+                del self._waiting[key]  # its backward is an error; the memory stays for the other tensors
+            elif count_views(tensors[0]) - len(tensors) == self._alone:  # nobody else holds it
                 del self._waiting[key]
                 memory.start(self._copies)
                 self._copying.append(weakref.ref(memory))
-        if self._segment.has_memory:
+        if self._segment.saved:
             self._segment = _Segment(self._segment.number + 1)
 
     def pack(self, flat: frozenset[int], tensor: Tensor) -> Callable[[], Tensor]:
@@ -324,7 +325,7 @@ class SavedActivations:
         memory = self._waiting.get(key)
         if memory is None:
             memory = self._waiting[key] = _Memory()
-        self._segment.add(memory)
+        self._segment.saved[id(memory)] = weakref.ref(memory)
         self._segments[self._segment.number] = self._segment
         return _Offloaded(alias, memory, self._segment, self)
 
@@ -370,24 +371,16 @@ class SavedActivations:
 class _Segment:
     """The memory that was saved between the beginnings of two forwards; held by the tensors saved there."""
 
-    __slots__ = ("__weakref__", "_memories", "number")
+    __slots__ = ("__weakref__", "number", "saved")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self._memories: dict[int, weakref.ref[_Memory]] = {}
-
-    @property
-    def has_memory(self) -> bool:
-        """True if anything was saved in it that may move."""
-        return bool(self._memories)
-
-    def add(self, memory: _Memory) -> None:
-        """Note memory that was saved in it, perhaps again."""
-        self._memories[id(memory)] = weakref.ref(memory)
+        self.saved: dict[int, weakref.ref[_Memory]] = {}
+        """By id, what was saved in it that may move, perhaps also before."""
 
     def memories(self) -> Iterator[_Memory]:
         """The memory that is alive, in the order of a backward."""
-        for reference in reversed(list(self._memories.values())):
+        for reference in reversed(list(self.saved.values())):
             if (memory := reference()) is not None:
                 yield memory
 
@@ -401,17 +394,8 @@ class _Memory:
         self.tensors: list[Tensor] = []
         """Aliases of the saved tensors, until the memory is freed on the device."""
         self.versions: list[int] = []
+        """The versions that they had when they were saved."""
         self.copy: HostCopy | None = None
-
-    @property
-    def is_intact(self) -> bool:
-        """True if no saved tensor was modified since it was saved."""
-        return all(t._version == version for t, version in zip(self.tensors, self.versions, strict=True))
-
-    @property
-    def num_holders(self) -> int:
-        """The holders of the storage other than the saved tensors, as torch counts them."""
-        return count_views(self.tensors[0]) - len(self.tensors)
 
     def start(self, copies: HostCopies) -> None:
         """Start to copy it to the host."""
@@ -520,7 +504,8 @@ def casting(
         first = _first_float(args, kwargs)
         back = without if first is None else first.dtype
         args, kwargs = cast_inputs(module, args, kwargs, dtype=cast.dtype, in_lists=in_lists)
-        with _without_autocast((next(module.parameters()) if first is None else first).device.type):
+        kind = (next(module.parameters()) if first is None else first).device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             output = method(*args, **kwargs)
         if back == cast.dtype:
             return output
@@ -536,8 +521,3 @@ def _first_float(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | N
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 return leaf
     return None
-
-
-def _without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Turn autocast off for a type of device, where it is on."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

@@ -88,24 +88,15 @@ def change_tensors(
         return change(value)
     done: dict[int, Tensor] = {}
 
-    def once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in done:
-            done[id(tensor)] = change(tensor)
-        return done[id(tensor)]
-
-    return _map(value, once, is_leaf)
-
-
-def _map(value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any], bool] | None) -> Any:
-    """Change tensors; a part without a changed tensor stays the same object."""
-
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return change(leaf)
+            if id(leaf) not in done:
+                done[id(leaf)] = change(leaf)
+            return done[id(leaf)]
         if not is_dataclass(leaf) or isinstance(leaf, type) or (is_leaf is not None and is_leaf(leaf)):
             return leaf
         values = _fields(leaf)
-        changed = {name: _map(part, change, is_leaf) for name, part in values.items()}
+        changed = {name: walk(part) for name, part in values.items()}
         if all(changed[name] is part for name, part in values.items()):
             return leaf
         twin = copy.copy(leaf)
@@ -113,11 +104,14 @@ def _map(value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any]
             object.__setattr__(twin, name, part)
         return twin
 
-    leaves, structure = pytree.tree_flatten(value, is_leaf)
-    changed = [visit(leaf) for leaf in leaves]
-    if all(new is old for new, old in zip(changed, leaves, strict=True)):
-        return value
-    return pytree.tree_unflatten(changed, structure)
+    def walk(part: Any) -> Any:
+        leaves, structure = pytree.tree_flatten(part, is_leaf)
+        changed = [visit(leaf) for leaf in leaves]
+        if all(new is old for new, old in zip(changed, leaves, strict=True)):
+            return part
+        return pytree.tree_unflatten(changed, structure)
+
+    return walk(value)
 
 
 def _fields(value: Any) -> dict[str, Any]:
