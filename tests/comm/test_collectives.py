@@ -108,7 +108,7 @@ def use_the_backends_collectives(size):
     """As on accelerators: gathers and reductions over two groups, the host waits for neither."""
     axis, pool = world(), BufferPool(CPU)
     axis.exchanges = False
-    axis.reduce_over(dist.new_group())
+    axis.groups[REDUCE] = dist.new_group()
     own = values_of(axis.rank, size, FP32)
     flat, again = torch.empty(axis.size * size), torch.empty(axis.size * size)
     axis.all_gather(flat, own, tag=0, label="test").wait()

@@ -369,7 +369,7 @@ def _another_order(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_communicator_for_both(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Axis, "reduce_over", lambda axis, group: None)
+    patch.setattr(mesh, "_shard_subgroup", lambda purpose, axes, size: axes.dp_shard.groups[GATHER])
 
 
 @_must_show(Kind.UNORDERED, scenarios=("stage3",))

@@ -85,6 +85,8 @@ class Pending:
             then()
 
 
+_OLDER = "the ranks have issued different collectives, the first one longer ago than what is kept"
+
 Parts = Mapping[int, Tensor] | Sequence[Tensor]
 """A tensor for each rank."""
 
@@ -103,8 +105,7 @@ class Axis:
     """One axis of the device mesh, as this rank sees it.
 
     Args:
-        group: the process group of the axis; None for a single rank. It serves both channels until
-            `reduce_over` gives reductions one of their own.
+        group: the process group of the axis; None for a single rank.
         device: the device of the tensors.
         counter: counts the traffic.
         timeout_s: seconds that a rank waits in a collective before it gives up.
@@ -127,7 +128,8 @@ class Axis:
         self.counter = counter
         self.under_way: set[Pending] = set()
         self.groups = dict.fromkeys((GATHER, REDUCE), group)
-        """A communicator runs its collectives one by one, so gathers and reductions may have one each."""
+        """A communicator runs its collectives one by one. Reductions may have another one of the same ranks,
+        so that they run at the same time as gathers."""
         self.control = control or group
         """The group for small CPU tensors."""
         self.timeout_s = timeout_s
@@ -164,10 +166,6 @@ class Axis:
         """The ranks of this axis as the default group numbers them."""
         group = self.groups[GATHER]
         return [0] if group is None else dist.get_process_group_ranks(group)
-
-    def reduce_over(self, group: dist.ProcessGroup) -> None:
-        """Give reductions another group of the same ranks, so that they run at the same time as gathers."""
-        self.groups[REDUCE] = group
 
     def serve_activations(self) -> None:
         """Let a forward exchange over this axis: its collectives have a line of the ledger for themselves.
@@ -327,17 +325,12 @@ class Axis:
             self.waits.wait_for_agreement(work, label)
             maxima = bitmap.tolist()
             if entries is not None and not is_proven(maxima[len(flags) :]):
-                raise self._differing(entries)
+                everyone = self.all_gather_object(tuple(entries), "comparison of collectives")
+                difference = find_difference({rank: Entries(*other) for rank, other in enumerate(everyone)})
+                raise RuntimeError(f"{self.waits.who}: {difference or _OLDER}")
             return [bool(flag) for flag in maxima[: len(flags)]]
 
         return answer
-
-    def _differing(self, entries: Entries) -> RuntimeError:
-        """Return the error of ranks that have issued different collectives; collective."""
-        everyone = self.all_gather_object(tuple(entries), "comparison of collectives")
-        difference = find_difference({rank: Entries(*entries) for rank, entries in enumerate(everyone)})
-        older = "the ranks have issued different collectives, the first one longer ago than what is kept"
-        return RuntimeError(f"{self.waits.who}: {difference or older}")
 
     def sum(self, value: Tensor, label: str) -> Tensor:
         """Return the sum of a tensor over the ranks, added in rank order: the same bits on all ranks.
@@ -503,15 +496,13 @@ def on_all(axis: Axis, label: str, step: Callable[[], T]) -> list[T]:
             class becomes a RuntimeError.
     """
     error: Exception | None = None
-    answer: T | None = None
     try:
-        answer = step()
+        outcome: Any = None, step()
     except Exception as caught:  # of whatever kind: the other ranks wait
-        error = caught
-    speaks_for_itself = isinstance(error, ValueError | RuntimeError | OSError)
-    text = str(error) if speaks_for_itself else f"{type(error).__name__}: {error}"
-    failure = None if error is None else (isinstance(error, ValueError), text)
-    everyone = axis.all_gather_object((failure, answer), label)
+        error, speaks_for_itself = caught, isinstance(caught, ValueError | RuntimeError | OSError)
+        text = str(caught) if speaks_for_itself else f"{type(caught).__name__}: {caught}"
+        outcome = (isinstance(caught, ValueError), text), None
+    everyone = axis.all_gather_object(outcome, label)
     for rank, (failed, _) in enumerate(everyone):
         if failed is not None:
             is_value_error, text = failed
@@ -522,6 +513,5 @@ def on_all(axis: Axis, label: str, step: Callable[[], T]) -> list[T]:
 
 def on_first(axis: Axis, label: str, step: Callable[[], T]) -> T:
     """Do something on rank 0 alone and give every rank its answer; collective. As `on_all` otherwise."""
-    answers = on_all(axis, label, lambda: step() if axis.rank == 0 else None)
-    answer: T = answers[0]  # type: ignore[assignment]
-    return answer
+    first, *_ = on_all(axis, label, lambda: [step()] if axis.rank == 0 else [])
+    return first[0]

@@ -35,26 +35,18 @@ class CommReport:
     num_ranks: int
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            (kind, str(self.calls[kind]), format_bytes(self.bytes_sent[kind]), self._waited(kind))
-            for kind in KINDS
-            if self.calls[kind]
-        ]
-        total = (
-            "total",
-            str(sum(self.calls.values())),
-            format_bytes(sum(self.bytes_sent.values())),
-            f"{sum(self.waited_s.values()):.3f} s",
-        )
+        def row(name: str, calls: int, sent: int, waited_s: float) -> tuple[str, ...]:
+            return name, str(calls), format_bytes(sent), f"{waited_s:.3f} s" if waited_s else "-"
+
+        calls, sent, waited = self.calls, self.bytes_sent, self.waited_s
+        rows = [row(kind, calls[kind], sent[kind], waited[kind]) for kind in KINDS if calls[kind]]
+        total = row("total", sum(calls.values()), sum(sent.values()), sum(waited.values()))
         title = f"communication of rank {self.rank} of {self.num_ranks} in {self.elapsed_s:.3f} s"
         table = render(title, ("collective", "calls", "sent", "host waited"), [*rows, LINE, total])
         return (
             f"{table}\nhost waited: time in which the host stood still until a collective was over;\n"
             "-: not at all, as for gathers and reductions where the device waits by itself"
         )
-
-    def _waited(self, kind: str) -> str:
-        return f"{self.waited_s[kind]:.3f} s" if self.waited_s[kind] else "-"
 
 
 @dataclass

@@ -59,8 +59,8 @@ class Surroundings:
         """
         if self.backends is None:
             return True
-        pairs = (pair.partition(":") for pair in self.backends.split(","))
-        return any(found == kind and (kind == "cpu" or backend != "gloo") for found, _, backend in pairs)
+        backend = dict(pair.split(":") for pair in self.backends.split(",")).get(kind)
+        return backend is not None and (kind == "cpu" or backend != "gloo")
 
 
 def choose_device(asked: str | None, around: Surroundings) -> torch.device:
@@ -73,7 +73,9 @@ def choose_device(asked: str | None, around: Surroundings) -> torch.device:
     Raises:
         ValueError: there is no such device, or the process group cannot exchange its tensors.
     """
-    wanted = torch.device(asked) if asked is not None else _default(around)
+    kind = around.accelerator
+    default = kind if kind is not None and around.serves(kind) else "cpu"
+    wanted = torch.device(asked or default)
     if wanted.type not in ("cpu", around.accelerator):
         raise ValueError(
             f"config key 'device': expected the CPU or an accelerator that torch sees "
@@ -95,11 +97,6 @@ def choose_device(asked: str | None, around: Surroundings) -> torch.device:
             f"{wanted.type} devices that this process sees, got {asked!r}"
         )
     return torch.device(wanted.type, index)
-
-
-def _default(around: Surroundings) -> torch.device:
-    kind = around.accelerator
-    return torch.device(kind if kind is not None and around.serves(kind) else "cpu")
 
 
 def _index(around: Surroundings) -> int:

@@ -36,7 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.watch.status import GATHER
+from zeroshard.comm.watch.status import GATHER, REDUCE
 from zeroshard.config.sections import Config
 from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement, groups_along
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
@@ -329,7 +329,7 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
     _open_model_axes(axes, mesh, world)
     if not axes.dp_shard.exchanges and axes.dp_shard.size > 1:
         # The other axes need no second one: dp_inner only gathers, dp_replicate only reduces.
-        axes.dp_shard.reduce_over(_shard_subgroup("reductions", axes, axes.dp_shard.size))
+        axes.dp_shard.groups[REDUCE] = _shard_subgroup("reductions", axes, axes.dp_shard.size)
     if 1 < inner_size != axes.dp_shard.size:
         axes.dp_inner = world.over(_shard_subgroup("dp_inner", axes, inner_size))
     number = _take_number(axes)

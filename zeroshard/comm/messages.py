@@ -48,13 +48,8 @@ class Form(NamedTuple):
 Forms = tuple[Form, ...]
 
 
-class _Sent(NamedTuple):
-    """A message on its way."""
-
-    works: Sequence[dist.Work | None]
-    memory: Sequence[Tensor]
-    """Memory that must live until the works are over."""
-    label: str
+_Sent = tuple[Sequence[dist.Work | None], Sequence[Tensor], str]
+"""A message on its way: its works, the memory that must live until they are over, and its label."""
 
 
 class Receipt:
@@ -135,13 +130,13 @@ class Messages:
         """
         under_way = self._sent.setdefault(target, deque())
         while len(under_way) >= self.most_sends:
-            self._end(under_way.popleft())
+            self._end(*under_way.popleft())
         headers = _written(tuple(map(Form.of, tensors))) if with_forms else []
         values = [tensor.detach().contiguous() for tensor in tensors]
         works = [self.transfer(header, self.rank, target, is_header=True) for header in headers]
         works += [self.transfer(_bytes_of(value), self.rank, target) for value in values if value.numel()]
         self._axis.counter.add(POINT_TO_POINT, sum(memory.nbytes for memory in (*headers, *values)))
-        under_way.append(_Sent(works, (*headers, *values), label))
+        under_way.append((works, (*headers, *values), label))
 
     def expect(self, source: int, label: str, forms: Forms | None) -> Receipt:
         """Begin to receive the next message of a pipeline rank; arguments as `Receipt` has them."""
@@ -151,10 +146,10 @@ class Messages:
         """Wait until all messages of this rank are gone."""
         for under_way in self._sent.values():
             while under_way:
-                self._end(under_way.popleft())
+                self._end(*under_way.popleft())
 
-    def _end(self, sent: _Sent) -> None:
-        self.wait(sent.works, f"send of the {sent.label}")
+    def _end(self, works: Sequence[dist.Work | None], memory: Sequence[Tensor], label: str) -> None:
+        self.wait(works, f"send of the {label}")
 
     def wait(self, works: Sequence[dist.Work | None], label: str) -> None:
         """Wait for works: the host on CPUs, the current stream on an accelerator."""

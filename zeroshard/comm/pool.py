@@ -34,7 +34,7 @@ class BufferPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers, those in use and the free ones."""
-        return self._bytes_in_use + self._bytes_free
+        return self._bytes_in_use + sum(buffer.nbytes for _, buffer in self._free)
 
     def take(self, dtype: torch.dtype, size: int, zeros: Ranges = ()) -> Tensor:
         """Return a buffer of zeros in the ranges `zeros`, with other elements uninitialized: [size].
@@ -73,10 +73,6 @@ class BufferPool:
         """Return the memory of every free buffer, at the end of a backward."""
         self._free.clear()
         self._most_in_use = self._bytes_in_use
-
-    @property
-    def _bytes_free(self) -> int:
-        return sum(buffer.nbytes for _, buffer in self._free)
 
     def _find(self, kind: object) -> Tensor | None:
         for place in reversed(range(len(self._free))):

@@ -18,6 +18,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from zeroshard.config.checked import show
+
 Ignored = dict[nn.Parameter, str]
 """Parameters that are not sharded, with their names: each rank keeps its own, whole."""
 
@@ -160,7 +162,7 @@ def find_overrides(
         if found.setdefault(parameter, dtype) != dtype:
             raise ValueError(
                 f"config key '{_OVERRIDES}': '{first}' and '{name}' are one parameter, and patterns give it "
-                f"{_show(found[parameter])} and {_show(dtype)}; expected one dtype"
+                f"{show(found[parameter])} and {show(dtype)}; expected one dtype"
             )
     return found
 
@@ -203,7 +205,3 @@ def _common_dtype(module: nn.Module, overrides: Mapping[nn.Parameter, torch.dtyp
     """The dtype that patterns give to all parameters of a module; None if there is no such dtype."""
     dtypes = {overrides.get(parameter) for parameter in module.parameters()}
     return dtypes.pop() if len(dtypes) == 1 else None
-
-
-def _show(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -94,6 +94,7 @@ def find_units(
     replicated = find_replicated(root, frozen, left_out)
     for parameter, name in names.items():
         _check(parameter, name)
+        _check_class(parameter, name)
     _check_tensors(names, root.named_buffers())
     for parameter, own in places.items():
         original = Original(
@@ -142,17 +143,16 @@ _WRAPPERS = {
 
 
 def _check_module(module: nn.Module, name: str) -> None:
+    place = f"module '{name}'" if name else "the model"
     for base in type(module).__mro__:
         if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
-            place = f"module '{name}'" if name else "the model"
             raise ValueError(
                 f"{place} is a {base.__name__} of torch, which distributes it over the ranks already: "
                 f"{_WRAPPERS[base.__name__]}"
             )
     if isinstance(module, torch.jit.ScriptModule):
-        what = f"module '{name}'" if name else "the model"
         raise ValueError(
-            f"{what} is a scripted or traced module (torch.jit), and its compiled forward keeps parameters "
+            f"{place} is a scripted or traced module (torch.jit), and its compiled forward keeps parameters "
             "of its own: expected the module before torch.jit. Config(compile=True) compiles it"
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -376,11 +376,8 @@ def _check_tensors(names: Mapping[nn.Parameter, str], buffers: Iterable[tuple[st
         buffers: the buffers of the model, with their names.
 
     Raises:
-        ValueError: a parameter of a class with operations of its own; parameters, or a parameter and a
-            buffer, that share memory; a buffer that is not dense.
+        ValueError: parameters, or a parameter and a buffer, that share memory; a buffer that is not dense.
     """
-    for parameter, name in names.items():
-        _check_class(parameter, name)
     areas = [_Area.of(parameter, "parameter", name) for parameter, name in names.items()]
     for name, buffer in buffers:
         _check_dense(buffer, name)

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -127,24 +128,26 @@ def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
     _, number, line, rank, label = min(found)
     own = labels[line, number]
     text = f"collective {number} of rank {first} is the {own}, on rank {rank} it is the {label}"
-    if "all-gather of unit" in text:
-        text += (
-            ": at stage 3 all ranks must call the same units in the same order, in forwards that may have a "
-            "backward on all ranks or on none (keep loss.item(), or the loss on all ranks). If ranks choose "
-            "between modules, put these into one unit: list in units= the class of the module that holds "
-            "them, and the classes of blocks that all ranks call"
-        )
-    elif WHOLES in text:
-        text += (
-            ": all ranks must ask for the same whole tensors, at the same costs; a gradient must be there on "
-            "all ranks or be None on all of them"
-        )
-    elif STEP in text:
-        text += (
-            ": a rank has left out a step or a batch, perhaps after an exception that it caught; all ranks "
-            "must take a step or none"
-        )
-    return text
+    return text + next((f": {advice}" for part, advice in _ADVICE.items() if part in text), "")
+
+
+_ADVICE = {
+    "all-gather of unit": (
+        "at stage 3 all ranks must call the same units in the same order, in forwards that may have a "
+        "backward on all ranks or on none (keep loss.item(), or the loss on all ranks). If ranks choose "
+        "between modules, put these into one unit: list in units= the class of the module that holds "
+        "them, and the classes of blocks that all ranks call"
+    ),
+    WHOLES: (
+        "all ranks must ask for the same whole tensors, at the same costs; a gradient must be there on "
+        "all ranks or be None on all of them"
+    ),
+    STEP: (
+        "a rank has left out a step or a batch, perhaps after an exception that it caught; all ranks must "
+        "take a step or none"
+    ),
+}
+"""The advice for a difference, by a part of its description; the first that fits holds."""
 
 
 def _by_number(entries: Entries) -> dict[tuple[str, int], str]:
@@ -293,12 +296,9 @@ class RankStatus:
         """End the wait of the host with an error; called from another thread."""
         self.is_interrupted = True
         wait = self.wait
-        for work in wait.works if wait is not None else ():
-            try:
-                if work is not None:
-                    work.wait(_AT_ONCE)
-            except RuntimeError:
-                return
+        with suppress(RuntimeError):
+            for work in filter(None, wait.works if wait is not None else ()):
+                work.wait(_AT_ONCE)
 
     def message(self, patience_s: float = math.inf) -> Status:
         """Return this status for the other ranks, with what was issued if it has waited for `patience_s`."""
@@ -310,13 +310,11 @@ class RankStatus:
             text, since = f"{_WAITS}{on_host.label}{action}", on_host.since
         elif on_device is not None:
             text, since = f"{text}, its device waits in or before the {on_device.label}", on_device.since
-        waits = (wait for wait in (on_host, on_device) if wait is not None and now - wait.since > patience_s)
-        issued = next((wait.ledger.entries() for wait in waits if wait.ledger is not None), None)
+        long = (wait for wait in filter(None, (on_host, on_device)) if now - wait.since > patience_s)
+        issued = next((wait.ledger.entries() for wait in long if wait.ledger is not None), None)
         return Status(text, now - since, issued=issued, heard_at=now)
 
     def find_overdue(self, margin_s: float) -> str | None:
         """Return the collective that this rank has been in for longer than its limit + `margin_s`."""
-        for wait in (self.wait, self.on_device):
-            if wait is not None and time.monotonic() - wait.since > wait.limit_s + margin_s:
-                return wait.label
-        return None
+        now, waits = time.monotonic(), filter(None, (self.wait, self.on_device))
+        return next((wait.label for wait in waits if now - wait.since > wait.limit_s + margin_s), None)

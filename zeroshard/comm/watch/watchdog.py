@@ -396,24 +396,19 @@ class Waits:
         Raises:
             RuntimeError: naming this rank and the collective, when a rank is lost or too late.
         """
-        wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger, works=works)
-        until = wait.since + wait.limit_s
-        self.rank_status.wait = wait
-        try:  # on the hot path, where a context manager costs more than all else here
-            self._check()
+
+        def end(until: float) -> None:
             for work in works:
                 assert work is not None, "this rank is a member of the group"
                 work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
-        except RuntimeError as error:
-            raise self.error(label, error) from None
-        finally:
-            self.rank_status.wait = None
-            self._counter.waited_s[kind] += time.monotonic() - wait.since
+
+        self._wait(end, label, kind, works)
 
     def wait_for_agreement(self, work: dist.Work | None, label: str) -> None:
         """Wait for a collective of the control group; ends at an alarm too, as `wait_for` does."""
         assert work is not None, "this rank is a member of the group"
-        with self._waiting(label) as until:
+
+        def end(until: float) -> None:
             while True:
                 left_s = max(_SHORTEST_S, until - time.monotonic())
                 try:
@@ -426,29 +421,41 @@ class Waits:
                     if left_s <= _LONGEST_S or self.rank_status.is_interrupted:
                         raise
 
+        self._wait(end, label)
+
     def wait_for_device(self, mark: streams.Mark, label: str) -> None:
         """Have the host wait until the device has come past a collective.
 
         Raises:
             RuntimeError: naming this rank and the collective, when a rank is lost or too late.
         """
-        with self._waiting(label) as until:
+
+        def end(until: float) -> None:
             while not mark.is_over():
                 if self.rank_status.is_interrupted or time.monotonic() > until:
                     raise RuntimeError("the device did not reach the end of the collective")
                 time.sleep(_POLL_S)
 
-    @contextmanager
-    def _waiting(self, label: str) -> Iterator[float]:
-        """Note that the host waits inside; the value is the time at which it gives up."""
-        wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger)
+        self._wait(end, label)
+
+    def _wait(
+        self,
+        end: Callable[[float], None],
+        label: str,
+        kind: str = CONTROL,
+        works: Sequence[dist.Work | None] = (),
+    ) -> None:
+        """Call `end`, which waits until a time at most, and note that the host waits."""
+        wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger, works=works)
         self.rank_status.wait = wait
-        try:
-            with self.naming(label):
-                yield wait.since + wait.limit_s
+        try:  # on the hot path, where a context manager costs more than all else here
+            self._check()
+            end(wait.since + wait.limit_s)
+        except RuntimeError as error:
+            raise self.error(label, error) from None
         finally:
             self.rank_status.wait = None
-            self._counter.waited_s[CONTROL] += time.monotonic() - wait.since
+            self._counter.waited_s[kind] += time.monotonic() - wait.since
 
     def issue(self, label: str) -> streams.Mark:
         """Return the mark of a collective that was issued on the current stream; the watchdog watches it."""
