@@ -32,7 +32,6 @@ from zeroshard.comm.watch.status import (
     GATHER,
     REDUCE,
     TENSOR,
-    Entries,
     Ledger,
     RankStatus,
     find_difference,
@@ -325,8 +324,8 @@ class Axis:
             self.waits.wait_for_agreement(work, label)
             maxima = bitmap.tolist()
             if entries is not None and not is_proven(maxima[len(flags) :]):
-                everyone = self.all_gather_object(tuple(entries), "comparison of collectives")
-                difference = find_difference({rank: Entries(*other) for rank, other in enumerate(everyone)})
+                everyone = self.all_gather_object(entries, "comparison of collectives")
+                difference = find_difference(dict(enumerate(everyone)))
                 raise RuntimeError(f"{self.waits.who}: {difference or _OLDER}")
             return [bool(flag) for flag in maxima[: len(flags)]]
 

@@ -31,6 +31,7 @@ ASYNCHRONOUS: Mapping[str, Method] = {
     "paci": Method("bounded"),
 }
 """The methods by the names of their schedules."""
+_SYNCHRONOUS = Method("latest")
 
 NEWEST_WEIGHTS = ("latest", "bounded")
 """The weights that are the newest ones in forward and backward."""
@@ -135,16 +136,12 @@ class Pipeline(Checked):
     @property
     def chosen_weights(self) -> str:
         """The weights of forward and backward, by their name in `WEIGHTS`."""
-        if self.weights is not None:
-            return self.weights
-        return ASYNCHRONOUS[self.schedule].weights if self.schedule in ASYNCHRONOUS else "latest"
+        return self.weights or ASYNCHRONOUS.get(self.schedule, _SYNCHRONOUS).weights
 
     @property
     def chosen_correction(self) -> str:
         """The correction of steps; "none" for none."""
-        if self.correction is not None:
-            return self.correction
-        return ASYNCHRONOUS[self.schedule].correction if self.schedule in ASYNCHRONOUS else "none"
+        return self.correction or ASYNCHRONOUS.get(self.schedule, _SYNCHRONOUS).correction
 
     def step_size(self, num_ranks: int) -> int:
         """Return the micro-batches of a step of an asynchronous schedule over so many pipeline ranks."""

@@ -69,7 +69,8 @@ class QuantizedLayers:
             if layer.weight not in self._pending and layer.weight not in ignored:
                 self._share_scales(name, layer)
             if has_8_bits(layer):
-                _drop_codes(layer, changes)
+                layer.weight.CB = layer.state.CB = None
+                changes.when_undone(functools.partial(_take_codes_back, layer))
             else:
                 changes.set(layer, "support_avx512bf16_for_cpu", False)
 
@@ -298,11 +299,6 @@ def find_scb(layer: Layer) -> Tensor | None:
         state.SCB, weight.SCB = weight.SCB, None
     found: Tensor | None = state.SCB
     return found
-
-
-def _drop_codes(layer: Layer, changes: Changes) -> None:
-    layer.weight.CB = layer.state.CB = None
-    changes.when_undone(functools.partial(_take_codes_back, layer))
 
 
 def _forward_of_4_bits(layer: Layer, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -307,15 +307,12 @@ def _large_layers(root: nn.Module, blocks: Chosen) -> Chosen:
     for module in root.modules():
         for name in _chosen_among(module):
             inside.update(module.get_submodule(name).modules())
-    sizes = {
-        module: sum(parameter.numel() for parameter in module.parameters())
-        for module in root.modules()
-        if module not in inside and type(module) in (nn.Embedding, nn.Linear)
-    }
     return {
         module: f"a {type(module).__name__} of {size:,} elements, {LARGE:,} or more, outside of blocks"
-        for module, size in sizes.items()
-        if size >= LARGE
+        for module in root.modules()
+        if module not in inside
+        and type(module) in (nn.Embedding, nn.Linear)
+        and (size := sum(parameter.numel() for parameter in module.parameters())) >= LARGE
     }
 
 
@@ -334,35 +331,30 @@ def _find_groups(
             module of its list.
     """
     found: dict[nn.Module, UnitSpec] = {}
+    known = dict(root.named_modules())
     entries = () if policy is None or callable(policy) else policy
     for names in (entry for entry in entries if not isinstance(entry, str)):
-        group = _read_group(root, names)
-        for module in group.modules:
+        for name in names:
+            if name not in known or known[name] is root:
+                raise ValueError(
+                    f"config key 'units': the model has no module named '{name}'{_suggest(name, known)}"
+                )
+            _check_forward(known[name], name)
+        modules = {module: name for name, module in known.items() if name in names}
+        for module, name in modules.items():
+            if not modules.keys().isdisjoint(set(module.modules()) - {module}):
+                raise ValueError(
+                    f"config key 'units': expected modules none of which is inside another, got '{name}' and "
+                    f"a module inside it in {list(names)}"
+                )
             if module in chosen or module in found:
                 raise ValueError(
                     f"config key 'units': expected each module in one unit, got a module of {list(names)} "
                     "that is in another unit too"
                 )
-            found[module] = group
+        spec = UnitSpec("+".join(modules.values()), tuple(modules), reason="listed together in units=")
+        found.update(dict.fromkeys(modules, spec))
     return found
-
-
-def _read_group(root: nn.Module, names: Sequence[str]) -> UnitSpec:
-    known = dict(root.named_modules())
-    for name in names:
-        if name not in known or known[name] is root:
-            raise ValueError(
-                f"config key 'units': the model has no module named '{name}'{_suggest(name, known)}"
-            )
-        _check_forward(known[name], name)
-    modules = {known[name]: name for name in sorted(names, key=list(known).index)}
-    for module, name in modules.items():
-        if not modules.keys().isdisjoint(set(module.modules()) - {module}):
-            raise ValueError(
-                f"config key 'units': expected modules none of which is inside another, got '{name}' and a "
-                f"module inside it in {list(names)}"
-            )
-    return UnitSpec("+".join(modules.values()), tuple(modules), reason="listed together in units=")
 
 
 # -- parameters and buffers that sharding would change ------------------------------------------------------

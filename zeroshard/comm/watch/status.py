@@ -33,13 +33,9 @@ _FACTOR = 6364136223846793005
 _MASK = (1 << 8 * _DIGEST_BYTES) - 1
 
 
-class Entries(NamedTuple):
-    """The last collectives of a ledger, as one rank sends them to another."""
-
-    ledger: int
-    """The ledger's name."""
-    labels: Sequence[Sequence[int | str]]
-    """(line, number, label) of each collective; on each line the oldest first."""
+Entries = tuple[int, Sequence[Sequence[int | str]]]
+"""The last collectives of a ledger, as one rank sends them to another: the ledger's name; and (line, number,
+label) of each collective, on each line the oldest first."""
 
 
 class _Line:
@@ -82,7 +78,7 @@ class Ledger:
     def entries(self) -> Entries:
         """Return the last `KEPT` collectives of each line; called from any thread."""
         lines = ((self._told(name), tuple(line.last)) for name, line in self._lines.items())
-        return Entries(self.name, tuple((name, *entry) for name, last in lines for entry in last))
+        return self.name, tuple((name, *entry) for name, last in lines for entry in last)
 
     def proof(self) -> list[int]:
         """Return bytes whose maxima over the ranks `is_proven` takes: it compares the digests of all ranks.
@@ -112,11 +108,11 @@ def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
     """
     if not by_rank:
         return None
-    (first, expected), *others = by_rank.items()
+    (first, (ledger, expected)), *others = by_rank.items()
     labels = _by_number(expected)
     found: list[tuple[bool, int, str, int, str]] = []
-    for rank, entries in others:
-        if entries.ledger == expected.ledger:
+    for rank, (of, entries) in others:
+        if of == ledger:
             theirs = _by_number(entries)
             different = [key for key in theirs.keys() & labels.keys() if theirs[key] != labels[key]]
             if different:
@@ -150,8 +146,8 @@ _ADVICE = {
 """The advice for a difference, by a part of its description; the first that fits holds."""
 
 
-def _by_number(entries: Entries) -> dict[tuple[str, int], str]:
-    return {(str(line), int(number)): str(label) for line, number, label in entries.labels}
+def _by_number(entries: Sequence[Sequence[int | str]]) -> dict[tuple[str, int], str]:
+    return {(str(line), int(number)): str(label) for line, number, label in entries}
 
 
 _AT_ONCE = timedelta(milliseconds=1)
@@ -195,9 +191,7 @@ class Status(NamedTuple):
     @staticmethod
     def parse(values: Sequence[Any]) -> Status:
         """Return a status that was sent as JSON and comes now."""
-        status = Status(*values)
-        issued = None if status.issued is None else Entries(*status.issued)
-        return status._replace(issued=issued, heard_at=time.monotonic())
+        return Status(*values)._replace(heard_at=time.monotonic())
 
 
 Statuses = Mapping[int, Status | None]
