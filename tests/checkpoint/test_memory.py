@@ -14,6 +14,7 @@ from zeroshard.checkpoint.tensors import TensorReader, TensorSlice, open_checkpo
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.plan.layout import Layout
+from zeroshard.tiers.places import TierMemory
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it"
@@ -122,7 +123,14 @@ def write(folder, parts):
     )
     axis = Axis(None, device=torch.device("cpu"), counter=Counter(), timeout_s=10)
     snapshot = save.Snapshot(
-        folder=folder, tag="t", keep_last=None, slices=parts, aliases={}, manifest=manifest, values={}
+        folder=folder,
+        tag="t",
+        keep_last=None,
+        slices=parts,
+        aliases={},
+        manifest=manifest,
+        values={},
+        memory=TierMemory(torch.device("cpu"), None, 0),
     )
     save.write(snapshot, axis)
 

@@ -192,7 +192,7 @@ def copy_without_memory(folder, monkeypatch_rank):
 
     engine, original = start(3), SnapshotMemory.copy
 
-    def fail(self, slices):
+    def fail(self, slices, memory):
         raise RuntimeError("no memory")
 
     if dist.get_rank() == monkeypatch_rank:
@@ -217,11 +217,11 @@ def copy_that_fails_on_the_device(folder):
 
     engine, original = start(3), SnapshotMemory.copy
 
-    def copy(self, slices):
+    def copy(self, slices, memory):
         def wait():
             raise RuntimeError("device lost")
 
-        return original(self, slices)[0], wait
+        return original(self, slices, memory)[0], wait
 
     if dist.get_rank() == 1:
         SnapshotMemory.copy = copy

@@ -14,6 +14,7 @@ from zeroshard.checkpoint import files
 from zeroshard.checkpoint.places import file_of
 from zeroshard.checkpoint.tensors import TensorSlice, open_checkpoint
 from zeroshard.checkpoint.writer import find_elements, write_part
+from zeroshard.tiers.places import TierMemory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64, torch.int8, torch.int64]
 
@@ -51,6 +52,7 @@ def test_elements_are_found_in_the_archive_of_their_tensor():
 def test_the_file_of_a_rank_is_synced_when_all_of_it_is_written(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor)))
-    write_part(tmp_path, [TensorSlice("weight", (600,), 0, torch.ones(600))], rank=1)
+    memory = TierMemory(torch.device("cpu"), None, 0)
+    write_part(tmp_path, [TensorSlice("weight", (600,), 0, torch.ones(600))], 1, memory)
     file = (tmp_path / file_of(1)).stat()
     assert [(one.st_ino, one.st_size) for one in synced] == [(file.st_ino, file.st_size)]

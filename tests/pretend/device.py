@@ -23,7 +23,6 @@ import torch
 from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
-from zeroshard.checkpoint.save import SnapshotMemory
 from zeroshard.checkpoint.tensors import TensorReader
 from zeroshard.comm import activations, collectives, mesh, messages, moves, streams
 from zeroshard.stepping import rounding, wholes
@@ -78,17 +77,12 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
 def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     """Tell of memory of the host, which torch cannot tell from that of the pretend device."""
     patch.setattr(store, "host_memory", _pinning(store.host_memory, trace))
-    map_ranges, reserve, round_ = files.map_ranges, SnapshotMemory._reserve, rounding._round
+    map_ranges, round_ = files.map_ranges, rounding._round
 
     def mapped(*args: Any) -> torch.Tensor:
         memory = map_ranges(*args)
         trace.put_on_host([memory])
         return memory
-
-    def reserved(copies: SnapshotMemory, total: int, **kwargs: bool) -> None:
-        reserve(copies, total, **kwargs)
-        for block in copies._blocks:
-            trace.pin(block)
 
     def rounded(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         if trace.is_on_host(values):  # so are the bits, which were made for their device
@@ -102,7 +96,6 @@ def _install_host(patch: pytest.MonkeyPatch, trace: Trace) -> None:
     for name in ("frombuffer", "from_numpy", "get_rng_state"):
         patch.setattr(torch, name, _making(getattr(torch, name), trace, is_on_host=True))
     patch.setattr(files, "map_ranges", mapped)
-    patch.setattr(SnapshotMemory, "_reserve", reserved)
     patch.setattr(rounding, "_round", rounded)
     patch.setattr(TensorReader, "_read_run", _touching(TensorReader._read_run, trace))
     _install_transfers(patch, trace)

@@ -1,15 +1,9 @@
 """An engine's state becomes a checkpoint, at once or during further training.
 
-A thread writes from copies of this rank's slices in host memory, while training goes on:
-
-    slices       |--- p1 ---|-- p2 --|-------- p3 --------|
-    blocks       |-------------------------|------------|..|
-    copies       |--- p1 ---|-- p2 --|- p3 -|-- p3 ------|       a slice is cut where a block ends
-
-On a CPU there is one block of the size that is needed. For accelerators, blocks are pinned: copies into them
-are queued on the caller's stream, so that they have the values of this moment, and the host goes on at once.
-Torch rounds pinned memory up to a power of two, so blocks are powers of two that add up to little more than
-is needed. On a stream of their own the copies would not delay compute, but a forward may change buffers.
+A thread writes from copies of this rank's slices in host memory, while training goes on. For accelerators
+the memory is pinned: copies into it are queued on the caller's stream, so that they have the values of this
+moment, and the host goes on at once. On a stream of their own the copies would not delay compute, but a
+forward may change buffers.
 """
 
 from __future__ import annotations
@@ -17,13 +11,11 @@ from __future__ import annotations
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import MANIFEST, CheckpointPlace, write_synced
@@ -32,6 +24,7 @@ from zeroshard.checkpoint.tensors import TensorSlice
 from zeroshard.comm.collectives import Axis, on_all, on_first
 from zeroshard.comm.lifecycle import BackgroundGroup, open_background_group
 from zeroshard.comm.streams import mark_here
+from zeroshard.stores.host import HostBuffer
 from zeroshard.stores.store import TierMemory
 
 if TYPE_CHECKING:
@@ -54,10 +47,10 @@ class Snapshot:
     manifest: Manifest
     values: Mapping[str, bytes]
     """The files with values of other kinds: written down at once, as further training changes the values."""
+    memory: TierMemory
+    """The memory of the rank, where slices may lie."""
     wait: Callable[[], None] = lambda: None
     """Lets the host wait until the slices have their values."""
-    memory: TierMemory | None = None
-    """The memory of the rank, if slices may lie in files."""
 
     @property
     def num_bytes(self) -> int:
@@ -154,7 +147,7 @@ class Saver:
             nonlocal snapshot
             if self._axis.rank == 0:
                 files.make_folder(snapshot.folder)  # an error is told now, before further steps
-            slices, wait = self._copies.copy(snapshot.slices)
+            slices, wait = self._copies.copy(snapshot.slices, snapshot.memory)
             snapshot = replace(snapshot, slices=slices, wait=wait)
 
         # Here: the thread may run when the interpreter ends, and then some modules cannot be imported.
@@ -213,91 +206,35 @@ class Saver:
             ) from failure
 
 
-# ------------------------------------------------------------------------------------------ host copies
-
-
 _ALIGNMENT = 64
-_LEAST_BLOCK = 32 << 20
-"""Bytes of the smallest pinned block, and so the most that is taken in vain."""
 
 
 class SnapshotMemory:
     """Host memory for the slices of one snapshot, used again for the next."""
 
     def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
+        self._buffer: HostBuffer | None = None
 
-    def copy(self, slices: Sequence[TensorSlice]) -> tuple[list[TensorSlice], Callable[[], None]]:
+    def copy(
+        self, slices: Sequence[TensorSlice], memory: TierMemory
+    ) -> tuple[list[TensorSlice], Callable[[], None]]:
         """Copy the present values. Earlier copies are lost, so the host must have waited for them.
 
         Returns:
-            Slices on the CPU whose values further training does not change, more than were copied where some
-            had to be cut; and a function that lets the host wait until the values are there.
+            Slices on the CPU whose values further training does not change, and a function that lets the
+            host wait until the values are there.
 
         Raises:
             RuntimeError: there is no memory for them.
         """
-        cpu = torch.device("cpu")
-        device = next((part.data.device for part in slices if part.data.device != cpu), cpu)
-        self._reserve(sum(_padded(part.data.nbytes) for part in slices), pinned=device != cpu)
+        sizes = (-(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT for part in slices)
+        *starts, total = accumulate(sizes, initial=0)
+        if self._buffer is None or self._buffer.memory.nbytes < total:
+            self._buffer = None  # before larger memory is taken
+            self._buffer = HostBuffer(memory.host(total))
         copies = []
-        for part, block, start in place(slices, [block.numel() for block in self._blocks]):
-            data = part.data
-            if data.numel():
-                memory = self._blocks[block][start : start + data.nbytes].view(data.dtype)
-                copies.append(replace(part, data=memory.copy_(data, non_blocking=True)))
-            else:
-                copies.append(replace(part, data=data.cpu()))
-        return copies, mark_here(device).synchronize
-
-    def _reserve(self, total: int, *, pinned: bool) -> None:
-        if sum(block.numel() for block in self._blocks) >= total:
-            return
-        self._blocks = []  # before larger ones are taken
-        sizes = pinned_sizes(total) if pinned else [total]
-        self._blocks = [
-            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for size in sizes
-        ]
-
-
-def pinned_sizes(total: int) -> list[int]:
-    """Powers of two, in bytes, that add up to `total` and less than `_LEAST_BLOCK` more; falling."""
-    sizes = []
-    while total > 0:
-        sizes.append(max(_LEAST_BLOCK, 1 << (total.bit_length() - 1)))
-        total -= sizes[-1]
-    return sizes
-
-
-class SlicePlace(NamedTuple):
-    """A slice, or a part of one, and its place in memory."""
-
-    part: TensorSlice
-    block: int
-    start: int
-    """Bytes from the beginning of the block; a multiple of the alignment."""
-
-
-def place(slices: Sequence[TensorSlice], sizes: Sequence[int]) -> Iterator[SlicePlace]:
-    """Lay slices one after the other into blocks; a slice is cut where a block ends.
-
-    Args:
-        slices: which need no more bytes than there are, each rounded up to the alignment.
-        sizes: bytes of each block, multiples of the alignment.
-    """
-    block = start = 0
-    for part in slices:
-        done, num, itemsize = 0, part.data.numel(), part.data.element_size()
-        if not num:
-            yield SlicePlace(part, 0, 0)
-        while done < num:
-            if start == sizes[block]:
-                block, start = block + 1, 0
-            taken = min(num - done, (sizes[block] - start) // itemsize)
-            data = part.data[done : done + taken]
-            yield SlicePlace(replace(part, start=part.start + done, data=data), block, start)
-            done, start = done + taken, start + _padded(taken * itemsize)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        for part, start in zip(slices, starts, strict=True):
+            place = self._buffer.memory[start : start + part.data.nbytes].view(part.data.dtype)
+            copies.append(replace(part, data=place.copy_(part.data, non_blocking=True)))
+        self._buffer.last = mark_here(memory.device)
+        return copies, self._buffer.last.synchronize

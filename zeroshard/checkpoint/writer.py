@@ -54,16 +54,14 @@ class Written(NamedTuple):
     files: dict[str, FileRecord]
 
 
-def write_part(
-    directory: Path, slices: Sequence[TensorSlice], rank: int, memory: TierMemory | None = None
-) -> Written:
+def write_part(directory: Path, slices: Sequence[TensorSlice], rank: int, memory: TierMemory) -> Written:
     """Write this rank's slices into a file of its own, fsynced.
 
     Args:
         directory: the directory of the checkpoint.
         slices: the slices.
         rank: this rank, for the name of the file.
-        memory: the memory of the rank, if slices may lie in files.
+        memory: the memory of the rank, where slices may lie.
 
     Raises:
         OSError: with the name of the file.
@@ -74,13 +72,11 @@ def write_part(
     with naming(path), _CheckedFile(path, "wb") as file:
         for part in slices:
             for box, values in part.boxes(MAX_BOX_BYTES):
-                if memory is not None:
-                    memory.fetch(values)
+                memory.fetch(values)
                 archive.seek(0)
                 torch.save(_over_own_memory(values), archive)
                 archive.truncate()
-                if memory is not None:
-                    memory.evict(values)
+                memory.evict(values)
                 offset = file.tell()
                 place = StoredBox(box, rank, offset + find_elements(archive, values.nbytes))
                 size = file.write(archive.getbuffer())
