@@ -19,7 +19,7 @@ import torch
 
 from tests.checkpoint.test_faults import Run, damaged, message_of
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
-from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, tile, to_row
+from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, tile
 from zeroshard.checkpoint.values import read_values, to_files
 from zeroshard.plan.layout import Span
 
@@ -405,7 +405,7 @@ def test_values_take_no_more_memory_than_their_files(tmp_path, craft):
 
 
 def tiles(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    return tile(StoredTensor(torch.uint8, shape, [to_row(StoredBox(box, 0, 0)) for box in boxes]))
+    return tile(StoredTensor(torch.uint8, shape, [StoredBox(box, 0, 0).row for box in boxes]))
 
 
 def test_boxes_tile_a_tensor_when_they_hold_each_element_once():

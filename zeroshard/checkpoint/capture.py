@@ -32,7 +32,6 @@ from zeroshard.checkpoint.tensors import (
     TensorReader,
     TensorSlice,
     cuts_of,
-    dtype_name,
     held_slices,
     own_blocks,
     read_model,
@@ -388,7 +387,7 @@ def _facts(parts: EngineState, reading: _Reading, left_out: list[str]) -> PartFa
     return PartFacts(
         parameters={
             p.fqn: ParameterRecord(
-                tuple(p.full_shape), dtype_name(p.dtype), aliases.get(p.fqn, ()), own_blocks(cuts.get(p.fqn))
+                tuple(p.full_shape), p.dtype, aliases.get(p.fqn, ()), own_blocks(cuts.get(p.fqn))
             )
             for p in runtime.parameters
         },

@@ -1,7 +1,8 @@
-"""Values of a file, which may say anything, become typed ones, by annotations.
+"""Records become JSON; values of a file, which may say anything, become records, by annotations.
 
     annotation                      takes
     int, float, str, bool, Any      a value of this type; any value
+    torch.dtype                     its name
     Annotated[int, accept]          an integer for which `accept` returns True
     X | None                        None, or what X takes
     list[X], tuple[X, ...]          a list
@@ -15,14 +16,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 MAX_STEPS = 1 << 53
 """Float64 can't count further."""
 Count = Annotated[int, range(MAX_STEPS).__contains__]
+Size = Annotated[int, range(1 << 63).__contains__]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that users write: float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def to_json(value: Any) -> Any:
+    """Return what JSON has for a record or a dtype: the `default` of `json.dumps`."""
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 @contextmanager
@@ -58,9 +75,15 @@ def typed(kind: Any, value: Any, name: str) -> Any:
         return {typed(args[0], key, name): typed(args[1], value[key], f"{name}.{key}") for key in value}
     elif origin in (list, tuple) and isinstance(value, list):
         return origin(typed(args[0], item, name) for item in value)
+    elif kind is torch.dtype and isinstance(made := getattr(torch, str(value), None), torch.dtype):
+        return made
     elif hasattr(kind, "__dataclass_fields__") and isinstance(value, dict):
         known = _hints(kind)
-        return kind(**{key: typed(known.get(key), value[key], f"{name}.{key}") for key in value})
+        made = {key: typed(known.get(key), value[key], f"{name}.{key}") for key in value}
+        try:
+            return kind(**made)
+        except (TypeError, ValueError) as error:  # fields are missing, or do not fit each other
+            raise ValueError(f"the entry '{name:.100}': {error}") from None
     raise ValueError(f"the entry '{name:.100}' is unknown, or has a wrong type or value")
 
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.codec import dtype_name
 from zeroshard.checkpoint.places import Box
-from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, Stored, TensorSlice, dtype_name, written_slices
+from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, Stored, TensorSlice, written_slices
 from zeroshard.comm.collectives import on_all
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stores.store import TierMemory
@@ -131,9 +132,9 @@ def check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) -> 
     everyone = on_all(runtime.context.axes.world, label, lambda: measure_pieces(runtime, wanted))
     present = join_pieces(piece for pieces in everyone for piece in pieces)
     for parameter in left_out:
-        name, dtype = names[parameter.fqn], dtype_name(parameter.dtype)
-        if records[name].dtype != dtype:
-            found = f"are {dtype}, not {records[name].dtype}"
+        name = names[parameter.fqn]
+        if records[name].dtype != parameter.dtype:
+            found = f"are {dtype_name(parameter.dtype)}, not {dtype_name(records[name].dtype)}"
         elif present.get(parameter.fqn, 0) != saved[name]:
             found = "are others"
         else:

@@ -6,20 +6,20 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from zeroshard.checkpoint import places
-from zeroshard.checkpoint.codec import Count, naming_damage, typed
+import torch
+
+from zeroshard.checkpoint.codec import Count, Size, naming_damage, to_json, typed
 from zeroshard.checkpoint.files import MANIFEST
-from zeroshard.checkpoint.places import StoredTensor
+from zeroshard.checkpoint.places import StoredTensor, check_places
 from zeroshard.plan.cuts import Cut
 
 FORMAT = 2
 _CHUNK = 1 << 20
 _Crc = Annotated[int, range(1 << 32).__contains__]
-_Size = Annotated[int, range(1 << 63).__contains__]
 
 
 def _is_own(name: str) -> bool:
@@ -31,7 +31,7 @@ def _is_own(name: str) -> bool:
 class FileRecord:
     """A file of the checkpoint."""
 
-    num_bytes: _Size
+    num_bytes: Size
     crc32: _Crc
 
 
@@ -39,8 +39,8 @@ class FileRecord:
 class ParameterRecord:
     """A parameter of the model."""
 
-    shape: tuple[_Size, ...]
-    dtype: str
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
     aliases: tuple[str, ...]
     """The other names of a tied parameter."""
     blocks: Cut | None = None
@@ -88,9 +88,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return JSON with a checksum of itself."""
-        content = json.loads(json.dumps(asdict(replace(self, tensors={}))))
-        content["tensors"] = places.to_json(self.tensors)
-        return json.dumps({"crc32": _crc_of(content), "content": content}).encode()
+        return json.dumps({"crc32": _crc_of(self), "content": self}, default=to_json).encode()
 
 
 _MODEL = {
@@ -107,22 +105,6 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         RuntimeError: it is damaged, or of another format.
     """
-    file, content = directory / MANIFEST, read_content(directory)
-    if content.get("format") != FORMAT:
-        raise RuntimeError(
-            f"{file}: expected checkpoint format {FORMAT}, got {content.get('format')!r:.20}, written by "
-            f"{content.get('written_by')!s:.100}"
-        )
-    with naming_damage(file):
-        return parse(content)
-
-
-def read_content(directory: Path) -> dict[str, Any]:
-    """Return what the manifest of any format holds, if it is as it was written.
-
-    Raises:
-        RuntimeError: it is damaged.
-    """
     file = directory / MANIFEST
     check_own(file)
     with naming_damage(file):
@@ -130,7 +112,12 @@ def read_content(directory: Path) -> dict[str, Any]:
         content: dict[str, Any] = typed(dict[str, Any], outer["content"], "content")
         if _crc_of(content) != outer["crc32"]:
             raise ValueError("the checksum differs")
-        return content
+        found = content.get("format"), content.get("written_by")
+        if found[0] == FORMAT:
+            return parse(content)
+    raise RuntimeError(
+        f"{file}: expected checkpoint format {FORMAT}, got {found[0]!r:.20}, written by {found[1]!s:.100}"
+    )
 
 
 def parse(content: Mapping[str, Any]) -> Manifest:
@@ -139,29 +126,28 @@ def parse(content: Mapping[str, Any]) -> Manifest:
     Raises:
         ValueError, TypeError, KeyError: no manifest has it.
     """
-    manifest: Manifest = typed(Manifest, {**content, "tensors": {}}, "content")
+    manifest: Manifest = typed(Manifest, content, "content")
     for key, kind in _MODEL.items():
         if key in manifest.model:
             typed(kind, manifest.model[key], f"model.{key}")
-    sizes = {name: record.num_bytes for name, record in manifest.files.items()}
-    tensors = places.from_json(typed(dict[str, Any], content["tensors"], "tensors"), sizes)
+    tensors = manifest.tensors
+    check_places(tensors, {name: record.num_bytes for name, record in manifest.files.items()})
     for name in (*manifest.buffers, *(manifest.parameters.keys() - manifest.frozen.keys())):
         if name not in tensors:
             raise ValueError(f"expected '{name}' among the tensors, got none")
     for name, record in manifest.parameters.items():
-        if name in tensors:
-            found = str(tensors[name].dtype).removeprefix("torch."), tensors[name].shape
-            if found != (record.dtype, record.shape):
-                raise ValueError(f"expected parameter '{name}' in {record.dtype} {record.shape}, got {found}")
+        expected = record.dtype, record.shape
+        if name in tensors and (found := (tensors[name].dtype, tensors[name].shape)) != expected:
+            raise ValueError(f"expected parameter '{name}' in {expected}, got {found}")
         if record.blocks is not None and record.blocks.shape != record.shape:
             raise ValueError(
                 f"expected blocks of '{name}' of shape {record.shape}, got {record.blocks.shape}"
             )
-    return replace(manifest, tensors=tensors)
+    return manifest
 
 
 def _crc_of(content: Any) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(content, sort_keys=True, default=to_json).encode())
 
 
 def check_own(file: Path) -> None:

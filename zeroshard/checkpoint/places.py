@@ -23,11 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, product, takewhile
 from operator import add
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from zeroshard.checkpoint.codec import Size
 from zeroshard.plan.layout import Span
 
 Shape = tuple[int, ...]
@@ -150,6 +151,11 @@ _MAX_CORNERS = 1 << 26
 Row = Sequence[int]
 
 
+def _is_plain(dtype: torch.dtype) -> bool:
+    """Return True for a dtype whose elements are plain numbers."""
+    return dtype.is_floating_point or dtype.is_complex or dtype in _INTEGERS
+
+
 class StoredBox(NamedTuple):
     """A part of a tensor in a file."""
 
@@ -164,21 +170,37 @@ class StoredBox(NamedTuple):
         """The name of the file that holds the box."""
         return file_of(self.rank)
 
+    @property
+    def row(self) -> Row:
+        """The box as the manifest has it."""
+        return [*self.box.offsets, *self.box.sizes, self.rank, self.start]
 
-class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    rows: Sequence[Row]
-    """The boxes as rows of integers, as the manifest has them: a thousand ranks have millions of boxes, and a
-    reader looks at few."""
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint, as the manifest has it.
+
+    Raises:
+        ValueError: the shape is too large, or a box has not as many integers as it must.
+    """
+
+    dtype: Annotated[torch.dtype, _is_plain]
+    shape: tuple[Size, ...]
+    boxes: list[Any]
+    """The boxes as rows of integers: a thousand ranks have millions of boxes, and a reader looks at few."""
+
+    def __post_init__(self) -> None:
+        if math.prod(size + 1 for size in self.shape) * self.dtype.itemsize >= _MAX_BYTES:
+            raise ValueError("expected a smaller shape")
+        num = 2 * len(self.shape) + 2
+        if any(len(row) != num or set(map(type, row)) != {int} for row in self.boxes):
+            raise ValueError(f"expected {num} integers for each box")
 
     @property
-    def boxes(self) -> list[StoredBox]:
+    def parts(self) -> list[StoredBox]:
         """The boxes that it consists of."""
         n = len(self.shape)
-        return [StoredBox(Box(tuple(row[:n]), tuple(row[n:-2])), row[-2], row[-1]) for row in self.rows]
+        return [StoredBox(Box(tuple(row[:n]), tuple(row[n:-2])), row[-2], row[-1]) for row in self.boxes]
 
 
 def file_of(rank: int) -> str:
@@ -186,61 +208,24 @@ def file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"  # as torch.distributed.checkpoint calls them
 
 
-def to_row(stored: StoredBox) -> Row:
-    """Return a box as the manifest has it."""
-    return [*stored.box.offsets, *stored.box.sizes, stored.rank, stored.start]
-
-
-def to_json(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Return the places of tensors as the manifest has them."""
-    return {
-        name: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "boxes": tensor.rows,
-        }
-        for name, tensor in tensors.items()
-    }
-
-
-def from_json(content: Mapping[str, Any], num_bytes: Mapping[str, int]) -> dict[str, StoredTensor]:
-    """Return the tensors of a manifest.
+def check_places(tensors: Mapping[str, StoredTensor], num_bytes: Mapping[str, int]) -> None:
+    """Check the boxes of tensors from a manifest, which may say anything.
 
     Args:
-        content: what `to_json` gave, from a file that may say anything.
+        tensors: the tensors, by name.
         num_bytes: the size of each file.
 
     Raises:
-        ValueError, TypeError, KeyError, OverflowError: the boxes do not tile a tensor, or are not inside of
-            their files.
+        ValueError, OverflowError: the boxes do not tile a tensor, or are not inside of their files.
     """
     ranks = takewhile(lambda rank: file_of(rank) in num_bytes, count())
     sizes = np.array([num_bytes[file_of(rank)] for rank in ranks], dtype=np.int64)
     left = sizes.copy()  # so that all tensors together are no larger than the files
-    tensors = {}
-    for name, entry in content.items():
-        tensors[name] = tensor = _parse(name, entry)
+    for name, tensor in tensors.items():
         columns = _columns(tensor)
         _check_inside(name, tensor, columns, sizes, left)
         if not tile(tensor, columns):
             raise ValueError(f"'{name}': expected boxes that make up its shape {tensor.shape}, without gaps")
-    return tensors
-
-
-def _parse(name: str, entry: Mapping[str, Any]) -> StoredTensor:
-    """Return a tensor whose rows are integers, so many as they must be."""
-    dtype, shape = getattr(torch, str(entry["dtype"]), None), tuple(entry["shape"])
-    if not isinstance(dtype, torch.dtype) or not (
-        dtype.is_floating_point or dtype.is_complex or dtype in _INTEGERS
-    ):
-        raise ValueError(f"'{name}': expected a dtype whose elements are plain numbers")
-    are_sizes = all(type(size) is int and size >= 0 for size in shape)
-    if not are_sizes or math.prod(size + 1 for size in shape) * dtype.itemsize >= _MAX_BYTES:
-        raise ValueError(f"'{name}': expected a shape, got {entry['shape']!r:.100}")
-    rows, num = entry["boxes"], 2 * len(shape) + 2
-    if not isinstance(rows, list) or any(len(row) != num or set(map(type, row)) != {int} for row in rows):
-        raise ValueError(f"'{name}': expected a list of {num} integers for each box")
-    return StoredTensor(dtype, shape, rows)
 
 
 _Columns = tuple[Any, Any, Any, Any]
@@ -249,7 +234,7 @@ _Columns = tuple[Any, Any, Any, Any]
 
 def _columns(tensor: StoredTensor) -> _Columns:
     n = len(tensor.shape)
-    table = np.array(tensor.rows, dtype=np.int64).reshape(-1, 2 * n + 2)
+    table = np.array(tensor.boxes, dtype=np.int64).reshape(-1, 2 * n + 2)
     return table[:, :n], table[:, n : 2 * n], table[:, -2], table[:, -1]
 
 

@@ -332,11 +332,6 @@ def scales_slice(
     return TensorSlice(name, (num_scales(shape, part.cut),), part.rank * own + start // BLOCK, data)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name that users write: float32."""
-    return str(dtype).removeprefix("torch.")
-
-
 # ----------------------------------------------------------------------------------------------- reading
 
 
@@ -392,7 +387,7 @@ class TensorReader:
         stored, num_read = self._stored.tensors[part.name], 0
         for box, values in part.boxes():
             in_order = values if values.is_contiguous() else torch.empty_like(values).contiguous()
-            for source in stored.boxes:
+            for source in stored.parts:
                 for run in runs(source.box, box):
                     target = in_order.view(-1)[run.target : run.target + run.numel]
                     self._read_run(source, stored.dtype, run.source, target)

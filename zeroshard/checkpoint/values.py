@@ -43,7 +43,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.codec import naming_damage
+from zeroshard.checkpoint.codec import dtype_name, naming_damage, typed
 from zeroshard.checkpoint.files import TENSORS, VALUES
 from zeroshard.safetensors import DTYPE_NAMES, FileTensor, TensorInfo, begin_file, read_header
 
@@ -56,7 +56,7 @@ _SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozen
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
 _ATOMS: dict[type, Callable[[Any], dict[str, Any]]] = {
     bytes: lambda value: {"$bytes": value.hex()},
-    torch.dtype: lambda value: {"$dtype": str(value).removeprefix("torch.")},
+    torch.dtype: lambda value: {"$dtype": dtype_name(value)},
     torch.device: lambda value: {"$device": str(value)},
 }
 _SPARSE: dict[torch.layout, tuple[str, ...]] = {
@@ -173,7 +173,7 @@ class _JsonEncoder:
         value = value.cpu().resolve_conj().resolve_neg().contiguous()
         name, stored = str(len(self.tensors)), value
         if value.dtype not in DTYPE_NAMES:  # stored as bytes
-            options |= {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+            options |= {"dtype": dtype_name(value.dtype), "shape": list(value.shape)}
             stored = value.reshape(-1).view(torch.uint8)
         self.tensors[name] = stored
         return {tag: {"name": name, **options}}
@@ -219,7 +219,7 @@ class _JsonDecoder:
             "$int": lambda text: int(text, 16),
             "$complex": lambda parts: complex(*parts),
             "$bytes": bytes.fromhex,
-            "$dtype": _dtype,
+            "$dtype": lambda name: typed(torch.dtype, name, "$dtype"),
             "$device": torch.device,
             "$tensor": lambda fields: self._tensor(**fields),
             "$parameter": lambda fields: _as_parameter(self._tensor(**fields)),
@@ -255,7 +255,7 @@ class _JsonDecoder:
             stored = torch.frombuffer(self._data, dtype=info.file_dtype, count=info.numel, offset=info.offset)
             values.copy_(stored.view(info.shape))
         if dtype is not None:
-            values = values.view(_dtype(dtype)).view(shape or ())
+            values = values.view(typed(torch.dtype, dtype, name)).view(shape or ())
         return values.requires_grad_(requires_grad)
 
     def _sparse(
@@ -287,13 +287,6 @@ def _hashing(kind: type) -> Callable[[list[Any]], Any]:
 
 def _as_parameter(value: Tensor) -> nn.Parameter:
     return nn.Parameter(value.detach(), requires_grad=value.requires_grad)
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"expected the name of a dtype, got {name!r}")
-    return found
 
 
 # -------------------------------------------------------------------------------------- values of users

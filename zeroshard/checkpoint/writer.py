@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from zeroshard.checkpoint.files import naming
 from zeroshard.checkpoint.manifest import FileRecord
-from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, tile, to_row
+from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, tile
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 from zeroshard.stores.store import TierMemory
 
@@ -111,7 +111,7 @@ def tensors_of(boxes: Iterable[WrittenBox]) -> dict[str, StoredTensor]:
     for written in boxes:
         places.setdefault(written.name, []).append(written)
     tensors = {
-        name: StoredTensor(parts[0].dtype, parts[0].shape, [to_row(part.place) for part in parts])
+        name: StoredTensor(parts[0].dtype, parts[0].shape, [part.place.row for part in parts])
         for name, parts in places.items()
     }
     for name, tensor in tensors.items():

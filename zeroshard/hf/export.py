@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.codec import dtype_name
 from zeroshard.checkpoint.files import make_folder, naming, sync, write_synced
 from zeroshard.checkpoint.manifest import check_sums, saved_names
 from zeroshard.checkpoint.places import StoredTensor
@@ -34,7 +35,6 @@ from zeroshard.checkpoint.tensors import (
     Stored,
     TensorReader,
     TensorSlice,
-    dtype_name,
     is_beside_codes,
     open_checkpoint,
 )
