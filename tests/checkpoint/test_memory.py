@@ -127,7 +127,6 @@ def write(folder, parts):
         tag="t",
         keep_last=None,
         slices=parts,
-        aliases={},
         manifest=manifest,
         values={},
         memory=TierMemory(torch.device("cpu"), None, 0),

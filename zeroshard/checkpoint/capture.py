@@ -26,11 +26,9 @@ from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, RoundingRec
 from zeroshard.checkpoint.optimizers import PER_GROUP, OptimizerState, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import (
-    ModelState,
     States,
     Stored,
     TensorReader,
-    TensorSlice,
     cuts_of,
     held_slices,
     own_blocks,
@@ -125,21 +123,14 @@ def read_averages(
     """
     for own in averages.values():
         own.begin_anew()
-    known = {
-        parameter: {k: v for k, v in own.items() if state_name(names[parameter.fqn], k) in stored.tensors}
-        for parameter, own in with_averages({}, averages).items()
-    }
-    for part in held_slices(runtime, known, names):
-        if part.name not in stored.manifest.parameters:
+    for part in held_slices(runtime, with_averages({}, averages), names):
+        if part.name in stored.tensors and part.name not in stored.manifest.parameters:
             reader.read(part)
+    for name, copy in averaged_buffers(read_model(runtime).buffers, averages).items():
+        if name in stored.tensors:
+            reader.read_into(name, copy)
     for name, own in averages.items():
         own.num_updates = stored.manifest.averages.get(name, 0)
-        for buffer, copy in own.buffers.items():
-            title = state_name(buffer, _key(name))
-            if title in stored.tensors:
-                values = torch.empty(copy.numel(), dtype=copy.dtype, device=copy.device)
-                reader.read(TensorSlice(title, tuple(copy.shape), 0, values))
-                copy.copy_(values.view(copy.shape))
 
 
 NUM_PARTS = "num_parts"
@@ -162,30 +153,52 @@ class EngineState:
     """Moving averages of the parameters, by name; `EMA` adds its own."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavedValues:
+    """The values of a checkpoint that are neither in tensors nor in the manifest."""
+
+    groups: list[dict[str, Any]]
+    scalars: dict[str, dict[Any, Any]]
+    other: dict[str, Any]
+    lr_scheduler: dict[Any, Any] | None
+    rng: list[dict[str, Any]]
+    """The generators of each data-parallel rank: of the first of its tensor ranks."""
+    places_in_data: list[Any] = field(default_factory=list)
+    """The places in the user's DataLoader, of the same ranks. Older checkpoints have none."""
+    extra: dict[str, Any]
+    """The values that modules' get_extra_state() gave."""
+    client_state: dict[Any, Any]
+
+
+class Part(NamedTuple):
+    """The content of one part of a model, without the values of its tensors."""
+
+    parameters: dict[str, ParameterRecord]
+    buffers: tuple[str, ...]
+    frozen: list[str]
+    """The frozen parameters that are left out."""
+    optimizer: str | None
+    """The class of the optimizer."""
+    values: SavedValues
+
+
 class _Answer(NamedTuple):
     """A rank's message to the others about its part of a checkpoint."""
 
     place: str
-    rng: dict[str, Any] | None
-    """The generators of a data-parallel rank; None for all but the first of its tensor ranks."""
-    place_in_data: dict[str, Any] | None
-    """The place in the user's DataLoader, of the same ranks."""
     frozen: list[SliceSum]
     """Slices of the parameters that are left out."""
-    part: PartFacts | None
-    """The content of one of several parts of the model, from the first rank of the part."""
+    part: Part
+    """All that the part has, from the first rank of one of several parts; else what each rank has."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
+class _Reading(NamedTuple):
     """This rank's part of a checkpoint, checked. Its tensors are those that the engine goes on to change."""
 
     folder: Path
-    model: ModelState
-    optimizer: OptimizerState
-    lr_scheduler: Any
-    client_state: Any
-    place_in_data: dict[str, Any] | None
+    buffers: dict[str, Tensor]
+    states: States
+    part: Part
 
 
 def save_checkpoint(
@@ -251,15 +264,14 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
 
     def read() -> _Answer:
         """Read and check this rank's part, before any rank writes."""
-        reading = _read(parts, dir, tag, client_state)
+        reading = _read(parts, dir, tag, client_state, left_out)
         readings.append(reading)
-        return _Answer(
-            place=f"'{reading.folder}' with tag '{tag}'",
-            rng=rng.capture(runtime.context.device) if axes.tp.rank == 0 else None,
-            place_in_data=reading.place_in_data if axes.tp.rank == 0 else None,
-            frozen=measure_pieces(runtime, left_out),
-            part=_facts(parts, reading, left_out) if tells_part else None,
-        )
+        part, values = reading.part, replace(reading.part.values, client_state={})
+        if not tells_part:
+            values = replace(values, groups=[], scalars={}, other={}, lr_scheduler=None, extra={})
+            part = Part({}, (), [], None, values)
+        place = f"'{reading.folder}' with tag '{tag}'"
+        return _Answer(place, measure_pieces(runtime, left_out), part._replace(values=values))
 
     answers = on_all(axis, "agreement on a checkpoint", read)
     require_equal(
@@ -267,15 +279,12 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
         lambda found: ValueError(f"save_checkpoint: expected one place on all ranks, got: {found}"),
     )
     [reading] = readings
-    frozen = join_pieces(piece for answer in answers for piece in answer.frozen)
-    facts = [answer.part for answer in answers if answer.part is not None]
-    facts = facts or [_facts(parts, reading, left_out)]
-    whole = join(facts)
-    manifest = replace(
-        _describe(engine, parts, whole), frozen={name: frozen.get(name, 0) for name in whole.frozen}
-    )
-    before = {name for part in facts[: axes.pp.rank] for name in part.buffers}
-    buffers = {name: buffer for name, buffer in reading.model.buffers.items() if name not in before}
+    found = [answer.part for answer in answers]
+    before = {name for part in found[: axis.rank] for name in part.buffers}
+    buffers = {name: buffer for name, buffer in reading.buffers.items() if name not in before}
+    found[axis.rank] = reading.part
+    whole = join(found)
+    sums = join_pieces(piece for answer in answers for piece in answer.frozen)
     return Snapshot(
         folder=reading.folder,
         tag=tag,
@@ -283,12 +292,11 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
         slices=written_slices(
             runtime,
             {p.fqn for p in runtime.parameters}.difference(left_out),
-            with_averages(reading.optimizer.tensors, parts.averages),
+            with_averages(reading.states, parts.averages),
             buffers | averaged_buffers(buffers, parts.averages),
         ),
-        aliases={name: record.aliases for name, record in whole.parameters.items() if record.aliases},
-        manifest=manifest,
-        values=to_files(vars(_values(reading, answers, whole))) if axis.rank == 0 else {},
+        manifest=_describe(engine, parts, whole, {name: sums.get(name, 0) for name in whole.frozen}),
+        values=to_files(vars(whole.values)) if axis.rank == 0 else {},
         memory=runtime.context.memory,
     )
 
@@ -309,100 +317,56 @@ def _check_moment(runtime: Runtime) -> None:
         )
 
 
-def _read(parts: EngineState, dir: object, tag: str, client_state: Any) -> _Reading:
+def _read(parts: EngineState, dir: object, tag: str, client_state: Any, left_out: list[str]) -> _Reading:
     """Read and check all that a checkpoint keeps, without exchanges."""
     if client_state is not None and not isinstance(client_state, Mapping):
         raise ValueError(f"client_state: expected a dict, got {type(client_state).__name__}")
-    folder = as_folder(dir)
+    folder, runtime, axes = as_folder(dir), parts.runtime, parts.runtime.context.axes
     check_tag(tag)
-    if parts.runtime.context.axes.world.rank == 0:
+    if axes.world.rank == 0:
         check_free(folder, tag)
-    model = read_model(parts.runtime)
+    model, cuts = read_model(runtime), cuts_of(runtime)
     if model.ignored:
         warn_user(
             f"the checkpoint leaves out parameters that each rank keeps for itself (Config.ignored), and "
             f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
             "if they are the same on all ranks, or write a file for each rank"
         )
-    optimizer, schedule, place = OptimizerState([], {}, {}, {}), None, None
-    if parts.optimizer is not None:
-        optimizer = read_optimizer(parts.optimizer)
-    if parts.lr_scheduler is not None:
-        schedule = parts.lr_scheduler.state_dict()
-    if isinstance(parts.loader, GivenLoader):
-        place = to_plain(parts.loader.state_dict(), "state of training_data")
-    kept = to_plain(dict(client_state or {}), "client_state")
-    for value, name in (
-        (optimizer.groups, "parameter groups"),
-        (optimizer.scalars, "optimizer state"),
-        (optimizer.other, "optimizer state"),
-        (schedule, "LR scheduler state"),
-        (model.extra, "extra state of modules"),
-        (place, "state of training_data"),
-        (kept, "client_state"),
-    ):
-        check_plain(value, name)
-    return _Reading(
-        folder=folder,
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        client_state=kept,
-        place_in_data=place,
+    state = OptimizerState([], {}, {}, {}) if parts.optimizer is None else read_optimizer(parts.optimizer)
+    place = parts.loader.state_dict() if isinstance(parts.loader, GivenLoader) else None
+    values = SavedValues(
+        groups=state.groups,
+        scalars=state.scalars,
+        other=state.other,
+        lr_scheduler=None if parts.lr_scheduler is None else parts.lr_scheduler.state_dict(),
+        extra=model.extra,
+        rng=[rng.capture(runtime.context.device)] if axes.tp.rank == 0 else [],
+        places_in_data=[] if place is None or axes.tp.rank else [to_plain(place, "state of training_data")],
+        client_state=to_plain(dict(client_state or {}), "client_state"),
     )
+    for key, name in _IN_WORDS.items():
+        check_plain(getattr(values, key), name)
+    records = {
+        p.fqn: ParameterRecord(
+            tuple(p.full_shape), p.dtype, model.aliases.get(p.fqn, ()), own_blocks(cuts.get(p.fqn))
+        )
+        for p in runtime.parameters
+    }
+    optimizer = None if parts.optimizer is None else type(parts.optimizer).__name__
+    part = Part(records, tuple(model.buffers), left_out, optimizer, values)
+    return _Reading(folder, model.buffers, state.tensors, part)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedValues:
-    """The values that rank 0 writes in addition to tensors and manifest."""
-
-    groups: list[dict[str, Any]]
-    scalars: dict[str, dict[Any, Any]]
-    other: dict[str, Any]
-    lr_scheduler: dict[Any, Any] | None
-    rng: list[dict[str, Any]]
-    places_in_data: list[Any] = field(default_factory=list)
-    """Older checkpoints have none."""
-    extra: dict[str, Any]
-    client_state: dict[Any, Any]
+_IN_WORDS = {
+    "groups": "parameter groups",
+    "scalars": "optimizer state",
+    "other": "optimizer state",
+    "lr_scheduler": "LR scheduler state",
+    "extra": "extra state of modules",
+}
 
 
-def _values(reading: _Reading, answers: list[_Answer], whole: PartFacts) -> SavedValues:
-    return SavedValues(
-        groups=whole.groups,
-        scalars=whole.scalars,
-        other=whole.other,
-        lr_scheduler=whole.lr_scheduler,
-        rng=[answer.rng for answer in answers if answer.rng is not None],
-        places_in_data=[answer.place_in_data for answer in answers if answer.place_in_data is not None],
-        extra=whole.extra,
-        client_state=reading.client_state,
-    )
-
-
-def _facts(parts: EngineState, reading: _Reading, left_out: list[str]) -> PartFacts:
-    """The content of this rank's part of the model."""
-    runtime, optimizer, cuts = parts.runtime, parts.optimizer, cuts_of(parts.runtime)
-    aliases = reading.model.aliases
-    return PartFacts(
-        parameters={
-            p.fqn: ParameterRecord(
-                tuple(p.full_shape), p.dtype, aliases.get(p.fqn, ()), own_blocks(cuts.get(p.fqn))
-            )
-            for p in runtime.parameters
-        },
-        buffers=tuple(reading.model.buffers),
-        frozen=left_out,
-        extra=reading.model.extra,
-        groups=reading.optimizer.groups,
-        scalars=reading.optimizer.scalars,
-        other=reading.optimizer.other,
-        lr_scheduler=reading.lr_scheduler,
-        optimizer=None if optimizer is None else type(optimizer).__name__,
-    )
-
-
-def _describe(engine: Engine, parts: EngineState, whole: PartFacts) -> Manifest:
+def _describe(engine: Engine, parts: EngineState, whole: Part, frozen: dict[str, int]) -> Manifest:
     runtime, scheduler, rounding = parts.runtime, parts.lr_scheduler, engine._guard.rounding
     axes, is_half, config = runtime.context.axes, runtime.reducer.is_half, parts.config
     is_plain = config.units is None or isinstance(config.units, tuple)  # a predicate can't be written down
@@ -421,6 +385,7 @@ def _describe(engine: Engine, parts: EngineState, whole: PartFacts) -> Manifest:
         lr_scheduler=None if scheduler is None else type(scheduler).__name__,
         parameters=whole.parameters,
         buffers=whole.buffers,
+        frozen=frozen,
         averages={name: averages.num_updates for name, averages in parts.averages.items()},
     )
 
@@ -428,45 +393,30 @@ def _describe(engine: Engine, parts: EngineState, whole: PartFacts) -> Manifest:
 # ----------------------------------------------------------------------------------- parts of pipelines
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartFacts:
-    """The content of one part of a model, without the values of its tensors."""
-
-    parameters: dict[str, ParameterRecord]
-    buffers: tuple[str, ...]
-    frozen: list[str]
-    """The frozen parameters that are left out."""
-    extra: dict[str, Any]
-    """The values that modules' get_extra_state() gave."""
-    groups: list[dict[str, Any]]
-    scalars: dict[str, dict[str, Any]]
-    other: dict[str, Any]
-    lr_scheduler: Any
-    optimizer: str | None
-    """The class of the optimizer."""
-
-
-def join(parts: Sequence[PartFacts]) -> PartFacts:
+def join(parts: Sequence[Part]) -> Part:
     """Put the parts of a model together, in their order."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
     parameters: dict[str, ParameterRecord] = {}
     for part in parts:
         for name, record in part.parameters.items():
             known = parameters.get(name, record)
             aliases = dict.fromkeys((*known.aliases, *record.aliases))
-            parameters[name] = ParameterRecord(known.shape, known.dtype, tuple(aliases), known.blocks)
-    return PartFacts(
+            parameters[name] = replace(known, aliases=tuple(aliases))
+    values = [part.values for part in parts]
+    return Part(
         parameters=parameters,
         buffers=tuple(dict.fromkeys(name for part in parts for name in part.buffers)),
         frozen=list(dict.fromkeys(name for part in parts for name in part.frozen)),
-        extra=_first_of(part.extra for part in parts),
-        groups=[group for part in parts for group in part.groups],
-        scalars=_first_of(part.scalars for part in parts),
-        other=_first_of(part.other for part in parts),
-        lr_scheduler=_join_schedules([part.lr_scheduler for part in parts if part.lr_scheduler is not None]),
         optimizer=next((part.optimizer for part in parts if part.optimizer is not None), None),
+        values=SavedValues(
+            groups=[group for each in values for group in each.groups],
+            scalars=_first_of(each.scalars for each in values),
+            other=_first_of(each.other for each in values),
+            lr_scheduler=_join_schedules([e.lr_scheduler for e in values if e.lr_scheduler is not None]),
+            rng=[states for each in values for states in each.rng],
+            places_in_data=[place for each in values for place in each.places_in_data],
+            extra=_first_of(each.extra for each in values),
+            client_state=values[0].client_state,
+        ),
     )
 
 

@@ -48,7 +48,6 @@ from zeroshard.checkpoint.tensors import (
     Offsets,
     Stored,
     TensorReader,
-    TensorSlice,
     cuts_of,
     held_slices,
     is_description,
@@ -371,9 +370,7 @@ def _read_tensors(parts: EngineState, plan: _LoadPlan, targets: Targets) -> None
             if name in plan.offsets:
                 set_offset(runtime.module, name, plan.offsets[name])
                 continue
-            values = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)
-            reader.read(TensorSlice(name, tuple(buffer.shape), 0, values))
-            buffer.copy_(values.view(buffer.shape))
+            reader.read_into(name, buffer)
         read_averages(reader, runtime, plan.stored, parts.averages, plan.names)
     for name in read_model(runtime).extra:
         value = plan.values.extra[name]

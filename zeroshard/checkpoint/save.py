@@ -43,7 +43,6 @@ class Snapshot:
     tag: str
     keep_last: int | None
     slices: Sequence[TensorSlice]
-    aliases: Mapping[str, Sequence[str]]
     manifest: Manifest
     values: Mapping[str, bytes]
     """The files with values of other kinds: written down at once, as further training changes the values."""
@@ -106,7 +105,7 @@ def _finish(snapshot: Snapshot, place: CheckpointPlace, written: Sequence[Writte
 
     boxes = [box for part in written for box in part.boxes]
     records = {name: record for part in written for name, record in part.files.items()}
-    for name, data in {INDEX: to_index(boxes, snapshot.aliases), **snapshot.values}.items():
+    for name, data in {INDEX: to_index(boxes, snapshot.manifest.parameters), **snapshot.values}.items():
         write_synced(place.temporary / name, data)
         records[name] = FileRecord(len(data), zlib.crc32(data))
     manifest = replace(snapshot.manifest, files=dict(sorted(records.items())), tensors=tensors_of(boxes))

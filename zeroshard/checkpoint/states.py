@@ -349,7 +349,7 @@ class _Dequantizer:
         num = 0 if self._is_plain else num_scales(part.shape, blocks)
         self._scales = torch.empty(num, device=part.data.device)
         if num:
-            reader.read(TensorSlice(state_name(part.name, key + ABSMAX), (num,), 0, self._scales))
+            reader.read_into(state_name(part.name, key + ABSMAX), self._scales)
 
     def read(self, span: Span) -> Tensor:
         """[span.size], float32: the values of some elements of the slice, from a block on."""

@@ -401,6 +401,12 @@ class TensorReader:
                 f"{part.start} on, found {num_read}"
             )
 
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Fill a tensor with all values of one of the same size, as `read` does."""
+        values = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
+        self.read(TensorSlice(name, tuple(target.shape), 0, values))
+        target.copy_(values.view(target.shape))
+
     def _read_run(self, source: StoredBox, dtype: torch.dtype, start: int, target: Tensor) -> None:
         file = self._open(source.file)
         begin = source.start + start * dtype.itemsize
@@ -458,9 +464,8 @@ def read_offsets(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) -
         for name, buffer in buffers.items():
             if not is_description(name):
                 continue
-            shape = tuple(stored.tensors[name].shape)
-            values = torch.empty(shape, dtype=torch.uint8, device="cpu")
-            reader.read(TensorSlice(name, shape, 0, values))
+            values = torch.empty(stored.tensors[name].shape, dtype=torch.uint8, device="cpu")
+            reader.read_into(name, values)
             saved, own = _unpack(values), _unpack(buffer)
             offsets[name] = saved.pop(_OFFSET, None)
             own.pop(_OFFSET, None)

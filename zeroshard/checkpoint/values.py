@@ -296,8 +296,15 @@ _KEPT = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.d
 _KEPT_DICTS = (dict, OrderedDict, Counter)
 
 
-def to_plain(value: Any, path: str, depth: int = 0) -> Any:
-    """`value` as the table above says; other values as they are: `check_plain` says whether they load.
+def to_plain(value: Any, path: str) -> Any:
+    """Return `value` as the table above says. Raises ValueError with the key of what has no place there."""
+    plain = _plain(value, path)
+    check_plain(plain, path)
+    return plain
+
+
+def _plain(value: Any, path: str, depth: int = 0) -> Any:
+    """`value` as the table above says; other values as they are.
 
     Args:
         value: given by the user; not changed.
@@ -314,14 +321,14 @@ def to_plain(value: Any, path: str, depth: int = 0) -> Any:
     if isinstance(value, Tensor) or type(value) in _KEPT:
         return value
     if isinstance(value, Enum):
-        return to_plain(value.value, path, depth + 1)
+        return _plain(value.value, path, depth + 1)
     if is_dataclass(value) and not isinstance(value, type):
         named = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {key: to_plain(item, f"{path}.{key}", depth + 1) for key, item in named.items()}
+        return {key: _plain(item, f"{path}.{key}", depth + 1) for key, item in named.items()}
     if isinstance(value, Mapping):
         return _plain_dict(value, path, depth)
     if isinstance(value, list | tuple | set | frozenset):
-        items = [to_plain(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+        items = [_plain(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
         return next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))(items)
     return _plain_atom(value, path)
 
@@ -329,10 +336,10 @@ def to_plain(value: Any, path: str, depth: int = 0) -> Any:
 def _plain_dict(value: Mapping[Any, Any], path: str, depth: int) -> Any:
     plain: Any = type(value)() if type(value) in _KEPT_DICTS else {}
     for key, item in value.items():
-        name = to_plain(key, f"{path}: the key {key!r:.100}", depth + 1)
+        name = _plain(key, f"{path}: the key {key!r:.100}", depth + 1)
         if name in plain:
             raise ValueError(f"{path}: expected different keys, got two that are both saved as {name!r:.100}")
-        plain[name] = to_plain(item, f"{path}[{key!r:.100}]", depth + 1)
+        plain[name] = _plain(item, f"{path}[{key!r:.100}]", depth + 1)
     return plain
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zeroshard.checkpoint.files import naming
-from zeroshard.checkpoint.manifest import FileRecord
+from zeroshard.checkpoint.manifest import FileRecord, ParameterRecord
 from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, tile
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 from zeroshard.stores.store import TierMemory
@@ -119,19 +119,20 @@ def tensors_of(boxes: Iterable[WrittenBox]) -> dict[str, StoredTensor]:
     return tensors
 
 
-def to_index(boxes: Iterable[WrittenBox], aliases: Mapping[str, Sequence[str]]) -> bytes:
+def to_index(boxes: Iterable[WrittenBox], parameters: Mapping[str, ParameterRecord]) -> bytes:
     """Return the content of `INDEX`: what torch.distributed.checkpoint reads, and zeroshard never does.
 
     Args:
         boxes: that all ranks have written.
-        aliases: more names under which a tensor can be read.
+        parameters: the parameters, whose other names the tensors can be read under, too.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for written in boxes:
         stored = written.place
         box = ChunkStorageMetadata(torch.Size(stored.box.offsets), torch.Size(stored.box.sizes))
-        for name in (written.name, *aliases.get(written.name, ())):
+        aliases = parameters[written.name].aliases if written.name in parameters else ()
+        for name in (written.name, *aliases):
             properties = TensorProperties(dtype=written.dtype)
             tensor = TensorStorageMetadata(properties, torch.Size(written.shape), [])
             tensors.setdefault(name, tensor).chunks.append(box)
