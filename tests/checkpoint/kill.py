@@ -31,8 +31,8 @@ import zeroshard
 from tests.checkpoint.forked import Fork, Group
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.manifest import check_sums
+from zeroshard.checkpoint.save import _CheckedFile
 from zeroshard.checkpoint.tensors import open_checkpoint
-from zeroshard.checkpoint.writer import _CheckedFile
 
 WATCHDOG_S = 10.0
 LIMIT_S = 2 * WATCHDOG_S + 10.0

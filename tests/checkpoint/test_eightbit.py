@@ -385,7 +385,7 @@ CRAFTED = {
     ),
     "scales of another dtype": (set_dtype(SCALES, "int32"), "'exp_avg_absmax' of 'mix' is torch.int32"),
     "codes of another dtype": (set_dtype(CODES, "int8"), "state 'exp_avg_absmax' of 'mix' is"),
-    "no scales": (drop(SCALES), "'mix' has codes 'exp_avg' without scales"),
+    "no scales": (drop(SCALES), "'mix' has codes or scales alone, 'exp_avg'"),
     "no codes": (drop(CODES), "state 'exp_avg_absmax' of 'mix' is"),
     "neither": (drop(CODES, SCALES), "expected state 'exp_avg' of 'mix', found none"),
 }

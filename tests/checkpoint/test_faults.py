@@ -27,7 +27,7 @@ import zeroshard
 from tests.distributed.training import build, start, token_loss
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import LATEST, MANIFEST, VALUES
-from zeroshard.checkpoint.writer import _CheckedFile
+from zeroshard.checkpoint.save import _CheckedFile
 
 
 class Run:

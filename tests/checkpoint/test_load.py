@@ -74,7 +74,7 @@ class MoreExtra(Net):
 
 
 OTHERS = {
-    "missing": (Missing, {}, "the checkpoint has parameter 'unused', the model does not"),
+    "missing": (Missing, {}, "only the checkpoint has parameter 'unused'"),
     "more": (More, {}, "expected parameter 'blocks.1.more' of the model, found none"),
     "misshapen": (
         Net,

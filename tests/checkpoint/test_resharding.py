@@ -3,7 +3,8 @@
 import pytest
 
 from tests.checkpoint.runs import build, differences, start, state, train
-from zeroshard.checkpoint import tensors, writer
+from zeroshard.checkpoint import save as saving
+from zeroshard.checkpoint import tensors
 from zeroshard.checkpoint.files import find
 
 BEFORE, AFTER = range(3), range(3, 8)
@@ -92,7 +93,7 @@ def test_dropout_goes_on_to_the_bit_at_the_same_layout(ranks, tmp_path):
 
 def save_in_small_boxes(folder, num_bytes):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "MAX_BOX_BYTES", num_bytes)
+        patch.setattr(saving, "MAX_BOX_BYTES", num_bytes)
         save(folder)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.checkpoint.runs import differences, start, state, train
 from tests.ranks import _torchrun_environment
-from zeroshard.checkpoint import writer
+from zeroshard.checkpoint import save as saving
 from zeroshard.checkpoint.files import find
 
 ROOT = Path(__file__).parents[2]
@@ -64,13 +64,13 @@ def test_the_same_state_is_the_same_bytes_however_often_and_in_whatever_way_it_i
 def beside_training(folder):
     """Three saves in the background that write after further steps: state at each call, and as written."""
     engine, found = start(3), []
-    has_trained, write_part = threading.Event(), writer.write_part
+    has_trained, write_part = threading.Event(), saving.write_part
 
     def write_later(*args):
         assert has_trained.wait(30)
         return write_part(*args)
 
-    with mock.patch.object(writer, "write_part", write_later):
+    with mock.patch.object(saving, "write_part", write_later):
         for number in range(3):
             train(engine, [number])
             has_trained.clear()

@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import STAGES, numbers, plain, replicate, square_loss
-from zeroshard.checkpoint import writer
+from zeroshard.checkpoint import save as saving
 from zeroshard.parameters.sharded import ShardedParameter
 
 RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
@@ -327,7 +327,7 @@ def test_close_at_the_wrong_time_is_refused_and_changes_nothing(ranks, num_ranks
 
 def failed_save(folder):
     engine = start(net(), stage=3).engine
-    with mock.patch.object(writer, "write_part", side_effect=OSError("the disk is full")):
+    with mock.patch.object(saving, "write_part", side_effect=OSError("the disk is full")):
         engine.save_checkpoint(folder, blocking=False)
         return caught(engine.close), caught(engine.step), caught(engine.close)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import ALL_STAGES, square_loss
-from zeroshard.checkpoint import writer
+from zeroshard.checkpoint import save as saving
 from zeroshard.comm import mesh
 
 RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
@@ -202,13 +202,13 @@ def saved_by_two(folder):
     """Two engines save in the background at once, ranks at different speeds; one is dropped meanwhile."""
     first, second = (start(small(seed), stage=3).engine for seed in (0, 1))
     train(first)
-    write_part = writer.write_part
+    write_part = saving.write_part
 
     def slow(place, slices, rank, *others):
         time.sleep(0.3 if rank == 0 and "first" in str(place) else 0.01)
         return write_part(place, slices, rank, *others)
 
-    writer.write_part = slow
+    saving.write_part = slow
     try:
         first.save_checkpoint(folder, "first", blocking=False)
         second.save_checkpoint(folder, "second", blocking=False)
@@ -219,7 +219,7 @@ def saved_by_two(folder):
         second.save_checkpoint(folder, "third")
         _let_threads_end()
     finally:
-        writer.write_part = write_part
+        saving.write_part = write_part
     engine = start(small(2), stage=3).engine
     engine.load_checkpoint(folder, "first")
     return [torch.equal(*pair) for pair in zip(parameters_of(engine), want, strict=True)], sorted(
@@ -238,13 +238,13 @@ def test_a_background_save_of_a_dropped_engine_is_written_beside_those_of_others
 def failure_of_a_dropped_engine(folder):
     engine = start().engine
     is_released = threading.Event()
-    write_part = writer.write_part
+    write_part = saving.write_part
 
     def fail(*_):
         is_released.wait()
         raise OSError("the disk is full")
 
-    writer.write_part = fail
+    saving.write_part = fail
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -253,7 +253,7 @@ def failure_of_a_dropped_engine(folder):
             is_released.set()
             _let_threads_end()
     finally:
-        writer.write_part = write_part
+        saving.write_part = write_part
     return [str(warning.message) for warning in caught]
 
 

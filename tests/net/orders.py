@@ -181,7 +181,7 @@ ORDERS = (
     Break(
         name="a_rank_does_not_sync_its_file",
         says="A checkpoint appears before the file of a rank is safe from a power failure.",
-        file="zeroshard/checkpoint/writer.py",
+        file="zeroshard/checkpoint/save.py",
         find="        os.fsync(file.fileno())\n",
         replace="",
         tests=(

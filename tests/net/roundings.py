@@ -29,8 +29,8 @@ ROUNDINGS = (
         name="a_seed_of_rounding_for_each_rank",
         says="Ranks round with seeds of their own, so bits depend on the number of ranks.",
         file="zeroshard/stepping/rounding.py",
-        find='"seed of stochastic rounding")[0])',
-        replace='"seed of stochastic rounding")[axis.rank])',
+        find='"seed of stochastic rounding")[0], 0)',
+        replace='"seed of stochastic rounding")[axis.rank], 0)',
         tests=(
             "tests/distributed/test_bfloat16_main.py::"
             "test_every_optimizer_at_every_stage_has_the_bits_of_float32_steps_rounded_by_hand",

@@ -22,21 +22,21 @@ from zeroshard.agreement import require_equal
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.files import MANIFEST, as_folder, check_free, check_tag
 from zeroshard.checkpoint.frozen import SliceSum, frozen_names, join_pieces, measure_pieces
-from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, RoundingRecord, describe_model
+from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, describe_model
 from zeroshard.checkpoint.optimizers import PER_GROUP, OptimizerState, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import (
     States,
     Stored,
     TensorReader,
+    TensorSlice,
     cuts_of,
-    held_slices,
     own_blocks,
     read_model,
+    slices,
     state_name,
-    written_slices,
 )
-from zeroshard.checkpoint.values import check_plain, to_files, to_plain
+from zeroshard.checkpoint.values import Given, check_plain, to_files
 from zeroshard.comm.collectives import on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.given import GivenLoader
@@ -123,7 +123,7 @@ def read_averages(
     """
     for own in averages.values():
         own.begin_anew()
-    for part in held_slices(runtime, with_averages({}, averages), names):
+    for part in slices(runtime, names, with_averages({}, averages)):
         if part.name in stored.tensors and part.name not in stored.manifest.parameters:
             reader.read(part)
     for name, copy in averaged_buffers(read_model(runtime).buffers, averages).items():
@@ -285,18 +285,21 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     found[axis.rank] = reading.part
     whole = join(found)
     sums = join_pieces(piece for answer in answers for piece in answer.frozen)
+    names = {p.fqn: p.fqn for p in runtime.parameters if p.fqn not in left_out}
+    written = list(slices(runtime, names, with_averages(reading.states, parts.averages), written=True))
+    if axes.everyone.rank == 0:
+        buffers |= averaged_buffers(buffers, parts.averages)
+        written += [TensorSlice(name, tuple(b.shape), 0, b.reshape(-1)) for name, b in buffers.items()]
+    files = {}
+    if axis.rank == 0:
+        files = to_files(vars(whole.values) | {"client_state": Given(whole.values.client_state)})
     return Snapshot(
         folder=reading.folder,
         tag=tag,
         keep_last=parts.config.checkpoint.keep_last,
-        slices=written_slices(
-            runtime,
-            {p.fqn for p in runtime.parameters}.difference(left_out),
-            with_averages(reading.states, parts.averages),
-            buffers | averaged_buffers(buffers, parts.averages),
-        ),
+        slices=written,
         manifest=_describe(engine, parts, whole, {name: sums.get(name, 0) for name in whole.frozen}),
-        values=to_files(vars(whole.values)) if axis.rank == 0 else {},
+        values=files,
         memory=runtime.context.memory,
     )
 
@@ -341,11 +344,13 @@ def _read(parts: EngineState, dir: object, tag: str, client_state: Any, left_out
         lr_scheduler=None if parts.lr_scheduler is None else parts.lr_scheduler.state_dict(),
         extra=model.extra,
         rng=[rng.capture(runtime.context.device)] if axes.tp.rank == 0 else [],
-        places_in_data=[] if place is None or axes.tp.rank else [to_plain(place, "state of training_data")],
-        client_state=to_plain(dict(client_state or {}), "client_state"),
+        places_in_data=[] if place is None or axes.tp.rank else [Given(place)],
+        client_state=dict(client_state or {}),
     )
     for key, name in _IN_WORDS.items():
         check_plain(getattr(values, key), name)
+    check_plain(Given(place), "state of training_data")
+    check_plain(Given(values.client_state), "client_state")
     records = {
         p.fqn: ParameterRecord(
             tuple(p.full_shape), p.dtype, model.aliases.get(p.fqn, ()), own_blocks(cuts.get(p.fqn))
@@ -378,7 +383,7 @@ def _describe(engine: Engine, parts: EngineState, whole: Part, frozen: dict[str,
         global_step=engine.global_step,
         skipped_steps=engine.skipped_steps,
         loss_scale=engine._guard.loss_scale.state() if is_half else None,
-        rounding=None if rounding is None else RoundingRecord(rounding.seed, rounding.step),
+        rounding=None if rounding is None else replace(rounding),  # which training changes
         seed=torch.initial_seed(),
         data=parts.loader.state_dict() if isinstance(parts.loader, EpochLoader) else None,
         optimizer=whole.optimizer,

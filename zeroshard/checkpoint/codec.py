@@ -43,10 +43,17 @@ def to_json(value: Any) -> Any:
 
 
 @contextmanager
-def naming_damage(file: Path) -> Iterator[None]:
-    """Raise each error inside, of whatever kind a crafted file makes it, as a RuntimeError with the file."""
+def naming_damage(file: Path, passed: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Raise each error inside, of whatever kind a crafted file makes it, as a RuntimeError with the file.
+
+    Args:
+        file: the file.
+        passed: ValueError where that says what the file has and the engine lacks: it gets the file's name.
+    """
     try:
         yield
+    except passed as error:
+        raise ValueError(f"{file}: {error}") from None
     except Exception as error:
         raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error!s:.300})") from None
 

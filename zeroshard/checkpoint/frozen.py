@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint.codec import dtype_name
 from zeroshard.checkpoint.places import Box
-from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, Stored, TensorSlice, written_slices
+from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, Stored, TensorSlice, slices
 from zeroshard.comm.collectives import on_all
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stores.store import TierMemory
@@ -44,7 +44,8 @@ def frozen_names(runtime: Runtime) -> list[str]:
 
 def measure_pieces(runtime: Runtime, names: Collection[str]) -> list[SliceSum]:
     """Checksums of this rank's slices of some parameters; over all ranks, each element once."""
-    return [measure(part, runtime.context.memory) for part in written_slices(runtime, names, {}, {})]
+    parts = slices(runtime, {name: name for name in names}, {}, written=True)
+    return [measure(part, runtime.context.memory) for part in parts]
 
 
 def measure(part: TensorSlice, memory: TierMemory) -> SliceSum:

@@ -30,7 +30,6 @@ from zeroshard.checkpoint.optimizers import (
     check_group,
     check_schedule,
     match_groups,
-    naming_file,
     place_scalar,
     reorder_schedule,
     restore_groups,
@@ -49,12 +48,12 @@ from zeroshard.checkpoint.tensors import (
     Stored,
     TensorReader,
     cuts_of,
-    held_slices,
     is_description,
     open_checkpoint,
     read_model,
     read_offsets,
     set_offset,
+    slices,
 )
 from zeroshard.checkpoint.values import read_values
 from zeroshard.comm.collectives import on_all
@@ -69,7 +68,6 @@ from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.guard import LossScale
-from zeroshard.stepping.rounding import Rounding
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -91,7 +89,7 @@ class _LoadPlan:
     """The state of the LR scheduler."""
     loss_scale: LossScale | None
     """The dynamic scale of float16 in the checkpoint."""
-    rounding: Rounding | None
+    own: PartNames
 
 
 def load_checkpoint(
@@ -137,7 +135,7 @@ def load_checkpoint(
         engine.global_step, engine.skipped_steps = manifest.global_step, manifest.skipped_steps
         guard.loss_scale = guard.loss_scale.resumed(plan.loss_scale)
         if guard.rounding is not None:
-            guard.rounding.resume(plan.rounding or replace(guard.rounding, step=manifest.global_step))
+            guard.rounding.resume(manifest.rounding or replace(guard.rounding, step=manifest.global_step))
         _restore_rng(engine._runtime, plan)
     return plan.values.client_state
 
@@ -150,21 +148,21 @@ def _load(
     axis = runtime.context.axes.world
     runtime.wait()
     runtime.require_slices("load_checkpoint()")
-    prepared: list[tuple[_LoadPlan, PartNames]] = []
+    plans: list[_LoadPlan] = []
 
     def prepare() -> tuple[str, PartNames | None]:
-        plan, own = _prepare(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
-        prepared.append((plan, own))
-        return plan.stored.directory.name, own if runtime.context.axes.pp.size > 1 else None
+        plan = _prepare(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
+        plans.append(plan)
+        return plan.stored.directory.name, plan.own if runtime.context.axes.pp.size > 1 else None
 
     answers = on_all(axis, "start of loading a checkpoint", prepare)
     require_equal(
         [name for name, _ in answers],
         lambda found: ValueError(f"'{dir}': the ranks see different checkpoints: {found}"),
     )
-    [(plan, own)] = prepared
+    [plan] = plans
     stored = plan.stored
-    everyone = [names for _, names in answers if names is not None] or [own]
+    everyone = [names for _, names in answers if names is not None] or [plan.own]
     check_all_found(stored, plan.values.extra, everyone)
     if parts.config.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
@@ -219,39 +217,36 @@ def _restore_place(parts: EngineState, plan: _LoadPlan) -> None:
 # -------------------------------------------------------------------------------------------- checking
 
 
-def _prepare(
-    parts: EngineState, directory: Path, hyperparameters: bool, convert_states: bool
-) -> tuple[_LoadPlan, PartNames]:
-    stored = open_checkpoint(directory)
-    values = _read_values(stored, parts.runtime.context.device)
-    model = read_model(parts.runtime)
-    names = match_parameters(stored, parts.runtime, model.aliases)
+def _prepare(parts: EngineState, directory: Path, hyperparameters: bool, convert_states: bool) -> _LoadPlan:
+    stored, optimizer, runtime = open_checkpoint(directory), parts.optimizer, parts.runtime
+    values = _read_values(stored, runtime.context.device)
+    model = read_model(runtime)
+    names = match_parameters(stored, runtime, model.aliases)
     check_buffers(stored, model.buffers)
-    offsets = read_offsets(stored, parts.runtime, model.buffers)
+    offsets = read_offsets(stored, runtime, model.buffers)
     check_names(stored, "the model", "extra state", model.extra, values.extra)
     check_averages(stored, parts.averages)
     groups: list[dict[str, Any] | None] = []
     states: SavedStates = {}
     schedule = None
-    if parts.optimizer is not None:
-        if stored.manifest.optimizer is None:
-            warn_user(f"'{directory}' holds no optimizer state: the optimizer keeps its present state")
-        else:
-            _check_optimizer(stored, parts, convert_states, hyperparameters)
-            if hyperparameters:
-                with naming_file(directory / VALUES):
-                    matches = match_groups(parts.optimizer, values.groups, names)
-                    groups = _convert_groups(parts.optimizer, values.groups, matches)
-                    schedule = _match_schedule(stored, parts.lr_scheduler, values.lr_scheduler, matches)
-            cuts = cuts_of(parts.runtime)
-            noted = noted_change(parts.config, parts.runtime.context.axes.pp.rank)
-            states = match_states(parts.optimizer, stored, values.scalars, names, cuts, convert_states, noted)
+    if optimizer is not None and stored.manifest.optimizer is None:
+        warn_user(f"'{directory}' holds no optimizer state: the optimizer keeps its present state")
+    elif optimizer is not None:
+        _check_optimizer(stored, parts, convert_states, hyperparameters)
+        if hyperparameters:
+            with naming_damage(directory / VALUES, passed=ValueError):
+                matches = match_groups(optimizer, values.groups, names)
+                groups = _convert_groups(optimizer, values.groups, matches)
+                schedule = _match_schedule(stored, parts.lr_scheduler, values.lr_scheduler, matches)
+        noted = noted_change(parts.config, runtime.context.axes.pp.rank)
+        states = match_states(
+            optimizer, stored, values.scalars, names, cuts_of(runtime), convert_states, noted
+        )
     with naming_damage(directory / MANIFEST):
         if stored.manifest.data is not None:
             parse_state(stored.manifest.data)
         loss_scale = _read_loss_scale(stored.manifest.loss_scale)
-    rounding = stored.manifest.rounding
-    plan = _LoadPlan(
+    return _LoadPlan(
         stored=stored,
         values=values,
         names=names,
@@ -260,23 +255,20 @@ def _prepare(
         states=states,
         schedule=schedule,
         loss_scale=loss_scale,
-        rounding=None if rounding is None else Rounding(rounding.seed, rounding.step),
+        own=PartNames([(name, fqn) for fqn, name in names.items()], set(model.buffers), set(model.extra)),
     )
-    return plan, PartNames([(name, fqn) for fqn, name in names.items()], set(model.buffers), set(model.extra))
 
 
 def _convert_groups(
     optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], matches: Sequence[int | None]
 ) -> list[dict[str, Any] | None]:
-    groups = [
-        None if source is None else convert_group(optimizer, saved[source], group)
-        for group, source in zip(optimizer.param_groups, matches, strict=True)
-    ]
-    for number, (group, values) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        check_group(number, values or {}, group)
-    if isinstance(optimizer, BlockwiseOptimizer | LayerWise):
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            optimizer.check_group({**group, **(values or {})})
+    groups: list[dict[str, Any] | None] = []
+    for number, (group, source) in enumerate(zip(optimizer.param_groups, matches, strict=True)):
+        values = {} if source is None else convert_group(optimizer, saved[source], group)
+        check_group(number, values, group)
+        if isinstance(optimizer, BlockwiseOptimizer | LayerWise):
+            optimizer.check_group({**group, **values})
+        groups.append(None if source is None else values)
     return groups
 
 
@@ -360,7 +352,7 @@ def _read_tensors(parts: EngineState, plan: _LoadPlan, targets: Targets) -> None
     converted = {plan.names[p.fqn]: p for p, saved in plan.states.items() if saved.converted is not None}
     as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
     with TensorReader(plan.stored, runtime.context.memory.evict) as reader:
-        for part in held_slices(runtime, as_they_are, plan.names):
+        for part in slices(runtime, plan.names, as_they_are):
             if part.name in plan.stored.manifest.frozen:
                 continue
             reader.read(part)
@@ -438,11 +430,7 @@ def check_all_found(stored: Stored, extra: Collection[str], parts: Sequence[Part
                 f"'{stored.directory}': the checkpoint ties '{other}' and '{fqn}'; the model has them as "
                 "separate parameters"
             )
-    if unexpected := sorted(stored.manifest.parameters.keys() - known.keys()):
-        raise ValueError(
-            f"'{stored.directory}': the checkpoint has parameter '{unexpected[0]}', the model does not"
-            + (f", and {len(unexpected) - 1} more" if len(unexpected) > 1 else "")
-        )
+    check_names(stored, "the checkpoint", "parameter", stored.manifest.parameters, known)
     buffers = {name for part in parts for name in part.buffers}
     others = {name for part in parts for name in part.extra}
     check_names(stored, "the checkpoint", "a buffer", stored.manifest.buffers, buffers)

@@ -16,6 +16,7 @@ from zeroshard.checkpoint.codec import Count, Size, naming_damage, to_json, type
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.places import StoredTensor, check_places
 from zeroshard.plan.cuts import Cut
+from zeroshard.stepping.rounding import Rounding
 
 FORMAT = 2
 _CHUNK = 1 << 20
@@ -47,14 +48,6 @@ class ParameterRecord:
     """The cut whose parts begin with blocks of their own, for 8-bit states; see `blockwise.own_blocks`."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoundingRecord:
-    """The place in the random bits of stochastic rounding."""
-
-    seed: int
-    step: Count
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """All of a checkpoint but the bytes of its tensors and the values of other kinds."""
@@ -68,7 +61,8 @@ class Manifest:
     global_step: Count
     skipped_steps: Count
     loss_scale: dict[str, Any] | None
-    rounding: RoundingRecord | None = None
+    rounding: Rounding | None = None
+    """The place in the random bits of stochastic rounding."""
     seed: int
     """The seed from which ranks without saved generators derive theirs."""
     data: dict[str, Any] | None

@@ -9,11 +9,9 @@ lr="x". An optimizer would find out in the middle of its next step, with the old
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,28 +23,13 @@ from zeroshard.checkpoint.codec import MAX_STEPS
 from zeroshard.checkpoint.tensors import shape_of
 from zeroshard.internals.pytree import tree_leaves
 from zeroshard.optim.adopted import is_bitsandbytes, to_common
+from zeroshard.optim.eightbit.rule import rule_named
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 
 SMALL = 64
 """Elements of a state that older checkpoints may have as a few values for a whole parameter."""
 _NONE_IS_A_VALUE = ("t_alpha", "t_beta3")
 """Hyperparameters of AdEMAMix that are numbers or None."""
-
-
-@contextmanager
-def naming_file(file: Path) -> Iterator[None]:
-    """Errors of what is made of a file's values name the file.
-
-    Raises:
-        ValueError: was raised inside.
-        RuntimeError: anything else was: the values are of other kinds than those that are saved.
-    """
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error})") from None
 
 
 def check_group(number: int, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
@@ -78,7 +61,7 @@ def check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
         if key not in present or not (is_known or key in _COMMON):
             continue
         problem = misfit(value, present[key])
-        if key in _COUNTS and problem is None and (value != int(value) or not -1 <= value < MAX_STEPS):
+        if key in _COUNTS and problem is None and not _is_count(value, -1):
             problem = f"expected a count of steps, got {value!r}"
         if problem:
             raise ValueError(
@@ -112,15 +95,15 @@ def check_scalars(optimizer: Optimizer, name: str, saved: Mapping[Any, Any]) -> 
     """
     is_known = type(optimizer).__module__.startswith(("torch.", "zeroshard.")) or is_bitsandbytes(optimizer)
     for key, value in saved.items():
-        is_value = isinstance(value, Real | Tensor) or value is None
-        if isinstance(value, Tensor):
-            is_value = _is_small(value)
-            value = value.tolist() if is_value and value.numel() > 1 else value
-        if not isinstance(key, str) or not (is_value or not (is_known or isinstance(value, Tensor))):
+        is_number = value is None or isinstance(value, Real)
+        if isinstance(value, Tensor) and (is_number := _is_small(value)):
+            value = value.tolist() if value.numel() > 1 else value.item()
+        if not isinstance(key, str) or (not is_number and (is_known or isinstance(value, Tensor))):
             raise ValueError(f"state {key!r} of '{name}': expected a number, got {_described(value)}")
         if is_known and value is not None and _has_nan(value):
             raise ValueError(f"state '{key}' of '{name}': expected a number, got nan")
-        if is_known and key == "step" and not (0 <= value < MAX_STEPS and value == int(value)):
+        is_counted = is_known or rule_named(type(optimizer).__name__) is not None
+        if is_counted and key == "step" and not (_is_number(value) and _is_count(value, 0)):
             raise ValueError(f"step count of '{name}': expected an integer >= 0, got {_described(value)}")
 
 
@@ -168,6 +151,10 @@ def _is_number(value: Any) -> bool:
         is_plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
         return is_plain and value.numel() == 1 and not value.is_complex()
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return bool(least <= value < MAX_STEPS and value == int(value))
 
 
 def _has_nan(value: Any) -> bool:
@@ -236,12 +223,12 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
         dtypes = {key: value.dtype for key, value in values.items() if isinstance(value, Tensor)}
         for key, value in values.items():
             _check_key(optimizer, key)
-            if not isinstance(value, Tensor) and any(isinstance(v, Tensor) for v in tree_leaves(value)):
-                raise ValueError(
-                    f"{type(optimizer).__name__}: state '{key}' of '{parameter.fqn}' is a "
-                    f"{type(value).__name__} of tensors; expected tensors, or values without any"
-                )
             if not isinstance(value, Tensor):
+                if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                    raise ValueError(
+                        f"{type(optimizer).__name__}: state '{key}' of '{parameter.fqn}' is a "
+                        f"{type(value).__name__} of tensors; expected tensors, or values without any"
+                    )
                 scalars[key] = value
             elif not value.dim() or (key == "step" and value.numel() == 1):
                 scalars[key] = value.detach().cpu()

@@ -8,28 +8,35 @@ forward may change buffers.
 
 from __future__ import annotations
 
+import io
+import os
+import struct
 import threading
 import warnings
+import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pickle import dumps
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.files import MANIFEST, CheckpointPlace, write_synced
-from zeroshard.checkpoint.manifest import FileRecord, Manifest
-from zeroshard.checkpoint.tensors import TensorSlice
+from zeroshard.checkpoint.files import MANIFEST, CheckpointPlace, naming, write_synced
+from zeroshard.checkpoint.manifest import FileRecord, Manifest, ParameterRecord
+from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, tile
+from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 from zeroshard.comm.collectives import Axis, on_all, on_first
 from zeroshard.comm.lifecycle import BackgroundGroup, open_background_group
 from zeroshard.comm.streams import mark_here
 from zeroshard.stores.host import HostBuffer
 from zeroshard.stores.store import TierMemory
 
-if TYPE_CHECKING:
-    from zeroshard.checkpoint.writer import Written
-
+INDEX = ".metadata"
 _MARGIN = 1 << 20
 """Bytes for the small files, and what each box takes in addition to its elements."""
 _PER_BOX = 2048
@@ -64,8 +71,6 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
     Raises:
         RuntimeError: a rank could not write its part, and why, on all ranks; nothing of it is left.
     """
-    # At the first save: torch.distributed.checkpoint takes a third of the time of torch to import.
-    from zeroshard.checkpoint.writer import write_part
 
     def size() -> int:
         snapshot.wait()  # here, so that an error of the device is told to all ranks
@@ -101,8 +106,6 @@ def _check_shared(place: CheckpointPlace) -> None:
 
 def _finish(snapshot: Snapshot, place: CheckpointPlace, written: Sequence[Written]) -> None:
     """Rank 0 writes the small files and lets the checkpoint appear."""
-    from zeroshard.checkpoint.writer import INDEX, tensors_of, to_index
-
     boxes = [box for part in written for box in part.boxes]
     records = {name: record for part in written for name, record in part.files.items()}
     for name, data in {INDEX: to_index(boxes, snapshot.manifest.parameters), **snapshot.values}.items():
@@ -111,6 +114,181 @@ def _finish(snapshot: Snapshot, place: CheckpointPlace, written: Sequence[Writte
     manifest = replace(snapshot.manifest, files=dict(sorted(records.items())), tensors=tensors_of(boxes))
     write_synced(place.temporary / MANIFEST, manifest.to_bytes())  # the last one, as it lists the others
     files.commit(place, snapshot.keep_last)
+
+
+_ALIGNMENT = 64
+
+
+class SnapshotMemory:
+    """Host memory for the slices of one snapshot, used again for the next."""
+
+    def __init__(self) -> None:
+        self._buffer: HostBuffer | None = None
+
+    def copy(
+        self, slices: Sequence[TensorSlice], memory: TierMemory
+    ) -> tuple[list[TensorSlice], Callable[[], None]]:
+        """Copy the present values. Earlier copies are lost, so the host must have waited for them.
+
+        Returns:
+            Slices on the CPU whose values further training does not change, and a function that lets the
+            host wait until the values are there.
+
+        Raises:
+            RuntimeError: there is no memory for them.
+        """
+        sizes = (-(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT for part in slices)
+        *starts, total = accumulate(sizes, initial=0)
+        if self._buffer is None or self._buffer.memory.nbytes < total:
+            self._buffer = None  # before larger memory is taken
+            self._buffer = HostBuffer(memory.host(total))
+        copies = []
+        for part, start in zip(slices, starts, strict=True):
+            place = self._buffer.memory[start : start + part.data.nbytes].view(part.data.dtype)
+            copies.append(replace(part, data=place.copy_(part.data, non_blocking=True)))
+        self._buffer.last = mark_here(memory.device)
+        return copies, self._buffer.last.synchronize
+
+
+# ----------------------------------------------------------------------------------------- files
+
+
+class WrittenBox(NamedTuple):
+    """A part of a tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    place: StoredBox
+    offset: int
+    """The first byte of the archive around the elements: for torch.distributed.checkpoint."""
+    num_bytes: int
+    """The size of this archive."""
+
+
+class Written(NamedTuple):
+    """The boxes and files that one rank has written."""
+
+    boxes: list[WrittenBox]
+    files: dict[str, FileRecord]
+
+
+def write_part(directory: Path, slices: Sequence[TensorSlice], rank: int, memory: TierMemory) -> Written:
+    """Write this rank's slices into a file of its own, fsynced.
+
+    Args:
+        directory: the directory of the checkpoint.
+        slices: the slices.
+        rank: this rank, for the name of the file.
+        memory: the memory of the rank, where slices may lie.
+
+    Raises:
+        OSError: with the name of the file.
+        RuntimeError: slices in files are lost; with the name of their file.
+    """
+    boxes, path = [], directory / file_of(rank)
+    archive = io.BytesIO()  # torch.save writes from C++, where a disk that fails would end the process
+    with naming(path), _CheckedFile(path, "wb") as file:
+        for part in slices:
+            for box, values in part.boxes(MAX_BOX_BYTES):
+                memory.fetch(values)
+                archive.seek(0)
+                torch.save(_over_own_memory(values), archive)
+                archive.truncate()
+                memory.evict(values)
+                offset = file.tell()
+                place = StoredBox(box, rank, offset + find_elements(archive, values.nbytes))
+                size = file.write(archive.getbuffer())
+                boxes.append(WrittenBox(part.name, values.dtype, part.shape, place, offset, size))
+        os.fsync(file.fileno())
+    return Written(boxes, {path.name: FileRecord(file.num_bytes, file.crc32)})
+
+
+def find_elements(archive: io.BytesIO, num_bytes: int) -> int:
+    """Return the first byte of the elements of a tensor that torch.save has written.
+
+    Args:
+        archive: a zip archive by torch.save, which stores the elements as they are.
+        num_bytes: bytes of the elements.
+
+    Raises:
+        zipfile.BadZipFile: it is no such archive.
+    """
+    with zipfile.ZipFile(archive) as opened:
+        records = [record for record in opened.infolist() if record.filename.endswith("/data/0")]
+    if len(records) != 1 or records[0].compress_type or records[0].file_size != num_bytes:
+        raise zipfile.BadZipFile(f"expected one record of {num_bytes} bytes")
+    header = records[0].header_offset
+    archive.seek(header + 26)  # the lengths of two fields that follow the 30 bytes of a header
+    name_size, extra_size = struct.unpack("<HH", archive.read(4))
+    return header + 30 + int(name_size) + int(extra_size)
+
+
+def tensors_of(boxes: Iterable[WrittenBox]) -> dict[str, StoredTensor]:
+    """Return the places of all tensors, by name, from the boxes that all ranks have written."""
+    places: dict[str, list[WrittenBox]] = {}
+    for written in boxes:
+        places.setdefault(written.name, []).append(written)
+    tensors = {
+        name: StoredTensor(parts[0].dtype, parts[0].shape, [part.place.row for part in parts])
+        for name, parts in places.items()
+    }
+    for name, tensor in tensors.items():
+        assert tile(tensor), f"the ranks wrote each element of '{name}' once"
+    return tensors
+
+
+def to_index(boxes: Iterable[WrittenBox], parameters: Mapping[str, ParameterRecord]) -> bytes:
+    """Return the content of `INDEX`: what torch.distributed.checkpoint reads, and zeroshard never does.
+
+    Args:
+        boxes: that all ranks have written.
+        parameters: the parameters, whose other names the tensors can be read under, too.
+    """
+    # At the first save: torch.distributed.checkpoint takes a third of the time of torch to import.
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    tensors: dict[str, metadata.TensorStorageMetadata] = {}
+    places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = {}
+    for written in boxes:
+        stored = written.place
+        box = metadata.ChunkStorageMetadata(torch.Size(stored.box.offsets), torch.Size(stored.box.sizes))
+        aliases = parameters[written.name].aliases if written.name in parameters else ()
+        for name in (written.name, *aliases):
+            properties = metadata.TensorProperties(dtype=written.dtype)
+            tensor = metadata.TensorStorageMetadata(properties, torch.Size(written.shape), [])
+            tensors.setdefault(name, tensor).chunks.append(box)
+            place = filesystem._StorageInfo(stored.file, written.offset, written.num_bytes)
+            places[metadata.MetadataIndex(name, box.offsets)] = place
+    # No path in the meta: the checkpoint will not stay under the present one.
+    meta, version = metadata.StorageMeta(), filesystem.CURRENT_DCP_VERSION
+    index = metadata.Metadata(cast(Any, tensors), storage_data=places, storage_meta=meta, version=version)
+    return dumps(index)
+
+
+def _over_own_memory(values: Tensor) -> Tensor:
+    """`values` on the CPU, as a tensor whose memory ends where they do: torch.save writes all of it."""
+    values = values.cpu().contiguous()
+    start = values.storage_offset() * values.element_size()
+    memory = values.untyped_storage()[start : start + values.nbytes]
+    return torch.empty(0, dtype=values.dtype, device="cpu").set_(memory, 0, values.shape, values.stride())
+
+
+class _CheckedFile(io.FileIO):
+    """An unbuffered file that is written from start to end."""
+
+    num_bytes = crc32 = 0
+
+    def write(self, data: Any) -> int:
+        """Write all of `data` and return its size in bytes."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += super().write(view[done:])
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.num_bytes += done
+        return done
 
 
 class Saver:
@@ -150,7 +328,7 @@ class Saver:
             snapshot = replace(snapshot, slices=slices, wait=wait)
 
         # Here: the thread may run when the interpreter ends, and then some modules cannot be imported.
-        from zeroshard.checkpoint import writer  # noqa: F401
+        import torch.distributed.checkpoint  # noqa: F401
 
         on_all(self._axis, "copy of what is to be saved", copy)
         background = self._background = self._background or open_background_group(self._axis)
@@ -203,37 +381,3 @@ class Saver:
             raise RuntimeError(
                 f"the checkpoint that was saved in the background failed: {failure}"
             ) from failure
-
-
-_ALIGNMENT = 64
-
-
-class SnapshotMemory:
-    """Host memory for the slices of one snapshot, used again for the next."""
-
-    def __init__(self) -> None:
-        self._buffer: HostBuffer | None = None
-
-    def copy(
-        self, slices: Sequence[TensorSlice], memory: TierMemory
-    ) -> tuple[list[TensorSlice], Callable[[], None]]:
-        """Copy the present values. Earlier copies are lost, so the host must have waited for them.
-
-        Returns:
-            Slices on the CPU whose values further training does not change, and a function that lets the
-            host wait until the values are there.
-
-        Raises:
-            RuntimeError: there is no memory for them.
-        """
-        sizes = (-(-part.data.nbytes // _ALIGNMENT) * _ALIGNMENT for part in slices)
-        *starts, total = accumulate(sizes, initial=0)
-        if self._buffer is None or self._buffer.memory.nbytes < total:
-            self._buffer = None  # before larger memory is taken
-            self._buffer = HostBuffer(memory.host(total))
-        copies = []
-        for part, start in zip(slices, starts, strict=True):
-            place = self._buffer.memory[start : start + part.data.nbytes].view(part.data.dtype)
-            copies.append(replace(part, data=place.copy_(part.data, non_blocking=True)))
-        self._buffer.last = mark_here(memory.device)
-        return copies, self._buffer.last.synchronize

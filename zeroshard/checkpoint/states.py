@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.checkpoint.codec import MAX_STEPS, naming_damage
+from zeroshard.checkpoint.codec import naming_damage
 from zeroshard.checkpoint.files import MANIFEST, VALUES
 from zeroshard.checkpoint.optimizers import check_scalars
 from zeroshard.checkpoint.places import StoredTensor
@@ -22,13 +22,11 @@ from zeroshard.checkpoint.tensors import (
     TensorSlice,
     block_numbers,
     blocks_of,
-    find_unpaired,
     have_same_blocks,
     is_codes,
     is_scales,
     num_scales,
     own_blocks,
-    scales_slice,
     shape_of,
     state_name,
 )
@@ -102,47 +100,36 @@ def match_states(
     states: SavedStates = {}
     for parameter in (p for group in optimizer.param_groups for p in only_sharded(group["params"])):
         name, bits = names[parameter.fqn], num_bits(optimizer, parameter)
-        tensors = by_name.get(name, {})
-        blocks = stored.manifest.parameters[name].blocks if name in stored.manifest.parameters else None
+        blocks = stored.manifest.parameters[name].blocks
         has_same_blocks = have_same_blocks(blocks, own_blocks(cuts.get(parameter.fqn)))
+        tensors = by_name.get(name, {})
         tensors = {key: one for key, one in tensors.items() if key == noted or key not in _OF_PIPELINES}
-        converted = _check_states(optimizer, parameter.fqn, bits, stored, tensors, has_same_blocks)
+        own: Mapping[str, Any] = {}
+        if (saved := scalars.get(name, {})) or tensors:  # else the parameter has had no step
+            with naming_damage(stored.directory / VALUES):
+                check_scalars(optimizer, name, saved)
+                own = convert_scalars(optimizer, saved, stored.manifest.global_step)
+        found = {key: one for key, one in tensors.items() if key not in _OF_PIPELINES}
+        converted = None
+        if found or "step" in own:
+            converted = _check_states(
+                optimizer, parameter.fqn, bits, stored, _dtypes_of(found), has_same_blocks
+            )
         if converted is not None and not convert_states:
             raise ValueError(
-                f"'{stored.directory}': {_explain(optimizer, parameter.fqn, bits, tensors)}, or "
-                "convert_states=True"
+                f"'{stored.directory}': expected states of '{parameter.fqn}' in the {bits} bits that "
+                f"{type(optimizer).__name__} keeps, and in the blocks of this layout if these are 8, got "
+                "others. Use the same threshold, overrides and mesh.tp as at saving, or convert_states=True, "
+                "which rounds values to 8 bits once more"
             )
-        if converted is not None:
-            tensors = {key: one for key, one in tensors.items() if key not in _OF_PIPELINES}
-        if converted is None:
-            main = stored.tensors.get(name)  # none where it was frozen and left out
-            main_dtype = parameter.dtype if main is None else main.dtype
-            dtypes = _kept_dtypes(optimizer, parameter, tensors, main_dtype)
-        else:
-            dtypes = _new_dtypes(optimizer, parameter, converted, bits)
         states[parameter] = SavedState(
-            tensors=tensors,
-            scalars=_match_scalars(optimizer, stored, name, scalars.get(name, {}), bool(tensors)),
-            dtypes=dtypes,
+            tensors=tensors if converted is None else found,
+            scalars=own,
+            dtypes=_new_dtypes(optimizer, parameter, tensors, stored.tensors.get(name), converted, bits),
             converted=converted,
             blocks=blocks,
         )
     return states
-
-
-def _explain(optimizer: Optimizer, name: str, bits: int, tensors: Mapping[str, StoredTensor]) -> str:
-    """The message about states that would have to be converted."""
-    dtypes = _dtypes_of(tensors)
-    if any(is_codes(key, dtypes) for key in dtypes) and bits == 8:
-        return (
-            f"expected 8-bit states of '{name}' in the blocks of this layout, got blocks of another "
-            "number of tensor-parallel ranks, and new blocks round the values once more. Use the same "
-            "mesh.tp as at saving"
-        )
-    return (
-        f"expected states of '{name}' in the {bits} bits that {type(optimizer).__name__} keeps, got another "
-        "number of bits. Use the same threshold and overrides as at saving"
-    )
 
 
 def _tensors_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
@@ -166,31 +153,25 @@ def _tensors_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
 
 
 def _check_states(
-    optimizer: Optimizer,
-    name: str,
-    bits: int,
-    stored: Stored,
-    tensors: Mapping[str, StoredTensor],
-    has_same_blocks: bool,
+    optimizer: Optimizer, name: str, bits: int, stored: Stored, dtypes: Dtypes, has_same_blocks: bool
 ) -> Family | None:
     """Return the family to convert from, if the checkpoint has other bits or blocks; None if not."""
-    kind = type(optimizer).__name__
-    family, dtypes = family_of(kind), _dtypes_of(tensors)
-    if family is None and not has_same_blocks and any(is_scales(key, dtypes) for key in dtypes):
-        raise ValueError(
-            f"'{stored.directory}': states of '{name}' have scales for blocks of other tensor ranks, and "
-            f"states of {kind} cannot be converted: expected the same mesh.tp as at saving"
-        )
-    if family is None or tensors.keys() <= _OF_PIPELINES:
+    kind, manifest = type(optimizer).__name__, stored.directory / MANIFEST
+    family = family_of(kind)
+    if family is None:
+        if not has_same_blocks and any(is_scales(key, dtypes) for key in dtypes):
+            raise ValueError(
+                f"'{stored.directory}': states of '{name}' have scales for blocks of other tensor ranks, and "
+                f"states of {kind} cannot be converted: expected the same mesh.tp as at saving"
+            )
         return None
-    if (problem := find_unpaired(dtypes)) is not None:
-        raise RuntimeError(f"{stored.directory / MANIFEST}: '{name}' has {problem}")
-    own = [key for key in dtypes if not is_scales(key, dtypes) and key not in _OF_PIPELINES]
-    found = {key: 8 if is_codes(key, dtypes) else 32 for key in own}
+    for key, dtype in dtypes.items():
+        is_half = dtype == torch.uint8 or key.endswith(ABSMAX)
+        if is_half and not is_codes(key, dtypes) and not is_scales(key, dtypes):
+            raise RuntimeError(f"{manifest}: '{name}' has codes or scales alone, '{key}'")
+    found = {key: 8 if is_codes(key, dtypes) else 32 for key in dtypes if not is_scales(key, dtypes)}
     if missing := sorted(family.states.keys() - found.keys()):
-        raise RuntimeError(
-            f"{stored.directory / MANIFEST}: expected state '{missing[0]}' of '{name}', found none"
-        )
+        raise RuntimeError(f"{manifest}: expected state '{missing[0]}' of '{name}', found none")
     is_converted = set(found.values()) != {bits} or (bits == 8 and not has_same_blocks)
     unknown = sorted(found.keys() - family.states.keys())
     if unknown and (is_converted or stored.manifest.optimizer != kind):
@@ -200,62 +181,36 @@ def _check_states(
     return family if is_converted else None
 
 
-def _match_scalars(
-    optimizer: Optimizer, stored: Stored, name: str, saved: Mapping[str, Any], has_tensors: bool
-) -> Mapping[str, Any]:
-    if not saved and not has_tensors:  # the parameter has had no step
-        return {}
-    with naming_damage(stored.directory / VALUES):
-        check_scalars(optimizer, name, saved)
-        scalars = convert_scalars(optimizer, saved, stored.manifest.global_step)
-    family = family_of(type(optimizer).__name__)
-    if family is not None and "step" in scalars and not has_tensors:
-        raise RuntimeError(
-            f"{stored.directory / MANIFEST}: expected state '{next(iter(family.states))}' of '{name}', "
-            "which has a step count; found none"
-        )
-    return scalars
-
-
-def _kept_dtypes(
+def _new_dtypes(
     optimizer: Optimizer,
     parameter: ShardedParameter,
     tensors: Mapping[str, StoredTensor],
-    main_dtype: torch.dtype,
+    main: StoredTensor | None,
+    converted: Family | None,
+    bits: int,
 ) -> Dtypes:
-    """Return the dtypes of states that are read as they are.
+    """Return the dtypes in which the optimizer gets its states.
 
     Args:
-        main_dtype: of the parameter in the checkpoint.
+        tensors: the states in the checkpoint.
+        main: the parameter there; None where it was frozen and left out.
+        converted: the family, if states are converted.
+        bits: the bits that states are to have.
     """
+    keeps_float32 = isinstance(optimizer, BlockwiseOptimizer) or is_bitsandbytes(optimizer)
+    plain = torch.float32 if keeps_float32 else torch.promote_types(parameter.dtype, torch.float32)
+    if converted is not None and bits == 32:
+        return dict.fromkeys(converted.states, plain)
+    if converted is not None:
+        scales = {key + ABSMAX: torch.float32 for key in converted.states}
+        return dict.fromkeys(converted.states, torch.uint8) | scales
     there = _dtypes_of(tensors)
-    changes = {key for key in there if not is_codes(key, there) and not is_scales(key, there)}
-    if not _keeps_float32(optimizer):
-        changes = {key for key in changes if there[key] == _wide(main_dtype)}
-    own = dict.fromkeys(changes, _plain_dtype(optimizer, parameter))
-    return there | own | dict.fromkeys(there.keys() & _OF_PIPELINES, parameter.dtype)
-
-
-def _new_dtypes(optimizer: Optimizer, parameter: ShardedParameter, family: Family, bits: int) -> Dtypes:
-    """Return the dtypes of states that are converted."""
-    if bits == 32:
-        return dict.fromkeys(family.states, _plain_dtype(optimizer, parameter))
-    scales = {key + ABSMAX: torch.float32 for key in family.states}
-    return dict.fromkeys(family.states, torch.uint8) | scales
-
-
-def _plain_dtype(optimizer: Optimizer, parameter: ShardedParameter) -> torch.dtype:
-    """Return the dtype in which the optimizer makes states that are not quantized."""
-    return torch.float32 if _keeps_float32(optimizer) else _wide(parameter.dtype)
-
-
-def _wide(main_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which an optimizer steps and has its states."""
-    return torch.promote_types(main_dtype, torch.float32)
-
-
-def _keeps_float32(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, BlockwiseOptimizer) or is_bitsandbytes(optimizer)
+    wide = torch.promote_types((main or parameter).dtype, torch.float32)
+    numbers = {key for key in there if not is_codes(key, there) and not is_scales(key, there)}
+    changed = {key for key in numbers if keeps_float32 or there[key] == wide}
+    return (
+        there | dict.fromkeys(changed, plain) | dict.fromkeys(there.keys() & _OF_PIPELINES, parameter.dtype)
+    )
 
 
 def _dtypes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, torch.dtype]:
@@ -323,8 +278,7 @@ def read_converted(
 def _read_state(reader: TensorReader, part: TensorSlice, span: Span, key: str, dtype: torch.dtype) -> Tensor:
     """[span.size]: a state of some elements of a slice of a parameter."""
     values = torch.empty(span.size, dtype=dtype, device=part.data.device)
-    title = state_name(part.name, key)
-    reader.read(TensorSlice(title, part.shape, part.start + span.start, values, part.part))
+    reader.read(part.state(key, values, span.start))
     return values
 
 
@@ -361,8 +315,7 @@ class _Dequantizer:
             numbers = block_numbers(part.shape, own, held, rank, self._blocks).to(codes.device)
             return self._book.values.index_select(0, codes.int()) * self._scales[numbers]
         scales = torch.empty(num_blocks(span.size), device=codes.device)
-        title = state_name(part.name, self._key + ABSMAX)
-        self._reader.read(scales_slice(title, part.shape, part.start + span.start, scales, part.part))
+        self._reader.read(part.scales(self._key + ABSMAX, scales, span.start))
         return QuantizedState(codes, scales, self._book).load()
 
 
@@ -413,9 +366,6 @@ def convert_scalars(optimizer: Optimizer, saved: Mapping[str, Any], global_step:
         optimizer: the present optimizer.
         saved: the scalars in the checkpoint, by name.
         global_step: the count for an optimizer that counts, if the saved one did not.
-
-    Raises:
-        ValueError: `step` is no count of steps.
     """
     kind = type(optimizer)
     family = family_of(kind.__name__)
@@ -423,8 +373,6 @@ def convert_scalars(optimizer: Optimizer, saved: Mapping[str, Any], global_step:
         return dict(saved)
     scalars = {key: value for key, value in saved.items() if key != "step"}
     step = saved.get("step", global_step)
-    if not 0 <= step < MAX_STEPS or step != int(step):
-        raise ValueError(f"step: expected a count of steps, got {step!r}")
     if kind in family.without_step:
         return scalars
     if kind.__module__.startswith("torch."):

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, runs, split, whole
+from zeroshard.comm.mesh import Axes
 from zeroshard.forwards.composed import DESCRIPTION
 from zeroshard.optim.eightbit.blocks import ABSMAX, num_blocks
 from zeroshard.parameters.sharded import ShardedParameter
@@ -44,16 +46,6 @@ def is_codes(key: str, dtypes: Dtypes) -> bool:
 def is_scales(key: str, dtypes: Dtypes) -> bool:
     """Return True for a state that holds the scales of another state."""
     return key.endswith(ABSMAX) and is_codes(key.removesuffix(ABSMAX), dtypes)
-
-
-def find_unpaired(dtypes: Dtypes) -> str | None:
-    """The first half of a quantized state, in words; None where all are whole."""
-    for key, dtype in dtypes.items():
-        if key.endswith(ABSMAX) and not is_scales(key, dtypes):
-            return f"scales '{key}' without codes of one byte"
-        if dtype == torch.uint8 and not is_codes(key, dtypes):
-            return f"codes '{key}' without scales"
-    return None
 
 
 def shape_of(key: str, dtypes: Dtypes, shape: Sequence[int], blocks: Cut | None = None) -> tuple[int, ...]:
@@ -101,26 +93,20 @@ def block_numbers(
         blocks: the cut whose parts have the blocks; None for blocks of the whole.
     """
     local = shape if held is None else held.local_shape
-    at = list(torch.unravel_index(torch.arange(span.start, span.stop), tuple(local)))
+    at = list(np.unravel_index(np.arange(span.start, span.stop), tuple(local)))
     if held is not None:
-        places = torch.cat([torch.arange(own.start, own.stop) for own in held.spans(rank)])
-        at[held.dim] = places[at[held.dim]]
+        at[held.dim] = _indices(held, rank)[at[held.dim]]
     if blocks is None:
-        return _ravel(at, shape) // BLOCK
-    owners = torch.empty(shape[blocks.dim], dtype=torch.int64)
-    inside = torch.empty_like(owners)
-    for number in range(blocks.num_ranks):
-        places = torch.cat([torch.arange(own.start, own.stop) for own in blocks.spans(number)])
-        owners[places], inside[places] = number, torch.arange(places.numel())
-    owner, at[blocks.dim] = owners[at[blocks.dim]], inside[at[blocks.dim]]
-    return owner * num_blocks(math.prod(blocks.local_shape)) + _ravel(at, blocks.local_shape) // BLOCK
+        return torch.from_numpy(np.ravel_multi_index(at, tuple(shape)) // BLOCK)
+    in_parts = np.concatenate([_indices(blocks, number) for number in range(blocks.num_ranks)])
+    owner, at[blocks.dim] = np.divmod(np.argsort(in_parts)[at[blocks.dim]], blocks.local_shape[blocks.dim])
+    before = owner * num_blocks(math.prod(blocks.local_shape))
+    return torch.from_numpy(before + np.ravel_multi_index(at, blocks.local_shape) // BLOCK)
 
 
-def _ravel(at: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    flat = torch.zeros_like(at[0])
-    for index, size in zip(at, shape, strict=True):
-        flat = flat * size + index
-    return flat
+def _indices(cut: Cut, rank: int) -> Any:
+    """The indices along the dimension of a cut that a rank holds, in the order of its part."""
+    return np.concatenate([np.arange(span.start, span.stop) for span in cut.spans(rank)])
 
 
 def blocks_of(span: Span) -> Span:
@@ -184,6 +170,17 @@ class TensorSlice:
                 else:
                     yield from self.part.boxes(piece, values)
 
+    def state(self, key: str, data: Tensor, skipped: int = 0) -> TensorSlice:
+        """Return the slice of a state of this parameter: of the same elements, after some of them."""
+        return replace(self, name=state_name(self.name, key), start=self.start + skipped, data=data)
+
+    def scales(self, key: str, data: Tensor, skipped: int = 0) -> TensorSlice:
+        """Return the slice of the scales of a state, [blocks]. Blocks are counted part by part."""
+        cut, rank = self.part or (None, 0)
+        before = 0 if cut is None else rank * num_blocks(math.prod(cut.local_shape))
+        first = before + (self.start + skipped) // BLOCK
+        return TensorSlice(state_name(self.name, key), (num_scales(self.shape, cut),), first, data)
+
 
 States = Mapping[ShardedParameter, Mapping[str, Tensor]]
 """Tensors that belong to parameters, by parameter and key: of the shape of the sharded parameter, or scales
@@ -233,103 +230,54 @@ def cuts_of(runtime: Runtime) -> dict[str, Cut]:
     return {original.fqn: original.cut for original in originals if original.cut is not None}
 
 
-def held_slices(runtime: Runtime, states: States, names: Mapping[str, str]) -> Iterator[TensorSlice]:
-    """Every main parameter and state that this rank holds.
-
-    Args:
-        names: what each parameter is called in the checkpoint.
-    """
-    for buffer in runtime.buffers:
-        for index, sharded in enumerate(buffer.sharded):
-            own = states.get(sharded, {})
-            yield from _slices(buffer, index, names[sharded.fqn], own, buffer.main_span, _tp_rank(runtime))
-
-
-def written_slices(
-    runtime: Runtime, names: Collection[str], states: States, buffers: Mapping[str, Tensor]
-) -> list[TensorSlice]:
-    """Return the slices that this rank writes: over all ranks, each element once.
+def slices(
+    runtime: Runtime, names: Mapping[str, str], states: States, *, written: bool = False
+) -> Iterator[TensorSlice]:
+    """Yield the slices of main parameters and their states on this rank.
 
     Args:
         runtime: of the model.
-        names: the parameters.
-        states: of the optimizer.
-        buffers: of the module; rank 0's are written.
+        names: what parameters are called in the checkpoint, by their names; others are left out.
+        states: of the parameters.
+        written: True gives the slices that this rank writes, over all ranks each element once; False gives
+            all that it holds.
     """
-    is_first, rank = runtime.context.axes.everyone.rank == 0, _tp_rank(runtime)
-    parts = [
-        part
-        for buffer in runtime.buffers
-        for index, sharded in enumerate(buffer.sharded)
-        if sharded.fqn in names and counts(buffer.originals[index], rank, runtime.context.axes.pp.rank)
-        for part in _slices(
-            buffer, index, sharded.fqn, states.get(sharded, {}), _written(buffer, runtime), rank, is_first
-        )
-    ]
-    if is_first:
-        parts += [TensorSlice(name, tuple(b.shape), 0, b.reshape(-1)) for name, b in buffers.items()]
-    return parts
-
-
-def _tp_rank(runtime: Runtime) -> int:
-    return runtime.context.axes.tp.rank
-
-
-def _written(buffer: FlatBuffer, runtime: Runtime) -> Span:
-    """The flat range of a buffer that this rank writes."""
     axes = runtime.context.axes
+    wants_empty = written and axes.everyone.rank == 0
+    for buffer in runtime.buffers:
+        wanted = _written(buffer, axes) if written else buffer.main_span
+        for index, sharded in enumerate(buffer.sharded):
+            original, place = buffer.originals[index], buffer.layout.parameter(index)
+            if sharded.fqn not in names or (written and not counts(original, axes.tp.rank, axes.pp.rank)):
+                continue
+            held = place.intersect(buffer.main_span)
+            taken = held.intersect(wanted)
+            if not taken.size and not (wants_empty and not place.size):
+                continue
+            inside = taken.shifted(-held.start)
+            part = TensorSlice(
+                names[sharded.fqn],
+                tuple(buffer.whole_shapes[index]),
+                taken.start - place.start if taken.size else 0,
+                buffer.main.detach()[buffer.sharded_span(index).slice][inside.slice],
+                None if original.cut is None else TensorPart(original.cut, axes.tp.rank),
+            )
+            yield part
+            own = states.get(sharded, {})
+            dtypes = {key: value.dtype for key, value in own.items()}
+            for key, value in own.items():
+                if is_scales(key, dtypes):
+                    yield part.scales(key, value.detach()[blocks_of(inside).slice])
+                else:
+                    yield part.state(key, value.detach()[inside.slice])
+
+
+def _written(buffer: FlatBuffer, axes: Axes) -> Span:
+    """The flat range of a buffer that this rank writes."""
     shard = buffer.layout.shard(axes.dp_shard.rank)
     size = shard.size // axes.dp_replicate.size
     start = shard.start + axes.dp_replicate.rank * size
     return Span(start, start + size)
-
-
-def _slices(
-    buffer: FlatBuffer,
-    index: int,
-    name: str,
-    states: Mapping[str, Tensor],
-    wanted: Span,
-    tp_rank: int,
-    wants_empty: bool = False,
-) -> Iterator[TensorSlice]:
-    """The slice of a parameter, and of its states, that lies in a flat range of its buffer."""
-    place = buffer.layout.parameter(index)
-    held = place.intersect(buffer.main_span)
-    taken = held.intersect(wanted)
-    if not taken.size and not (wants_empty and not place.size):
-        return
-    shape, cut = tuple(buffer.whole_shapes[index]), buffer.originals[index].cut
-    part = None if cut is None else TensorPart(cut, tp_rank)
-    start = taken.start - place.start if taken.size else 0
-    inside = taken.shifted(-held.start)
-    main = buffer.main.detach()[buffer.sharded_span(index).slice]
-    yield TensorSlice(name, shape, start, main[inside.slice], part)
-    dtypes = {key: value.dtype for key, value in states.items()}
-    for key, value in states.items():
-        title = state_name(name, key)
-        if is_scales(key, dtypes):
-            yield scales_slice(title, shape, start, value.detach()[blocks_of(inside).slice], part)
-        else:
-            yield TensorSlice(title, shape, start, value.detach()[inside.slice], part)
-
-
-def scales_slice(
-    name: str, shape: Sequence[int], start: int, data: Tensor, part: TensorPart | None = None
-) -> TensorSlice:
-    """The scales of a range of elements. Blocks are counted by parts: the first rank's blocks, and so on.
-
-    Args:
-        name: the name of the scales.
-        shape: the shape of the parameter.
-        start: the first element, as in the slice of the parameter.
-        data: [blocks]
-        part: the part that the range lies in.
-    """
-    if part is None:
-        return TensorSlice(name, (num_scales(shape),), start // BLOCK, data)
-    own = num_blocks(math.prod(part.cut.local_shape))
-    return TensorSlice(name, (num_scales(shape, part.cut),), part.rank * own + start // BLOCK, data)
 
 
 # ----------------------------------------------------------------------------------------------- reading

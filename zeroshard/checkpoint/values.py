@@ -14,7 +14,7 @@
 
 A value comes back with the same type. A tensor comes back on the CPU, contiguous, with memory of its own.
 
-Values that a user keeps in a checkpoint become plain ones first, which load without running code:
+Values that a user keeps in a checkpoint (`Given`) become plain ones, which load without running code:
 
 given                                       comes back as
 numbers, strings, bytes, None, tensors      the same
@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,8 @@ def to_files(values: Mapping[str, Any]) -> dict[str, bytes]:
         ValueError: as `check_plain`.
     """
     encoder = _JsonEncoder()
-    encoded = encoder.encode(dict(values), "values")
+    # By the depth that `check_plain` allows, in up to three containers more.
+    encoded = encoder.encode(dict(values), "values", -3)
     infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in encoder.tensors.items()}
     beginning = begin_file(infos)
     data = bytearray(beginning.num_bytes)
@@ -110,10 +111,39 @@ def read_values(directory: Path) -> Any:
 # -------------------------------------------------------------------------------------------- writing
 
 
+class Given(NamedTuple):
+    """A value of the user's, of which parts become plain as the second table says."""
+
+    value: Any
+
+
+def _simpler(value: Any, path: str) -> Any:
+    """Return what a given value comes back as, without regard to its parts; others as they are."""
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(value, numpy.ndarray):
+            try:
+                return torch.from_numpy(value.copy())
+            except TypeError as error:
+                raise ValueError(f"{path}: expected an array of numbers: {error}") from None
+        if isinstance(value, numpy.generic):
+            return value.item()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    kinds: tuple[Callable[[Any], Any], ...] = (list, tuple, set, frozenset, str, bytes, int, float, complex)
+    return next((kind(value) for kind in kinds if isinstance(value, cast(type, kind))), value)
+
+
 class _JsonEncoder:
     """Makes JSON of values, and collects their tensors."""
 
     def __init__(self) -> None:
+        self._is_given = False
         self.tensors: dict[str, Tensor] = {}
         """On the CPU, contiguous, of dtypes that safetensors has."""
 
@@ -142,12 +172,21 @@ class _JsonEncoder:
         if kind in (Tensor, nn.Parameter):
             return self._encode_tensor(value, path)
         if depth > MAX_DEPTH:
-            raise ValueError(f"{path:.300}: expected values nested up to {MAX_DEPTH} deep, got one deeper")
+            raise ValueError(
+                f"{path:.300}: expected values nested up to {MAX_DEPTH} deep, and no value that holds itself"
+            )
         if kind is list or kind in _SEQUENCES:
             items = [self.encode(item, f"{path}[{at}]", depth + 1) for at, item in enumerate(value)]
             return items if kind is list else {_SEQUENCES[kind]: items}
         if kind in _DICTS:
             return self._encode_dict(value, path, depth)
+        if kind is Given:
+            self._is_given = True
+            encoded = self.encode(value.value, path, depth)
+            self._is_given = False
+            return encoded
+        if self._is_given and (simpler := _simpler(value, path)) is not value:
+            return self.encode(simpler, path, depth + 1)
         raise _foreign(value, path)
 
     def _encode_dict(self, value: Mapping[Any, Any], path: str, depth: int) -> Any:
@@ -155,6 +194,9 @@ class _JsonEncoder:
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return items
         keys = [self.encode(key, f"{path}: the key {key!r:.100}", depth + 1) for key in items]
+        name, times = Counter(map(repr, keys)).most_common(1)[0] if keys else ("", 1)
+        if times > 1:
+            raise ValueError(f"{path}: expected different keys, got two that are both saved as {name:.100}")
         return {_DICTS[type(value)]: [list(pair) for pair in zip(keys, items.values(), strict=True)]}
 
     def _encode_tensor(self, value: Tensor, path: str) -> dict[str, Any]:
@@ -287,72 +329,3 @@ def _hashing(kind: type) -> Callable[[list[Any]], Any]:
 
 def _as_parameter(value: Tensor) -> nn.Parameter:
     return nn.Parameter(value.detach(), requires_grad=value.requires_grad)
-
-
-# -------------------------------------------------------------------------------------- values of users
-
-
-_KEPT = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
-_KEPT_DICTS = (dict, OrderedDict, Counter)
-
-
-def to_plain(value: Any, path: str) -> Any:
-    """Return `value` as the table above says. Raises ValueError with the key of what has no place there."""
-    plain = _plain(value, path)
-    check_plain(plain, path)
-    return plain
-
-
-def _plain(value: Any, path: str, depth: int = 0) -> Any:
-    """`value` as the table above says; other values as they are.
-
-    Args:
-        value: given by the user; not changed.
-        path: of the value, for errors.
-        depth: of containers around it.
-
-    Raises:
-        ValueError: it is nested too deeply, or holds itself; or two keys of a dict become the same.
-    """
-    if depth > MAX_DEPTH - 5:  # what is around it in a file takes some
-        raise ValueError(
-            f"{path}: expected values nested at most {MAX_DEPTH - 5} deep, and no value that holds itself"
-        )
-    if isinstance(value, Tensor) or type(value) in _KEPT:
-        return value
-    if isinstance(value, Enum):
-        return _plain(value.value, path, depth + 1)
-    if is_dataclass(value) and not isinstance(value, type):
-        named = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {key: _plain(item, f"{path}.{key}", depth + 1) for key, item in named.items()}
-    if isinstance(value, Mapping):
-        return _plain_dict(value, path, depth)
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [_plain(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
-        return next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))(items)
-    return _plain_atom(value, path)
-
-
-def _plain_dict(value: Mapping[Any, Any], path: str, depth: int) -> Any:
-    plain: Any = type(value)() if type(value) in _KEPT_DICTS else {}
-    for key, item in value.items():
-        name = _plain(key, f"{path}: the key {key!r:.100}", depth + 1)
-        if name in plain:
-            raise ValueError(f"{path}: expected different keys, got two that are both saved as {name!r:.100}")
-        plain[name] = _plain(item, f"{path}[{key!r:.100}]", depth + 1)
-    return plain
-
-
-def _plain_atom(value: Any, path: str) -> Any:
-    if (numpy := sys.modules.get("numpy")) is not None:
-        if isinstance(value, numpy.ndarray):
-            try:
-                return torch.from_numpy(value.copy())
-            except TypeError as error:
-                raise ValueError(f"{path}: expected an array of numbers: {error}") from None
-        if isinstance(value, numpy.generic):
-            return value.item()
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    kinds: tuple[Callable[[Any], Any], ...] = (str, bytes, int, float, complex)
-    return next((kind(value) for kind in kinds if isinstance(value, cast(type, kind))), value)

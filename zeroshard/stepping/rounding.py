@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,13 +58,13 @@ class Rounding:
     """Seed and step, which give the random bits together with names; the same on all ranks."""
 
     seed: int
-    step: int = 0
+    step: Annotated[int, range(1 << 53).__contains__]
     """The steps that were taken."""
 
     @staticmethod
     def agreed(axis: Axis) -> Rounding:
         """Make one with a seed from rank 0's random numbers; collective."""
-        return Rounding(axis.all_gather_object(torch.initial_seed(), "seed of stochastic rounding")[0])
+        return Rounding(axis.all_gather_object(torch.initial_seed(), "seed of stochastic rounding")[0], 0)
 
     def resume(self, other: Rounding) -> None:
         """Go on with the seed and step of another rounding."""
