@@ -221,7 +221,7 @@ ORDERS = (
         name="random_numbers_begin_anew_after_a_load",
         says="A load of a checkpoint does not give the ranks their random numbers back.",
         file="zeroshard/checkpoint/load.py",
-        find="        _restore_rng(engine._runtime, plan)\n",
+        find="        loading.restore_rng()\n",
         replace="        pass\n",
         tests=(
             "tests/checkpoint/test_state.py::"

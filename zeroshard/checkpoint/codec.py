@@ -43,18 +43,18 @@ def to_json(value: Any) -> Any:
 
 
 @contextmanager
-def naming_damage(file: Path, passed: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+def naming_damage(file: Path, remedy: str = "") -> Iterator[None]:
     """Raise each error inside, of whatever kind a crafted file makes it, as a RuntimeError with the file.
 
     Args:
         file: the file.
-        passed: ValueError where that says what the file has and the engine lacks: it gets the file's name.
+        remedy: if given, a ValueError is no damage: it says what the engine lacks, and gets file and remedy.
     """
     try:
         yield
-    except passed as error:
-        raise ValueError(f"{file}: {error}") from None
     except Exception as error:
+        if remedy and isinstance(error, ValueError):
+            raise ValueError(f"{file}: {error}. {remedy}") from None
         raise RuntimeError(f"{file}: damaged ({type(error).__name__}: {error!s:.300})") from None
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache, reduce
+from operator import xor
 from typing import NamedTuple
 
 import torch
@@ -22,9 +24,6 @@ from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, Stored, TensorSlice, sli
 from zeroshard.comm.collectives import on_all
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stores.store import TierMemory
-
-_POLYNOMIAL = 0xEDB88320
-"""The polynomial of crc32, the bit of the highest power last."""
 
 
 class SliceSum(NamedTuple):
@@ -93,24 +92,23 @@ def crc_of_zeros(num_bytes: int) -> int:
 
 def _moved(crc: int, num_bytes: int) -> int:
     """Return the change of a crc32 by bytes that are followed by so many others, from `crc` at their end."""
-    power, shift = 1 << 31, 1 << 30  # x^0; x^1, squared in each turn: x^(8 n) moves a sum by n bytes
-    rest = 8 * num_bytes
-    while rest:
-        if rest & 1:
-            power = _multiply(power, shift)
-        shift = _multiply(shift, shift)
-        rest >>= 1
-    return _multiply(power, crc)
+    for power in range(num_bytes.bit_length()):
+        if num_bytes >> power & 1:
+            crc = _times(_matrix(power), crc)
+    return crc
 
 
-def _multiply(one: int, other: int) -> int:
-    """The product of two polynomials over GF(2) modulo the polynomial of crc32."""
-    product = 0
-    for bit in range(31, -1, -1):
-        if one >> bit & 1:
-            product ^= other
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
-    return product
+@cache
+def _matrix(power: int) -> tuple[int, ...]:
+    """What becomes of each bit of a crc32 over 2**power bytes of zeros."""
+    if power:
+        half = _matrix(power - 1)
+        return tuple(_times(half, column) for column in half)
+    return tuple(zlib.crc32(b"\0", 1 << bit) ^ zlib.crc32(b"\0") for bit in range(32))
+
+
+def _times(matrix: tuple[int, ...], crc: int) -> int:
+    return reduce(xor, (column for bit, column in enumerate(matrix) if crc >> bit & 1), 0)
 
 
 def check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) -> None:

@@ -44,7 +44,6 @@ from zeroshard.checkpoint.states import (
     read_converted,
 )
 from zeroshard.checkpoint.tensors import (
-    Offsets,
     Stored,
     TensorReader,
     cuts_of,
@@ -73,23 +72,7 @@ if TYPE_CHECKING:
     from zeroshard.engine import Engine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LoadPlan:
-    """All that will be loaded, checked as far as that changes nothing."""
-
-    stored: Stored
-    values: SavedValues
-    names: Mapping[str, str]
-    """The stored name of each parameter."""
-    offsets: Offsets
-    groups: list[dict[str, Any] | None]
-    """The hyperparameters of each parameter group; None: they stay."""
-    states: SavedStates
-    schedule: dict[str, Any] | None
-    """The state of the LR scheduler."""
-    loss_scale: LossScale | None
-    """The dynamic scale of float16 in the checkpoint."""
-    own: PartNames
+_KEEP = "To keep the present hyperparameters and schedule, load with restore_hyperparameters=False"
 
 
 def load_checkpoint(
@@ -127,49 +110,49 @@ def load_checkpoint(
     if not optimizer:
         parts = replace(parts, optimizer=None, lr_scheduler=None, loader=None)
     with torch.inference_mode(False):  # tensors that are made here are trained
-        plan = _load(parts, dir, tag, restore_hyperparameters, convert_states)
+        loading = _load(parts, dir, tag, restore_hyperparameters, convert_states)
     engine._runtime.state.end_step()
     engine.zero_grad()
     if optimizer:
-        manifest, guard = plan.stored.manifest, engine._guard
+        manifest, guard = loading.stored.manifest, engine._guard
         engine.global_step, engine.skipped_steps = manifest.global_step, manifest.skipped_steps
-        guard.loss_scale = guard.loss_scale.resumed(plan.loss_scale)
+        guard.loss_scale = guard.loss_scale.resumed(loading.loss_scale)
         if guard.rounding is not None:
             guard.rounding.resume(manifest.rounding or replace(guard.rounding, step=manifest.global_step))
-        _restore_rng(engine._runtime, plan)
-    return plan.values.client_state
+        loading.restore_rng()
+    return loading.values.client_state
 
 
 def _load(
     parts: EngineState, dir: object, tag: str | None, restore_hyperparameters: bool, convert_states: bool
-) -> _LoadPlan:
+) -> _Loading:
     """Read parameters, states and all else; collective. Return what was found."""
     runtime = parts.runtime
     axis = runtime.context.axes.world
     runtime.wait()
     runtime.require_slices("load_checkpoint()")
-    plans: list[_LoadPlan] = []
+    prepared: list[_Loading] = []
 
     def prepare() -> tuple[str, PartNames | None]:
-        plan = _prepare(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
-        plans.append(plan)
-        return plan.stored.directory.name, plan.own if runtime.context.axes.pp.size > 1 else None
+        loading = _Loading(parts, find(as_folder(dir), tag), restore_hyperparameters, convert_states)
+        prepared.append(loading)
+        return loading.stored.directory.name, loading.own if runtime.context.axes.pp.size > 1 else None
 
     answers = on_all(axis, "start of loading a checkpoint", prepare)
     require_equal(
         [name for name, _ in answers],
         lambda found: ValueError(f"'{dir}': the ranks see different checkpoints: {found}"),
     )
-    [plan] = plans
-    stored = plan.stored
-    everyone = [names for _, names in answers if names is not None] or [plan.own]
-    check_all_found(stored, plan.values.extra, everyone)
+    [loading] = prepared
+    stored = loading.stored
+    everyone = [names for _, names in answers if names is not None] or [loading.own]
+    check_all_found(stored, loading.values.extra, everyone)
     if parts.config.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
         on_all(axis, "verifying a checkpoint", lambda: check_sums(stored.directory, stored.manifest, share))
-    check_frozen(runtime, stored, plan.names)
+    check_frozen(runtime, stored, loading.names)
     try:
-        on_all(axis, "loading a checkpoint", lambda: _restore(parts, plan))
+        on_all(axis, "loading a checkpoint", loading.restore)
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
             f"{error}. Parameters and states are loaded only in part: load another checkpoint"
@@ -178,85 +161,147 @@ def _load(
         runtime.changed()
         for unit in runtime.units:
             unit.refresh()
-    return plan
+    return loading
 
 
-def _restore(parts: EngineState, plan: _LoadPlan) -> None:
-    """Take over everything that was found; nothing of it needs another rank."""
-    runtime = parts.runtime
-    memory = runtime.context.memory
-    tiers = {p: buffer.plan.state_tier for buffer in runtime.buffers for p in buffer.sharded}
-    targets = {} if parts.optimizer is None else make_targets(parts.optimizer, plan.states, memory, tiers)
-    for tensor in (*(b.main for b in runtime.buffers), *(t for s in targets.values() for t in s.values())):
-        memory.renew(tensor)
-    _read_tensors(parts, plan, targets)
-    _restore_optimizer(parts.optimizer, plan, targets)
-    if plan.groups:
-        assert parts.optimizer is not None, "its groups were matched"
-        restore_groups(parts.optimizer, plan.groups)
-    if plan.schedule is not None:
-        parts.lr_scheduler.load_state_dict(plan.schedule)
-    _restore_place(parts, plan)
+class _Loading:
+    """Checks a checkpoint, as far as that changes nothing, and then lets the engine take it over.
 
+    Args:
+        parts: the parts of the engine.
+        directory: the directory of the checkpoint.
+        hyperparameters: False keeps the hyperparameters and the LR schedule.
+        convert_states: True accepts states of another form.
 
-def _restore_place(parts: EngineState, plan: _LoadPlan) -> None:
-    """Let the DataLoader go on at its place."""
-    loader, axes = parts.loader, parts.runtime.context.axes
-    places, data = plan.values.places_in_data, plan.stored.manifest.data
-    if isinstance(loader, GivenLoader):
-        loader.load_states(places, axes.dp.rank, axes.dp.size)
-    elif loader is not None and data is not None:
-        loader.load_state_dict(data)
-    elif loader is not None and places:
-        warn_user(
-            "training_data: expected a DataLoader, as when the checkpoint was saved, got a Dataset; the data "
-            "begin where they are"
+    Raises:
+        ValueError: it belongs to another model or optimizer.
+        RuntimeError: a file is missing or damaged.
+    """
+
+    def __init__(
+        self, parts: EngineState, directory: Path, hyperparameters: bool, convert_states: bool
+    ) -> None:
+        self._parts, self._runtime, optimizer = parts, parts.runtime, parts.optimizer
+        self.stored = stored = open_checkpoint(directory)
+        self.values = _read_values(stored, self._runtime.context.device)
+        model = read_model(self._runtime)
+        self.names = match_parameters(stored, self._runtime, model.aliases)
+        """The stored name of each parameter."""
+        check_buffers(stored, model.buffers)
+        self._offsets = read_offsets(stored, self._runtime, model.buffers)
+        check_names(stored, "the model", "extra state", model.extra, self.values.extra)
+        check_averages(stored, parts.averages)
+        self._groups: list[dict[str, Any] | None] = []
+        """The hyperparameters of each parameter group; None: they stay."""
+        self._states: SavedStates = {}
+        self._schedule = None
+        """The state of the LR scheduler."""
+        if optimizer is not None and stored.manifest.optimizer is None:
+            warn_user(f"'{directory}' holds no optimizer state: the optimizer keeps its present state")
+        elif optimizer is not None:
+            _check_optimizer(stored, parts, convert_states, hyperparameters)
+            if hyperparameters:
+                with naming_damage(directory / VALUES, _KEEP):
+                    matches = match_groups(optimizer, self.values.groups, self.names)
+                    self._groups = _convert_groups(optimizer, self.values.groups, matches)
+                    self._schedule = _match_schedule(
+                        stored, parts.lr_scheduler, self.values.lr_scheduler, matches
+                    )
+            noted = noted_change(parts.config, self._runtime.context.axes.pp.rank)
+            cuts, scalars = cuts_of(self._runtime), self.values.scalars
+            self._states = match_states(optimizer, stored, scalars, self.names, cuts, convert_states, noted)
+        with naming_damage(directory / MANIFEST):
+            if stored.manifest.data is not None:
+                parse_state(stored.manifest.data)
+            self.loss_scale = _read_loss_scale(stored.manifest.loss_scale)
+        pairs = [(name, fqn) for fqn, name in self.names.items()]
+        self.own = PartNames(pairs, set(model.buffers), set(model.extra))
+
+    def restore(self) -> None:
+        """Take over everything that was found but counts of steps and generators; no other rank is needed."""
+        parts, runtime, memory = self._parts, self._runtime, self._runtime.context.memory
+        tiers = {p: buffer.plan.state_tier for buffer in runtime.buffers for p in buffer.sharded}
+        targets = (
+            {} if parts.optimizer is None else make_targets(parts.optimizer, self._states, memory, tiers)
         )
+        states = (tensor for tensors in targets.values() for tensor in tensors.values())
+        for tensor in (*(buffer.main for buffer in runtime.buffers), *states):
+            memory.renew(tensor)
+        self._read_tensors(targets)
+        if parts.optimizer is not None and self.stored.manifest.optimizer is not None:
+            self._restore_optimizer(parts.optimizer, targets)
+        if parts.optimizer is not None and self._groups:
+            restore_groups(parts.optimizer, self._groups)
+        if self._schedule is not None:
+            parts.lr_scheduler.load_state_dict(self._schedule)
+        self._restore_place()
+
+    @torch.no_grad()
+    def _read_tensors(self, targets: Targets) -> None:
+        runtime, names = self._runtime, self.names
+        converted = {names[p.fqn]: p for p, saved in self._states.items() if saved.converted is not None}
+        as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
+        with TensorReader(self.stored, runtime.context.memory.evict) as reader:
+            for part in slices(runtime, names, as_they_are):
+                if part.name in self.stored.manifest.frozen:
+                    continue
+                reader.read(part)
+                if (parameter := converted.get(part.name)) is not None:
+                    read_converted(reader, part, self._states[parameter], targets[parameter])
+            for name, buffer in read_model(runtime).buffers.items():
+                if name in self._offsets:
+                    set_offset(runtime.module, name, self._offsets[name])
+                else:
+                    reader.read_into(name, buffer)
+            read_averages(reader, runtime, self.stored, self._parts.averages, names)
+        for name in read_model(runtime).extra:
+            module = runtime.module.get_submodule(name.rpartition(".")[0])
+            module.set_extra_state(self.values.extra[name])
+
+    @torch.no_grad()
+    def _restore_optimizer(self, optimizer: Optimizer, targets: Targets) -> None:
+        known = {name for group in self.values.groups for name in group["names"]}
+        for parameter in list(optimizer.state):  # Adagrad needs the state that it made when it was built
+            if not isinstance(parameter, nn.Parameter) or (
+                isinstance(parameter, ShardedParameter) and self.names[parameter.fqn] in known
+            ):
+                del optimizer.state[parameter]
+        others: dict[Any, Any] = self.values.other
+        optimizer.state.update(others)
+        for group in optimizer.param_groups:
+            for parameter in only_sharded(group["params"]):
+                scalars = self._states[parameter].scalars
+                placed = {key: place_scalar(key, value, parameter, group) for key, value in scalars.items()}
+                if state := placed | targets[parameter]:
+                    optimizer.state[parameter] = from_common(optimizer, state)
+
+    def _restore_place(self) -> None:
+        """Let the DataLoader go on at its place."""
+        loader, axes = self._parts.loader, self._runtime.context.axes
+        places, data = self.values.places_in_data, self.stored.manifest.data
+        if isinstance(loader, GivenLoader):
+            loader.load_states(places, axes.dp.rank, axes.dp.size)
+        elif loader is not None and data is not None:
+            loader.load_state_dict(data)
+        elif loader is not None and places:
+            warn_user(
+                "training_data: expected a DataLoader, as when the checkpoint was saved, got a Dataset; the "
+                "data begin where they are"
+            )
+
+    def restore_rng(self) -> None:
+        """Let the random numbers of this rank go on, or begin where the checkpoint has none for it."""
+        axes, saved, manifest = self._runtime.context.axes, self.values.rng, self.stored.manifest
+        rank, num_parts = axes.dp.rank, manifest.written_by.get(NUM_PARTS, 1)
+        num_saved = len(saved) // num_parts
+        if rank < num_saved:
+            part = axes.pp.rank if axes.pp.size == num_parts else 0
+            rng.restore(saved[part * num_saved + rank], self._runtime.context.device)
+        else:
+            rng.derive(manifest.seed, rank, manifest.global_step)
 
 
 # -------------------------------------------------------------------------------------------- checking
-
-
-def _prepare(parts: EngineState, directory: Path, hyperparameters: bool, convert_states: bool) -> _LoadPlan:
-    stored, optimizer, runtime = open_checkpoint(directory), parts.optimizer, parts.runtime
-    values = _read_values(stored, runtime.context.device)
-    model = read_model(runtime)
-    names = match_parameters(stored, runtime, model.aliases)
-    check_buffers(stored, model.buffers)
-    offsets = read_offsets(stored, runtime, model.buffers)
-    check_names(stored, "the model", "extra state", model.extra, values.extra)
-    check_averages(stored, parts.averages)
-    groups: list[dict[str, Any] | None] = []
-    states: SavedStates = {}
-    schedule = None
-    if optimizer is not None and stored.manifest.optimizer is None:
-        warn_user(f"'{directory}' holds no optimizer state: the optimizer keeps its present state")
-    elif optimizer is not None:
-        _check_optimizer(stored, parts, convert_states, hyperparameters)
-        if hyperparameters:
-            with naming_damage(directory / VALUES, passed=ValueError):
-                matches = match_groups(optimizer, values.groups, names)
-                groups = _convert_groups(optimizer, values.groups, matches)
-                schedule = _match_schedule(stored, parts.lr_scheduler, values.lr_scheduler, matches)
-        noted = noted_change(parts.config, runtime.context.axes.pp.rank)
-        states = match_states(
-            optimizer, stored, values.scalars, names, cuts_of(runtime), convert_states, noted
-        )
-    with naming_damage(directory / MANIFEST):
-        if stored.manifest.data is not None:
-            parse_state(stored.manifest.data)
-        loss_scale = _read_loss_scale(stored.manifest.loss_scale)
-    return _LoadPlan(
-        stored=stored,
-        values=values,
-        names=names,
-        offsets=offsets,
-        groups=groups,
-        states=states,
-        schedule=schedule,
-        loss_scale=loss_scale,
-        own=PartNames([(name, fqn) for fqn, name in names.items()], set(model.buffers), set(model.extra)),
-    )
 
 
 def _convert_groups(
@@ -341,63 +386,6 @@ def _check_optimizer(stored: Stored, parts: EngineState, convert_states: bool, h
             f"'{stored.directory}': holds the state of a {schedule}; the engine has a {present}: expected "
             "the same LR scheduler, or restore_hyperparameters=False to keep the present schedule"
         )
-
-
-# ------------------------------------------------------------------------------------------- restoring
-
-
-@torch.no_grad()
-def _read_tensors(parts: EngineState, plan: _LoadPlan, targets: Targets) -> None:
-    runtime = parts.runtime
-    converted = {plan.names[p.fqn]: p for p, saved in plan.states.items() if saved.converted is not None}
-    as_they_are = {p: targets[p] for p in targets.keys() - set(converted.values())}
-    with TensorReader(plan.stored, runtime.context.memory.evict) as reader:
-        for part in slices(runtime, plan.names, as_they_are):
-            if part.name in plan.stored.manifest.frozen:
-                continue
-            reader.read(part)
-            if (parameter := converted.get(part.name)) is not None:
-                read_converted(reader, part, plan.states[parameter], targets[parameter])
-        for name, buffer in read_model(runtime).buffers.items():
-            if name in plan.offsets:
-                set_offset(runtime.module, name, plan.offsets[name])
-                continue
-            reader.read_into(name, buffer)
-        read_averages(reader, runtime, plan.stored, parts.averages, plan.names)
-    for name in read_model(runtime).extra:
-        value = plan.values.extra[name]
-        runtime.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
-
-
-@torch.no_grad()
-def _restore_optimizer(optimizer: Optimizer | None, plan: _LoadPlan, targets: Targets) -> None:
-    if optimizer is None or plan.stored.manifest.optimizer is None:
-        return
-    known = {name for group in plan.values.groups for name in group["names"]}
-    for parameter in list(optimizer.state):  # Adagrad needs the state that it made when it was built
-        if not isinstance(parameter, nn.Parameter) or (
-            isinstance(parameter, ShardedParameter) and plan.names[parameter.fqn] in known
-        ):
-            del optimizer.state[parameter]
-    others: dict[Any, Any] = plan.values.other
-    optimizer.state.update(others)
-    for group in optimizer.param_groups:
-        for parameter in only_sharded(group["params"]):
-            scalars = plan.states[parameter].scalars
-            placed = {key: place_scalar(key, value, parameter, group) for key, value in scalars.items()}
-            if state := placed | targets[parameter]:
-                optimizer.state[parameter] = from_common(optimizer, state)
-
-
-def _restore_rng(runtime: Runtime, plan: _LoadPlan) -> None:
-    axes, saved = runtime.context.axes, plan.values.rng
-    rank, num_parts = axes.dp.rank, plan.stored.manifest.written_by.get(NUM_PARTS, 1)
-    num_saved = len(saved) // num_parts
-    if rank < num_saved:
-        part = axes.pp.rank if axes.pp.size == num_parts else 0
-        rng.restore(saved[part * num_saved + rank], runtime.context.device)
-    else:
-        rng.derive(plan.stored.manifest.seed, rank, plan.stored.manifest.global_step)
 
 
 # ------------------------------------------------------------------------------------------------ names

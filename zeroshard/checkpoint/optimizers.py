@@ -40,13 +40,9 @@ def check_group(number: int, saved: Mapping[str, Any], present: Mapping[str, Any
         saved: under the keys that the present optimizer has for them.
         present: the group that they are for.
     """
-    for key, value in saved.items():
-        is_absent = value is None and key in _NONE_IS_A_VALUE
-        if key in present and not is_absent and (problem := misfit(value, present[key], same_length=True)):
-            raise ValueError(
-                f"hyperparameter '{key}' of parameter group {number}: {problem}. To keep the present "
-                "hyperparameters, load with restore_hyperparameters=False"
-            )
+    values = {key: one for key, one in saved.items() if one is not None or key not in _NONE_IS_A_VALUE}
+    if problem := misfit(values, present, same_length=True):
+        raise ValueError(f"hyperparameters of parameter group {number}: {problem}")
 
 
 def check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
@@ -55,19 +51,14 @@ def check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
         return
     present = scheduler.state_dict()
     is_known = type(scheduler).__module__.startswith(("torch.", "zeroshard."))
-    for key, value in saved.items():
+    for key in saved:
         if not isinstance(key, str) or (key not in present and _is_in_use(scheduler, key)):
             raise ValueError(f"the LR schedule has {key!r}; expected only keys of the scheduler's state")
-        if key not in present or not (is_known or key in _COMMON):
-            continue
-        problem = misfit(value, present[key])
-        if key in _COUNTS and problem is None and not _is_count(value, -1):
-            problem = f"expected a count of steps, got {value!r}"
-        if problem:
-            raise ValueError(
-                f"'{key}' of the LR schedule: {problem}. To keep the present schedule, load with "
-                "restore_hyperparameters=False"
-            )
+    if problem := misfit(saved, present if is_known else {key: present.get(key) for key in _COMMON}):
+        raise ValueError(f"the LR schedule: {problem}")
+    for key in _COUNTS:
+        if key in saved and key in present and not _is_count(saved[key], -1):
+            raise ValueError(f"the LR schedule: '{key}': expected a count of steps, got {saved[key]!r}")
     parts, own = saved.get("_schedulers"), getattr(scheduler, "_schedulers", None)
     if isinstance(parts, list | tuple) and isinstance(own, list | tuple):
         for part, child in zip(parts, own, strict=False):
@@ -126,16 +117,17 @@ def misfit(saved: Any, present: Any, *, same_length: bool = False) -> str | None
         if isinstance(present, kinds) and not isinstance(saved, kinds):
             return f"expected {expected}, got {_described(saved)}"
     if isinstance(present, Mapping):
-        pairs = [(saved[key], present[key]) for key in saved if key in present]
+        for key in saved.keys() & present.keys():
+            if problem := misfit(saved[key], present[key], same_length=same_length):
+                return f"'{key}': {problem}"
     elif isinstance(present, list | tuple):
         if same_length and len(saved) != len(present):
             return f"expected a sequence of {len(present)}, got {_described(saved)}"
         fill = present[-1:] * max(0, len(saved) - len(present))
-        pairs = list(zip(saved, [*present, *fill], strict=False))
-    else:
-        return None
-    found = (misfit(one, other, same_length=same_length) for one, other in pairs)
-    return next((problem for problem in found if problem is not None), None)
+        pairs = zip(saved, [*present, *fill], strict=False)
+        found = (misfit(one, other, same_length=same_length) for one, other in pairs)
+        return next((problem for problem in found if problem is not None), None)
+    return None
 
 
 _EXPECTED: tuple[tuple[Any, str], ...] = (
@@ -269,11 +261,10 @@ def match_groups(
         for other in sources[1:]:
             for key in sorted(saved[sources[0]].keys() | saved[other].keys()):
                 one, two = saved[sources[0]].get(key), saved[other].get(key)
-                if key != "names" and not _same(one, two):
+                if key != "names" and one != two:
                     raise ValueError(
                         f"parameter group {number}: in the checkpoint some of its parameters have "
-                        f"{key}={one!r} and others {key}={two!r}. Expected the same groups; to keep the "
-                        "present hyperparameters, load with restore_hyperparameters=False"
+                        f"{key}={one!r} and others {key}={two!r}; expected the same groups"
                     )
         matches.append(sources[0] if sources else None)
     empty = [n for n, group in enumerate(optimizer.param_groups) if not only_sharded(group["params"])]
@@ -318,8 +309,7 @@ def reorder_schedule(
             if len(value) != len(present):
                 raise ValueError(
                     f"the checkpoint has an LR schedule of {len(value)} parts, the engine has one of "
-                    f"{len(present)}: expected the same number. To keep the present schedule, load with "
-                    "restore_hyperparameters=False"
+                    f"{len(present)}: expected the same number"
                 )
             state[key] = [reorder_schedule(*pair, matches) for pair in zip(value, present, strict=True)]
     return state
@@ -331,9 +321,3 @@ def place_scalar(key: str, value: Any, parameter: ShardedParameter, group: Mappi
         return value
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return value.to(parameter.device) if on_device else value.clone()
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return float(one) == float(other)
-    return bool(one == other)

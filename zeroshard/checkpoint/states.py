@@ -34,7 +34,7 @@ from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.adopted import is_bitsandbytes, num_bits, to_common
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.blocks import ABSMAX, Codebook, QuantizedState, codebook, num_blocks
+from zeroshard.optim.eightbit.blocks import ABSMAX, QuantizedState, codebook
 from zeroshard.optim.eightbit.rule import Rule, rule_named
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.plan.cuts import Cut
@@ -257,66 +257,26 @@ def read_converted(
         RuntimeError: as `TensorReader.read` does.
     """
     assert saved.converted is not None, "only these are read so"
-    dtypes, num = _dtypes_of(saved.tensors), part.data.numel()
+    dtypes, num, device = _dtypes_of(saved.tensors), part.data.numel(), part.data.device
     for key, is_signed in saved.converted.states.items():
-        book = codebook(is_signed, part.data.device)
-        codes = _Dequantizer(reader, part, saved.blocks, key, book) if is_codes(key, dtypes) else None
+        book, has_codes = codebook(is_signed, device), is_codes(key, dtypes)
+        scales = torch.empty(num_scales(part.shape, saved.blocks) if has_codes else 0, device=device)
+        if has_codes:
+            reader.read_into(state_name(part.name, key + ABSMAX), scales)
         for start in range(0, num, _PIECE):
             span = Span(start, min(start + _PIECE, num))
-            if codes is not None:
-                values = codes.read(span)
-            else:
-                values = _read_state(reader, part, span, key, torch.float32)
+            values = torch.empty(span.size, dtype=torch.uint8 if has_codes else torch.float32, device=device)
+            reader.read(part.state(key, values, start))
+            if has_codes:
+                held, rank = part.part or (None, 0)
+                numbers = block_numbers(part.shape, span.shifted(part.start), held, rank, saved.blocks)
+                values = book.values.index_select(0, values.int()) * scales[numbers.to(device)]
             target = targets[key][span.slice]
             if is_codes(key, saved.dtypes):
                 QuantizedState(target, targets[key + ABSMAX][blocks_of(span).slice], book).store(values)
             else:
                 target.copy_(values)
             reader.evict(target)
-
-
-def _read_state(reader: TensorReader, part: TensorSlice, span: Span, key: str, dtype: torch.dtype) -> Tensor:
-    """[span.size]: a state of some elements of a slice of a parameter."""
-    values = torch.empty(span.size, dtype=dtype, device=part.data.device)
-    reader.read(part.state(key, values, span.start))
-    return values
-
-
-class _Dequantizer:
-    """Reads quantized values of a slice, whatever blocks they have.
-
-    Args:
-        reader: of the checkpoint.
-        part: the slice of the parameter.
-        blocks: the cut whose parts have the blocks.
-        key: the name of the state.
-        book: the values of its codes.
-    """
-
-    def __init__(
-        self, reader: TensorReader, part: TensorSlice, blocks: Cut | None, key: str, book: Codebook
-    ) -> None:
-        self._reader, self._part, self._blocks, self._key, self._book = reader, part, blocks, key, book
-        cut = None if part.part is None else own_blocks(part.part.cut)
-        self._is_plain = have_same_blocks(blocks, cut)
-        """True if the slice begins with a block, and the blocks lie in its order."""
-        num = 0 if self._is_plain else num_scales(part.shape, blocks)
-        self._scales = torch.empty(num, device=part.data.device)
-        if num:
-            reader.read_into(state_name(part.name, key + ABSMAX), self._scales)
-
-    def read(self, span: Span) -> Tensor:
-        """[span.size], float32: the values of some elements of the slice, from a block on."""
-        part = self._part
-        codes = _read_state(self._reader, part, span, self._key, torch.uint8)
-        if not self._is_plain:
-            held, rank = part.part or (None, 0)
-            own = span.shifted(part.start)
-            numbers = block_numbers(part.shape, own, held, rank, self._blocks).to(codes.device)
-            return self._book.values.index_select(0, codes.int()) * self._scales[numbers]
-        scales = torch.empty(num_blocks(span.size), device=codes.device)
-        self._reader.read(part.scales(self._key + ABSMAX, scales, span.start))
-        return QuantizedState(codes, scales, self._book).load()
 
 
 Family = Rule
@@ -351,8 +311,7 @@ def convert_group(
         elif value := values.pop(key, absent):
             raise ValueError(
                 f"the checkpoint has {key}={value!r}, and {type(optimizer).__name__} has no such "
-                "hyperparameter: expected an optimizer with it. To keep the present hyperparameters, load "
-                "with restore_hyperparameters=False"
+                "hyperparameter: expected an optimizer with it"
             )
     return values
 
