@@ -224,12 +224,13 @@ def _read_index(file: Path) -> dict[str, str]:
     if not isinstance(places, dict):
         raise ValueError(f"{file}: expected JSON with a 'weight_map' of names of tensors and files, got none")
     for name, place in places.items():
-        if not isinstance(place, str) or not _is_file_name(place):
+        if not isinstance(place, str) or not is_file_name(place):
             raise ValueError(
                 f"{file}: tensor '{name}': expected the name of a file in the same folder, got {place!r}"
             )
     return places
 
 
-def _is_file_name(name: str) -> bool:
+def is_file_name(name: str) -> bool:
+    """Return True for the name of a file, not a path."""
     return name.isprintable() and os.path.basename(name) == name and name not in ("", ".", "..")

@@ -9,7 +9,8 @@ whoever loads finds hyperparameters by the names of parameters.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -173,12 +174,8 @@ class SavedValues:
 class Part(NamedTuple):
     """The content of one part of a model, without the values of its tensors."""
 
-    parameters: dict[str, ParameterRecord]
-    buffers: tuple[str, ...]
-    frozen: list[str]
-    """The frozen parameters that are left out."""
-    optimizer: str | None
-    """The class of the optimizer."""
+    manifest: Manifest | None
+    """None from a rank that has no more of its part to tell than values of its own."""
     values: SavedValues
 
 
@@ -189,7 +186,6 @@ class _Answer(NamedTuple):
     frozen: list[SliceSum]
     """Slices of the parameters that are left out."""
     part: Part
-    """All that the part has, from the first rank of one of several parts; else what each rank has."""
 
 
 class _Reading(NamedTuple):
@@ -198,7 +194,8 @@ class _Reading(NamedTuple):
     folder: Path
     buffers: dict[str, Tensor]
     states: States
-    part: Part
+    manifest: Manifest
+    values: SavedValues
 
 
 def save_checkpoint(
@@ -264,14 +261,15 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
 
     def read() -> _Answer:
         """Read and check this rank's part, before any rank writes."""
-        reading = _read(parts, dir, tag, client_state, left_out)
+        reading = _read(engine, parts, dir, tag, client_state, left_out)
         readings.append(reading)
-        part, values = reading.part, replace(reading.part.values, client_state={})
-        if not tells_part:
+        values, manifest = replace(reading.values, client_state={}), None
+        if tells_part:
+            manifest = replace(reading.manifest, model={}, config={})
+        else:
             values = replace(values, groups=[], scalars={}, other={}, lr_scheduler=None, extra={})
-            part = Part({}, (), [], None, values)
         place = f"'{reading.folder}' with tag '{tag}'"
-        return _Answer(place, measure_pieces(runtime, left_out), part._replace(values=values))
+        return _Answer(place, measure_pieces(runtime, left_out), Part(manifest, values))
 
     answers = on_all(axis, "agreement on a checkpoint", read)
     require_equal(
@@ -280,25 +278,23 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     )
     [reading] = readings
     found = [answer.part for answer in answers]
-    before = {name for part in found[: axis.rank] for name in part.buffers}
+    before = {name for part in found[: axis.rank] if part.manifest for name in part.manifest.buffers}
     buffers = {name: buffer for name, buffer in reading.buffers.items() if name not in before}
-    found[axis.rank] = reading.part
-    whole = join(found)
+    found[axis.rank] = Part(reading.manifest, reading.values)
     sums = join_pieces(piece for answer in answers for piece in answer.frozen)
+    manifest, values = join(reading.manifest, found, sums)
     names = {p.fqn: p.fqn for p in runtime.parameters if p.fqn not in left_out}
     written = list(slices(runtime, names, with_averages(reading.states, parts.averages), written=True))
     if axes.everyone.rank == 0:
         buffers |= averaged_buffers(buffers, parts.averages)
         written += [TensorSlice(name, tuple(b.shape), 0, b.reshape(-1)) for name, b in buffers.items()]
-    files = {}
-    if axis.rank == 0:
-        files = to_files(vars(whole.values) | {"client_state": Given(whole.values.client_state)})
+    files = to_files(vars(values) | {"client_state": Given(values.client_state)}) if axis.rank == 0 else {}
     return Snapshot(
         folder=reading.folder,
         tag=tag,
         keep_last=parts.config.checkpoint.keep_last,
         slices=written,
-        manifest=_describe(engine, parts, whole, {name: sums.get(name, 0) for name in whole.frozen}),
+        manifest=manifest,
         values=files,
         memory=runtime.context.memory,
     )
@@ -320,7 +316,9 @@ def _check_moment(runtime: Runtime) -> None:
         )
 
 
-def _read(parts: EngineState, dir: object, tag: str, client_state: Any, left_out: list[str]) -> _Reading:
+def _read(
+    engine: Engine, parts: EngineState, dir: object, tag: str, client_state: Any, left_out: list[str]
+) -> _Reading:
     """Read and check all that a checkpoint keeps, without exchanges."""
     if client_state is not None and not isinstance(client_state, Mapping):
         raise ValueError(f"client_state: expected a dict, got {type(client_state).__name__}")
@@ -357,9 +355,8 @@ def _read(parts: EngineState, dir: object, tag: str, client_state: Any, left_out
         )
         for p in runtime.parameters
     }
-    optimizer = None if parts.optimizer is None else type(parts.optimizer).__name__
-    part = Part(records, tuple(model.buffers), left_out, optimizer, values)
-    return _Reading(folder, model.buffers, state.tensors, part)
+    manifest = _describe(engine, parts, records, tuple(model.buffers), left_out)
+    return _Reading(folder, model.buffers, state.tensors, manifest, values)
 
 
 _IN_WORDS = {
@@ -371,8 +368,15 @@ _IN_WORDS = {
 }
 
 
-def _describe(engine: Engine, parts: EngineState, whole: Part, frozen: dict[str, int]) -> Manifest:
-    runtime, scheduler, rounding = parts.runtime, parts.lr_scheduler, engine._guard.rounding
+def _describe(
+    engine: Engine,
+    parts: EngineState,
+    parameters: dict[str, ParameterRecord],
+    buffers: tuple[str, ...],
+    left_out: list[str],
+) -> Manifest:
+    runtime, optimizer, scheduler = parts.runtime, parts.optimizer, parts.lr_scheduler
+    rounding = engine._guard.rounding
     axes, is_half, config = runtime.context.axes, runtime.reducer.is_half, parts.config
     is_plain = config.units is None or isinstance(config.units, tuple)  # a predicate can't be written down
     written_by = {"zeroshard": installed_version(), "torch": torch.__version__, "num_ranks": axes.world.size}
@@ -386,11 +390,11 @@ def _describe(engine: Engine, parts: EngineState, whole: Part, frozen: dict[str,
         rounding=None if rounding is None else replace(rounding),  # which training changes
         seed=torch.initial_seed(),
         data=parts.loader.state_dict() if isinstance(parts.loader, EpochLoader) else None,
-        optimizer=whole.optimizer,
+        optimizer=None if optimizer is None else type(optimizer).__name__,
         lr_scheduler=None if scheduler is None else type(scheduler).__name__,
-        parameters=whole.parameters,
-        buffers=whole.buffers,
-        frozen=frozen,
+        parameters=parameters,
+        buffers=buffers,
+        frozen=dict.fromkeys(left_out, 0),
         averages={name: averages.num_updates for name, averages in parts.averages.items()},
     )
 
@@ -398,39 +402,38 @@ def _describe(engine: Engine, parts: EngineState, whole: Part, frozen: dict[str,
 # ----------------------------------------------------------------------------------- parts of pipelines
 
 
-def join(parts: Sequence[Part]) -> Part:
-    """Put the parts of a model together, in their order."""
+def join(own: Manifest, parts: Sequence[Part], sums: Mapping[str, int]) -> tuple[Manifest, SavedValues]:
+    """Put the parts of a model together, in their order.
+
+    Args:
+        own: the manifest of this rank's part.
+        parts: the parts of all ranks.
+        sums: the checksums of frozen parameters.
+    """
+    manifests = [part.manifest for part in parts if part.manifest is not None]
     parameters: dict[str, ParameterRecord] = {}
-    for part in parts:
-        for name, record in part.parameters.items():
-            known = parameters.get(name, record)
-            aliases = dict.fromkeys((*known.aliases, *record.aliases))
-            parameters[name] = replace(known, aliases=tuple(aliases))
-    values = [part.values for part in parts]
-    return Part(
+    for name, record in (item for each in manifests for item in each.parameters.items()):
+        known = parameters.get(name, record)
+        aliases = dict.fromkeys((*known.aliases, *record.aliases))
+        parameters[name] = replace(known, aliases=tuple(aliases))
+    manifest = replace(
+        own,
         parameters=parameters,
-        buffers=tuple(dict.fromkeys(name for part in parts for name in part.buffers)),
-        frozen=list(dict.fromkeys(name for part in parts for name in part.frozen)),
-        optimizer=next((part.optimizer for part in parts if part.optimizer is not None), None),
-        values=SavedValues(
-            groups=[group for each in values for group in each.groups],
-            scalars=_first_of(each.scalars for each in values),
-            other=_first_of(each.other for each in values),
-            lr_scheduler=_join_schedules([e.lr_scheduler for e in values if e.lr_scheduler is not None]),
-            rng=[states for each in values for states in each.rng],
-            places_in_data=[place for each in values for place in each.places_in_data],
-            extra=_first_of(each.extra for each in values),
-            client_state=values[0].client_state,
-        ),
+        buffers=tuple(dict.fromkeys(name for each in manifests for name in each.buffers)),
+        frozen={name: sums.get(name, 0) for each in manifests for name in each.frozen},
+        optimizer=next((each.optimizer for each in manifests if each.optimizer is not None), None),
     )
-
-
-def _first_of(values: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The values by key; where several have a key, the value of the first one."""
-    joined: dict[str, Any] = {}
-    for each in values:
-        joined = {**each, **joined}
-    return joined
+    values = [part.values for part in parts]
+    return manifest, SavedValues(
+        groups=[group for each in values for group in each.groups],
+        scalars=dict(ChainMap(*(each.scalars for each in values))),
+        other=dict(ChainMap(*(each.other for each in values))),
+        lr_scheduler=_join_schedules([e.lr_scheduler for e in values if e.lr_scheduler is not None]),
+        rng=[states for each in values for states in each.rng],
+        places_in_data=[place for each in values for place in each.places_in_data],
+        extra=dict(ChainMap(*(each.extra for each in values))),
+        client_state=values[0].client_state,
+    )
 
 
 def _join_schedules(states: Sequence[Any]) -> Any:

@@ -194,7 +194,7 @@ class _Loading:
         self._groups: list[dict[str, Any] | None] = []
         """The hyperparameters of each parameter group; None: they stay."""
         self._states: SavedStates = {}
-        self._schedule = None
+        self._schedule: dict[str, Any] | None = None
         """The state of the LR scheduler."""
         if optimizer is not None and stored.manifest.optimizer is None:
             warn_user(f"'{directory}' holds no optimizer state: the optimizer keeps its present state")
@@ -204,9 +204,12 @@ class _Loading:
                 with naming_damage(directory / VALUES, _KEEP):
                     matches = match_groups(optimizer, self.values.groups, self.names)
                     self._groups = _convert_groups(optimizer, self.values.groups, matches)
-                    self._schedule = _match_schedule(
-                        stored, parts.lr_scheduler, self.values.lr_scheduler, matches
-                    )
+                    if parts.lr_scheduler is not None and self.values.lr_scheduler is not None:
+                        present = parts.lr_scheduler.state_dict()
+                        self._schedule = reorder_schedule(self.values.lr_scheduler, present, matches)
+                        check_schedule(self._schedule, parts.lr_scheduler)
+                if parts.lr_scheduler is not None and self._schedule is None:
+                    warn_user(f"'{directory}' holds no LR schedule: the LR scheduler keeps its present state")
             noted = noted_change(parts.config, self._runtime.context.axes.pp.rank)
             cuts, scalars = cuts_of(self._runtime), self.values.scalars
             self._states = match_states(optimizer, stored, scalars, self.names, cuts, convert_states, noted)
@@ -338,20 +341,6 @@ def _read_loss_scale(saved: dict[str, Any] | None) -> LossScale | None:
     if scale is None or not scale.is_dynamic:
         return None
     return LossScale(value=scale.value, num_steps=scale.num_steps, num_spared=scale.num_spared)
-
-
-def _match_schedule(
-    stored: Stored, scheduler: Any, saved: dict[str, Any] | None, matches: Sequence[int | None]
-) -> dict[str, Any] | None:
-    """The state that is to be loaded into the LR scheduler."""
-    if scheduler is None:
-        return None
-    if saved is None:
-        warn_user(f"'{stored.directory}' holds no LR schedule: the LR scheduler keeps its present state")
-        return None
-    schedule = reorder_schedule(saved, scheduler.state_dict(), matches)
-    check_schedule(schedule, scheduler)
-    return schedule
 
 
 def _read_values(stored: Stored, device: torch.device) -> SavedValues:

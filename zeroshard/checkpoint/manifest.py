@@ -16,16 +16,12 @@ from zeroshard.checkpoint.codec import Count, Size, naming_damage, to_json, type
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.places import StoredTensor, check_places
 from zeroshard.plan.cuts import Cut
+from zeroshard.safetensors import is_file_name
 from zeroshard.stepping.rounding import Rounding
 
 FORMAT = 2
 _CHUNK = 1 << 20
 _Crc = Annotated[int, range(1 << 32).__contains__]
-
-
-def _is_own(name: str) -> bool:
-    """Return True for the name of a file in the directory of the checkpoint."""
-    return os.path.basename(name) == name and name not in ("", ".", "..")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +72,7 @@ class Manifest:
     """The crc32 of each parameter that was frozen and is left out."""
     averages: dict[Annotated[str, str.isidentifier], Count] = field(default_factory=dict)
     """The number of updates of each moving average; {} in checkpoints of versions that had none."""
-    files: dict[Annotated[str, _is_own], FileRecord] = field(default_factory=dict)
+    files: dict[Annotated[str, is_file_name], FileRecord] = field(default_factory=dict)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     """The places of parameters, buffers and optimizer states; tied parameters under their first name."""
 

@@ -85,17 +85,17 @@ def check_scalars(optimizer: Optimizer, name: str, saved: Mapping[Any, Any]) -> 
         saved: what is one value for all of its elements.
     """
     is_known = type(optimizer).__module__.startswith(("torch.", "zeroshard.")) or is_bitsandbytes(optimizer)
+    is_counted = is_known or rule_named(type(optimizer).__name__) is not None
     for key, value in saved.items():
-        is_number = value is None or isinstance(value, Real)
-        if isinstance(value, Tensor) and (is_number := _is_small(value)):
-            value = value.tolist() if value.numel() > 1 else value.item()
-        if not isinstance(key, str) or (not is_number and (is_known or isinstance(value, Tensor))):
-            raise ValueError(f"state {key!r} of '{name}': expected a number, got {_described(value)}")
-        if is_known and value is not None and _has_nan(value):
-            raise ValueError(f"state '{key}' of '{name}': expected a number, got nan")
-        is_counted = is_known or rule_named(type(optimizer).__name__) is not None
-        if is_counted and key == "step" and not (_is_number(value) and _is_count(value, 0)):
-            raise ValueError(f"step count of '{name}': expected an integer >= 0, got {_described(value)}")
+        problem = None if isinstance(key, str) else "expected a name"
+        if is_known and value is not None:
+            problem = problem or misfit(value, 0.0)
+        elif isinstance(value, Tensor) and not _is_small(value):
+            problem = f"expected a number, got {_described(value)}"
+        if is_counted and key == "step" and not problem and not (_is_number(value) and _is_count(value, 0)):
+            problem = f"expected a count of steps, got {_described(value)}"
+        if problem:
+            raise ValueError(f"state {key!r} of '{name}': {problem}")
 
 
 def _is_small(value: Tensor) -> bool:
@@ -111,14 +111,14 @@ def misfit(saved: Any, present: Any, *, same_length: bool = False) -> str | None
         present: where it is None, or of a kind that is not known here, anything can.
         same_length: whether sequences must have as many elements.
     """
-    if _is_number(present) and (not _is_number(saved) or _has_nan(saved)):
+    if _is_number(present) and (not _is_number(saved) or math.isnan(float(saved))):
         return f"expected a number like the present {_described(present)}, got {_described(saved)}"
     for kinds, expected in _EXPECTED:
         if isinstance(present, kinds) and not isinstance(saved, kinds):
             return f"expected {expected}, got {_described(saved)}"
     if isinstance(present, Mapping):
-        for key in saved.keys() & present.keys():
-            if problem := misfit(saved[key], present[key], same_length=same_length):
+        for key in saved:
+            if key in present and (problem := misfit(saved[key], present[key], same_length=same_length)):
                 return f"'{key}': {problem}"
     elif isinstance(present, list | tuple):
         if same_length and len(saved) != len(present):
@@ -147,11 +147,6 @@ def _is_number(value: Any) -> bool:
 
 def _is_count(value: Any, least: int) -> bool:
     return bool(least <= value < MAX_STEPS and value == int(value))
-
-
-def _has_nan(value: Any) -> bool:
-    values: Sequence[Any] = value if isinstance(value, list) else [value]
-    return any(math.isnan(float(one)) for one in values)
 
 
 def _described(value: Any) -> str:

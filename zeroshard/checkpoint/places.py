@@ -57,6 +57,11 @@ class Box:
             sizes.append(stop - start)
         return Box(tuple(offsets), tuple(sizes))
 
+    def cut(self, dim: int, start: int, size: int) -> Box:
+        """The box with another range of a dimension."""
+        offsets, sizes = self.offsets, self.sizes
+        return Box((*offsets[:dim], start, *offsets[dim + 1 :]), (*sizes[:dim], size, *sizes[dim + 1 :]))
+
 
 def whole(shape: Shape) -> Box:
     """All of a tensor."""
@@ -96,10 +101,8 @@ def split(box: Box, max_numel: int) -> Iterator[Box]:
     dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
     num_rows = max(1, max_numel // math.prod(box.sizes[dim + 1 :]))
     for start in range(0, box.sizes[dim], num_rows):
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[dim] += start
-        sizes[dim] = min(num_rows, sizes[dim] - start)
-        yield from split(Box(tuple(offsets), tuple(sizes)), max_numel)
+        size = min(num_rows, box.sizes[dim] - start)
+        yield from split(box.cut(dim, box.offsets[dim] + start, size), max_numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,64 +225,43 @@ def check_places(tensors: Mapping[str, StoredTensor], num_bytes: Mapping[str, in
     sizes = np.array([num_bytes[file_of(rank)] for rank in ranks], dtype=np.int64)
     left = sizes.copy()  # so that all tensors together are no larger than the files
     for name, tensor in tensors.items():
-        columns = _columns(tensor)
-        _check_inside(name, tensor, columns, sizes, left)
-        if not tile(tensor, columns):
+        offsets, extents, ranks, starts = _columns(tensor)
+        room = np.array(tensor.shape, dtype=np.int64) - extents
+        if (offsets < 0).any() or (extents < 0).any() or (offsets > room).any():
+            raise ValueError(f"'{name}': has a box outside of its shape {tensor.shape}")
+        if (ranks < 0).any() or (ranks >= len(sizes)).any():
+            raise ValueError(f"'{name}': has a box of a rank whose file is not listed")
+        taken = extents.prod(axis=1) * tensor.dtype.itemsize
+        outside = (starts < 0) | (starts > sizes[ranks] - taken)
+        if outside.any():
+            file = file_of(int(ranks[outside.argmax()]))
+            raise ValueError(f"'{name}': has a box that is not all in the file '{file}'")
+        np.subtract.at(left, ranks, taken)
+        if (left < 0).any():
+            file = file_of(int(left.argmin()))
+            raise ValueError(f"'{name}': its boxes and those before it overlap in the file '{file}'")
+        if not tile(tensor):
             raise ValueError(f"'{name}': expected boxes that make up its shape {tensor.shape}, without gaps")
 
 
-_Columns = tuple[Any, Any, Any, Any]
-"""int64 offsets [k, n], sizes [k, n], ranks [k] and first bytes [k] of k boxes in n dimensions."""
-
-
-def _columns(tensor: StoredTensor) -> _Columns:
+def _columns(tensor: StoredTensor) -> tuple[Any, Any, Any, Any]:
+    """Return int64 offsets [k, n], sizes [k, n], ranks [k] and first bytes [k] of k boxes in n dimensions."""
     n = len(tensor.shape)
     table = np.array(tensor.boxes, dtype=np.int64).reshape(-1, 2 * n + 2)
     return table[:, :n], table[:, n : 2 * n], table[:, -2], table[:, -1]
 
 
-def _check_inside(name: str, tensor: StoredTensor, columns: _Columns, num_bytes: Any, left: Any) -> None:
-    """Raise ValueError for a box that is not all in its tensor, or not all in its file.
-
-    Args:
-        name: of the tensor.
-        tensor: with its boxes.
-        columns: of the tensor.
-        num_bytes: int64 [ranks], the size of each rank's file.
-        left: of these, the bytes that no tensor before has taken; reduced.
-    """
-    offsets, sizes, ranks, starts = columns
-    room = np.array(tensor.shape, dtype=np.int64) - sizes
-    if (offsets < 0).any() or (sizes < 0).any() or (offsets > room).any():
-        raise ValueError(f"'{name}': has a box outside of its shape {tensor.shape}")
-    if (ranks < 0).any() or (ranks >= len(num_bytes)).any():
-        raise ValueError(f"'{name}': has a box of a rank whose file is not listed")
-    taken = sizes.prod(axis=1) * tensor.dtype.itemsize
-    outside = (starts < 0) | (starts > num_bytes[ranks] - taken)
-    if outside.any():
-        file = file_of(int(ranks[outside.argmax()]))
-        raise ValueError(f"'{name}': has a box that is not all in the file '{file}'")
-    np.subtract.at(left, ranks, taken)
-    if (left < 0).any():
-        file = file_of(int(left.argmin()))
-        raise ValueError(f"'{name}': its boxes and those before it overlap in the file '{file}'")
-
-
-def tile(tensor: StoredTensor, columns: _Columns | None = None) -> bool:
+def tile(tensor: StoredTensor) -> bool:
     """Return True if boxes that lie inside of a tensor hold each of its elements once.
 
     A corner of a box counts +1 or -1, by the number of dimensions in which it is the end of the box. The sums
     of these at all places say how many boxes hold each element. So the sums are the same as for the whole
     tensor in one box exactly if each element is held once.
 
-    Args:
-        tensor: with its boxes.
-        columns: of the tensor, where they are known.
-
     Raises:
         ValueError: the boxes have too many corners.
     """
-    offsets, sizes, *_ = columns or _columns(tensor)
+    offsets, sizes, *_ = _columns(tensor)
     if (len(offsets) + 1) << len(tensor.shape) > _MAX_CORNERS:
         raise ValueError(f"{len(offsets)} boxes of a tensor of shape {tensor.shape} have too many corners")
     places = np.zeros((1, len(offsets) + 1), dtype=np.int64)  # [corners, the tensor and its boxes]

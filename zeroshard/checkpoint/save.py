@@ -58,12 +58,6 @@ class Snapshot:
     wait: Callable[[], None] = lambda: None
     """Lets the host wait until the slices have their values."""
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that this rank writes, estimated: its slices, and the archive around each box."""
-        boxes = sum(1 for part in self.slices for _ in part.boxes(1 << 24))
-        return sum(part.data.nbytes for part in self.slices) + boxes * _PER_BOX
-
 
 def write(snapshot: Snapshot, axis: Axis) -> None:
     """Write a checkpoint and let it appear; collective. Returns when it is there, on all ranks.
@@ -73,8 +67,10 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
     """
 
     def size() -> int:
+        """Estimate the bytes that this rank writes."""
         snapshot.wait()  # here, so that an error of the device is told to all ranks
-        return snapshot.num_bytes
+        boxes = sum(1 for part in snapshot.slices for _ in part.boxes(MAX_BOX_BYTES))
+        return sum(part.data.nbytes for part in snapshot.slices) + boxes * _PER_BOX
 
     total = sum(on_all(axis, "agreement on the size of a checkpoint", size))
     place: CheckpointPlace = on_first(

@@ -131,12 +131,8 @@ class TensorPart(NamedTuple):
         dim = self.cut.dim
         held = Span(box.offsets[dim], box.offsets[dim] + box.sizes[dim])
         for inside, place in self.cut.placed(self.rank, held):
-            offsets, sizes = list(box.offsets), list(box.sizes)
-            offsets[dim], sizes[dim] = place.start, place.size
-            yield (
-                Box(tuple(offsets), tuple(sizes)),
-                values.narrow(dim, inside.start - held.start, inside.size),
-            )
+            taken = values.narrow(dim, inside.start - held.start, inside.size)
+            yield box.cut(dim, place.start, place.size), taken
 
 
 @dataclass(frozen=True, slots=True)
