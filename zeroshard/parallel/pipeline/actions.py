@@ -286,8 +286,9 @@ def _check_sharding(rank: int, actions: list[Action]) -> None:
             raise ValueError(f"pipeline rank {rank}: expected {last.chunk}REDUCE_GRAD after {last}, got none")
 
 
-class ChunkTransfer(NamedTuple):
-    """A message from one pipeline rank to another.
+@dataclass(frozen=True, eq=False)
+class ChunkTransfer:
+    """A message from one pipeline rank to another. It is one object in all batches, so it is a quick key.
 
     `action` is the action of the source that produces it: a forward for an activation, otherwise the backward
     whose input gradient it is. `user` is the action of the target that needs it.
@@ -298,7 +299,7 @@ class ChunkTransfer(NamedTuple):
     source: int
     target: int
 
-    @property
+    @cached_property
     def is_activation(self) -> bool:
         """True for an activation, False for a gradient."""
         return self.action.kind is Kind.FORWARD
@@ -306,15 +307,11 @@ class ChunkTransfer(NamedTuple):
     @property
     def boundary(self) -> int:
         """The chunk before the boundary that the message crosses."""
-        return (self.action if self.is_activation else self.user).place[0]
+        return min(self.action.place, self.user.place)[0]
 
-    @property
-    def output(self) -> Place:
-        """The place of the tensors at the source: the chunk that gets them."""
-        chunk, microbatch = self.action.place
-        return chunk + (1 if self.is_activation else -1), microbatch
-
-    def __str__(self) -> str:
+    @cached_property
+    def label(self) -> str:
+        """Its name in messages to users."""
         word = "activation" if self.is_activation else "gradient"
         return f"{word} of {self.action} from pipeline rank {self.source} to {self.target}"
 

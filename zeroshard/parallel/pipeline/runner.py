@@ -68,17 +68,6 @@ class Chunks(Protocol):
         """Note the action that begins, for messages about a rank that is lost."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Leg:
-    """A message as this rank has it. One object in all batches, so it is a quick key."""
-
-    transfer: ChunkTransfer
-    label: str
-    """Its name in error messages."""
-    place: tuple[int, int]
-    """The chunk and the micro-batch of its tensors here, among activations or gradients."""
-
-
 class _ChunkCall(NamedTuple):
     """A forward whose backward will come."""
 
@@ -102,7 +91,7 @@ class _BatchTensors:
     """The gradients of outputs that have arrived."""
     waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
     """The weight gradients of calls whose backward comes in two halves."""
-    receipts: dict[_Leg, Receipt] = field(default_factory=dict)
+    receipts: dict[ChunkTransfer, Receipt] = field(default_factory=dict)
 
 
 class Runner:
@@ -115,15 +104,7 @@ class Runner:
     """
 
     def __init__(self, schedule: Schedule, messages: Messages, chunks: Chunks) -> None:
-        self._steps = [
-            (
-                action,
-                [_Leg(one, str(one), one.user.place) for one in receives],
-                [_Leg(one, str(one), one.output) for one in sends],
-            )
-            for action, receives, sends in plan_exchanges(schedule)[messages.rank]
-        ]
-        """The actions with their messages, prepared so that a batch need not."""
+        self._steps = plan_exchanges(schedule)[messages.rank]
         self.schedule, self._chunks, self._messages = schedule, chunks, messages
         messages.most_sends = max(messages.most_sends, room_for_sends(schedule))
         self._last_chunk = schedule.num_chunks - 1
@@ -133,7 +114,7 @@ class Runner:
         self._ends = ends_of_chunks(actions)
         self._trained = {action.chunk for action in self._ends}
         """The chunks that have backwards."""
-        self._forms: dict[Any, dict[_Leg, Forms]] = {}
+        self._forms: dict[Any, dict[ChunkTransfer, Forms]] = {}
         """The forms of messages, by the shapes of the batch."""
         self._batch = _BatchTensors()
         self._run: dict[Kind, Callable[[Action], None]] = {
@@ -163,17 +144,17 @@ class Runner:
             self._act(first)
         shapes = agree()
         known = self._forms.get(shapes)
-        found: dict[_Leg, Forms] = {}
+        found: dict[ChunkTransfer, Forms] = {}
         post = self._posting(known)
         for number, (action, receives, sends) in enumerate(self._steps):
             post(number)
             self._chunks.enter(action)
-            for leg in receives:
-                self._take(leg, found)
+            for message in receives:
+                self._take(message, found)
             if number or not has_begun:
                 self._act(action)
-            for leg in sends:
-                self._send(leg, known, found)
+            for message in sends:
+                self._send(message, known, found)
         self._messages.finish()
         self._forms[shapes] = found
         while len(self._forms) > _MOST_FORMS:
@@ -184,46 +165,55 @@ class Runner:
 
     # -- messages -------------------------------------------------------------------------------------
 
-    def _posting(self, known: dict[_Leg, Forms] | None) -> Callable[[int], None]:
+    def _posting(self, known: dict[ChunkTransfer, Forms] | None) -> Callable[[int], None]:
         """Return a function that posts the receives of an action, and some of later ones.
 
         They are posted in the order of the senders. A message whose forms are known comes without them.
         """
-        left = [(number, leg) for number, (_, receives, _) in enumerate(self._steps) for leg in receives]
+        left = [
+            (number, message) for number, (_, receives, _) in enumerate(self._steps) for message in receives
+        ]
         left.reverse()
 
         def post(number: int) -> None:
             ahead = AHEAD
             while left and (left[-1][0] <= number or ahead):
-                place, leg = left.pop()
+                place, message = left.pop()
                 ahead -= place > number
-                forms = None if known is None else known[leg]
-                self._batch.receipts[leg] = self._messages.expect(leg.transfer.source, leg.label, forms)
+                forms = None if known is None else known[message]
+                self._batch.receipts[message] = self._messages.expect(message.source, message.label, forms)
 
         return post
 
-    def _take(self, leg: _Leg, found: dict[_Leg, Forms]) -> None:
-        receipt = self._batch.receipts.pop(leg)
+    def _take(self, message: ChunkTransfer, found: dict[ChunkTransfer, Forms]) -> None:
+        receipt = self._batch.receipts.pop(message)
         tensors = receipt.wait()
         assert receipt.forms is not None, "the message has arrived"
-        found[leg] = receipt.forms
-        if leg.transfer.is_activation:
+        found[message] = receipt.forms
+        if message.is_activation:
             leaves = zip(tensors, receipt.forms, strict=True)
             arrived = tuple(tensor.requires_grad_(form.requires_grad) for tensor, form in leaves)
-            self._batch.activations[leg.place] = arrived
+            self._batch.activations[message.user.place] = arrived
         else:
-            self._batch.gradients[leg.place] = tuple(tensors)
+            self._batch.gradients[message.user.place] = tuple(tensors)
 
-    def _send(self, leg: _Leg, known: dict[_Leg, Forms] | None, found: dict[_Leg, Forms]) -> None:
-        is_activation = leg.transfer.is_activation
-        tensors = (self._batch.activations if is_activation else self._batch.gradients).pop(leg.place)
-        forms = found[leg] = tuple(map(Form.of, tensors))
-        if known is not None and known[leg] != forms:
+    def _send(
+        self,
+        message: ChunkTransfer,
+        known: dict[ChunkTransfer, Forms] | None,
+        found: dict[ChunkTransfer, Forms],
+    ) -> None:
+        is_activation = message.is_activation
+        tensors = (self._batch.activations if is_activation else self._batch.gradients).pop(
+            message.user.place
+        )
+        forms = found[message] = tuple(map(Form.of, tensors))
+        if known is not None and known[message] != forms:
             raise RuntimeError(
-                f"the {leg.label} has {list(forms)}, and had {list(known[leg])} for a batch of the same "
-                "shapes: expected the shapes of activations to follow from the shapes of the inputs"
+                f"the {message.label} has {list(forms)}, and had {list(known[message])} for a batch of the "
+                "same shapes: expected the shapes of activations to follow from the shapes of the inputs"
             )
-        self._messages.send(tensors, leg.transfer.target, leg.label, with_forms=known is None)
+        self._messages.send(tensors, message.target, message.label, with_forms=known is None)
 
     # -- actions --------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ wait after an earlier one. Transfers take no time of the ranks and do not slow e
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zeroshard.parallel.pipeline.actions import (
     END_BACKWARD,
     Action,
-    ChunkTransfer,
+    ActionMessages,
     Kind,
     Schedule,
     check_actions,
@@ -122,127 +122,69 @@ class ScheduleTimes:
         return 1 - sum(self.busy) / whole if whole else 0.0
 
 
-class _ReceiveMessage(NamedTuple):
-    transfer: ChunkTransfer
-    before: Action
+class _Queue(NamedTuple):
+    """The messages from one rank to another: the times at which each was offered and received."""
 
-
-class _SendMessage(NamedTuple):
-    transfer: ChunkTransfer
-
-
-_Operation = Action | _ReceiveMessage | _SendMessage
-
-
-class _MessageQueue:
-    """The messages from one rank to another: the time at which each was offered, accepted and received."""
-
-    def __init__(self, max_unreceived: int | None) -> None:
-        self.max_unreceived = max_unreceived
-        self.offered: list[float] = []
-        self.received: list[float] = []
-
-    def room_for(self, index: int) -> float | None:
-        """Return the time from which a message has room. None: the target has to receive others first."""
-        if self.max_unreceived is None or index < self.max_unreceived:
-            return 0.0
-        earlier = index - self.max_unreceived
-        return self.received[earlier] if earlier < len(self.received) else None
-
-    def receive(self, now: float, duration: float) -> float:
-        """Receive the next message at time `now` or later; return the time at which it is there."""
-        index = len(self.received)
-        room = now if self.max_unreceived == 0 else self.room_for(index)
-        assert room is not None  # all earlier messages have been received
-        self.received.append(max(now, max(self.offered[index], room) + duration))
-        return self.received[-1]
+    offered: list[float]
+    received: list[float]
 
 
 class _Simulation:
-    """The state of a simulation."""
+    """The state of a simulation; see `simulate` for its arguments."""
 
-    def __init__(self, schedule: Schedule, costs: ActionCosts, max_unreceived: int | None) -> None:
+    def __init__(self, schedule: Schedule, costs: ActionCosts, max_unreceived: int) -> None:
         costs.require_chunks(schedule.num_chunks)
-        self.costs = costs
+        self.costs, self.room, self.placement = costs, max_unreceived, schedule.placement
         self.needed = needed_actions(schedule)
-        self.placement = schedule.placement
-        self.programs: list[list[_Operation]] = [[] for _ in range(schedule.num_ranks)]
-        for program, exchanges in zip(self.programs, plan_exchanges(schedule), strict=True):
-            for action, receives, sends in exchanges:
-                program.extend(_ReceiveMessage(one, action) for one in receives)
-                program.append(action)
-                program.extend(map(_SendMessage, sends))
-        self.positions = [0] * schedule.num_ranks
-        self.clocks = [0.0] * schedule.num_ranks
         self.spans: list[list[ActionTime]] = [[] for _ in range(schedule.num_ranks)]
         self.done: set[Action] = set()
-        self.channels: dict[tuple[int, int], _MessageQueue] = defaultdict(
-            lambda: _MessageQueue(max_unreceived)
-        )
-        self.offers: dict[ChunkTransfer, int] = {}
+        self.queues = defaultdict[tuple[int, int], _Queue](lambda: _Queue([], []))
+        self.num_events = 0
+        """Actions, sends and receives so far: ranks that add none wait for each other."""
 
-    def advance(self, rank: int) -> bool:
-        """Run the operations of a rank up to one that has to wait; True if there was any progress."""
-        before = self.positions[rank], len(self.offers)
-        while self.positions[rank] < len(self.programs[rank]) and self.blocked(rank) is None:
-            self._run(rank, self.programs[rank][self.positions[rank]])
-            self.positions[rank] += 1
-        return (self.positions[rank], len(self.offers)) != before
+    def run(self, rank: int, exchanges: Sequence[ActionMessages]) -> Iterator[tuple[int, str]]:
+        """Run the list of a rank. Where it has to wait, yield the rank that it waits for, and the reason."""
+        now = 0.0
+        for action, receives, sends in exchanges:
+            for message in receives:
+                offered, received = self.queues[message.source, rank]
+                while len(offered) == len(received):
+                    yield message.source, f"{action} waits for {message.action}"
+                index, duration = len(received), self.costs.transfer_after(message.boundary)
+                room_from = now if not self.room else self._room_for(index, received)
+                now = max(now, max(offered[index], room_from) + duration)
+                received.append(now)
+                self.num_events += 1
+            for before in self.needed.get(action, ()):  # actions of other ranks send a message
+                while before not in self.done and self.placement[before.place[0]] == rank:
+                    yield rank, f"{action} waits for {before}, which comes later in its own list"
+            start, now = now, now + self.costs.of(action)
+            self.spans[rank].append(ActionTime(action, start, now))
+            self.done.add(action)
+            self.num_events += 1
+            for message in sends:
+                offered, received = self.queues[rank, message.target]
+                index = len(offered)
+                offered.append(now)
+                self.num_events += 1
+                while len(received) <= index - self.room:
+                    buffers = f"at most {self.room} unreceived"
+                    yield message.target, f"the send of the {message.label} waits for a receive, {buffers}"
+                now = max(now, self._room_for(index, received))
 
-    def blocked(self, rank: int) -> tuple[int, str] | None:
-        """Return the rank for which a rank cannot run its next operation, with the reason; None if it can."""
-        operation = self.programs[rank][self.positions[rank]]
-        if isinstance(operation, _ReceiveMessage):
-            transfer = operation.transfer
-            if transfer in self.offers:
-                return None
-            return transfer.source, f"{operation.before} waits for {transfer.action}"
-        if isinstance(operation, _SendMessage):
-            transfer = operation.transfer
-            index, channel = self._offer(transfer)
-            if channel.room_for(index) is not None:
-                return None
-            buffers = f"at most {channel.max_unreceived} unreceived"
-            return transfer.target, f"the send of the {transfer} waits for a receive, {buffers}"
-        for action in self.needed.get(operation, ()):  # actions of other ranks send a message
-            if action not in self.done and self.placement[action.place[0]] == rank:
-                return rank, f"{operation} waits for {action}, which comes later in its own list"
-        return None
+    def _room_for(self, index: int, received: list[float]) -> float:
+        """Return the time from which a message has room; all that it waits for have been received."""
+        return received[index - self.room] if index >= self.room else 0.0
 
-    def _offer(self, transfer: ChunkTransfer) -> tuple[int, _MessageQueue]:
-        """Offer a message if it has not been; return its number among the messages of its channel."""
-        channel = self.channels[transfer.source, transfer.target]
-        if transfer not in self.offers:
-            self.offers[transfer] = len(channel.offered)
-            channel.offered.append(self.clocks[transfer.source])
-        return self.offers[transfer], channel
 
-    def _run(self, rank: int, operation: _Operation) -> None:
-        if isinstance(operation, _ReceiveMessage):
-            transfer = operation.transfer
-            duration = self.costs.transfer_after(transfer.boundary)
-            channel = self.channels[transfer.source, transfer.target]
-            self.clocks[rank] = channel.receive(self.clocks[rank], duration)
-        elif isinstance(operation, _SendMessage):
-            index, channel = self._offer(operation.transfer)
-            self.clocks[rank] = max(self.clocks[rank], channel.room_for(index) or 0.0)
-        else:
-            start = self.clocks[rank]
-            self.clocks[rank] = start + self.costs.of(operation)
-            self.spans[rank].append(ActionTime(operation, start, self.clocks[rank]))
-            self.done.add(operation)
-
-    def raise_deadlock(self, rank: int) -> None:
-        """Raise a ValueError with the ranks that wait for each other in a circle; one has not ended."""
-        path: list[int] = []
-        while rank not in path:
-            path.append(rank)
-            blocked = self.blocked(rank)
-            assert blocked is not None
-            rank = blocked[0]
-        circle = [(each, self.blocked(each)) for each in path[path.index(rank) :]]
-        waits = "; ".join(f"pipeline rank {each}: {blocked[1]}" for each, blocked in circle if blocked)
-        raise ValueError(f"expected lists that run to their end, got a deadlock: {waits}")
+def _deadlock(waits: Mapping[int, tuple[int, str]]) -> ValueError:
+    """Return the error for ranks that wait for each other in a circle, given the waits of all ranks."""
+    path, rank = list[int](), next(iter(waits))
+    while rank not in path:
+        path.append(rank)
+        rank = waits[rank][0]
+    circle = "; ".join(f"pipeline rank {each}: {waits[each][1]}" for each in path[path.index(rank) :])
+    return ValueError(f"expected lists that run to their end, got a deadlock: {circle}")
 
 
 def simulate(
@@ -263,13 +205,16 @@ def simulate(
     """
     if max_unreceived is not None and max_unreceived < 0:
         raise ValueError(f"max_unreceived: expected at least 0 or None, got {max_unreceived}")
-    run = _Simulation(schedule, costs or ActionCosts(), max_unreceived)
-    while sum(map(run.advance, range(schedule.num_ranks))):
-        pass  # each rank goes on once before any goes on again, else the first ones are asked in vain
-    for rank, program in enumerate(run.programs):
-        if run.positions[rank] < len(program):
-            run.raise_deadlock(rank)
-    return ScheduleTimes(tuple(map(tuple, run.spans)))
+    room = len(list(schedule)) if max_unreceived is None else max_unreceived  # room for all is no limit
+    state = _Simulation(schedule, costs or ActionCosts(), room)
+    programs = [state.run(rank, own) for rank, own in enumerate(plan_exchanges(schedule))]
+    num_before = -1
+    while state.num_events > num_before:  # each rank goes on once before any goes on again
+        num_before = state.num_events
+        waits = {rank: wait for rank, one in enumerate(programs) if (wait := next(one, None)) is not None}
+    if waits:
+        raise _deadlock(waits)
+    return ScheduleTimes(tuple(map(tuple, state.spans)))
 
 
 class ActivationCounts(NamedTuple):
