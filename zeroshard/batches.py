@@ -38,12 +38,8 @@ def train_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
         RuntimeError: some of the accumulation steps were taken outside, or their end is set there.
     """
     _check_batch(engine, "train_batch()")
-    if _is_asynchronous(engine):
-        return engine.train_batches([(inputs, targets)])[0]
     if engine._pipeline is not None:
-        mean = _mean(engine, _train_pipeline(engine, engine._pipeline, inputs, targets))
-        engine._watch(mean)
-        return mean
+        return _train_pipeline(engine, engine._pipeline, iter([(inputs, targets)]), 1)[0]
     total = _zero(engine)
     for piece, target in _pieces(engine, inputs, targets):
         loss = loss_of(engine, engine.loss_fn, piece, target)
@@ -81,18 +77,9 @@ def train_batches(engine: Engine, batches: Iterable[Any], num_batches: int | Non
     if type(number) is not int or number < 1:
         raise ValueError(f"train_batches(): expected at least 1 batch, got {number!r}")
     taken, pipeline = iter(batches), engine._pipeline
-    if pipeline is None or not _is_asynchronous(engine):
+    if pipeline is None or pipeline.method is None:
         return torch.stack([engine.train_batch(*next_batch(taken, i, number)) for i in range(number)])
-    engine._require_optimizer("train_batch()")
-    engine._saver.check(engine._axes.world)
-    num, steps = engine._num_micro_batches, engine.global_step
-    means = _mean(engine, pipeline.run_steps(taken, number, num, steps, engine._step_in_list))
-    engine._watch(means.sum())
-    return means
-
-
-def _is_asynchronous(engine: Engine) -> bool:
-    return engine._pipeline is not None and engine._pipeline.method is not None
+    return _train_pipeline(engine, pipeline, taken, number)
 
 
 def _check_batch(engine: Engine, call: str) -> None:
@@ -108,17 +95,23 @@ def _check_batch(engine: Engine, call: str) -> None:
         raise RuntimeError(f"{call} counts: call set_gradient_accumulation_boundary(None) before it")
 
 
-def _train_pipeline(engine: Engine, pipeline: PipelineTraining, inputs: Any, targets: Any) -> Tensor:
-    """Run a batch of a pipeline and take the step."""
+def _train_pipeline(
+    engine: Engine, pipeline: PipelineTraining, batches: Iterator[Any], num_batches: int
+) -> Tensor:
+    """Take the steps of some batches; return the mean loss of each."""
     engine._require_optimizer("train_batch()")
-    num, is_half = engine._num_micro_batches, engine._runtime.reducer.is_half
-    mean = pipeline.run(inputs, targets, num, loss_scale=engine.loss_scale, is_half=is_half)
-    engine._boundary, pipeline.is_stepping = True, True
-    try:
-        engine.step()
-    finally:
-        engine._boundary, pipeline.is_stepping = None, False
-    return mean()  # ranks whose list ends early have stepped meanwhile
+    engine._saver.check(engine._axes.world)
+    losses = pipeline.train(
+        batches,
+        num_batches,
+        engine._num_micro_batches,
+        steps_taken=engine.global_step,
+        loss_scale=engine.loss_scale if engine._runtime.reducer.is_half else None,
+        take_step=engine._take_step,
+    )
+    means = _mean(engine, losses)
+    engine._watch(means.sum())
+    return means
 
 
 @torch.no_grad()
@@ -139,7 +132,7 @@ def eval_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
     refuse_in_batch(engine._runtime.state, "eval_batch()")
     with _evaluating(engine.module):
         if engine._pipeline is not None:
-            return _mean(engine, engine._pipeline.evaluate(inputs, targets, engine._num_micro_batches))
+            return _mean(engine, engine._pipeline.evaluate(inputs, targets, engine._num_micro_batches))[0]
         total = _zero(engine)
         for piece, target in _pieces(engine, inputs, targets):
             total += loss_of(engine, engine.loss_fn, piece, target).float()

@@ -153,7 +153,7 @@ class Engine(NotCopied, nn.Module):
 
     def _refuse_parts(self, call: str) -> None:
         refuse_averages(self._runtime.state, call)
-        if self._pipeline is not None and not self._pipeline.is_stepping:
+        if self._pipeline is not None:
             raise RuntimeError(
                 f"{call} with mesh.pp={self._axes.pp.size}: each rank has a part of the model, and "
                 "engine.train_batch(inputs, targets) takes a whole step"
@@ -187,26 +187,31 @@ class Engine(NotCopied, nn.Module):
             self._early.check()
         state = self._runtime.state
         is_early, state.is_in_step = state.is_in_step, False
-        # A pipeline rank may have no trained parameters, and takes part in the agreements all the same.
-        if self._pipeline is None:
-            if not self._runtime.has_gradients and not is_early:
-                warn_user(
-                    "engine.step() without a gradient: no backward has reached a parameter since the last "
-                    "step or zero_grad(), so no step was taken. Call engine.backward(loss) before it, with a "
-                    "loss that depends on trained parameters"
-                )
-                self._micro_step = 0
-                self.zero_grad()
-                return False
-            if self._guard.loss is None and self._num_micro_batches > 1:
-                warn_user(
-                    "gradients of loss.backward() are not divided by gradient_accumulation_steps="
-                    f"{self._num_micro_batches}: call engine.backward(loss), with scale_wrt_gas=False if the "
-                    "loss is divided already"
-                )
+        if not self._runtime.has_gradients and not is_early:
+            warn_user(
+                "engine.step() without a gradient: no backward has reached a parameter since the last "
+                "step or zero_grad(), so no step was taken. Call engine.backward(loss) before it, with a "
+                "loss that depends on trained parameters"
+            )
+            self._micro_step = 0
+            self.zero_grad()
+            return False
+        if self._guard.loss is None and self._num_micro_batches > 1:
+            warn_user(
+                "gradients of loss.backward() are not divided by gradient_accumulation_steps="
+                f"{self._num_micro_batches}: call engine.backward(loss), with scale_wrt_gas=False if the "
+                "loss is divided already"
+            )
+        return self._take_step(nullcontext())
+
+    def _take_step(self, around: AbstractContextManager[None]) -> bool:
+        """Judge the gradients, step, and zero them; `around` is entered for the step of the optimizer.
+
+        A pipeline calls it, too. A rank without trained parameters takes part in the agreements all the same.
+        """
         is_taken = self._guard.make_ready()
         if is_taken:
-            self._optimize(nullcontext())
+            self._optimize(around)
         else:
             self.skipped_steps += 1
         self._guard.loss_scale = self._guard.loss_scale.after(overflow=not is_taken)
@@ -214,13 +219,6 @@ class Engine(NotCopied, nn.Module):
         self._micro_step = 0
         self.zero_grad()
         return is_taken
-
-    def _step_in_list(self, around: AbstractContextManager[None]) -> None:
-        """Take a step in the middle of a list; `around` corrects the step of the optimizer."""
-        self._runtime.before_step()
-        self._guard.make_ready()  # tensor ranks compare their gradients; nothing is clipped or left out
-        self._optimize(around)
-        self.zero_grad()
 
     def _optimize(self, around: AbstractContextManager[None]) -> None:
         """Step optimizer and LR scheduler; `around` is entered for the step of the optimizer."""

@@ -33,7 +33,9 @@ from zeroshard.parallel.pipeline.actions import (
     Kind,
     Schedule,
     ends_of_chunks,
+    ends_of_steps,
     plan_exchanges,
+    reduced_apart,
 )
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.parallel.pipeline.weights import Waiting
@@ -111,6 +113,9 @@ class Runner:
         actions = schedule.lists[messages.rank]
         self._recomputed = {(a.chunk, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
         self._halved = {(a.chunk, a.microbatch) for a in actions if a.kind is Kind.INPUT_GRADIENT}
+        self.ends = ends_of_steps(actions)
+        self.apart = reduced_apart(actions)
+        """The chunks whose reductions begin with an action of their own."""
         self._ends = ends_of_chunks(actions)
         self._trained = {action.chunk for action in self._ends}
         """The chunks that have backwards."""

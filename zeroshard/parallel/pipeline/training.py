@@ -40,8 +40,6 @@ from zeroshard.parallel.pipeline.actions import (
     STEP,
     Action,
     Kind,
-    ends_of_steps,
-    reduced_apart,
 )
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
 from zeroshard.parallel.pipeline.asynchronous.versions import Change, Corrected, WeightVersions
@@ -89,6 +87,8 @@ def next_batch(batches: Iterator[Any], number: int, num_batches: int) -> tuple[A
     return batch[0], batch[1] if len(batch) == 2 else None
 
 
+TakeStep = Callable[[AbstractContextManager[None]], object]
+"""Takes a step of the optimizer inside a context."""
 _NUM_BITS = 32
 """Bits of the checksum that pipeline ranks compare."""
 
@@ -114,15 +114,14 @@ class BatchComparison:
         self._noted = 0
         """The checksum of batches that are to be compared later."""
 
-    def begin(self, batch: Any) -> Callable[[], Any]:
-        """Begin to compare a batch; collective.
+    def begin(self, batch: Any, shapes: Any) -> Callable[[], Any]:
+        """Begin to compare a batch, with its `shapes_of`; collective.
 
         Returns:
             A function that waits for the answer. It returns a value that all ranks have alike: where they
             had it before, the tensors between chunks have the forms that they had then. It raises a
             RuntimeError if the batches differ, or if a container was given hooks.
         """
-        shapes = shapes_of(batch)
         value = crc32(repr(shapes).encode())
         if self._counts():
             value = _checksum(batch, value)
@@ -248,21 +247,17 @@ class PipelineTraining:
         self._piece_of: Callable[[int], BatchPiece] | None = None
         """Returns a micro-batch of the list; its batch is loaded when a forward needs the first one."""
         self._factor = 1.0
+        """The factor of each loss."""
         self._losses: list[tuple[int, Tensor]] = []
         """The micro-batches so far with their losses."""
         self._action = STEP
         """The action that runs."""
-        self._ends: Mapping[Action, int] = {}
-        """The actions after which this rank has all gradients of a step, with its micro-batches."""
-        self._sizes: list[int] = []
-        """The micro-batches of the steps to come, if there are several."""
-        self._apart: frozenset[int] = frozenset()
-        """The chunks whose reductions begin with an action of their own."""
+        self._runner: Runner | None = None
+        """The runner of the list, while it has backwards."""
+        self._scales: list[float] = []
+        """The numbers by which the gradients of the steps to come are divided."""
         self._due: set[int] = set()
-        """The chunks among these that have had their last backward."""
-        self.is_stepping = False
-        """True while the step after a batch is taken."""
-        self._loss_scale = 1.0
+        """The chunks with an own action for their reductions that have had their last backward."""
         self._comparison = BatchComparison(self._axes.pp, runtime.parameters, part.chunked.containers)
         config = part.config.pipeline
         self.method = None
@@ -270,74 +265,97 @@ class PipelineTraining:
         if config.is_asynchronous:
             lists = part.schedule(config.num_microbatches, has_backward=True)
             self.method = AsynchronousMethod(runtime, part.config, lists, change, corrected)
-        self._take_step: Callable[[AbstractContextManager[None]], None] | None = None
-        """Takes a step inside a context, in the middle of a list."""
+        self._take_step: TakeStep | None = None
+        """Takes a step in the middle of a list."""
 
     @property
     def versions(self) -> WeightVersions | None:
         """The versions of weights that are kept; None if all actions compute with the newest ones."""
         return None if self.method is None else self.method.versions
 
-    def run(
-        self, inputs: Any, targets: Any, num: int, *, loss_scale: float, is_half: bool
-    ) -> Callable[[], Tensor]:
-        """Compute the gradients of a batch.
-
-        Args:
-            inputs, targets: as `Engine.train_batch` has them; the same on all ranks of a pipeline.
-            num: micro-batches.
-            loss_scale: the factor of the loss.
-            is_half: True if there is one.
-
-        Returns:
-            A function that waits for the mean loss over the micro-batches, 0-dim, on all ranks of the
-            pipeline. Until its call the exchange of the loss runs during other work.
-
-        Raises:
-            ValueError: the batch does not divide into the micro-batches, or the schedule does not exist with
-                so many.
-            RuntimeError: the ranks of the pipeline have different batches.
-        """
-        self._factor, self._loss_scale = (loss_scale if is_half else 1.0) / num, loss_scale
-        self._shared.drop()
-        means = self._run_one(inputs, targets, num, has_backward=True)
-        self._shared.add_gradients()
-        return lambda: means()[0]
-
-    def run_steps(
+    def train(
         self,
         batches: Iterator[Any],
         num_batches: int,
         num: int,
+        *,
         steps_taken: int,
-        take_step: Callable[[AbstractContextManager[None]], None],
+        loss_scale: float | None,
+        take_step: TakeStep,
     ) -> Tensor:
-        """Run batches of an asynchronous pipeline as one list, with its steps.
+        """Take the step of a batch; or, in an asynchronous pipeline, all steps of the list of some batches.
 
         Args:
-            batches: tuples of inputs and targets, as `run` has them, or inputs alone.
+            batches: tuples of inputs and targets, as `Engine.train_batch` has them, or inputs alone; the same
+                on all ranks of a pipeline.
             num_batches: the batches to take.
             num: micro-batches of each of them.
-            steps_taken: the steps of training before the list.
+            steps_taken: the steps of training before.
+            loss_scale: the factor of the loss in float16; None in other dtypes.
             take_step: takes one step; the context corrects the step of the optimizer.
 
         Returns:
             [num_batches], the mean loss over the micro-batches of each batch, on all ranks of the pipeline.
 
         Raises:
-            ValueError, RuntimeError: as `run`; or a batch has other shapes than the first one; or the list is
-                one of the user, which has the micro-batches of one batch, and there are several.
+            ValueError: the batch does not divide into the micro-batches, or the schedule does not exist with
+                so many; a batch has other shapes than the first one; or the list is one of the user, which
+                has the micro-batches of one batch, and there are several.
+            RuntimeError: the ranks of the pipeline have different batches.
         """
-        assert self.method is not None, "it is asynchronous"
+        if self.method is None:
+            self._factor = (loss_scale or 1.0) / num
+            runner = self._begin(num, has_backward=True)
+            self._scales = [loss_scale or 1.0]
+            self._shared.drop()
+            means = self._run(runner, batches, num_batches, num)
+            self._shared.add_gradients()
+            self._runtime.before_step()
+            take_step(nullcontext())
+            return means()  # ranks whose list ends early have stepped meanwhile
         if num_batches > 1 and self._part.config.pipeline.schedule not in ASYNCHRONOUS:
             raise ValueError(
                 "train_batches() with a list of your own in pipeline.schedule: expected 1 batch, whose "
                 f"micro-batches the list has, got {num_batches}: call train_batch() for each"
             )
-        self._factor, self._take_step, total = 1.0, take_step, num * num_batches
-        runner = self._runner(total, has_backward=True, steps_taken=steps_taken)
-        batch = self._cut(next_batch(batches, 0, num_batches), num)
-        shapes, loaded, pieces = shapes_of(batch), 1, list[BatchPiece]()
+        runner = self._begin(num * num_batches, has_backward=True, steps_taken=steps_taken)
+        self._factor, self._take_step, self._scales = 1.0, take_step, list(map(float, runner.ends.values()))
+        try:
+            with self.method.batch(runner.schedule, steps_taken):
+                means = self._run(runner, batches, num_batches, num)
+            if num_batches > 1:
+                self._comparison.check_noted()
+            return means()
+        finally:
+            self._take_step = None
+
+    def evaluate(self, inputs: Any, targets: Any, num: int) -> Tensor:
+        """Return the mean loss of a batch, [1]; arguments and errors as in `train`."""
+        return self._run(self._begin(num, has_backward=False), iter([(inputs, targets)]), 1, num)()
+
+    def _cut(self, batch: tuple[Any, Any], num: int) -> list[tuple[Any, Any]]:
+        """Cut a batch into micro-batches, on the device."""
+        device, key = self._runtime.context.device, "pipeline.num_microbatches"
+        pieces = zip(*(split_batch(value, num, key) for value in batch), strict=True)
+        return [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
+
+    def _bind(self, batch: list[tuple[Any, Any]]) -> list[BatchPiece]:
+        """Give the micro-batches of a batch the names of the model's arguments."""
+        pieces = [BatchPiece(self._named(piece), target) for piece, target in batch]
+        self._part.chunked.check(pieces[0].arguments)  # all micro-batches have the same arguments
+        return pieces
+
+    def _run(
+        self, runner: Runner, batches: Iterator[Any], num_batches: int, num: int
+    ) -> Callable[[], Tensor]:
+        """Run a list; return a function that waits for the mean losses of its batches.
+
+        Until its call the exchange of the losses runs during other work.
+        """
+        batch, loaded = self._cut(next_batch(batches, 0, num_batches), num), 1
+        shapes = shapes_of(batch)
+        agree = self._comparison.begin(batch, shapes)
+        pieces = self._bind(batch)
 
         def piece_of(microbatch: int) -> BatchPiece:
             nonlocal loaded, pieces
@@ -353,48 +371,6 @@ class PipelineTraining:
                 pieces = self._bind(later)
             return pieces[microbatch % num]
 
-        try:
-            with self.method.batch(runner.schedule, steps_taken):
-                agree = self._comparison.begin(batch)
-                pieces = self._bind(batch)
-                means = self._run(runner, agree, piece_of, num, num_batches)
-            if num_batches > 1:
-                self._comparison.check_noted()
-            return means()
-        finally:
-            self._take_step = None
-
-    def evaluate(self, inputs: Any, targets: Any, num: int) -> Tensor:
-        """Return the mean loss of a batch; arguments and errors as in `run`."""
-        return self._run_one(inputs, targets, num, has_backward=False)()[0]
-
-    def _run_one(self, inputs: Any, targets: Any, num: int, *, has_backward: bool) -> Callable[[], Tensor]:
-        """Run one batch; return a function that waits for its mean loss, [1]."""
-        runner = self._runner(num, has_backward, 0)
-        batch = self._cut((inputs, targets), num)
-        agree = self._comparison.begin(batch)
-        return self._run(runner, agree, self._bind(batch).__getitem__, num, 1)
-
-    def _cut(self, batch: tuple[Any, Any], num: int) -> list[tuple[Any, Any]]:
-        """Cut a batch into micro-batches, on the device."""
-        device, key = self._runtime.context.device, "pipeline.num_microbatches"
-        pieces = zip(*(split_batch(value, num, key) for value in batch), strict=True)
-        return [(to_device(piece, device), to_device(target, device)) for piece, target in pieces]
-
-    def _bind(self, batch: list[tuple[Any, Any]]) -> list[BatchPiece]:
-        """Give the micro-batches of a batch the names of the model's arguments."""
-        pieces = [BatchPiece(self._named(piece), target) for piece, target in batch]
-        self._part.chunked.check(pieces[0].arguments)  # all micro-batches have the same arguments
-        return pieces
-
-    def _run(
-        self,
-        runner: Runner,
-        agree: Callable[[], Any],
-        piece_of: Callable[[int], BatchPiece],
-        num: int,
-        num_batches: int,
-    ) -> Callable[[], Tensor]:
         device = self._runtime.context.device
         self._piece_of, self._losses = piece_of, []
         try:
@@ -407,16 +383,13 @@ class PipelineTraining:
             totals[microbatch // num] += loss
         return self._axes.pp.begin_sum(totals / num, "mean loss of a pipeline")
 
-    def _runner(self, num: int, has_backward: bool, steps_taken: int) -> Runner:
-        schedule = self._part.schedule(num, has_backward=has_backward, steps_taken=steps_taken)
-        if has_backward:
-            own = schedule.lists[self._axes.pp.rank]
-            self._ends = ends_of_steps(own)
-            self._sizes = list(self._ends.values())
-            self._apart, self._due = reduced_apart(own), set()
+    def _begin(self, num: int, *, has_backward: bool, steps_taken: int = 0) -> Runner:
+        """Return the runner of a list, which begins."""
         num_synchronous = count_synchronous(self._part.config, num, steps_taken)
         if (runner := self._runners.get(key := (num, has_backward, num_synchronous))) is None:
+            schedule = self._part.schedule(num, has_backward=has_backward, steps_taken=steps_taken)
             runner = self._runners[key] = Runner(schedule, self._messages, self)
+        self._runner, self._due = runner, set()
         return runner
 
     # -- the runner calls -----------------------------------------------------------------------------
@@ -461,15 +434,15 @@ class PipelineTraining:
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
         """Run the backward of a chunk, or a half; the last one reduces the units that end with it."""
-        reducer, has_more = self._runtime.reducer, self._action not in self._ends
+        assert self._runner is not None, "a list runs"
+        reducer, has_more = self._runtime.reducer, self._action not in self._runner.ends
         self._shared.chunk = chunk
         name = chunk, self._action.microbatch
         comes_through_units = self._action.kind is not Kind.WEIGHT_GRADIENT
         delivering = nullcontext() if comes_through_units else self._runtime.passes.delivering()
-        scale = self._loss_scale if self.method is None else float(self._sizes[0])
         part = self._runtime.part(name, self._units[chunk])
         ending = self._ending(chunk, has_more) if is_last else frozenset()
-        with part, reducer.next_backward(has_more, but=ending, scale=scale), delivering:
+        with part, reducer.next_backward(has_more, but=ending, scale=self._scales[0]), delivering:
             run()
         if ending:  # nothing may have come here, unlike on other ranks
             reducer.start_ahead(ending)
@@ -481,7 +454,7 @@ class PipelineTraining:
         if not has_more:  # it reduces all that are left
             self._due.clear()
             return frozenset()
-        if chunk in self._apart:
+        if self._runner is not None and chunk in self._runner.apart:
             self._due.add(chunk)
             return frozenset()
         return self._own_units[chunk]
@@ -497,8 +470,9 @@ class PipelineTraining:
         if action.kind is Kind.STEP:
             if self.method is not None:  # else the batch ends with the step
                 assert self._take_step is not None, "it runs"
+                self._runtime.before_step()
                 self._take_step(self.method.stepping())
-                self._sizes.pop(0)
+                self._scales.pop(0)
         elif action.chunk is not None and action.kind is Kind.UNSHARD:
             self._runtime.unshard((self._runtime.root, *self._units[action.chunk]))  # the root to the end
         elif action.chunk is not None and action.kind is Kind.RESHARD:
