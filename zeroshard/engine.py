@@ -425,8 +425,8 @@ class Engine(NotCopied, nn.Module):
 
     def memory_report(self) -> MemoryReport:
         """Measured bytes of this rank: model states by kind, and the process."""
-        versions = None if self._pipeline is None else self._pipeline.versions
-        peak = 0 if versions is None else versions.peak_bytes
+        method = None if self._pipeline is None else self._pipeline.method
+        peak = 0 if method is None else method.peak_bytes
         averages = self._parts.averages.values()
         return measure(self._runtime, self.optimizer, averages, peak_versions=peak)
 
@@ -434,8 +434,8 @@ class Engine(NotCopied, nn.Module):
         """Start the search for the largest `unsharded` and versions anew, from those that are there now."""
         meter = self._runtime.context.meter
         meter.peak = meter.now
-        if self._pipeline is not None and self._pipeline.versions is not None:
-            self._pipeline.versions.reset_peak()
+        if self._pipeline is not None and self._pipeline.method is not None:
+            self._pipeline.method.reset_peak()
 
     def comm_report(self) -> CommReport:
         """Calls, bytes and waits by collective since the last `reset_comm_report()`."""

@@ -42,7 +42,7 @@ from zeroshard.parallel.pipeline.actions import (
     Kind,
 )
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
-from zeroshard.parallel.pipeline.asynchronous.versions import Change, Corrected, WeightVersions
+from zeroshard.parallel.pipeline.asynchronous.versions import Change, Corrected
 from zeroshard.parallel.pipeline.choice import count_synchronous
 from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
 from zeroshard.parallel.pipeline.part import ModelPart
@@ -267,11 +267,6 @@ class PipelineTraining:
             self.method = AsynchronousMethod(runtime, part.config, lists, change, corrected)
         self._take_step: TakeStep | None = None
         """Takes a step in the middle of a list."""
-
-    @property
-    def versions(self) -> WeightVersions | None:
-        """The versions of weights that are kept; None if all actions compute with the newest ones."""
-        return None if self.method is None else self.method.versions
 
     def train(
         self,

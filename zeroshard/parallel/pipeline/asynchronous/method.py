@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from zeroshard.parallel.pipeline.asynchronous.versions import (
     Corrected,
     Delays,
     NotedChange,
-    WeightVersions,
+    WeightsPlace,
     decay_of_changes,
     read_delays,
 )
@@ -136,17 +136,19 @@ class AsynchronousMethod:
         change: Change | None,
         corrected: Corrected | None,
     ) -> None:
-        self._config, self._rank = config.pipeline, runtime.context.axes.pp.rank
+        self._runtime, self._config = runtime, config.pipeline
+        self._rank, weights = runtime.context.axes.pp.rank, config.pipeline.chosen_weights
         self._change, self._corrected = change, corrected
-        is_newest = self._config.chosen_weights in NEWEST_WEIGHTS
-        self.versions = None if is_newest else WeightVersions(runtime, change)
-        """The versions of weights; None if all actions compute with the newest ones."""
+        versioned = [] if weights in NEWEST_WEIGHTS else [b for b in runtime.buffers if b.trainable]
+        self._places = [WeightsPlace(buffer, change, runtime.context.memory) for buffer in versioned]
+        """The buffers that have versions; none if all actions compute with the newest weights."""
+        self.peak_bytes = 0
+        """The most bytes of versions at a time since `reset_peak`."""
         self._looked_at: set[nn.Module] = set()
         """The layers for which no hooks of saved tensors were found in this list."""
-        if (weights := self._config.chosen_weights) not in KEPT_WEIGHTS:
+        if weights not in KEPT_WEIGHTS:
             layers = list(runtime.module.modules())
             self._looked_at = refuse_weights_of_forwards(layers, runtime.changes, weights)
-        self._device, self._state = runtime.context.device, runtime.state
         self._delays = self._read(schedule)
         self._read(full_schedule_of(config))
         self._most_crossed = _most_crossed(config, self._rank)
@@ -154,6 +156,13 @@ class AsynchronousMethod:
         """The steps of training before the list, and the steps of the list so far."""
         self._has_begun = False
         """True if an action of the list has begun."""
+
+    def reset_peak(self) -> None:
+        """Count the most bytes of versions anew."""
+        self.peak_bytes = sum(place.num_bytes for place in self._places)
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, sum(place.num_bytes for place in self._places))
 
     def _read(self, schedule: Schedule) -> Delays:
         weights = self._config.chosen_weights
@@ -171,7 +180,7 @@ class AsynchronousMethod:
         Raises:
             RuntimeError: torch.autocast is on.
         """
-        if torch.is_autocast_enabled(self._device.type):
+        if torch.is_autocast_enabled(self._runtime.context.device.type):
             raise RuntimeError(
                 "train_batch() of an asynchronous pipeline inside torch.autocast, which keeps casts of the "
                 "weights of an earlier version: set precision.param_dtype in the config instead"
@@ -179,26 +188,44 @@ class AsynchronousMethod:
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         self._has_begun = False
         self._looked_at.clear()
-        with nullcontext() if self.versions is None else self.versions.batch(self._delays):
-            try:
-                yield
-            except BaseException:
-                self._state.has_failed_in_list = self._has_begun
-                raise
+        moves = any(use.ahead for use in self._delays.uses.values())
+        try:
+            for place in self._places:
+                place.begin(moves=moves)
+            self._note_peak()
+            yield
+        except BaseException:
+            self._runtime.state.has_failed_in_list = self._has_begun
+            raise
+        finally:
+            for place in self._places:
+                place.end()
+            if self._places:
+                self._runtime.passes.refresh()
 
     def enter(self, action: Action) -> None:
-        """Let the units of this rank have the weights of a compute action that begins."""
+        """Let the units of this rank have the weights of a compute action that begins.
+
+        Raises:
+            RuntimeError: the action before it has edited weights that are not the main parameters.
+        """
         self._has_begun = True
-        if self.versions is not None and action.is_compute:
-            self.versions.enter(self._delays.uses[action])
+        if self._places and action.is_compute:
+            self._runtime.check_edits()
+            for place in self._places:
+                place.enter(self._delays.uses[action], self._taken)
+            self._runtime.passes.refresh()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Correct the optimizer's step inside, and keep what later actions need of it."""
+        """Correct the optimizer's step inside, and keep the weights from before it that later actions use."""
         number, delays = self._taken, self._delays
+        if self._places:
+            self._runtime.check_edits()
+        for place in self._places:
+            place.step(number, delays.kept[number])
+        self._note_peak()
         with ExitStack() as stack:
-            if self.versions is not None:
-                stack.enter_context(self.versions.stepping())
             if isinstance(self._change, NotedChange) and self._most_crossed:
                 decay = decay_of_changes(self._config.decay, self._most_crossed)
                 stack.enter_context(self._change.noting(decay))

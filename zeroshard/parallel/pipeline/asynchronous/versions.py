@@ -44,7 +44,6 @@ from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_li
 from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.runtime import Runtime
 from zeroshard.stores.store import Store, TierMemory
 
 
@@ -321,67 +320,3 @@ def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | 
     own = {action: use for action, use in uses.items() if action.chunk == chunk}
     taus = tuple(ages.tau_of_step(chunk, step) for step in range(len(kept)))
     return Delays(own, kept, taus)
-
-
-class WeightVersions:
-    """The versions of the trained weights of one rank.
-
-    Args:
-        runtime: the runtime of the units.
-        change: the change of a step, if the method moves weights.
-    """
-
-    def __init__(self, runtime: Runtime, change: Change | None) -> None:
-        self._runtime = runtime
-        trained = (buffer for buffer in runtime.buffers if buffer.trainable)
-        self._places = [WeightsPlace(buffer, change, runtime.context.memory) for buffer in trained]
-        self._kept: tuple[frozenset[int], ...] = ()
-        self._newest = 0
-        self.peak_bytes = 0
-        """The most bytes of versions at a time since `reset_peak`."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all weights other than the main parameters and what is gathered of them."""
-        return sum(place.num_bytes for place in self._places)
-
-    def reset_peak(self) -> None:
-        """Count the peak anew."""
-        self.peak_bytes = self.num_bytes
-
-    @contextmanager
-    def batch(self, delays: Delays) -> Iterator[None]:
-        """Run a list: versions are counted from 0, and none are left after it."""
-        self._kept, self._newest = delays.kept, 0
-        moves = any(use.ahead for use in delays.uses.values())
-        try:
-            for place in self._places:
-                place.begin(moves=moves)
-            yield
-        finally:
-            for place in self._places:
-                place.end()
-            self._runtime.passes.refresh()
-
-    def enter(self, use: Use) -> None:
-        """Let the units of this rank have the weights of an action that begins.
-
-        Raises:
-            RuntimeError: the action before it has edited weights that are not the main parameters.
-        """
-        self._runtime.check_edits()
-        for place in self._places:
-            place.enter(use, self._newest)
-        self._runtime.passes.refresh()
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Keep the weights from before the step inside, if they are used after it, and drop older ones."""
-        self._runtime.check_edits()
-        kept = self._kept[self._newest]
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        for place in self._places:
-            place.step(self._newest, kept)
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        yield
-        self._newest += 1
