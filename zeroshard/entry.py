@@ -34,11 +34,11 @@ from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import record_resets, refuse_recording
 from zeroshard.memory.tiered import check_room, states_of
 from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
-from zeroshard.parallel.pipeline.chunked import Absent, Outline, outline_of
+from zeroshard.parallel.pipeline.chunked import Absent, Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
 from zeroshard.parallel.pipeline.part import ModelPart, find_chosen, narrowed, take_part
 from zeroshard.parallel.pipeline.profile import SampleSource, sample_of
-from zeroshard.parallel.pipeline.traced import TracedModel, trace
+from zeroshard.parallel.pipeline.traced import TracedChunks, trace
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
@@ -191,36 +191,33 @@ def _stage_of_model(
             "out of it: build the model again"
         )
     described = describe_model(model)
-    if config.pipeline.trace:
-        model, outline = _traced(model, config, world, source)
-    else:
-        outline = outline_of(model)
+    chunked = _traced(model, config, world, source) if config.pipeline.trace else Chunked(model)
+    model = chunked.model
+    if not config.pipeline.trace:
         record_resets(model)  # before modules are taken out: each reset draws random numbers after the last
     chosen = find_chosen(model, config)
     specs = specify_units(model, config)
     check_agreement(world, model, config, specs, None, {}, source.training_data)
 
     def cut() -> ModelCut | None:
-        return cut_model(model, outline, config, source, world.device) if world.rank == 0 else None
+        return cut_model(chunked, config, source, world.device) if world.rank == 0 else None
 
     made = on_all(world, "cut of the model into chunks", cut)[0]
     assert made is not None, "rank 0 has cut the model"
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
-    part = take_part(model, config, made, arrangement.coordinates(world.rank).pp)
+    part = take_part(chunked, config, made, arrangement.coordinates(world.rank).pp)
     part = replace(part, is_frozen=part.is_frozen and optimizer is not None)
     return Stage(part, model, narrowed(config, model, chosen), described)
 
 
-def _traced(
-    model: nn.Module, config: Config, world: Axis, source: SampleSource
-) -> tuple[TracedModel, Outline]:
-    """Trace a model on each rank; return its tree, and an outline with one block for each chunk.
+def _traced(model: nn.Module, config: Config, world: Axis, source: SampleSource) -> TracedChunks:
+    """Trace a model on each rank.
 
     Raises:
         ValueError: the model cannot be traced, on any rank.
     """
     names = tuple(config.pipeline.split or ())
-    found: list[TracedModel] = []
+    found: list[TracedChunks] = []
     if (
         layer := next((name for name, m in model.named_modules() if form_of(m) is not None), None)
     ) is not None:
@@ -237,10 +234,10 @@ def _traced(
             )
         if any(not has_memory(tensor) for tensor in (*model.parameters(), *model.buffers())):
             raise ValueError("pipeline.trace: expected a model with values, got one under deferred_init")
-        found.append(TracedModel(trace(model, sample, names), range(len(names) + 1)))
+        found.append(trace(model, sample, names))
 
     on_all(world, "trace of the model", trace_it)
-    return found[0], Outline((), ("beginning", *names), ())
+    return found[0]
 
 
 def _check_room(

@@ -17,7 +17,7 @@ from zeroshard.memory.activations import Sizes
 from zeroshard.memory.dryrun import without_memory
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.choice import largest_schedule_of, read_schedule, with_schedule
-from zeroshard.parallel.pipeline.chunked import outline_of
+from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
 from zeroshard.parallel.pipeline.part import find_chosen, narrowed, take_part
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
@@ -95,14 +95,13 @@ def _plan_apart(model: nn.Module, config: Config, setting: Setting, tp_plan: Pla
         raise ValueError(
             "pipeline.trace: an estimate cannot trace a model, whose samples it does not have: expected False"
         )
-    chosen = without_memory(model)
-    cut = cut_model(chosen, outline_of(chosen), config, SampleSource(), _CPU, measures=False)
+    cut = cut_model(Chunked(without_memory(model)), config, SampleSource(), _CPU, measures=False)
     config = with_schedule(config, cut.schedule)
     ranks, scales = [], []
     for rank in range(config.mesh.pp):
         whole = without_memory(model)
         names = find_chosen(whole, config)
-        part = take_part(whole, config, cut, rank)
+        part = take_part(Chunked(whole), config, cut, rank)
         own = narrowed(part.config, whole, names)
         ranks.append(_units_of(whole, part.named(specify_units(whole, own)), own, setting, tp_plan))
         scales.append(_scale_bytes(whole))

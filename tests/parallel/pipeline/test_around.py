@@ -17,7 +17,7 @@ from tests.parallel.pipeline.runs import sgd, tokens_of
 from zeroshard.parallel.pipeline.chunked import Chunked, outline_of
 from zeroshard.parallel.pipeline.cut import require_handed_on
 from zeroshard.parallel.pipeline.profile import SampleBatch
-from zeroshard.parallel.pipeline.traced import TracedModel, trace
+from zeroshard.parallel.pipeline.traced import trace
 
 WIDTH, ROWS, STEPS, NUM = 6, 8, 2, 4
 CPU = torch.device("cpu")
@@ -146,7 +146,7 @@ def test_hooks_on_modules_around_the_blocks_are_refused_by_name(name):
     HOOKS["forward"](model.get_submodule(name))
     want = rf"^mesh\.pp: expected no hooks on {repr(name) if name else 'the model'} "
     with pytest.raises(ValueError, match=want):
-        Chunked(model, outline_of(model), [range(2), range(2, 4)], [0])
+        Chunked(model)
 
 
 class Plain(nn.Module):
@@ -257,7 +257,7 @@ def test_a_forward_that_reads_an_attribute_of_another_chunk_is_refused_by_name(n
     monkeypatch.setattr(Reads, "look", staticmethod(LOOKS[name]))
     model = Reads(language_model("llama").config)
     with pytest.raises(ValueError, match=rf"got a Reads: .*it reads '{name}'.*pipeline\.trace=True cuts"):
-        require_handed_on(model, outline_of(model), CPU)
+        require_handed_on(Chunked(model), CPU)
     assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape  # it is as it was
 
 
@@ -265,7 +265,7 @@ def test_a_parameter_outside_of_the_modules_that_chunks_have_is_refused_by_name(
     model = language_model("llama")
     model.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match="its parameter 'scale' is in none of these"):
-        require_handed_on(model, outline_of(model), CPU)
+        require_handed_on(Chunked(model), CPU)
 
 
 def mamba():
@@ -276,7 +276,7 @@ def mamba():
 def test_mamba_is_refused():
     model = mamba()
     with pytest.raises(ValueError, match=r"it reads 'lm_head\.weight', and another chunk has 'lm_head'"):
-        require_handed_on(model, outline_of(model), CPU)
+        require_handed_on(Chunked(model), CPU)
 
 
 class Logits(nn.Module):
@@ -293,7 +293,7 @@ def test_a_trace_cuts_mamba_that_returns_one_tensor():
     torch.manual_seed(0)
     model, tokens = Logits(), tokens_of(0, rows=2)
     want = model(tokens)
-    found = TracedModel(trace(model, SampleBatch((tokens,), {}, None), ["model.backbone.layers.1"]), range(2))
+    found = trace(model, SampleBatch((tokens,), {}, None), ["model.backbone.layers.1"])
     torch.testing.assert_close(found(1, found(0, (), {"tokens": tokens}), {"tokens": tokens}), want)
 
 
@@ -357,8 +357,8 @@ def test_a_traced_chunk_hands_on_the_value_that_a_buffer_has(use):
     want, found = made(lambda: Plain(use)), []
     for own in range(2):
         model = made(lambda: Plain(use))
-        found.append(TracedModel(trace(model, SampleBatch((pieces[0],), {}, None), ["b"]), range(2)))
-        found[own].keep([own])
+        found.append(trace(model, SampleBatch((pieces[0],), {}, None), ["b"]))
+        found[own].keep([], [own])
     values = [found[0](0, (), {"x": piece}) for piece in pieces]
     for piece, value in zip(pieces, values, strict=True):
         torch.testing.assert_close(found[1](1, value, {"x": piece}), want(piece))

@@ -48,13 +48,19 @@ RUNS = {
 }
 
 
+def kept(model, runs, own):
+    chunked = Chunked(model)
+    chunked.keep(runs, own)
+    return chunked
+
+
 def chunks_of(model, runs, ranks):
     """The chunks, by number; `ranks` are those of each rank, which has a model of its own."""
-    outline, found = outline_of(model), {}
+    found = {}
     for own in ranks:
         mine = type(model)(model.config).eval()
         mine.load_state_dict(model.state_dict())
-        chunked = Chunked(mine, outline, runs, own)
+        chunked = kept(mine, runs, own)
         found |= dict.fromkeys(own, chunked)
     return found
 
@@ -94,12 +100,11 @@ def test_chunks_of_a_sequence_compute_it():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Dropout(0.0))
     x = torch.randn(2, 3)
-    want, outline = model(x), outline_of(model)
-    state, value = model.state_dict(), ()
+    want, state, value = model(x), model.state_dict(), ()
     for number in range(2):
         mine = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Dropout(0.0))
         mine.load_state_dict(state)
-        value = Chunked(mine, outline, [range(2), range(2, 4)], [number])(number, value, {"input": x})
+        value = kept(mine, [range(2), range(2, 4)], [number])(number, value, {"input": x})
     assert torch.equal(value, want)
 
 
@@ -107,12 +112,11 @@ def test_a_sequence_may_begin_with_an_embedding():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
     tokens = torch.arange(6).view(2, 3)
-    want, outline = model(tokens), outline_of(model)
-    state, value = model.state_dict(), ()
+    want, state, value = model(tokens), model.state_dict(), ()
     for number in range(2):
         mine = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
         mine.load_state_dict(state)
-        chunked = Chunked(mine, outline, [range(1), range(1, 2)], [number])
+        chunked = kept(mine, [range(1), range(1, 2)], [number])
         value = chunked(number, value, {"input": tokens})
     assert torch.equal(value, want)
 
@@ -121,11 +125,11 @@ def test_chunks_of_a_sequence_with_an_embedding_compute_it():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh())
     tokens = torch.tensor([[1, 2], [6, 0]])
-    want, outline, value = model(tokens), outline_of(model), ()
+    want, value = model(tokens), ()
     for number in range(2):
         mine = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh())
         mine.load_state_dict(model.state_dict())
-        value = Chunked(mine, outline, [range(2), range(2, 4)], [number])(number, value, {"input": tokens})
+        value = kept(mine, [range(2), range(2, 4)], [number])(number, value, {"input": tokens})
     assert torch.equal(value, want)
 
 

@@ -16,7 +16,7 @@ from zeroshard import Config
 from zeroshard.parallel.pipeline import cut as cutting
 from zeroshard.parallel.pipeline.actions import parse_schedule, with_sharding
 from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
-from zeroshard.parallel.pipeline.chunked import outline_of
+from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.partition import BlockProfile
 from zeroshard.parallel.pipeline.profile import SampleSource
@@ -38,7 +38,7 @@ def sequence(num_blocks):
 
 
 def cut(model, config, source=WITH_DATA):
-    return cut_model(model, outline_of(model), config, source, CPU)
+    return cut_model(Chunked(model), config, source, CPU)
 
 
 def with_times(times):

@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 import zeroshard
-from zeroshard.parallel.pipeline.chunked import outline_of
+from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import require_handed_on
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def test_models_whose_modules_follow_each_other_may_be_cut(kind, is_deferred):
             model = build(kind, sizes)
     else:
         model = build(kind, sizes)
-    require_handed_on(model, outline_of(model), CPU)
+    require_handed_on(Chunked(model), CPU)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_models_that_compute_between_their_modules_are_refused(kind, sizes, why)
     tokens = torch.arange(6).view(1, 6)
     before = model(input_ids=tokens).logits
     with pytest.raises(ValueError, match=rf"^mesh\.pp: expected .*; got a {kind}ForCausalLM: .*{why}"):
-        require_handed_on(model, outline_of(model), CPU)
+        require_handed_on(Chunked(model), CPU)
     assert torch.equal(model(input_ids=tokens).logits, before)
 
 
@@ -68,13 +68,13 @@ class FromTokens(transformers.LlamaForCausalLM):
 def test_a_forward_of_the_user_around_the_blocks_is_refused():
     model = FromTokens(transformers.LlamaConfig(**SIZES))
     with pytest.raises(ValueError, match="the forward of FromTokens may use what the first chunk gets"):
-        require_handed_on(model, outline_of(model), CPU)
+        require_handed_on(Chunked(model), CPU)
 
 
 def test_a_sequence_is_not_checked_and_random_numbers_stay():
     sequence = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    require_handed_on(sequence, outline_of(sequence), CPU)
+    require_handed_on(Chunked(sequence), CPU)
     llama = build("Llama", SIZES)
     state = torch.get_rng_state()
-    require_handed_on(llama, outline_of(llama), CPU)
+    require_handed_on(Chunked(llama), CPU)
     assert torch.equal(torch.get_rng_state(), state)

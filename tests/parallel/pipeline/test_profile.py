@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import zeroshard
 from zeroshard.parallel.pipeline import profile
-from zeroshard.parallel.pipeline.chunked import outline_of
+from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.profile import (
     SampleBatch,
     SampleSource,
@@ -63,7 +63,7 @@ class Slow(nn.Module):
 
 
 def measured(model, sample, loss_fn=None, dtype=None):
-    return measure_blocks(model, outline_of(model), sample, loss_fn, device=CPU, dtype=dtype)
+    return measure_blocks(Chunked(model), sample, loss_fn, device=CPU, dtype=dtype)
 
 
 def rows(*shape):
@@ -165,7 +165,7 @@ def test_parameter_bytes_are_those_of_the_block_and_of_modules_around_the_blocks
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     table, norm = 40 * 32, 32
     want = [layer + table, layer, layer, layer + norm + table]
-    found = weigh_blocks(model, outline_of(model))
+    found = weigh_blocks(Chunked(model))
     assert [block.parameter_bytes for block in found] == [4 * number for number in want]
     assert [block.time for block in found] == want
     blocks = measured(model, sample_of(model, SampleSource(), 1))

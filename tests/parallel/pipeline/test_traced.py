@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import zeroshard
 from zeroshard.parallel.pipeline.profile import SampleBatch
-from zeroshard.parallel.pipeline.traced import TracedModel, trace
+from zeroshard.parallel.pipeline.traced import trace
 
 ROWS, LENGTH, WIDTH, WORDS, STEPS = 8, 5, 8, 11, 6
 
@@ -194,9 +194,7 @@ def test_a_checkpoint_goes_on_under_another_cut(ranks, tmp_path, stage):
 def test_chunks_compute_the_model_and_its_gradients_with_its_own_parameters():
     model, want = build(), build()
     named, _ = batch_of(0)
-    found = TracedModel(
-        trace(model, SampleBatch((), named, None), ["inner.layers.1", "inner.layers.3"]), range(3)
-    )
+    found = trace(model, SampleBatch((), named, None), ["inner.layers.1", "inner.layers.3"])
     values = ()
     for chunk in range(3):
         values = found(chunk, values, named)
@@ -205,7 +203,7 @@ def test_chunks_compute_the_model_and_its_gradients_with_its_own_parameters():
     values.square().mean().backward()
     output.square().mean().backward()
     for (name, one), (_, other) in zip(model.named_parameters(), want.named_parameters(), strict=True):
-        assert dict(found.named_parameters())[name] is one
+        assert dict(found.model.named_parameters())[name] is one
         assert (one.grad is None) == (other.grad is None) == name.startswith("unused")
         assert one.grad is None or torch.equal(one.grad, other.grad)
 
@@ -226,10 +224,10 @@ class Aliased(nn.Module):
 def test_a_module_with_two_names_stays_on_the_ranks_that_compute_it(own):
     model, x = Aliased().double(), torch.rand(2, 4, dtype=torch.float64)
     output = model(x)
-    found = TracedModel(trace(model, SampleBatch((x,), {}, None), ["middle"]), range(2))
+    found = trace(model, SampleBatch((x,), {}, None), ["middle"])
     values = found(0, (), {"x": x})
-    found.keep([own])
-    assert ("middle.weight" in dict(found.named_parameters())) == (own == 1)
+    found.keep([], [own])
+    assert ("middle.weight" in dict(found.model.named_parameters())) == (own == 1)
     if own == 0:
         assert torch.equal(found(0, (), {"x": x})[0], values[0])
     else:

@@ -14,12 +14,14 @@ chunk computes, stand-ins take the places of the modules of the others, and hand
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from zeroshard.parameters.original import retire
 
 _OF_A_SEQUENCE = ("forward", "__call__", "__iter__")
 """The methods that make a Sequential call its modules one after another."""
@@ -33,6 +35,11 @@ class Outline:
     """Modules before the blocks; the first one is the embedding of the tokens, if there is one."""
     blocks: tuple[str, ...]
     after: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All modules, in order."""
+        return (*self.before, *self.blocks, *self.after)
 
     def chunk(self, blocks: range) -> tuple[str, ...]:
         """Return the modules of a chunk with a run of blocks."""
@@ -156,11 +163,6 @@ def unknown_model(model: nn.Module, why: str) -> ValueError:
     )
 
 
-def names_below(outline: Outline) -> Iterator[str]:
-    """Yield the names of all modules that belong to a chunk."""
-    yield from (*outline.before, *outline.blocks, *outline.after)
-
-
 _OF_THE_HEAD = ("labels", "logits_to_keep", "num_logits_to_keep")
 """Arguments of transformers that concern the logits alone."""
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -227,43 +229,59 @@ class _ChunkModule(NamedTuple):
 
 
 class Chunked:
-    """The chunks of a model on this rank.
+    """The chunks of a model: first all of them, then the chunks of this rank.
 
     Args:
-        model: the model. Its modules of other ranks are taken out.
-        outline: the order of its modules.
-        blocks: the run of blocks of each chunk of the pipeline.
-        own: the chunks of this rank.
+        model: the model; see `outline_of`.
 
     Raises:
-        ValueError: a module that is cut has hooks, which would run once a chunk.
+        ValueError: it cannot be cut; or a module that is cut has hooks, which would run once a chunk.
     """
 
-    def __init__(
-        self, model: nn.Module, outline: Outline, blocks: Sequence[range], own: Sequence[int]
-    ) -> None:
-        self.model, self._num_chunks, self.chunks = model, len(blocks), tuple(own)
-        self._is_sequence = isinstance(model, nn.Sequential)
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.outline = model, outline_of(model)
         self.signature = inspect.signature(without_adapters(model).forward)
         """The arguments of the model."""
-        self._turn = ChunkTurn()
-        above = {name[:at] for name in names_below(outline) for at, one in enumerate(name) if one == "."}
+        names = self.outline.names
+        above = {name[:at] for name in names for at, one in enumerate(name) if one == "."}
         self.containers = [(name, model.get_submodule(name)) for name in sorted({"", *above})]
         """The modules that are cut: each chunk runs their forwards."""
         if hooked := [name for name, one in self.containers if any(surroundings_of(one))]:
             raise ValueError(tell_hooked(hooked[0]))
-        chunk_of = {name: chunk for chunk, run in enumerate(blocks) for name in outline.chunk(run)}
+        self._is_sequence, self._turn = isinstance(model, nn.Sequential), ChunkTurn()
+        self._last_chunk = 0
         self._places: list[_ChunkModule] = []
-        for name in names_below(outline):
-            parent, _, attribute = name.rpartition(".")
-            module, holder = model.get_submodule(name), model.get_submodule(parent)
-            is_added = is_embedding(module) and not self._is_sequence
-            names = [inside for inside, _ in module.named_parameters(remove_duplicate=False)]
-            absent = Absent(adds=is_added, turn=self._turn, name=name, names=names)
-            if chunk_of[name] in own:
-                self._places.append(_ChunkModule(chunk_of[name], holder, attribute, module, absent))
-            else:
-                holder._modules[attribute] = absent
+
+    def tensors_of(self, blocks: range) -> Iterator[Tensor]:
+        """Yield the parameters of the chunk with a run of blocks, and the buffers that it may write."""
+        modules = self.model.modules()
+        tables = {part._buffers.get(key) for part in modules for key in part._non_persistent_buffers_set}
+        for module in map(self.model.get_submodule, self.outline.chunk(blocks)):
+            yield from (*module.parameters(), *(one for one in module.buffers() if one not in tables))
+
+    def keep(self, runs: Sequence[range], own: Collection[int]) -> None:
+        """Take out the modules of other ranks; any use of their parameters is an error from now on.
+
+        Args:
+            runs: the blocks of each chunk of the pipeline.
+            own: the chunks of this rank.
+        """
+        self._last_chunk = len(runs) - 1
+        before = {p: name for name, p in self.model.named_parameters() if not p.is_meta}
+        for chunk, run in enumerate(runs):
+            for name in self.outline.chunk(run):
+                parent, _, attribute = name.rpartition(".")
+                module, holder = self.model.get_submodule(name), self.model.get_submodule(parent)
+                is_added = is_embedding(module) and not self._is_sequence
+                names = [inside for inside, _ in module.named_parameters(remove_duplicate=False)]
+                absent = Absent(adds=is_added, turn=self._turn, name=name, names=names)
+                if chunk in own:
+                    self._places.append(_ChunkModule(chunk, holder, attribute, module, absent))
+                else:
+                    holder._modules[attribute] = absent
+        # A module that refers to one of another rank would compute with its first values forever.
+        for parameter in before.keys() - set(self.model.parameters()):
+            retire(parameter, before[parameter])
 
     def modules_of(self, chunk: int) -> list[nn.Module]:
         """Return the modules of a chunk of this rank."""
@@ -283,7 +301,7 @@ class Chunked:
         Returns:
             The output of the chunk, a list of one; but of the last chunk, the output of the model.
         """
-        value, is_last = inputs[0] if inputs else None, chunk == self._num_chunks - 1
+        value, is_last = inputs[0] if inputs else None, chunk == self._last_chunk
         self._turn.chunk = chunk
         others = [place for place in self._places if place.chunk != chunk]
         for place in others:

@@ -19,14 +19,7 @@ from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
-from zeroshard.parallel.pipeline.chunked import (
-    Chunked,
-    Outline,
-    base_of,
-    names_below,
-    unknown_model,
-    without_adapters,
-)
+from zeroshard.parallel.pipeline.chunked import Chunked, Outline, base_of, unknown_model, without_adapters
 from zeroshard.parallel.pipeline.partition import Balance, BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import (
     Profiler,
@@ -34,10 +27,9 @@ from zeroshard.parallel.pipeline.profile import (
     measure_blocks,
     same_random_numbers,
     sample_of,
-    weigh,
     weigh_blocks,
 )
-from zeroshard.parallel.pipeline.traced import TracedModel
+from zeroshard.parallel.pipeline.traced import TracedChunks
 from zeroshard.tables import format_bytes, render
 
 _LENGTH = 2
@@ -58,8 +50,7 @@ class ModelCut(NamedTuple):
 
 
 def cut_model(
-    model: nn.Module,
-    outline: Outline,
+    chunks: Chunked | TracedChunks,
     config: Config,
     source: SampleSource,
     device: torch.device,
@@ -69,8 +60,7 @@ def cut_model(
     """Return the cut that a config asks for; the blocks are measured if it depends on their times.
 
     Args:
-        model: the whole model; it does not change.
-        outline: the order of its modules.
+        chunks: the whole model; it does not change.
         config: the config.
         source: the samples of a micro-batch, and the loss.
         device: the device on which blocks are measured, one at a time.
@@ -83,22 +73,20 @@ def cut_model(
     schedule = read_schedule(config)
     config = with_schedule(config, schedule)
     num_chunks = schedule_of(config, config.pipeline.num_microbatches).num_chunks
-    if isinstance(model, TracedModel):
-        return _one_each(model, outline, schedule, num_chunks)
-    require_handed_on(model, outline, device)
-    weighed = weigh_blocks(model, outline)
-    if config.pipeline.split is not None:
-        return ModelCut(
-            outline, schedule, split_at(config.pipeline.split, outline, num_chunks), weighed, False
-        )
-    balance = cast(Balance, config.pipeline.balance)
-    is_by_time = measures and balance != "memory"
-    measured = _measure(model, outline, config, source, device) if is_by_time else None
-    blocks = measured or weighed
-    return ModelCut(outline, schedule, partition(blocks, num_chunks, balance), blocks, measured is not None)
+    outline, split = chunks.outline, config.pipeline.split
+    weighed = measured = weigh_blocks(chunks)
+    if isinstance(chunks, Chunked):
+        require_handed_on(chunks, device)
+        if split is None and measures and config.pipeline.balance != "memory":
+            measured = _measure(chunks, config, source, device) or weighed
+    if split is None:
+        runs = partition(measured, num_chunks, cast(Balance, config.pipeline.balance))
+    else:
+        runs = split_at(split, outline, num_chunks)
+    return ModelCut(outline, schedule, runs, measured, measured is not weighed)
 
 
-def require_handed_on(model: nn.Module, outline: Outline, device: torch.device) -> None:
+def require_handed_on(chunks: Chunked, device: torch.device) -> None:
     """Check that a model computes nothing between its modules; it does not change.
 
     A chunk is the whole model, in which the modules of other chunks hand on what they are given. So a model
@@ -106,24 +94,26 @@ def require_handed_on(model: nn.Module, outline: Outline, device: torch.device) 
     forward of its own would scale them in every chunk. One whose blocks return tuples would take them apart.
 
     Args:
-        model: a `Sequential`, which is not checked, or a causal language model of transformers.
-        outline: the order of its modules.
+        chunks: a `Sequential`, which is not checked, or a causal language model of transformers.
         device: the device of the check, which needs a few kilobytes.
 
     Raises:
         ValueError: the model computes something outside of its modules.
     """
+    model, outline = chunks.model, chunks.outline
     if isinstance(model, nn.Sequential):
         return
-    inside = {p for name in names_below(outline) for p in model.get_submodule(name).parameters()}
+    inside = {p for name in outline.names for p in model.get_submodule(name).parameters()}
     if outside := [name for name, parameter in model.named_parameters() if parameter not in inside]:
         raise unknown_model(model, f"its parameter '{outside[0]}' is in none of these")
     causal: Any = without_adapters(model)
     embedding = causal.get_input_embeddings()
     with same_random_numbers(device), torch.no_grad(), Profiler(device, None).inside(model, outline):
         value = torch.rand(1, _LENGTH, embedding.weight.shape[-1], device=device)
+        whole = Chunked(model)
+        whole.keep([range(len(outline.blocks))], [0])
         try:  # all modules are in chunk 0, so in any other chunk all of them hand on
-            found = Chunked(model, outline, [range(len(outline.blocks))], [0])(1, [value.clone()], {})[0]
+            found = whole(1, [value.clone()], {})[0]
         except Exception as error:  # of any kind: the model takes apart what its blocks return
             why = f"its forward does not run without its blocks ({type(error).__name__}: {error})"
             raise unknown_model(model, why) from error
@@ -136,32 +126,16 @@ def require_handed_on(model: nn.Module, outline: Outline, device: torch.device) 
             raise unknown_model(model, why)
 
 
-def _one_each(model: TracedModel, outline: Outline, schedule: str, num_chunks: int) -> ModelCut:
-    """The cut of a traced model: the trace has made its chunks."""
-    stages = range(len(outline.blocks))
-    if num_chunks != len(stages):
-        raise ValueError(_wrong_number(num_chunks, outline.blocks[1:]))
-    blocks = tuple(weigh(model.trace.parameters_of(chunk)) for chunk in stages)
-    return ModelCut(outline, schedule, tuple(range(chunk, chunk + 1) for chunk in stages), blocks, False)
-
-
-def _wrong_number(num_chunks: int, names: Sequence[str]) -> str:
-    return (
-        f"pipeline.split: expected {num_chunks - 1} names, which begin all but the first of {num_chunks} "
-        f"chunks, got {len(names)}: {', '.join(names)}"
-    )
-
-
 def _measure(
-    model: nn.Module, outline: Outline, config: Config, source: SampleSource, device: torch.device
+    chunks: Chunked, config: Config, source: SampleSource, device: torch.device
 ) -> tuple[BlockProfile, ...] | None:
     """Return the measured profile of the blocks; None without samples, or if they cannot be measured."""
     dtype = config.precision.param_dtype
     try:
-        sample = sample_of(model, source, config.micro_batch_size)
+        sample = sample_of(chunks.model, source, config.micro_batch_size)
         if sample is None:
             return None
-        return measure_blocks(model, outline, sample, source.loss_fn, device=device, dtype=dtype)
+        return measure_blocks(chunks, sample, source.loss_fn, device=device, dtype=dtype)
     except Exception as error:  # of any kind: training can do without times
         warn_user(
             f"pipeline.balance='{config.pipeline.balance}': the blocks of the model could not be measured; "
@@ -183,7 +157,10 @@ def split_at(names: Sequence[str], outline: Outline, num_chunks: int) -> tuple[r
         if name not in places:
             raise ValueError(f"pipeline.split: expected blocks from '{first}' to '{last}', got '{name}'")
     if len(names) != num_chunks - 1:
-        raise ValueError(_wrong_number(num_chunks, names))
+        raise ValueError(
+            f"pipeline.split: expected {num_chunks - 1} names, which begin all but the first of {num_chunks} "
+            f"chunks, got {len(names)}: {', '.join(names)}"
+        )
     ends = [*(places[name] for name in names), len(outline.blocks)]
     if any(one >= other for one, other in pairwise([0, *ends])):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -13,10 +13,9 @@ from torch import nn
 from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.actions import Schedule, with_sharding
 from zeroshard.parallel.pipeline.choice import schedule_of, with_schedule
-from zeroshard.parallel.pipeline.chunked import Chunked, Outline
+from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut
-from zeroshard.parallel.pipeline.traced import TracedChunks, TracedModel
-from zeroshard.parameters.original import retire
+from zeroshard.parallel.pipeline.traced import TracedChunks
 from zeroshard.plan.names import Ignored, find_ignored, find_overrides, find_replicated, fitting
 from zeroshard.plan.originals import Original
 from zeroshard.plan.units import UnitSpec
@@ -38,6 +37,8 @@ class ModelPart:
     """A rank's part of a model."""
 
     chunked: Chunked | TracedChunks
+    chunks: tuple[int, ...]
+    """The chunks of this rank."""
     config: Config
     holders: Mapping[nn.Parameter, Holders]
     """By parameter of this rank that several chunks use."""
@@ -71,7 +72,7 @@ class ModelPart:
 
     def chunks_of(self) -> dict[str, list[int]]:
         """Return this rank's chunks that use a parameter, by name, for those that several chunks use."""
-        own = set(self.chunked.chunks)
+        own = set(self.chunks)
         return {found.name: sorted(own.intersection(found.chunks)) for found in self.holders.values()}
 
     def named(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
@@ -83,11 +84,11 @@ class ModelPart:
         return original if found is None else replace(original, fqn=found.name, holders=found.ranks)
 
 
-def take_part(model: nn.Module, config: Config, cut: ModelCut, rank: int) -> ModelPart:
+def take_part(chunked: Chunked | TracedChunks, config: Config, cut: ModelCut, rank: int) -> ModelPart:
     """Take the modules of other pipeline ranks out of a model.
 
     Args:
-        model: the whole model; it is changed.
+        chunked: the whole model; it is changed.
         config: the config.
         cut: the cut of the model into chunks, the same on all ranks.
         rank: this rank's place on the axis pp.
@@ -96,27 +97,20 @@ def take_part(model: nn.Module, config: Config, cut: ModelCut, rank: int) -> Mod
         ValueError: several chunks share a parameter that each rank is to keep for itself, or a buffer that
             they may write.
     """
-    config, outline, runs = with_schedule(config, cut.schedule), cut.outline, cut.runs
+    config, model = with_schedule(config, cut.schedule), chunked.model
     schedule = schedule_of(config, config.pipeline.num_microbatches)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
-    holders = _find_holders(model, outline, runs, schedule)
+    holders = _find_holders(chunked, cut.runs, schedule)
     _refuse_ignored(find_ignored(model, config.ignored), holders)
     if config.pipeline.is_asynchronous:
         _refuse_shared(holders)
         _refuse_half(model, config)
-    chunks = schedule.chunks[rank]
-    chunked: Chunked | TracedChunks
-    if isinstance(model, TracedModel):
-        chunked = TracedChunks(model, chunks)
-    else:
-        names = {p: name for name, p in model.named_parameters() if not p.is_meta}
-        chunked = Chunked(model, outline, runs, chunks)
-        # A module that refers to one of another rank would compute with its first values forever.
-        for parameter in names.keys() - set(model.parameters()):
-            retire(parameter, names[parameter])
+    chunked.keep(cut.runs, schedule.chunks[rank])
     own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
     is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
-    return ModelPart(chunked, config, own, is_frozen, is_trained, _pairs(schedule, holders), cut)
+    return ModelPart(
+        chunked, schedule.chunks[rank], config, own, is_frozen, is_trained, _pairs(schedule, holders), cut
+    )
 
 
 def _pairs(schedule: Schedule, holders: Mapping[nn.Parameter, Holders]) -> tuple[tuple[int, int], ...]:
@@ -159,36 +153,25 @@ def _refuse_half(model: nn.Module, config: Config) -> None:
 
 
 def _find_holders(
-    model: nn.Module, outline: Outline, runs: Sequence[range], schedule: Schedule
+    chunked: Chunked | TracedChunks, runs: Sequence[range], schedule: Schedule
 ) -> dict[nn.Parameter, Holders]:
     """Find the parameters that modules of several chunks use; refuse buffers, which each would write."""
     chunks: dict[torch.Tensor, set[int]] = {}
     for chunk, run in enumerate(runs):
-        for tensor in _tensors_of(model, outline, chunk, run):
+        for tensor in chunked.tensors_of(run):
             chunks.setdefault(tensor, set()).add(chunk)
-    for name, buffer in model.named_buffers():
+    for name, buffer in chunked.model.named_buffers():
         if len(users := sorted(chunks.get(buffer, ()))) > 1:
             raise ValueError(
                 f"mesh.pp: expected a buffer of one chunk, got '{name}', which chunks {users} may write. "
                 "Copy its module (copy.deepcopy), or register it with persistent=False if it is only read"
             )
     holders: dict[nn.Parameter, Holders] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in chunked.model.named_parameters():
         if len(users := sorted(chunks.get(parameter, ()))) > 1:
             ranks = sorted({schedule.placement[chunk] for chunk in users})
             holders[parameter] = Holders(name, tuple(ranks), tuple(users))
     return holders
-
-
-def _tensors_of(model: nn.Module, outline: Outline, chunk: int, run: range) -> Iterator[torch.Tensor]:
-    """Yield the parameters of a chunk, and the buffers that it may write."""
-    if isinstance(model, TracedModel):
-        yield from model.trace.parameters_of(chunk)
-        return
-    tables = {part._buffers.get(key) for part in model.modules() for key in part._non_persistent_buffers_set}
-    for name in outline.chunk(run):
-        module = model.get_submodule(name)
-        yield from (*module.parameters(), *(buffer for buffer in module.buffers() if buffer not in tables))
 
 
 class ChosenParameters(NamedTuple):

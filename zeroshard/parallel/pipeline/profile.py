@@ -20,11 +20,11 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,9 +37,12 @@ from zeroshard.comm.streams import mark_here
 from zeroshard.data.microbatch import LossFunction, to_device
 from zeroshard.internals import pytree
 from zeroshard.lazy.deferred import has_memory, is_known, values_of
-from zeroshard.parallel.pipeline.chunked import Outline, names_below
+from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.partition import BlockProfile
 from zeroshard.sharding.changes import Changes
+
+if TYPE_CHECKING:
+    from zeroshard.parallel.pipeline.traced import TracedChunks
 
 _LENGTH = 128
 """The tokens of a row that is made up, at most: enough for matrix products of a usual form."""
@@ -127,26 +130,18 @@ _PLACE = "layer_idx"
 _PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, type(None))
 
 
-def weigh_blocks(model: nn.Module, outline: Outline) -> tuple[BlockProfile, ...]:
+def weigh_blocks(chunks: Chunked | TracedChunks) -> tuple[BlockProfile, ...]:
     """Return the profile of each block without a measurement: its time is its number of parameters."""
-    modules = (map(model.get_submodule, names) for names in names_by_block(outline))
-    return tuple(weigh(one for module in own for one in module.parameters()) for own in modules)
-
-
-def weigh(parameters: Iterable[nn.Parameter]) -> BlockProfile:
-    """Return the profile of a block with some parameters; their number stands for its time."""
-    own = list(parameters)
-    return BlockProfile(time=sum(one.numel() for one in own), parameter_bytes=sum(one.nbytes for one in own))
-
-
-def names_by_block(outline: Outline) -> list[tuple[str, ...]]:
-    """Return for each block its modules: the first has those before, the last those after all blocks."""
-    return [outline.chunk(range(number, number + 1)) for number in range(len(outline.blocks))]
+    found = []
+    for number in range(len(chunks.outline.blocks)):
+        own = [one for one in chunks.tensors_of(range(number, number + 1)) if isinstance(one, nn.Parameter)]
+        time, num_bytes = sum(one.numel() for one in own), sum(one.nbytes for one in own)
+        found.append(BlockProfile(time=time, parameter_bytes=num_bytes))
+    return tuple(found)
 
 
 def measure_blocks(
-    model: nn.Module,
-    outline: Outline,
+    chunks: Chunked,
     sample: SampleBatch,
     loss_fn: LossFunction | None,
     *,
@@ -156,8 +151,7 @@ def measure_blocks(
     """Measure the blocks of a model; parameters, buffers, gradients and random generators stay as they are.
 
     Args:
-        model: the model, on any device, the meta device included.
-        outline: the order of its modules.
+        chunks: the model with the order of its modules, on any device, the meta device included.
         sample: a micro-batch.
         loss_fn: its time counts if the micro-batch has targets. Otherwise the time of the model's own
             loss counts, if the model returns a loss.
@@ -170,16 +164,17 @@ def measure_blocks(
     Raises:
         RuntimeError: the model's forward leaves out a block; or whatever it raises with this micro-batch.
     """
-    profiler = Profiler(device, dtype)
-    with same_random_numbers(device), torch.enable_grad(), profiler.inside(model, outline):
-        tail = profiler.run(model, to_device(sample, device), loss_fn)
-    times = [[one for name in names for one in profiler.seconds[name]] for names in names_by_block(outline)]
-    times[-1].append(tail)
-    for name in outline.blocks:
-        if not profiler.seconds[name]:
+    profiler, outline = Profiler(device, dtype), chunks.outline
+    with same_random_numbers(device), torch.enable_grad(), profiler.inside(chunks.model, outline):
+        tail = profiler.run(chunks.model, to_device(sample, device), loss_fn)
+    found = []
+    for number, weighed in enumerate(weigh_blocks(chunks)):
+        if not profiler.seconds[outline.blocks[number]]:
+            name = outline.blocks[number]
             raise RuntimeError(f"expected the model's forward to call '{name}', but it did not")
-    weighed = weigh_blocks(model, outline)
-    return tuple(replace(block, time=sum(own)) for block, own in zip(weighed, times, strict=True))
+        own = (profiler.seconds[name] for name in outline.chunk(range(number, number + 1)))
+        found.append(replace(weighed, time=sum(map(sum, own))))
+    return (*found[:-1], replace(found[-1], time=found[-1].time + tail))
 
 
 class Profiler:
@@ -205,7 +200,7 @@ class Profiler:
     @contextmanager
     def inside(self, model: nn.Module, outline: Outline) -> Iterator[None]:
         """Stand in for all modules of the outline, and move others that have tensors to the device."""
-        own = {name: model.get_submodule(name) for name in names_below(outline)}
+        own = {name: model.get_submodule(name) for name in outline.names}
         below = {part for module in own.values() for part in module.modules()}
         others = [module for module in model.modules() if module not in below and _has_tensors(module)]
         # Containers of blocks have their own forward, which is to run as it is.

@@ -22,14 +22,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
+from zeroshard.parallel.pipeline.chunked import Outline, surroundings_of, tell_hooked
 from zeroshard.parallel.pipeline.profile import SampleBatch, same_random_numbers
 
 Value = tuple[int, int]
@@ -44,45 +44,7 @@ class _ChunkGraph(NamedTuple):
     """Its arguments: each is an argument of the model, by name, or a value of an earlier chunk."""
 
 
-class Trace:
-    """The graphs of a model, and the values between them.
-
-    Args:
-        model: the whole model.
-        stages: the graphs of the chunks, in order.
-        forms: dtype and shape of each tensor among the arguments, and the value of any other one.
-        has_modes: True if the model computes otherwise in eval mode, as dropout does.
-    """
-
-    def __init__(
-        self, model: nn.Module, stages: Sequence[_ChunkGraph], forms: Mapping[str, Any], *, has_modes: bool
-    ) -> None:
-        self.model, self.stages, self.forms, self.has_modes = model, tuple(stages), dict(forms), has_modes
-        self.is_training = model.training
-        last = {
-            source: chunk
-            for chunk, stage in enumerate(stages)
-            for source in stage.sources
-            if isinstance(source, tuple)
-        }
-        self.boundaries = tuple(
-            tuple(value for value in sorted(last) if value[0] <= chunk < last[value])
-            for chunk in range(len(stages))
-        )
-        """For each chunk, the values that it hands on to the next one."""
-        self.users, self.readers = _uses_of(stages)
-        """The chunks that compute a module, and those that read a parameter or buffer, by name."""
-        for named in (model.named_parameters, model.named_buffers):
-            for name, _ in named(remove_duplicate=False):
-                self.readers.setdefault(name, {0})  # unused ones belong to the first chunk
-
-    def parameters_of(self, chunk: int) -> Iterator[nn.Parameter]:
-        """Yield the parameters of a chunk, each once."""
-        named = self.model.named_parameters(remove_duplicate=False)
-        yield from dict.fromkeys(parameter for name, parameter in named if chunk in self.readers[name])
-
-
-def trace(model: nn.Module, sample: SampleBatch, names: Sequence[str]) -> Trace:
+def trace(model: nn.Module, sample: SampleBatch, names: Sequence[str]) -> TracedChunks:
     """Trace a model with a micro-batch, and cut it before modules.
 
     Args:
@@ -136,7 +98,7 @@ def trace(model: nn.Module, sample: SampleBatch, names: Sequence[str]) -> Trace:
             f"{len(stages)}: each name must begin another module that computes"
         )
     forms = {name: form_of(value) for name, value in bound.arguments.items()}
-    return Trace(model, stages, forms, has_modes=has_modes)
+    return TracedChunks(model, stages, names, forms, has_modes=has_modes)
 
 
 def _refuse_written(model: nn.Module, bound: inspect.BoundArguments, readers: Mapping[str, set[int]]) -> None:
@@ -230,32 +192,74 @@ def _uses_of(stages: Sequence[_ChunkGraph]) -> tuple[dict[str, set[int]], dict[s
     return dict(users), dict(readers)
 
 
-class TracedModel(nn.Module):
-    """The tree of a traced model's modules, under the names of the model, for some of its chunks.
+class _Tree(nn.Module):
+    """The modules of graphs, under the names of the model."""
+
+    def forward(self, compute: Callable[..., Any], *args: Any) -> Any:
+        """Compute a chunk, among the hooks of the root."""
+        return compute(*args)
+
+
+class TracedChunks:
+    """The chunks of a traced model, as `Chunked` has the chunks of other models.
 
     Args:
-        given: the trace.
-        own: the chunks.
+        whole: the model.
+        stages: the graphs of the chunks, in order.
+        names: the modules that begin the chunks after the first one.
+        forms: dtype and shape of each tensor among the arguments, and the value of any other one.
+        has_modes: True if the model computes otherwise in eval mode, as dropout does.
     """
 
-    def __init__(self, given: Trace, own: Collection[int]) -> None:
-        super().__init__()
-        self._given = (given,)  # in a tuple: no module of this tree
-        self.training = given.is_training
-        self._own: frozenset[int] = frozenset()
-        self._build(own)
+    def __init__(
+        self,
+        whole: nn.Module,
+        stages: Sequence[_ChunkGraph],
+        names: Sequence[str],
+        forms: Mapping[str, Any],
+        *,
+        has_modes: bool,
+    ) -> None:
+        self._whole, self._stages, self._forms = whole, tuple(stages), dict(forms)
+        self._has_modes, self._is_training = has_modes, whole.training
+        self.outline = Outline((), ("beginning", *names), ())
+        self.signature = inspect.signature(whole.forward)
+        last = {
+            source: chunk
+            for chunk, stage in enumerate(stages)
+            for source in stage.sources
+            if isinstance(source, tuple)
+        }
+        self._boundaries = tuple(
+            tuple(value for value in sorted(last) if value[0] <= chunk < last[value])
+            for chunk in range(len(stages))
+        )
+        """For each chunk, the values that it hands on to the next one."""
+        self._users, self._readers = _uses_of(stages)
+        """The chunks that compute a module, and those that read a parameter or buffer, by name."""
+        for named in (whole.named_parameters, whole.named_buffers):
+            for name, _ in named(remove_duplicate=False):
+                self._readers.setdefault(name, {0})  # unused ones belong to the first chunk
+        self.model = _Tree()
+        self.model.training = whole.training
+        self._build(range(len(stages)))
 
     @property
-    def trace(self) -> Trace:
-        """The graphs of all chunks."""
-        return self._given[0]
+    def containers(self) -> list[tuple[str, nn.Module]]:
+        """All modules: a graph calls its own with other arguments, and nobody calls the model's."""
+        return [*self.model.named_modules(), *self._whole.named_modules()]
 
-    def keep(self, own: Collection[int]) -> None:
+    def tensors_of(self, blocks: range) -> Iterator[Tensor]:
+        """Yield the parameters of some chunks, each once."""
+        named = self._whole.named_parameters(remove_duplicate=False)
+        yield from dict.fromkeys(p for name, p in named if not self._readers[name].isdisjoint(blocks))
+
+    def keep(self, runs: Sequence[range], own: Collection[int]) -> None:
         """Keep some chunks alone; parameters and buffers of the others leave the original model, too."""
         self._build(own)
-        named = dict(self.trace.model.named_modules(remove_duplicate=False))  # one may have several names
+        named = dict(self._whole.named_modules(remove_duplicate=False))  # one may have several names
         places = [
-            (tensors, key, self.trace.readers.get(f"{name}.{key}" if name else key, set()))
+            (tensors, key, self._readers.get(f"{name}.{key}" if name else key, set()))
             for name, module in named.items()
             for tensors in (module._parameters, module._buffers)
             for key, value in tensors.items()
@@ -266,98 +270,9 @@ class TracedModel(nn.Module):
             if (id(tensors), key) not in kept:
                 tensors.pop(key, None)
 
-    def _build(self, own: Collection[int]) -> None:
-        given, self._own, self._modules = self.trace, frozenset(own), {}
-        kinds: dict[type, type] = {}
-        computing: dict[str, nn.Module] = {}
-        originals = dict(given.model.named_modules(remove_duplicate=False))
-        for chunk in sorted(self._own):
-            for name, module in given.stages[chunk].graph.named_modules():
-                if name in originals:
-                    self._share(name, module, originals[name])
-                    if name and given.users.get(name) == {chunk}:
-                        kind = type(originals[name])
-                        if type(module).__name__ != kind.__name__:  # units are chosen by names of classes
-                            base = type(module)
-                            module.__class__ = kinds.setdefault(kind, type(kind.__name__, (base,), {}))
-                        computing[name] = module
-        self._share("", self, given.model)
-        for name, original in originals.items():
-            if name and self._belongs(name, original):
-                self._place(name, computing.get(name), original)
-
-    def _share(self, name: str, module: nn.Module, original: nn.Module) -> None:
-        constants = {k: v for k, v in module._buffers.items() if k not in original._buffers}
-        vars(module).update(constants)  # of the trace, such as a tensor that the forward makes of numbers
-        vars(module)["_parameters"], vars(module)["_buffers"] = original._parameters, original._buffers
-        for key in original._non_persistent_buffers_set:
-            module._non_persistent_buffers_set.add(key)
-
-    def _belongs(self, name: str, original: nn.Module) -> bool:
-        """True for a module that these chunks compute, or of which they read a parameter or buffer."""
-        readers = self.trace.readers
-        below = [*original.named_parameters(name, remove_duplicate=False), *original.named_buffers(name)]
-        return any(self._own & readers.get(one, set()) for one, _ in below)
-
-    def _place(self, name: str, module: nn.Module | None, original: nn.Module) -> None:
-        """Put a module at its name; one that nobody calls if it is None."""
-        parent, _, attribute = name.rpartition(".")
-        holder = self.get_submodule(parent)
-        if attribute in holder._modules:  # inside of a module that computes
-            return
-        if module is None:
-            # A list or dictionary: `units=` refuses one, as its forward is never called.
-            base = nn.ModuleList if isinstance(original, nn.ModuleList) else nn.ModuleDict
-            module = type(type(original).__name__, (base,), {})()
-            self._share(name, module, original)
-        holder._modules[attribute] = module
-
-    def forward(self, chunk: int, inputs: Sequence[Tensor], named: Mapping[str, Any]) -> Any:
-        """Compute a chunk.
-
-        Args:
-            chunk: one of the own chunks.
-            inputs: the values that the chunk before hands on; () for the first one.
-            named: the arguments of the model.
-
-        Returns:
-            The values for the next chunk; of the last one, the output of the model.
-        """
-        given = self.trace
-        values: dict[Value, Tensor] = dict(
-            zip(given.boundaries[chunk - 1] if chunk else (), inputs, strict=True)
-        )
-        stage = given.stages[chunk]
-        args = [named[source] if isinstance(source, str) else values[source] for source in stage.sources]
-        outputs = stage.graph(*args)
-        made = outputs if isinstance(outputs, list | tuple) else (outputs,)
-        if chunk == len(given.stages) - 1:
-            return made[0]
-        # An output may be a buffer, which the next micro-batch overwrites before this one is sent.
-        made = [one.clone() if isinstance(one, Tensor) and not one.requires_grad else one for one in made]
-        values |= {(chunk, place): value for place, value in enumerate(made)}
-        return [values[key] for key in given.boundaries[chunk]]
-
-
-class TracedChunks:
-    """The chunks of a traced model on this rank, as `Chunked` has the chunks of other models.
-
-    Args:
-        model: the tree of all chunks; chunks of other ranks are taken out.
-        own: the chunks of this rank.
-    """
-
-    def __init__(self, model: TracedModel, own: Sequence[int]) -> None:
-        self.model, self.chunks = model, tuple(own)
-        self.signature = inspect.signature(model.trace.model.forward)
-        model.keep(own)
-        self.containers = [*model.named_modules(), *model.trace.model.named_modules()]
-        """All modules: a graph calls its own with other arguments, and nobody calls the model's."""
-
     def modules_of(self, chunk: int) -> list[nn.Module]:
         """Return the modules that one chunk of this rank alone computes."""
-        users = self.model.trace.users
-        return [one for name, one in self.model.named_modules() if name and users.get(name) == {chunk}]
+        return [one for name, one in self.model.named_modules() if name and self._users.get(name) == {chunk}]
 
     def check(self, named: Mapping[str, Any]) -> None:
         """Check arguments of the model against those that were traced.
@@ -366,18 +281,86 @@ class TracedChunks:
             ValueError: they have other names, dtypes or shapes.
             RuntimeError: the model is in another mode than when it was traced, and computes otherwise there.
         """
-        given = self.model.trace
-        if self.model.training != given.is_training and given.has_modes:
+        if self.model.training != self._is_training and self._has_modes:
             raise RuntimeError(
                 "pipeline.trace: the trace holds the train mode, and this model computes otherwise in eval "
                 "mode (dropout, batch statistics): evaluate it without a pipeline"
             )
         found = {name: form_of(value) for name, value in named.items()}
-        if found != given.forms:
+        if found != self._forms:
             raise ValueError(
-                f"pipeline.trace: expected arguments as those that were traced, {given.forms}; got {found}"
+                f"pipeline.trace: expected arguments as those that were traced, {self._forms}; got {found}"
             )
 
     def __call__(self, chunk: int, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
-        """Compute a chunk; see `TracedModel.forward`."""
-        return self.model(chunk, inputs, kwargs)
+        """Compute a chunk.
+
+        Args:
+            chunk: one of the own chunks.
+            inputs: the values that the chunk before hands on; () for the first one.
+            kwargs: the arguments of the model.
+
+        Returns:
+            The values for the next chunk; of the last one, the output of the model.
+        """
+        return self.model(self._compute, chunk, inputs, kwargs)
+
+    def _compute(self, chunk: int, inputs: Sequence[Tensor], named: Mapping[str, Any]) -> Any:
+        received = self._boundaries[chunk - 1] if chunk else ()
+        values: dict[Value, Tensor] = dict(zip(received, inputs, strict=True))
+        stage = self._stages[chunk]
+        args = [named[source] if isinstance(source, str) else values[source] for source in stage.sources]
+        outputs = stage.graph(*args)
+        made = outputs if isinstance(outputs, list | tuple) else (outputs,)
+        if chunk == len(self._stages) - 1:
+            return made[0]
+        # An output may be a buffer, which the next micro-batch overwrites before this one is sent.
+        made = [one.clone() if isinstance(one, Tensor) and not one.requires_grad else one for one in made]
+        values |= {(chunk, place): value for place, value in enumerate(made)}
+        return [values[key] for key in self._boundaries[chunk]]
+
+    def _build(self, own: Collection[int]) -> None:
+        tree, self._own = self.model, frozenset(own)
+        tree._modules = {}
+        kinds: dict[type, type] = {}
+        computing: dict[str, nn.Module] = {}
+        originals = dict(self._whole.named_modules(remove_duplicate=False))
+        for chunk in sorted(self._own):
+            for name, module in self._stages[chunk].graph.named_modules():
+                if name in originals:
+                    self._share(module, originals[name])
+                    if name and self._users.get(name) == {chunk}:
+                        kind = type(originals[name])
+                        if type(module).__name__ != kind.__name__:  # units are chosen by names of classes
+                            base = type(module)
+                            module.__class__ = kinds.setdefault(kind, type(kind.__name__, (base,), {}))
+                        computing[name] = module
+        self._share(tree, self._whole)
+        for name, original in originals.items():
+            if name and self._belongs(name, original):
+                self._place(name, computing.get(name), original)
+
+    def _share(self, module: nn.Module, original: nn.Module) -> None:
+        constants = {k: v for k, v in module._buffers.items() if k not in original._buffers}
+        vars(module).update(constants)  # of the trace, such as a tensor that the forward makes of numbers
+        vars(module)["_parameters"], vars(module)["_buffers"] = original._parameters, original._buffers
+        for key in original._non_persistent_buffers_set:
+            module._non_persistent_buffers_set.add(key)
+
+    def _belongs(self, name: str, original: nn.Module) -> bool:
+        """True for a module that these chunks compute, or of which they read a parameter or buffer."""
+        below = [*original.named_parameters(name, remove_duplicate=False), *original.named_buffers(name)]
+        return any(self._own & self._readers.get(one, set()) for one, _ in below)
+
+    def _place(self, name: str, module: nn.Module | None, original: nn.Module) -> None:
+        """Put a module at its name; one that nobody calls if it is None."""
+        parent, _, attribute = name.rpartition(".")
+        holder = self.model.get_submodule(parent)
+        if attribute in holder._modules:  # inside of a module that computes
+            return
+        if module is None:
+            # A list or dictionary: `units=` refuses one, as its forward is never called.
+            base = nn.ModuleList if isinstance(original, nn.ModuleList) else nn.ModuleDict
+            module = type(type(original).__name__, (base,), {})()
+            self._share(module, original)
+        holder._modules[attribute] = module

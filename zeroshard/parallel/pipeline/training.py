@@ -238,7 +238,7 @@ class PipelineTraining:
         """Made for the first backward in two halves: without these, layers run as they are."""
         self._runners: dict[tuple[int, bool, int], Runner] = {}
         """By number of micro-batches; with backwards or without; by synchronous steps of the list."""
-        self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunked.chunks}
+        self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunks}
         uses, aside = Counter(unit for own in self._units.values() for unit in own), runtime.reducer.set_aside
         alone = {u for u, num in uses.items() if num == 1 and aside.keys().isdisjoint(u.gradients)}
         self._own_units = {chunk: frozenset(alone.intersection(own)) for chunk, own in self._units.items()}
@@ -398,7 +398,7 @@ class PipelineTraining:
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
         """Give buffers the values back that they had: the first forward has changed them already."""
-        buffers = list(self._part.chunked.model.buffers())  # some are in no module of the chunk
+        buffers = list(self._runtime.module.buffers())  # some are in no module of the chunk
         before = [buffer.clone() for buffer in buffers]
         yield
         for buffer, values in zip(buffers, before, strict=True):
@@ -457,7 +457,7 @@ class PipelineTraining:
     def deferring(self, waiting: Waiting) -> AbstractContextManager[None]:
         """Leave weight gradients to the second half of a backward; see `Chunks`."""
         if self._products is None:
-            self._products = Products(self._part.chunked.model, self._runtime.changes)
+            self._products = Products(self._runtime.module, self._runtime.changes)
         return self._products.deferring(waiting)
 
     def act(self, action: Action) -> None:
