@@ -17,6 +17,7 @@ for parameters on the meta device have arbitrary values, because the time does n
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import defaultdict
@@ -24,7 +25,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -124,9 +126,9 @@ _ENOUGH = 0.05
 """Seconds of runs after which the fewest are enough."""
 _SPREAD = 0.02
 """The standard deviation of arbitrary parameters: as in usual inits, so that no value overflows."""
-_INTERNAL = frozenset(vars(nn.Module()))
-_PLACE = "layer_idx"
-"""The number of a block, as models of transformers keep it: it differs between blocks that are alike."""
+_LEFT_OUT = frozenset({*vars(nn.Module()), "layer_idx"} - {"training", "_parameters", "_buffers"})
+"""The attributes that say nothing of a module's time; models of transformers keep the number of a block."""
+_Result = TypeVar("_Result")
 _PLAIN = (bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, type(None))
 
 
@@ -199,17 +201,19 @@ class Profiler:
 
     @contextmanager
     def inside(self, model: nn.Module, outline: Outline) -> Iterator[None]:
-        """Stand in for all modules of the outline, and move others that have tensors to the device."""
+        """Stand in for all modules of the outline, and for others that have tensors, such as positions."""
         own = {name: model.get_submodule(name) for name in outline.names}
         below = {part for module in own.values() for part in module.modules()}
-        others = [module for module in model.modules() if module not in below and _has_tensors(module)]
-        # Containers of blocks have their own forward, which is to run as it is.
-        others = [module for module in others if not below.intersection(module.modules())]
+        for name, module in model.named_modules():
+            has_tensors = any(
+                one is not None for one in (*module._parameters.values(), *module._buffers.values())
+            )
+            # Containers of blocks have their own forward, which is to run as it is.
+            if has_tensors and not below.intersection(module.modules()):
+                own[name] = module
         changes = Changes()
         for name, module in own.items():
             changes.set(module, "forward", self._standing_for(name, module))
-        for module in others:
-            changes.set(module, "forward", self._moved(module))
         try:
             yield
         finally:
@@ -217,24 +221,24 @@ class Profiler:
 
     def run(self, model: nn.Module, sample: SampleBatch, loss_fn: LossFunction | None) -> float:
         """Run the model; return the seconds of the loss, which follows its last module."""
-        named = dict(sample.named)
+        named, targets = dict(sample.named), sample.targets
         if not isinstance(model, nn.Sequential):
             named["use_cache"] = False
-            if loss_fn is None and sample.targets is not None:
-                named["labels"] = sample.targets
-        runs = []
-        for number in self._count_runs():  # later runs know the costs of all modules
-            self._is_counting = number == 0
+            if loss_fn is None and targets is not None:
+                named["labels"] = targets
+
+        def run() -> tuple[float, None]:
             output = model(*sample.inputs, **named)
-            has_targets = loss_fn is not None and sample.targets is not None
-            loss = loss_fn(output, sample.targets) if has_targets else _loss_in(output)  # type: ignore[misc]
+            loss = _loss_in(output) if loss_fn is None or targets is None else loss_fn(output, targets)
             seconds = self._now() - self._since
+            self._is_counting = False  # later runs know the costs of all modules
             if loss is not None and loss.requires_grad and self._last:
                 start = self._now()
                 torch.autograd.grad(loss, self._last, allow_unused=True)  # a loss may have parameters, too
                 seconds += self._now() - start
-            runs.append(seconds)
-        return min(runs[1:])
+            return seconds, None
+
+        return self._shortest(run)[0]
 
     def _standing_for(self, name: str, module: nn.Module) -> Callable[..., Any]:
         forward, likeness = module.forward, likeness_of(module)
@@ -252,16 +256,6 @@ class Profiler:
             return given
 
         return stand_in
-
-    def _moved(self, module: nn.Module) -> Callable[..., Any]:
-        """The forward of a module, such as a table of positions, with its tensors on the device."""
-        forward = module.forward
-
-        def moved(*args: Any, **kwargs: Any) -> Any:
-            placed = self._place(module)
-            return functional_call(_With(module), placed, (lambda: forward(*args, **kwargs),))
-
-        return moved
 
     @torch.enable_grad()  # the model may be inside a checkpoint, which switches it off
     def _measure(
@@ -282,23 +276,21 @@ class Profiler:
             return seconds, outputs
 
         # The backward, too, needs the tensors in their place: it may run parts of the forward again.
-        runs, outputs = list[float](), None
-        for _ in self._count_runs():
-            seconds, outputs = functional_call(_With(module), placed, (run,))
-            runs.append(seconds)
-        outputs = pytree.tree_map_only(
+        seconds, outputs = self._shortest(lambda: functional_call(_With(module), placed, (run,)))
+        return seconds, pytree.tree_map_only(
             Tensor, lambda value: value.detach().requires_grad_(value.requires_grad), outputs
         )
-        return min(runs[1:]), outputs
 
-    def _count_runs(self) -> Iterator[int]:
-        """Count the run that warms up, and as many more as a measurement needs."""
-        yield 0
-        start = self._now()
-        for number in range(1, 1 + _MOST):
-            if number > _FEWEST and self._now() - start > _ENOUGH:
-                return
-            yield number
+    def _shortest(self, run: Callable[[], tuple[float, _Result]]) -> tuple[float, _Result]:
+        """Run as often as a measurement needs; return the least seconds after a first run, and a result."""
+        run()  # warms up
+        start, least = self._now(), math.inf
+        for number in count():
+            seconds, result = run()
+            least = min(least, seconds)
+            if number + 1 >= (_FEWEST if self._now() - start > _ENOUGH else _MOST):
+                break
+        return least, result
 
     def _enter(self, value: Tensor) -> Tensor:
         """Return an argument of a module: a copy, as the module may write to it, of a leaf of its graph."""
@@ -359,10 +351,6 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [value for value in pytree.tree_leaves(tree) if isinstance(value, Tensor)]
 
 
-def _has_tensors(module: nn.Module) -> bool:
-    return any(value is not None for value in (*module._parameters.values(), *module._buffers.values()))
-
-
 def _loss_in(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else None
@@ -370,7 +358,10 @@ def _loss_in(output: Any) -> Tensor | None:
 
 def likeness_of(module: nn.Module) -> Hashable:
     """Return facts that are equal for modules of the same classes, shapes and settings."""
-    return tuple((name, _own_facts(part)) for name, part in module.named_modules())
+    return tuple(
+        (name, type(part), facts_of({key: own for key, own in vars(part).items() if key not in _LEFT_OUT}))
+        for name, part in module.named_modules()
+    )
 
 
 def facts_of(value: Any) -> Hashable:
@@ -386,15 +377,3 @@ def facts_of(value: Any) -> Hashable:
     if isinstance(value, partial):
         return partial, value.func, facts_of(value.args), facts_of(value.keywords)
     return id(value)
-
-
-def _own_facts(module: nn.Module) -> Hashable:
-    known = _INTERNAL | {_PLACE}
-    settings = [(key, facts_of(value)) for key, value in sorted(vars(module).items()) if key not in known]
-    return (
-        type(module),
-        module.training,
-        tuple(settings),
-        facts_of(dict(module._parameters)),
-        facts_of(dict(module._buffers)),
-    )
