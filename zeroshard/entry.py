@@ -36,7 +36,7 @@ from zeroshard.memory.tiered import check_room, states_of
 from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
 from zeroshard.parallel.pipeline.chunked import Absent, Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
-from zeroshard.parallel.pipeline.part import ModelPart, find_chosen, narrowed, take_part
+from zeroshard.parallel.pipeline.part import ModelPart, take_part
 from zeroshard.parallel.pipeline.profile import SampleSource, sample_of
 from zeroshard.parallel.pipeline.traced import TracedChunks, trace
 from zeroshard.parallel.tensor.division import plan_division
@@ -53,18 +53,6 @@ class Initialized(NamedTuple):
     optimizer: Optimizer | None
     dataloader: EpochLoader | GivenLoader | None
     lr_scheduler: Any
-
-
-class Stage(NamedTuple):
-    """This rank's part of a model."""
-
-    part: ModelPart
-    model: nn.Module
-    """The model that has the part: the given one, or the tree of its trace."""
-    config: Config
-    """The config, with those names of modules and parameters that this part has."""
-    described: dict[str, Any]
-    """The description of the whole model, see `describe_model`."""
 
 
 def initialize(
@@ -118,19 +106,19 @@ def initialize(
     with taken_apart(model, config.ignored, for_good=True):
         if collate_fn is None and isinstance(training_data, Blocks):
             collate_fn = collator(model)
-        taken, whole, device = None, config, use_device(config.device)
+        part, described, whole, device = None, None, config, use_device(config.device)
         # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
         world = start_world(device, config.watchdog_s) if config.mesh.pp * config.mesh.tp > 1 else None
         if world is not None and config.mesh.pp > 1:
-            taken = _stage_of_model(
+            part, described = _part_of_model(
                 model, optimizer, config, world, SampleSource(dataset, collate_fn, loss_fn)
             )
-            model, whole, config = taken.model, config, taken.config
-            if taken.part.is_frozen:  # an optimizer over nothing would be an error of torch
+            model, config = part.chunked.model, part.narrowed
+            if part.is_frozen:  # an optimizer over nothing would be an error of torch
                 optimizer = lr_scheduler = None
         specs = specify_units(model, config)
-        if taken is not None:
-            specs = taken.part.named(specs)
+        if part is not None:
+            specs = part.named(specs)
         division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
         specs = division.specs
         optimizer = _build_optimizer(optimizer, model)
@@ -139,10 +127,10 @@ def initialize(
         )
         lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
         world = world or start_world(device, config.watchdog_s)
-        if taken is None:
+        if part is None:
             check_agreement(world, model, config, specs, optimizer, overrides, dataset)
         axes = open_data_parallel(config, world)
-        if taken is not None:
+        if part is not None:
             check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
         close_at_exit(axes, *axes.members)
         _check_room(specs, config, axes, optimizer, device)
@@ -157,16 +145,16 @@ def initialize(
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             loader=loader,
-            described=None if taken is None else taken.described,
+            described=described,
         )
-        engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, taken and taken.part)
+        engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, part)
         engine.reset_comm_report()
         return Initialized(engine, optimizer, loader, lr_scheduler)
 
 
-def _stage_of_model(
+def _part_of_model(
     model: nn.Module, optimizer: object, config: Config, world: Axis, source: SampleSource
-) -> Stage:
+) -> tuple[ModelPart, dict[str, Any]]:
     """Take this rank's part of a model, which rank 0 cuts for all ranks; collective.
 
     Args:
@@ -175,6 +163,9 @@ def _stage_of_model(
         config: the config.
         world: all ranks.
         source: the samples and the loss, with which blocks are measured.
+
+    Returns:
+        The part, and the description of the whole model, see `describe_model`.
 
     Raises:
         ValueError: the model cannot be cut, as the message says; or the optimizer is there already.
@@ -195,7 +186,6 @@ def _stage_of_model(
     model = chunked.model
     if not config.pipeline.trace:
         record_resets(model)  # before modules are taken out: each reset draws random numbers after the last
-    chosen = find_chosen(model, config)
     specs = specify_units(model, config)
     check_agreement(world, model, config, specs, None, {}, source.training_data)
 
@@ -206,8 +196,7 @@ def _stage_of_model(
     assert made is not None, "rank 0 has cut the model"
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
     part = take_part(chunked, config, made, arrangement.coordinates(world.rank).pp)
-    part = replace(part, is_frozen=part.is_frozen and optimizer is not None)
-    return Stage(part, model, narrowed(config, model, chosen), described)
+    return replace(part, is_frozen=part.is_frozen and optimizer is not None), described
 
 
 def _traced(model: nn.Module, config: Config, world: Axis, source: SampleSource) -> TracedChunks:

@@ -19,7 +19,7 @@ from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.choice import largest_schedule_of, read_schedule, with_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
-from zeroshard.parallel.pipeline.part import find_chosen, narrowed, take_part
+from zeroshard.parallel.pipeline.part import take_part
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.tensor.division import plan_division
@@ -100,10 +100,9 @@ def _plan_apart(model: nn.Module, config: Config, setting: Setting, tp_plan: Pla
     ranks, scales = [], []
     for rank in range(config.mesh.pp):
         whole = without_memory(model)
-        names = find_chosen(whole, config)
         part = take_part(Chunked(whole), config, cut, rank)
-        own = narrowed(part.config, whole, names)
-        ranks.append(_units_of(whole, part.named(specify_units(whole, own)), own, setting, tp_plan))
+        specs = part.named(specify_units(whole, part.narrowed))
+        ranks.append(_units_of(whole, specs, part.narrowed, setting, tp_plan))
         scales.append(_scale_bytes(whole))
     schedule = largest_schedule_of(config)
     pipelined = PlannedPipeline(

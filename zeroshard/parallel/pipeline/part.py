@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -49,6 +48,8 @@ class ModelPart:
     pairs: tuple[tuple[int, int], ...]
     """The pipeline ranks that send messages, and those that get them."""
     cut: ModelCut
+    narrowed: Config
+    """The config as it was given, with those names of modules and parameters that this part has."""
 
     def schedule(self, num_microbatches: int, *, has_backward: bool, steps_taken: int = 0) -> Schedule:
         """Return the schedule of a batch, or of its forwards alone.
@@ -97,19 +98,28 @@ def take_part(chunked: Chunked | TracedChunks, config: Config, cut: ModelCut, ra
         ValueError: several chunks share a parameter that each rank is to keep for itself, or a buffer that
             they may write.
     """
-    config, model = with_schedule(config, cut.schedule), chunked.model
+    given, config, model = config, with_schedule(config, cut.schedule), chunked.model
     schedule = schedule_of(config, config.pipeline.num_microbatches)
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     holders = _find_holders(chunked, cut.runs, schedule)
-    _refuse_ignored(find_ignored(model, config.ignored), holders)
+    ignored = find_ignored(model, config.ignored)
+    _refuse_ignored(ignored, holders)
+    overrides = find_overrides(model, config.precision.overrides, ignored)
+    replicated = find_replicated(model, config.frozen, ignored)
     if config.pipeline.is_asynchronous:
         _refuse_shared(holders)
         _refuse_half(model, config)
     chunked.keep(cut.runs, schedule.chunks[rank])
-    own = {parameter: holders[parameter] for parameter in model.parameters() if parameter in holders}
-    is_frozen = not any(parameter.requires_grad for parameter in model.parameters())
     return ModelPart(
-        chunked, schedule.chunks[rank], config, own, is_frozen, is_trained, _pairs(schedule, holders), cut
+        chunked=chunked,
+        chunks=schedule.chunks[rank],
+        config=config,
+        holders={parameter: holders[parameter] for parameter in model.parameters() if parameter in holders},
+        is_frozen=not any(parameter.requires_grad for parameter in model.parameters()),
+        is_trained=is_trained,
+        pairs=_pairs(schedule, holders),
+        cut=cut,
+        narrowed=_narrowed(given, model, overrides, replicated),
     )
 
 
@@ -174,23 +184,12 @@ def _find_holders(
     return holders
 
 
-class ChosenParameters(NamedTuple):
-    """The parameters of the whole model that patterns fit."""
-
-    overrides: Mapping[nn.Parameter, torch.dtype]
-    replicated: Container[nn.Parameter]
-
-
-def find_chosen(model: nn.Module, config: Config) -> ChosenParameters:
-    """Return the parameters of a whole model that a config names. Raises ValueError for unknown names."""
-    ignored = find_ignored(model, config.ignored)
-    return ChosenParameters(
-        find_overrides(model, config.precision.overrides, ignored),
-        find_replicated(model, config.frozen, ignored),
-    )
-
-
-def narrowed(config: Config, model: nn.Module, chosen: ChosenParameters) -> Config:
+def _narrowed(
+    config: Config,
+    model: nn.Module,
+    overrides: Mapping[nn.Parameter, torch.dtype],
+    replicated: Container[nn.Parameter],
+) -> Config:
     """Return a config without the names that other parts of the model have; the whole model has all.
 
     Each parameter that is chosen is named by itself: a tied one may have the name that fits on another rank.
@@ -201,11 +200,11 @@ def narrowed(config: Config, model: nn.Module, chosen: ChosenParameters) -> Conf
     if units is not None and not callable(units):
         kinds = {type(module).__name__ for module in model.modules()}
         units = [unit for unit in units if not isinstance(unit, str) or unit in kinds]
-    own = {name: chosen.overrides[p] for name, p in named.items() if p in chosen.overrides}
+    own = {name: overrides[p] for name, p in named.items() if p in overrides}
     return replace(
         config,
         ignored=ignored or None,
         units=units,
         precision=replace(config.precision, overrides=own or None),
-        frozen=[name for name, p in named.items() if p in chosen.replicated] or "shard",
+        frozen=[name for name, p in named.items() if p in replicated] or "shard",
     )

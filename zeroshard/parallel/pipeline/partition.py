@@ -19,15 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from itertools import accumulate
 from math import lcm
 from operator import add
 from typing import Literal
 
 Balance = Literal["time", "memory", "bottleneck"]
-
-_Cost = Callable[[int, int], int | None]
-"""The cost of a chunk, given its first and its next blocks; None: the chunk is not allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,45 +58,49 @@ def partition(
             f"{num_chunks}"
         )
     numbers = [block.parameter_bytes if balance == "memory" else block.time for block in blocks]
-    weight = _sums(numbers)
-    most = weight(0, len(blocks))
+    weight, num_blocks = _sums(numbers), len(blocks)
+    most = weight(0, num_blocks)
     if balance == "bottleneck":
-        ends = _best_ends(len(blocks), num_chunks, weight, max)
-        most = max(map(weight, [0, *ends[:-1]], ends))
-
-    def squared(first: int, end: int) -> int | None:
-        own = weight(first, end)
-        return own**2 if own <= most else None
-
-    ends = _best_ends(len(blocks), num_chunks, squared, add)
+        most, _ = _best_ends(num_blocks, num_chunks, weight, max, most)
+    _, ends = _best_ends(num_blocks, num_chunks, lambda *run: weight(*run) ** 2, add, most**2)
     return tuple(map(range, [0, *ends[:-1]], ends))
 
 
-def _best_ends(num_blocks: int, num_chunks: int, cost: _Cost, join: Callable[[int, int], int]) -> list[int]:
-    """Return the ends of the chunks whose costs have the least sum (`add`) or maximum (`max`).
+def _best_ends(
+    num_blocks: int,
+    num_chunks: int,
+    cost: Callable[[int, int], int],
+    join: Callable[[int, int], int],
+    most: int,
+) -> tuple[int, tuple[int, ...]]:
+    """Return the least sum (`add`) or maximum (`max`) of the costs of chunks, and the ends of these chunks.
 
     Of several such divisions it is the first one in the order of the tie rule.
+
+    Args:
+        num_blocks: the blocks.
+        num_chunks: the chunks.
+        cost: the cost of a chunk, given its first and its next blocks.
+        join: joins the costs of chunks.
+        most: the most that a chunk may cost.
     """
-    # best[first] is the least total for the blocks from `first` on in the chunks that are left.
-    best: list[int | None] = [None] * num_blocks + [0]
-    choices: list[list[int]] = []
-    for chunk in reversed(range(num_chunks)):
-        found: list[int | None] = [None] * (num_blocks + 1)
-        choice = [num_blocks] * (num_blocks + 1)
-        for first in range(chunk, num_blocks):
-            for end in range(first + 1, num_blocks + 1):
-                rest, own = best[end], None if best[end] is None else cost(first, end)
-                if rest is None or own is None:
-                    continue
-                least, total = found[first], join(own, rest)
-                if least is None or total < least:
-                    found[first], choice[first] = total, end
-        best = found
-        choices.append(choice)
-    ends = [0]
-    for choice in reversed(choices):
-        ends.append(choice[ends[-1]])
-    return ends[1:]
+
+    @cache
+    def best(first: int, left: int) -> tuple[int, tuple[int, ...]] | None:
+        """The least total for the blocks from `first` on in the chunks that are left."""
+        if left == 1:
+            last = cost(first, num_blocks)
+            return (last, (num_blocks,)) if last <= most else None
+        options = (
+            (join(own, rest[0]), (end, *rest[1]))
+            for end in range(first + 1, num_blocks - left + 2)
+            if (own := cost(first, end)) <= most and (rest := best(end, left - 1)) is not None
+        )
+        return min(options, default=None)
+
+    found = best(0, num_chunks)
+    assert found is not None, "some division costs no more"
+    return found
 
 
 def _sums(numbers: Sequence[float]) -> Callable[[int, int], int]:

@@ -17,7 +17,8 @@ one that computes them alone; see `weights.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -29,6 +30,7 @@ from torch import Tensor
 from zeroshard.comm.messages import Form, Forms, Messages, Receipt
 from zeroshard.parallel.pipeline.actions import (
     Action,
+    ActionMessages,
     ChunkTransfer,
     Kind,
     Schedule,
@@ -107,6 +109,7 @@ class Runner:
 
     def __init__(self, schedule: Schedule, messages: Messages, chunks: Chunks) -> None:
         self._steps = plan_exchanges(schedule)[messages.rank]
+        self._posts = list(_plan_posts(self._steps))
         self.schedule, self._chunks, self._messages = schedule, chunks, messages
         messages.most_sends = max(messages.most_sends, room_for_sends(schedule))
         self._last_chunk = schedule.num_chunks - 1
@@ -150,9 +153,11 @@ class Runner:
         shapes = agree()
         known = self._forms.get(shapes)
         found: dict[ChunkTransfer, Forms] = {}
-        post = self._posting(known)
         for number, (action, receives, sends) in enumerate(self._steps):
-            post(number)
+            for message in self._posts[number]:
+                forms = None if known is None else known[message]
+                receipt = self._messages.expect(message.source, message.label, forms)
+                self._batch.receipts[message] = receipt
             self._chunks.enter(action)
             for message in receives:
                 self._take(message, found)
@@ -169,26 +174,6 @@ class Runner:
         self._run.get(action.kind, self._chunks.act)(action)
 
     # -- messages -------------------------------------------------------------------------------------
-
-    def _posting(self, known: dict[ChunkTransfer, Forms] | None) -> Callable[[int], None]:
-        """Return a function that posts the receives of an action, and some of later ones.
-
-        They are posted in the order of the senders. A message whose forms are known comes without them.
-        """
-        left = [
-            (number, message) for number, (_, receives, _) in enumerate(self._steps) for message in receives
-        ]
-        left.reverse()
-
-        def post(number: int) -> None:
-            ahead = AHEAD
-            while left and (left[-1][0] <= number or ahead):
-                place, message = left.pop()
-                ahead -= place > number
-                forms = None if known is None else known[message]
-                self._batch.receipts[message] = self._messages.expect(message.source, message.label, forms)
-
-        return post
 
     def _take(self, message: ChunkTransfer, found: dict[ChunkTransfer, Forms]) -> None:
         receipt = self._batch.receipts.pop(message)
@@ -298,6 +283,17 @@ class Runner:
                 for value in call.inputs
                 if value.requires_grad
             )
+
+
+def _plan_posts(steps: Sequence[ActionMessages]) -> Iterator[list[ChunkTransfer]]:
+    """Yield for each action the receives to post before it: its own, and some of later actions."""
+    left = deque((number, message) for number, step in enumerate(steps) for message in step.receives)
+    for number in range(len(steps)):
+        ahead, posts = AHEAD, list[ChunkTransfer]()
+        while left and (left[0][0] <= number or ahead):  # in the order of the senders
+            ahead -= left[0][0] > number
+            posts.append(left.popleft()[1])
+        yield posts
 
 
 def room_for_sends(schedule: Schedule) -> int:

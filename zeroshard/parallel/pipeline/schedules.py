@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 from zeroshard.parallel.pipeline.actions import (
@@ -189,15 +190,14 @@ def steady(
 
 def _with_steps(actions: tuple[Action, ...], start: int, per_step: int) -> Iterator[Action]:
     """The actions, whose micro-batches are counted from `start`, with a step after some backwards."""
-    num_backwards, since = sum(action.kind in END_BACKWARD for action in actions), 0
+    num_backwards, done = sum(action.kind in END_BACKWARD for action in actions), 0
     for action in actions:
         assert action.microbatch is not None, "only compute actions"
         yield action._replace(microbatch=start + action.microbatch)
         if action.kind in END_BACKWARD:
-            num_backwards, since = num_backwards - 1, since + 1
-            if since == per_step or not num_backwards:
+            done += 1
+            if not done % per_step or done == num_backwards:
                 yield STEP
-                since = 0
 
 
 def require_steps(schedule: Schedule) -> None:
@@ -312,74 +312,46 @@ def varuna(num_ranks: int, num_microbatches: int, costs: ActionCosts) -> Schedul
     part on the schedule of micro-batches.
     """
     costs.require_chunks(num_ranks)
-    builder = _VarunaBuilder(num_ranks, num_microbatches, costs)
-    options = [builder.next_of(rank) for rank in range(num_ranks)]
-    while found := [option for option in options if option is not None]:
-        option = min(found)
-        builder.take(option)
-        for rank in range(max(0, option.rank - 1), min(num_ranks, option.rank + 2)):  # who exchanges with it
-            options[rank] = builder.next_of(rank)
-    return Schedule(loop(num_ranks, 1), num_microbatches, frozen(builder.lists))
+    lists: list[list[Action]] = [[] for _ in range(num_ranks)]
+    ends: dict[Action, float] = {}
+    done = Counter[tuple[Kind, int]]()
 
+    def arrival(action: Action, boundary: int) -> float:
+        """The time at which the message of an action arrives; infinite if it is in no list yet."""
+        return ends[action] + costs.transfer_after(boundary) if action in ends else inf
 
-class _Option(NamedTuple):
-    """An action that a rank can run next; the smallest option is taken."""
-
-    start: float
-    priority: int
-    rank: int
-    kind: Kind
-
-
-class _VarunaBuilder:
-    """The lists so far, with the time at which each action ends."""
-
-    def __init__(self, num_ranks: int, num_microbatches: int, costs: ActionCosts) -> None:
-        self.num_microbatches = num_microbatches
-        self.costs = costs
-        self.last = num_ranks - 1
-        self.lists: list[list[Action]] = [[] for _ in range(num_ranks)]
-        self.free_from = [0.0] * num_ranks
-        self.ends: dict[Action, float] = {}
-        self.forwards = [0] * num_ranks
-        self.backwards = [0] * num_ranks
-
-    def next_of(self, rank: int) -> _Option | None:
-        """Return the action that a rank would run next; None if it has to wait for others, or is done."""
-        microbatch = self.backwards[rank]
-        times: dict[Kind, float | None] = {}
-        is_recomputed = Action(Kind.RECOMPUTE, rank, microbatch) in self.ends
-        if microbatch < self.forwards[rank]:
-            gradient = 0.0 if rank == self.last else self._arrival(backward(rank + 1, microbatch), rank)
-            if rank == self.last or is_recomputed:
-                times[Kind.BACKWARD] = gradient
-            elif gradient is not None:
-                times[Kind.RECOMPUTE] = gradient - self.costs.of(Action(Kind.RECOMPUTE, rank, microbatch))
+    def next_of(rank: int) -> tuple[float, int, int, Action] | None:
+        """The start, priority and rank of the action that a rank would run next; None if it has to wait."""
+        times: dict[Action, float] = {}
+        number, next_forward = done[Kind.BACKWARD, rank], forward(rank, done[Kind.FORWARD, rank])
+        own, again = backward(rank, number), Action(Kind.RECOMPUTE, rank, number)
+        if number < done[Kind.FORWARD, rank]:
+            if rank == num_ranks - 1:
+                times[own] = 0.0
+            else:
+                gradient = arrival(backward(rank + 1, number), rank)
+                times |= {own: gradient} if again in ends else {again: gradient - costs.of(again)}
         # By its time a backward comes directly after its recompute, but for the rounding of floats.
-        if self.forwards[rank] < self.num_microbatches and not is_recomputed:
-            before = forward(rank - 1, self.forwards[rank])
-            times[Kind.FORWARD] = self._arrival(before, rank - 1) if rank else 0.0
+        if done[Kind.FORWARD, rank] < num_microbatches and again not in ends:
+            before = next_forward._replace(chunk=rank - 1)
+            times[next_forward] = arrival(before, rank - 1) if rank else 0.0
+        free_from = ends[lists[rank][-1]] if lists[rank] else 0.0
         options = [
-            _Option(max(self.free_from[rank], time), _PRIORITY[kind], rank, kind)
-            for kind, time in times.items()
-            if time is not None
+            (max(free_from, time), _PRIORITY[action.kind], rank, action)
+            for action, time in times.items()
+            if time < inf
         ]
         return min(options, default=None)
 
-    def take(self, option: _Option) -> None:
-        """Append an action to the list of its rank."""
-        rank, kind = option.rank, option.kind
-        numbers = self.forwards if kind is Kind.FORWARD else self.backwards
-        action = Action(kind, rank, numbers[rank])
-        self.free_from[rank] = self.ends[action] = option.start + self.costs.of(action)
-        self.lists[rank].append(action)
-        if kind is not Kind.RECOMPUTE:
-            numbers[rank] += 1
-
-    def _arrival(self, action: Action, boundary: int) -> float | None:
-        """Return the time at which the message of an action arrives; None if it is in no list yet."""
-        end = self.ends.get(action)
-        return None if end is None else end + self.costs.transfer_after(boundary)
+    options = [next_of(rank) for rank in range(num_ranks)]
+    while found := [option for option in options if option is not None]:
+        start, _, taker, action = min(found)
+        lists[taker].append(action)
+        ends[action] = start + costs.of(action)
+        done[action.kind, taker] += 1
+        for rank in range(max(0, taker - 1), min(num_ranks, taker + 2)):  # who exchanges with it
+            options[rank] = next_of(rank)
+    return Schedule(loop(num_ranks, 1), num_microbatches, frozen(lists))
 
 
 def gpipe(num_ranks: int, num_microbatches: int, *, is_last_first: bool = False) -> Schedule:
@@ -391,15 +363,11 @@ def gpipe(num_ranks: int, num_microbatches: int, *, is_last_first: bool = False)
     Source: Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline
     Parallelism", section 2.
     """
-    order = range(num_microbatches)
-    lists = tuple(
-        (
-            *(forward(rank, microbatch) for microbatch in order),
-            *(backward(rank, microbatch) for microbatch in (reversed(order) if is_last_first else order)),
-        )
-        for rank in range(num_ranks)
-    )
-    return Schedule(loop(num_ranks, 1), num_microbatches, lists)
+    lists = []
+    for rank in range(num_ranks):
+        places = [(rank, microbatch) for microbatch in range(num_microbatches)]
+        lists.append(_alternate(places, places[::-1] if is_last_first else places, num_microbatches))
+    return Schedule(loop(num_ranks, 1), num_microbatches, tuple(lists))
 
 
 class Builder(NamedTuple):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ class Shared:
     """
 
     def __init__(self, runtime: Runtime, messages: Messages, chunks: Mapping[str, Sequence[int]]) -> None:
-        self._memory, self._messages = runtime.context.memory, messages
+        self._memory, self._messages, self._pp = runtime.context.memory, messages, runtime.context.axes.pp
         self.chunk = 0
         """The chunk whose backward runs."""
         self._asides = [
@@ -137,23 +138,22 @@ class Shared:
                 [values] = self._messages.expect(first, label, None).wait()
                 buffer.source.write(values)
                 buffer.source.changed()
-        if optimizer is not None:
-            self._compare(optimizer)
+        self._compare([] if optimizer is None else optimizer.param_groups)
 
-    def _compare(self, optimizer: Optimizer) -> None:
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-        for buffer, parameter in self._parameters():
+    def _compare(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        groups, own = {p: group for group in param_groups for p in group["params"]}, dict[str, str]()
+        for _, parameter in self._parameters():
             group = {k: v for k, v in groups.get(parameter, {}).items() if k not in ("params", "param_names")}
-            own = str(dict(sorted(group.items()))) if parameter in groups else "no optimizer"
-            data = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8)
-            for rank, (values,) in self._swap(buffer, [data], f"hyperparameters of '{parameter.fqn}'"):
-                theirs = bytes(values.tolist()).decode()
-                if theirs != own:
+            text = str(dict(sorted(group.items()))) if parameter in groups else "no optimizer"
+            own[parameter.fqn] = text
+        label = "hyperparameters of parameters that several chunks use"
+        for rank, theirs in enumerate(self._pp.all_gather_object(own, label)):
+            for name, text in own.items():
+                if theirs.get(name, text) != text:
                     raise ValueError(
-                        f"'{parameter.fqn}' is shared by pipeline ranks {buffer.originals[0].holders}, and "
-                        f"pipeline rank {self._messages.rank} steps it with {own}, pipeline rank {rank} with "
-                        f"{theirs}: expected the same hyperparameters. Note that the parameter has another "
-                        "name in the modules of each"
+                        f"'{name}' is shared by pipeline ranks {self._messages.rank} and {rank}; the first "
+                        f"one steps it with {text}, the second one with {theirs[name]}: expected the same "
+                        "hyperparameters. Note that the parameter has another name in the modules of each"
                     )
 
     @torch.no_grad()

@@ -43,16 +43,29 @@ class Ages:
     @cached_property
     def before(self) -> Mapping[Action, int]:
         """For each compute action, the steps of its chunk before it."""
-        return {action: taken for action, (taken, _) in self._read.items() if action.is_compute}
+        found: dict[Action, int] = {}
+        for actions, chunks in zip(self.schedule.lists, self.schedule.chunks, strict=True):
+            for chunk in chunks:
+                taken = 0
+                for action in actions:
+                    if action.is_compute and action.chunk == chunk:
+                        found[action] = taken
+                    taken += action.is_step_of(chunk)
+        return found
 
     @cached_property
     def applied(self) -> Mapping[Place, int]:
-        """By chunk and micro-batch, the version to which the gradient is applied; none without a step."""
-        return {
-            action.place: step
-            for action, (_, step) in self._read.items()
-            if action.kind in END_BACKWARD and step is not None
-        }
+        """By chunk and micro-batch, the version to which the gradient is applied; none without a step.
+
+        The next step after a backward applies it, so it is the version at the backward.
+        """
+        num_steps = Counter[int | None]()
+        for rank, action in self.schedule:
+            if action.kind is Kind.STEP:
+                own = self.schedule.chunks[rank]
+                num_steps.update(own if action.chunk is None else (action.chunk,))
+        ends = ((action, taken) for action, taken in self.before.items() if action.kind in END_BACKWARD)
+        return {action.place: taken for action, taken in ends if taken < num_steps[action.chunk]}
 
     @cached_property
     def crossed(self) -> Mapping[Action, int]:
@@ -107,19 +120,13 @@ class Ages:
             if span.action.chunk == 0 and span.action.kind in BEGIN_BACKWARD
         }
         found: dict[Action, int] = {}
-        for own in spans:
-            ends: dict[int | None, list[float]] = {}  # of the steps so far, by chunk; None: of all chunks
-            for span in own:
-                if span.action.kind is Kind.STEP:
-                    ends.setdefault(span.action.chunk, []).append(span.end)
-            taken: Counter[int | None] = Counter()
-            for span in own:
-                if span.action.kind is Kind.STEP:
-                    taken[span.action.chunk] += 1
-                elif span.action.is_compute:
-                    back_at, chunks = back[span.action.microbatch], (None, span.action.chunk)
-                    steps = (bisect_left(ends.get(one, []), back_at) - taken[one] for one in chunks)
-                    found[span.action] = sum(max(number, 0) for number in steps)
+        for own, chunks in zip(spans, self.schedule.chunks, strict=True):
+            for chunk in chunks:
+                ends = [span.end for span in own if span.action.is_step_of(chunk)]
+                for action, _, _ in own:
+                    if action.is_compute and action.chunk == chunk:
+                        taken = bisect_left(ends, back[action.microbatch])
+                        found[action] = max(taken - self.before[action], 0)
         return found
 
     @cached_property
@@ -142,19 +149,3 @@ class Ages:
         for microbatch in sorted(self.first_versions):
             groups.setdefault(self.applied[0, microbatch], []).append(microbatch)
         return {one: self.first_versions[group[0]] for group in groups.values() for one in group}
-
-    @cached_property
-    def _read(self) -> dict[Action, tuple[int, int | None]]:
-        """For each compute action, the steps of its chunk before it, and before the next one of these."""
-        found: dict[Action, tuple[int, int | None]] = {}
-        for actions, chunks in zip(self.schedule.lists, self.schedule.chunks, strict=True):
-            for chunk in chunks:
-                taken, waiting = 0, list[Action]()
-                for action in actions:
-                    if action.is_step_of(chunk):
-                        found.update((one, (found[one][0], taken)) for one in waiting)
-                        taken, waiting = taken + 1, []
-                    elif action.is_compute and action.chunk == chunk:
-                        found[action] = taken, None
-                        waiting.append(action)
-        return found
