@@ -17,12 +17,12 @@ one that computes them alone; see `weights.py`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from zeroshard.parallel.pipeline.actions import (
     ActionMessages,
     ChunkTransfer,
     Kind,
+    Place,
     Schedule,
     ends_of_chunks,
     ends_of_steps,
@@ -72,30 +73,20 @@ class Chunks(Protocol):
         """Note the action that begins, for messages about a rank that is lost."""
 
 
-class _ChunkCall(NamedTuple):
-    """A forward whose backward will come."""
+@dataclass(slots=True)
+class _Call:
+    """A micro-batch in a chunk of this rank, or on its way to a chunk of another rank."""
 
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...] = ()
     """Leaves."""
-    outputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...] = ()
     """() until a recomputation has made them."""
-    random: Mapping[torch.device, Tensor]
+    gradients: tuple[Tensor, ...] = ()
+    """Of the outputs that may need one."""
+    random: Mapping[torch.device, Tensor] = field(default_factory=dict)
     """The states of random generators before it, if it will run again."""
-
-
-@dataclass
-class _BatchTensors:
-    """The tensors of a batch under way."""
-
-    calls: dict[tuple[int, int], _ChunkCall] = field(default_factory=dict)
-    """By chunk and micro-batch."""
-    activations: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
-    """The inputs that have arrived for a chunk and a micro-batch."""
-    gradients: dict[tuple[int, int], tuple[Tensor, ...]] = field(default_factory=dict)
-    """The gradients of outputs that have arrived."""
-    waiting: dict[tuple[int, int], Waiting] = field(default_factory=dict)
-    """The weight gradients of calls whose backward comes in two halves."""
-    receipts: dict[ChunkTransfer, Receipt] = field(default_factory=dict)
+    waiting: Waiting = field(default_factory=Waiting)
+    """The weight gradients of a backward that comes in two halves."""
 
 
 class Runner:
@@ -114,8 +105,8 @@ class Runner:
         messages.most_sends = max(messages.most_sends, room_for_sends(schedule))
         self._last_chunk = schedule.num_chunks - 1
         actions = schedule.lists[messages.rank]
-        self._recomputed = {(a.chunk, a.microbatch) for a in actions if a.kind is Kind.RECOMPUTE}
-        self._halved = {(a.chunk, a.microbatch) for a in actions if a.kind is Kind.INPUT_GRADIENT}
+        self._recomputed = {action.place for action in actions if action.kind is Kind.RECOMPUTE}
+        self._halved = {action.place for action in actions if action.kind is Kind.INPUT_GRADIENT}
         self.ends = ends_of_steps(actions)
         self.apart = reduced_apart(actions)
         """The chunks whose reductions begin with an action of their own."""
@@ -124,12 +115,13 @@ class Runner:
         """The chunks that have backwards."""
         self._forms: dict[Any, dict[ChunkTransfer, Forms]] = {}
         """The forms of messages, by the shapes of the batch."""
-        self._batch = _BatchTensors()
+        self._calls = defaultdict[Place, _Call](_Call)
+        self._receipts: dict[ChunkTransfer, Receipt] = {}
         self._run: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
-            Kind.INPUT_GRADIENT: self._input_gradient,
+            Kind.INPUT_GRADIENT: self._backward,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
         }
 
@@ -144,7 +136,8 @@ class Runner:
         Raises:
             RuntimeError: a tensor has another form than with the same value before.
         """
-        self._batch = _BatchTensors()
+        self._calls.clear()  # a batch may have failed
+        self._receipts.clear()
         first, needed, _ = self._steps[0]
         has_begun = not needed
         if has_begun:
@@ -156,8 +149,7 @@ class Runner:
         for number, (action, receives, sends) in enumerate(self._steps):
             for message in self._posts[number]:
                 forms = None if known is None else known[message]
-                receipt = self._messages.expect(message.source, message.label, forms)
-                self._batch.receipts[message] = receipt
+                self._receipts[message] = self._messages.expect(message.source, message.label, forms)
             self._chunks.enter(action)
             for message in receives:
                 self._take(message, found)
@@ -176,16 +168,16 @@ class Runner:
     # -- messages -------------------------------------------------------------------------------------
 
     def _take(self, message: ChunkTransfer, found: dict[ChunkTransfer, Forms]) -> None:
-        receipt = self._batch.receipts.pop(message)
+        receipt = self._receipts.pop(message)
         tensors = receipt.wait()
         assert receipt.forms is not None, "the message has arrived"
         found[message] = receipt.forms
+        call = self._calls[message.user.place]
         if message.is_activation:
             leaves = zip(tensors, receipt.forms, strict=True)
-            arrived = tuple(tensor.requires_grad_(form.requires_grad) for tensor, form in leaves)
-            self._batch.activations[message.user.place] = arrived
+            call.inputs = tuple(tensor.requires_grad_(form.requires_grad) for tensor, form in leaves)
         else:
-            self._batch.gradients[message.user.place] = tuple(tensors)
+            call.gradients = tuple(tensors)
 
     def _send(
         self,
@@ -193,10 +185,8 @@ class Runner:
         known: dict[ChunkTransfer, Forms] | None,
         found: dict[ChunkTransfer, Forms],
     ) -> None:
-        is_activation = message.is_activation
-        tensors = (self._batch.activations if is_activation else self._batch.gradients).pop(
-            message.user.place
-        )
+        call = self._calls.pop(message.user.place)
+        tensors = call.inputs if message.is_activation else call.gradients
         forms = found[message] = tuple(map(Form.of, tensors))
         if known is not None and known[message] != forms:
             raise RuntimeError(
@@ -208,81 +198,63 @@ class Runner:
     # -- actions --------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
-        chunk, microbatch = action.place
-        inputs = self._batch.activations.pop((chunk, microbatch), ())
-        if is_recomputed := (chunk, microbatch) in self._recomputed:
-            random = random_states(self._messages.device)
+        chunk, microbatch = place = action.place
+        call, is_recomputed = self._calls[place], place in self._recomputed
+        if is_recomputed:
+            call.random = random_states(self._messages.device)
             with torch.no_grad():
                 # The forward may edit its inputs, and comes again.
-                outputs = tuple(self._chunks.forward(chunk, microbatch, [one.clone() for one in inputs]))
+                outputs = tuple(self._chunks.forward(*place, [one.clone() for one in call.inputs]))
         else:
-            random = {}
-            with self._deferring(action):
-                outputs = tuple(self._chunks.forward(chunk, microbatch, inputs))
-        if chunk in self._trained:
-            self._batch.calls[chunk, microbatch] = _ChunkCall(
-                inputs, () if is_recomputed else outputs, random
-            )
+            with self._deferring(place):
+                outputs = call.outputs = tuple(self._chunks.forward(*place, call.inputs))
+        if chunk not in self._trained:
+            del self._calls[place]
         if chunk != self._last_chunk:
-            self._batch.activations[chunk + 1, microbatch] = tuple(
+            self._calls[chunk + 1, microbatch].inputs = tuple(
                 value.detach().requires_grad_(_may_need(value, is_recomputed)) for value in outputs
             )
 
     def _recompute(self, action: Action) -> None:
-        chunk, microbatch = action.place
-        call = self._batch.calls[chunk, microbatch]
+        call = self._calls[action.place]
         now = random_states(self._messages.device)
         set_random_states(call.random)
-        with self._deferring(action):
-            outputs = tuple(self._chunks.forward(chunk, microbatch, call.inputs))
+        with self._deferring(action.place):
+            call.outputs = tuple(self._chunks.forward(*action.place, call.inputs))
         set_random_states(now)
-        self._batch.calls[chunk, microbatch] = call._replace(outputs=outputs)
 
-    def _deferring(self, action: Action) -> AbstractContextManager[None]:
+    def _deferring(self, place: Place) -> AbstractContextManager[None]:
         """Leave weight gradients to the second half of the backward, if there are two."""
-        place = action.place
-        if place not in self._halved:
-            return nullcontext()
-        return self._chunks.deferring(self._batch.waiting.setdefault(place, Waiting()))
+        return self._chunks.deferring(self._calls[place].waiting) if place in self._halved else nullcontext()
 
     def _backward(self, action: Action) -> None:
-        chunk, microbatch = action.place
-        call = self._batch.calls.pop((chunk, microbatch))
-        pairs = self._pairs(chunk, microbatch, call)
+        """Run a whole backward, or its first half, and keep the gradients of inputs for the chunk before."""
+        chunk, microbatch = place = action.place
+        call, is_recomputed = self._calls.pop(place), place in self._recomputed
+        if place in self._halved:
+            self._calls[place].waiting = call.waiting
+        gradients: Sequence[Tensor | None] = call.gradients
+        if chunk == self._last_chunk:
+            gradients = (None,) * len(call.outputs)
+        sent = [v for v in call.outputs if chunk == self._last_chunk or _may_need(v, is_recomputed)]
+        pairs = [pair for pair in zip(sent, gradients, strict=True) if pair[0].requires_grad]
 
         def run() -> None:
             if pairs:
                 torch.autograd.backward([value for value, _ in pairs], [one for _, one in pairs])
 
-        self._chunks.backward(chunk, action in self._ends, run)
-        self._give_back(chunk, microbatch, call)
-
-    def _input_gradient(self, action: Action) -> None:
-        with self._deferring(action):
-            self._backward(action)
-
-    def _weight_gradient(self, action: Action) -> None:
-        chunk, _ = action.place
-        waiting = self._batch.waiting.pop(action.place)
-        self._chunks.backward(chunk, action in self._ends, waiting.compute)
-
-    def _pairs(self, chunk: int, microbatch: int, call: _ChunkCall) -> list[tuple[Tensor, Tensor | None]]:
-        """The outputs of a call that have a graph, with their gradients."""
-        if chunk == self._last_chunk:
-            return [(value, None) for value in call.outputs if value.requires_grad]
-        arrived = self._batch.gradients.pop((chunk, microbatch))
-        is_recomputed = (chunk, microbatch) in self._recomputed
-        sent = [value for value in call.outputs if _may_need(value, is_recomputed)]
-        return [pair for pair in zip(sent, arrived, strict=True) if pair[0].requires_grad]
-
-    def _give_back(self, chunk: int, microbatch: int, call: _ChunkCall) -> None:
-        """Keep the gradients of inputs for the chunk before; gradients of unused inputs are zero."""
-        if chunk:
-            self._batch.gradients[chunk - 1, microbatch] = tuple(
+        with self._deferring(place):
+            self._chunks.backward(chunk, action in self._ends, run)
+        if chunk:  # gradients of unused inputs are zero
+            self._calls[chunk - 1, microbatch].gradients = tuple(
                 torch.zeros_like(value) if value.grad is None else value.grad
                 for value in call.inputs
                 if value.requires_grad
             )
+
+    def _weight_gradient(self, action: Action) -> None:
+        waiting = self._calls.pop(action.place).waiting
+        self._chunks.backward(action.place[0], action in self._ends, waiting.compute)
 
 
 def _plan_posts(steps: Sequence[ActionMessages]) -> Iterator[list[ChunkTransfer]]:

@@ -35,6 +35,7 @@ from zeroshard.comm.messages import Messages
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.data.microbatch import LossFunction, check_loss, loss_of, split_batch, to_device
 from zeroshard.internals import pytree
+from zeroshard.internals.nested import find_tensors
 from zeroshard.parallel.pipeline.actions import (
     END_BACKWARD,
     STEP,
@@ -125,8 +126,7 @@ class BatchComparison:
         value = crc32(repr(shapes).encode())
         if self._counts():
             value = _checksum(batch, value)
-        values = (*self._parameters, *_leaves(batch))
-        trained = [isinstance(value, Tensor) and value.requires_grad for value in values]
+        trained = [value.requires_grad for value in (*self._parameters, *find_tensors(batch)[0])]
         has_changed, self._trained = self._trained not in (None, trained), trained
         hooked = [name for name, one, known in self._containers if surroundings_of(one) != known]
         flags = *_flags(value), has_changed, bool(hooked)
@@ -187,21 +187,11 @@ def shapes_of(value: Any) -> Any:
     return repr(value) if isinstance(value, bool | int | str | None) else type(value).__name__
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield all values of a batch, in order."""
-    if not isinstance(value, Mapping | list | tuple):
-        yield value
-        return
-    for item in value.values() if isinstance(value, Mapping) else value:
-        yield from _leaves(item)
-
-
 def _checksum(batch: Any, start: int) -> int:
     """The crc32 of all tensors of a batch."""
-    for value in _leaves(batch):
-        if isinstance(value, Tensor):
-            memory = value.detach().contiguous().view(-1).view(torch.uint8).cpu()
-            start = crc32(memory.numpy().data, start)
+    for value in find_tensors(batch)[0]:
+        memory = value.detach().contiguous().view(-1).view(torch.uint8).cpu()
+        start = crc32(memory.numpy().data, start)
     return start
 
 
