@@ -204,7 +204,7 @@ def test_layout_and_arrangement_are_pure(module: str, trees: Trees) -> None:
 
 
 LISTS_OF_PIPELINES = (
-    *("actions", "choice", "partition", "schedules", "simulate"),
+    *("actions", "partition", "schedules", "simulate"),
     *("asynchronous/ages", "asynchronous/uses"),
 )
 

@@ -27,9 +27,9 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.optim.asynchronous import chosen_by
-from zeroshard.parallel.pipeline.choice import schedule_of
 from zeroshard.parallel.pipeline.cut import PipelineReport, report_cut
 from zeroshard.parallel.pipeline.part import ModelPart
+from zeroshard.parallel.pipeline.schedules import schedule_of
 from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import refuse_averages, refuse_to_drop

@@ -16,12 +16,12 @@ from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory.activations import Sizes
 from zeroshard.memory.dryrun import without_memory
 from zeroshard.parallel.pipeline.actions import Schedule
-from zeroshard.parallel.pipeline.choice import largest_schedule_of, read_schedule, with_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
 from zeroshard.parallel.pipeline.part import take_part
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import SampleSource
+from zeroshard.parallel.pipeline.schedules import largest_schedule_of, read_schedule, with_schedule
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement

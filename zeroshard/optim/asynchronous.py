@@ -10,7 +10,7 @@ For SGD this is the prediction of SpecTrain (Chen et al. 2018, section 3.2) and 
 moments of the last step, as no new gradient is known: the same idea for another rule.
 
 Steps are corrected for stale gradients around the optimizer's own step.
-`parallel/pipeline/asynchronous/versions.py` has the formulas.
+`parallel/pipeline/asynchronous/method.py` has the formulas.
 
     rescale    lr / tau^(1 - min(step / K, 1))          any optimizer (PipeMare, technique 1)
     spike      w -= lr (a v + b g)                      SGD with momentum (Kosson et al. 2021, section 3.2)
@@ -32,7 +32,7 @@ from zeroshard.optim.eightbit import blocks, rules
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.ranges import RANGES, Range, Ranges, check_ranges
-from zeroshard.parallel.pipeline.asynchronous.versions import (
+from zeroshard.parallel.pipeline.asynchronous.method import (
     Change,
     Corrected,
     NotedChange,

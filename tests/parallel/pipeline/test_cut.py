@@ -15,11 +15,11 @@ from tests.parallel.pipeline.runs import build, plain, sgd, start, tokens_of, tr
 from zeroshard import Config
 from zeroshard.parallel.pipeline import cut as cutting
 from zeroshard.parallel.pipeline.actions import parse_schedule, with_sharding
-from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.partition import BlockProfile
 from zeroshard.parallel.pipeline.profile import SampleSource
+from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
 
 CPU = torch.device("cpu")
 WITH_DATA = SampleSource(TensorDataset(torch.zeros(4, 3), torch.zeros(4, 3)))

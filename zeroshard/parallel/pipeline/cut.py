@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
 from zeroshard.parallel.pipeline.actions import Schedule
-from zeroshard.parallel.pipeline.choice import read_schedule, schedule_of, with_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline, base_of, unknown_model, without_adapters
 from zeroshard.parallel.pipeline.partition import Balance, BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import (
@@ -29,6 +28,7 @@ from zeroshard.parallel.pipeline.profile import (
     sample_of,
     weigh_blocks,
 )
+from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
 from zeroshard.parallel.pipeline.traced import TracedChunks
 from zeroshard.tables import format_bytes, render
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from zeroshard.config.sections import Config
 from zeroshard.parallel.pipeline.actions import Schedule, with_sharding
-from zeroshard.parallel.pipeline.choice import schedule_of, with_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut
+from zeroshard.parallel.pipeline.schedules import schedule_of, with_schedule
 from zeroshard.parallel.pipeline.traced import TracedChunks
 from zeroshard.plan.names import Ignored, find_ignored, find_overrides, find_replicated, fitting
 from zeroshard.plan.originals import Original

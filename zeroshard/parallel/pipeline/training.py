@@ -42,12 +42,11 @@ from zeroshard.parallel.pipeline.actions import (
     Action,
     Kind,
 )
-from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
-from zeroshard.parallel.pipeline.asynchronous.versions import Change, Corrected
-from zeroshard.parallel.pipeline.choice import count_synchronous
+from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod, Change, Corrected
 from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
 from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.runner import Runner
+from zeroshard.parallel.pipeline.schedules import count_synchronous
 from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.parallel.random import own_numbers

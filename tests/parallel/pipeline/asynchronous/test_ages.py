@@ -12,13 +12,16 @@ from zeroshard.config.pipeline import WEIGHTS as NAMES
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_action, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
-from zeroshard.parallel.pipeline.choice import (
+from zeroshard.parallel.pipeline.schedules import (
+    SCHEDULES,
+    build_schedule,
     count_synchronous,
     full_schedule_of,
     largest_schedule_of,
+    require_steps,
     schedule_of,
+    steady,
 )
-from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, require_steps, steady
 from zeroshard.parallel.pipeline.simulate import ActionCosts, count_activations, simulate
 
 DEPTHS = st.integers(1, 6)

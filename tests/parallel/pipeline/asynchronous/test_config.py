@@ -11,8 +11,7 @@ from torch import nn
 import zeroshard
 from zeroshard import Config, Mesh, Pipeline
 from zeroshard.config.pipeline import ASYNCHRONOUS
-from zeroshard.parallel.pipeline.choice import schedule_of
-from zeroshard.parallel.pipeline.schedules import steady
+from zeroshard.parallel.pipeline.schedules import schedule_of, steady
 
 
 def config_of(schedule: str = "pipedream", pp: int = 4, num: int = 16, **options: object) -> Config:

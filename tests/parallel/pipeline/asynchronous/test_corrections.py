@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
-from zeroshard.parallel.pipeline.asynchronous.versions import (
+from zeroshard.parallel.pipeline.asynchronous.method import (
     Spike,
     compensate,
     decay_of_changes,
     lr_factor,
     mean_of_changes,
 )
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
 from zeroshard.parallel.pipeline.schedules import steady
 
 

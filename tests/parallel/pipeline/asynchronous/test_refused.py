@@ -8,7 +8,7 @@ import pytest
 
 from zeroshard import Config
 from zeroshard.parallel.pipeline.actions import parse_schedule
-from zeroshard.parallel.pipeline.asynchronous.versions import read_delays
+from zeroshard.parallel.pipeline.asynchronous.method import read_delays
 from zeroshard.parallel.pipeline.schedules import require_steps
 
 TEXT = "0F0,0F1,0B0,STEP,0B1,STEP\n1F0,1B0,STEP,1F1,1B1,STEP\n"

@@ -1,35 +1,334 @@
 """An asynchronous method at work on one rank: versions, directions and corrections, action by action.
 
+A version is this rank's shard of the weights, in the compute dtype. So a version of the W bytes of a stage
+costs W / N on each of its N data-parallel ranks, if these divide the main parameters.
+
+    an action          its units have the weights that it uses
+    at a step          the version before it is kept, if an action after it uses that
+    at the next steps  it is dropped when no action after them uses it
+
+The lists of `uses.py` show which versions that are. Each buffer has its own place, from which its units read.
+Its plan says in which of two ways:
+
+gathered    a version is this rank's shard. The units gather it before each forward and backward, in the place
+            of the main parameters, and free it after that. Weights that are moved along a direction are
+            computed for each gather, and at stage 3 for each use by a rank that gathers nothing
+shown       a version is whole, as nothing is gathered. The parameters are views of it, without a copy. If
+            later actions use the weights before a step, the step writes to new memory, and the old memory
+            becomes a version. Weights that are moved are in one copy, which all actions read, and which is
+            written where they differ. The weights of a forward and its backward share memory, so autograd
+            finds the new ones
+
+The directions along which weights are moved: the change that one step is taken to make; their arithmetic.
+
+w   weights        g   gradient, weight decay included        v   momentum buffer, v = m v + g
+
+The mean of changes and the last change are kept as states of the optimizer, one for each parameter. So
+checkpoints, resharding and reports of memory know them without code of their own. The optimizer's own next
+update is a direction, too; see `optim/asynchronous/`, which knows kinds of optimizers.
+
 Habits that would give other numbers than the method names are refused.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeroshard.config.pipeline import KEPT_WEIGHTS, NEWEST_WEIGHTS, NOTED_CHANGES
 from zeroshard.config.sections import Config
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.versions import (
-    Change,
-    Corrected,
-    Delays,
-    NotedChange,
-    WeightsPlace,
-    decay_of_changes,
-    read_delays,
-)
-from zeroshard.parallel.pipeline.choice import full_schedule_of
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
+from zeroshard.parallel.pipeline.schedules import full_schedule_of
+from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.runtime import Runtime
+from zeroshard.stores.store import Store, TierMemory
+
+
+def lr_factor(tau: float, step: int, anneal_steps: int | None) -> float:
+    """Return the factor of the learning rate for stale gradients: 1 / tau^(1 - min(step / K, 1)).
+
+    Args:
+        tau: steps from a forward to the step with its gradient. Up to 1 the factor is 1.
+        step: the steps before this one.
+        anneal_steps: K, the steps after which the factor is 1 everywhere. None: it never changes.
+
+    Source: Yang et al. 2021, "PipeMare: Asynchronous Pipeline Parallel DNN Training", technique 1.
+    """
+    power = 1.0 if anneal_steps is None else 1.0 - min(step / anneal_steps, 1.0)
+    return float(max(tau, 1.0) ** -power)
+
+
+def decay_of_changes(decay: float, crossed: int) -> float:
+    """Return the decay of the mean of changes, D^(1 / (tau_forward - tau_backward)); 0 if none is crossed.
+
+    Args:
+        decay: D, from 0 to 1.
+        crossed: tau_forward - tau_backward, in steps.
+
+    Source: as `lr_factor`, technique 2.
+    """
+    return float(decay ** (1.0 / crossed)) if crossed else 0.0
+
+
+def mean_of_changes(mean: Tensor, change: Tensor, decay: float) -> Tensor:
+    """Return the mean of changes after one more: decay * mean + (1 - decay) * change, in place."""
+    return mean.lerp_(change, 1.0 - decay)
+
+
+class Spike(NamedTuple):
+    """The factors of spike compensation: w -= lr * (a v + b g)."""
+
+    a: float
+    """The factor of the momentum, m^D."""
+    b: float
+    """The factor of the gradient, (1 - m^D) / (1 - m)."""
+
+    @staticmethod
+    def of(momentum: float, delay: float) -> Spike:
+        """Return the factors for a momentum m below 1, and a delay of D steps.
+
+        Source: Kosson et al. 2021, "Pipelined Backpropagation at Scale", section 3.2, equation 12.
+        """
+        power = momentum**delay
+        return Spike(power, (1.0 - power) / (1.0 - momentum))
+
+
+def compensate(weights: Tensor, velocity: Tensor, gradient: Tensor, lr: float, spike: Spike) -> Tensor:
+    """Turn the step w - lr v, which was taken, into w - lr (a v + b g); in place."""
+    return weights.add_(velocity, alpha=lr * (1.0 - spike.a)).sub_(gradient, alpha=lr * spike.b)
+
+
+Corrected = Callable[[int, int], AbstractContextManager[None]]
+"""(tau, step) -> a context for the optimizer's step: tau in steps, and the steps of training before it."""
+
+
+class Change(Protocol):
+    """The change of one step, of each parameter of the optimizer."""
+
+    def move(self, parameter: ShardedParameter, weights: Tensor, ahead: int, out: Tensor) -> None:
+        """Write a slice of the main parameters some steps ahead, weights + ahead * change.
+
+        Args:
+            parameter: the parameter.
+            weights: its slice.
+            ahead: the number of steps.
+            out: like the slice, with memory of its own.
+        """
+
+
+class NotedChange:
+    """The changes of the steps so far: their mean, or the last one.
+
+    Args:
+        optimizer: the optimizer, whose states they become.
+        buffers: the trained buffers.
+        name: the name of the state.
+        is_mean: True for the mean.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, buffers: Sequence[FlatBuffer], name: str, *, is_mean: bool
+    ) -> None:
+        self._optimizer, self._buffers = optimizer, buffers
+        self._is_mean, self._name = is_mean, name
+
+    def move(self, parameter: ShardedParameter, weights: Tensor, ahead: int, out: Tensor) -> None:
+        """Write a slice some steps ahead; see `Change`."""
+        change: Tensor | None = self._optimizer.state.get(parameter, {}).get(self._name)
+        if change is None:
+            out.copy_(weights)
+        else:
+            torch.add(weights, change.view_as(weights), alpha=ahead, out=out)
+
+    @contextmanager
+    @torch.no_grad()
+    def noting(self, decay: float) -> Iterator[None]:
+        """Note the change of the step inside; `decay` is the decay of a mean."""
+        before = [buffer.main.detach().clone() for buffer in self._buffers]
+        yield
+        stepped = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        for buffer, old in zip(self._buffers, before, strict=True):
+            change = torch.sub(buffer.main.detach(), old, out=old)
+            for index, parameter in enumerate(buffer.sharded):
+                if id(parameter) in stepped:
+                    self._note(parameter, change[buffer.sharded_span(index).slice], decay)
+
+    def _note(self, parameter: ShardedParameter, change: Tensor, decay: float) -> None:
+        # A state that is looked up is made, and an optimizer takes an empty one as the state of a first step.
+        if self._name in self._optimizer.state.get(parameter, {}):
+            state = self._optimizer.state[parameter]
+            if self._is_mean:
+                mean_of_changes(state[self._name], change.view_as(state[self._name]), decay)
+            else:
+                state[self._name].copy_(change.view_as(state[self._name]))
+        elif gradient_of(parameter) is not None:  # its first step
+            first = change.clone() if not self._is_mean else change * (1.0 - decay)
+            self._optimizer.state[parameter][self._name] = first
+
+
+class MovedWeights(NamedTuple):
+    """The main parameters of a buffer some steps ahead, w + ahead * change; computed at a load."""
+
+    buffer: FlatBuffer
+    change: Change
+    ahead: int
+
+    @property
+    def version(self) -> Hashable:
+        """Equal where the values are the same."""
+        return self.buffer.source.store.version, self.ahead
+
+    @torch.no_grad()
+    def load(self, out: Tensor) -> None:
+        """Write them to memory like the main parameters, perhaps of another dtype."""
+        main = self.buffer.main.detach()
+        if not self.ahead:
+            out.copy_(main)
+            return
+        target = out if out.dtype == main.dtype else main.clone()  # padding too
+        for index, parameter in enumerate(self.buffer.sharded):
+            span = self.buffer.sharded_span(index).slice
+            if target[span].numel():
+                self.change.move(parameter, main[span], self.ahead, target[span])
+        if target is not out:
+            out.copy_(target)
+
+
+class WeightsPlace:
+    """The weights of one buffer, and the way in which the units get them; see the head of this file.
+
+    Args:
+        buffer: the buffer.
+        change: the change of a step, if the method moves weights.
+        memory: the memory of the rank.
+    """
+
+    def __init__(self, buffer: FlatBuffer, change: Change | None, memory: TierMemory) -> None:
+        self._buffer, self._change, self._memory = buffer, change, memory
+        self._kept: dict[int, Store] = {}
+        """Older versions by their numbers."""
+        self._moved: Tensor | None = None
+        """The copy that is shown, in a list with actions whose weights are moved."""
+        self._written: Hashable = None
+        """The version of the values in the copy."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all weights here other than the main parameters."""
+        kept = sum(store.values.nbytes for store in self._kept.values())
+        return kept + (0 if self._moved is None else self._moved.nbytes)
+
+    def begin(self, *, moves: bool) -> None:
+        """Begin a list; `moves` if it has actions whose weights are moved."""
+        if moves and self._buffer.plan.shows_versions:
+            self._moved, self._written = _copy(self._buffer), (self._buffer.source.store.version, 0)
+
+    def enter(self, use: Use, newest: int) -> None:
+        """Let the units have the weights of an action.
+
+        Args:
+            use: the weights.
+            newest: the number of the newest version.
+        """
+        buffer, change = self._buffer, self._change
+        kept = None if use.version in (None, newest) else self._kept[use.version]
+        moved = None if change is None else MovedWeights(buffer, change, use.ahead)
+        if self._moved is not None and moved is not None:
+            buffer.show(self._moved)
+            if self._written != moved.version:
+                moved.load(self._moved)
+                self._written = moved.version
+        elif buffer.plan.shows_versions:
+            buffer.show(None if kept is None else kept.values)
+        else:
+            buffer.source.use(moved if use.ahead and moved is not None else kept)
+
+    def step(self, newest: int, kept: Collection[int]) -> None:
+        """Keep the newest version before a step, if it is used after it, and drop others that are not.
+
+        Where units stay gathered, the main parameters are shown: a step may call hooks of the user.
+        """
+        buffer = self._buffer
+        buffer.show(None)
+        for version in self._kept.keys() - kept:
+            del self._kept[version]
+        if newest in kept:
+            # Graphs have the memory of a buffer that shows versions, if an action has read it.
+            is_read = buffer.plan.shows_versions and not buffer.is_stale
+            self._kept[newest] = Store(buffer.detach() if is_read else _copy(buffer), self._memory)
+
+    def end(self) -> None:
+        """Let the units have the main parameters again."""
+        self._kept, self._moved = {}, None
+        self._buffer.show(None)
+        self._buffer.source.use()
+
+
+@torch.no_grad()
+def _copy(buffer: FlatBuffer) -> Tensor:
+    return buffer.main.detach().to(buffer.plan.compute_dtype, copy=True)
+
+
+class Delays(NamedTuple):
+    """The delays of one pipeline rank in a list, as its methods use them."""
+
+    uses: Mapping[Action, Use]
+    """The weights of each of its compute actions."""
+    kept: tuple[frozenset[int], ...]
+    """For each of its steps, the older versions that are used after it."""
+    taus: tuple[int, ...]
+    """For each of its steps, the most steps since a forward whose gradient it applies."""
+
+
+def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | None = None) -> Delays:
+    """Return the delays of a pipeline rank with one chunk.
+
+    Args:
+        schedule: an asynchronous schedule.
+        rank: the pipeline rank.
+        weights: the name of a method in `WEIGHTS`.
+        max_crossed: the most steps that may be crossed. None: any number.
+
+    Raises:
+        ValueError: a micro-batch crosses more steps on any rank; or an action of any rank uses a version that
+            its chunk does not have yet; or a rank keeps more than two versions with "double".
+    """
+    ages, (chunk,) = Ages(schedule), schedule.chunks[rank]
+    crossed = max(map(ages.most_crossed, range(schedule.num_chunks)))
+    if max_crossed is not None and crossed > max_crossed:
+        raise ValueError(
+            f"pipeline.max_crossed_steps={max_crossed}: a micro-batch crosses {crossed} steps between its "
+            "forward and its backward: take more micro-batches in each step (pipeline.microbatches_per_step)"
+        )
+    uses = WEIGHTS[weights](ages)
+    for action, use in uses.items():
+        if use.version is not None and use.version > ages.before[action]:
+            raise ValueError(
+                f"pipeline.weights={weights!r}: {action} uses the weights after step {use.version} of the "
+                f"first pipeline rank, but comes after step {ages.before[action]} of its own: move that "
+                "step before it in the lists of pipeline.schedule"
+            )
+    if weights == "double" and (live := max(count_live(ages, uses))) > 2:
+        raise ValueError(
+            f"pipeline.weights='double': a pipeline rank keeps {live} versions with this pipeline.schedule, "
+            "and this method has two: let more micro-batches begin after each step, or take 'stash'"
+        )
+    kept = kept_versions(ages, rank, chunk, uses)
+    own = {action: use for action, use in uses.items() if action.chunk == chunk}
+    taus = tuple(ages.tau_of_step(chunk, step) for step in range(len(kept)))
+    return Delays(own, kept, taus)
 
 
 def refuse_weights_of_forwards(
