@@ -111,10 +111,10 @@ ORDERS = (
         find=(
             "        is_taken = self._guard.make_ready()\n"
             "        if is_taken:\n"
-            "            self._optimize(nullcontext())"
+            "            self._optimize(around)"
         ),
         replace=(
-            "        self._optimize(nullcontext())\n"
+            "        self._optimize(around)\n"
             "        is_taken = self._guard.make_ready()\n"
             "        if is_taken:\n"
             "            pass"

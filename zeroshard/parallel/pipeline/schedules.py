@@ -1,4 +1,4 @@
-"""The builders of all schedules, by name, and the schedule that a config chooses. Each builder names its source.
+"""The builders of all schedules by name, each with its source, and the schedule that a config chooses.
 
 Recomputation and steps are additions to lists of forwards and backwards.
 
