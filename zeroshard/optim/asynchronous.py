@@ -36,7 +36,6 @@ from zeroshard.parallel.pipeline.asynchronous.method import (
     Change,
     Corrected,
     NotedChange,
-    Spike,
     compensate,
     lr_factor,
 )
@@ -194,7 +193,6 @@ def _changed(optimizer: Optimizer, key: str, change: Callable[[Any], Any]) -> It
 @torch.no_grad()
 def _compensate_group(optimizer: Optimizer, group: dict[str, Any], tau: int) -> None:
     """Make the correction before the step: it is added to the same weights."""
-    spike = Spike.of(group["momentum"], tau)
     for parameter in group["params"]:
         gradient = gradient_of(parameter)
         if gradient is None or not gradient.numel():
@@ -203,7 +201,7 @@ def _compensate_group(optimizer: Optimizer, group: dict[str, Any], tau: int) -> 
         gradient.add_(weights, alpha=group["weight_decay"])
         before: Tensor | None = optimizer.state.get(parameter, {}).get("momentum_buffer")
         velocity = gradient if before is None else gradient.add(before, alpha=group["momentum"])
-        compensate(weights, velocity, gradient, float(group["lr"]), spike)
+        compensate(weights, velocity, gradient, float(group["lr"]), group["momentum"], tau)
 
 
 class OptimizerParts(NamedTuple):

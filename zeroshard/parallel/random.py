@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -69,15 +69,19 @@ def set_random_states(states: Mapping[torch.device, Tensor]) -> None:
 def own_numbers(device: torch.device, pipeline_rank: int) -> Iterator[None]:
     """Draw other numbers than the other pipeline ranks."""
     drawn = int(torch.randint(_LARGEST, (), device="cpu"))
-    before = random_states(device)
     digest = blake2b(f"{drawn} {pipeline_rank}".encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 2
-    for each in before:
-        set_random_state(each, torch.Generator(each).manual_seed(seed).get_state())
-    try:
+    with forked(device):
+        for each in random_states(device):
+            set_random_state(each, torch.Generator(each).manual_seed(seed).get_state())
         yield
-    finally:
-        set_random_states(before)
+
+
+def forked(device: torch.device) -> AbstractContextManager[None]:
+    """Leave the default generators of the CPU and of a device as they were."""
+    devices = [] if device.type == "cpu" else [device]
+    context: AbstractContextManager[None] = torch.random.fork_rng(devices, device_type=device.type)
+    return context
 
 
 class RandomStates:

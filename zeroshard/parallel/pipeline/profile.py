@@ -41,6 +41,7 @@ from zeroshard.internals import pytree
 from zeroshard.lazy.deferred import has_memory, is_known, values_of
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.partition import BlockProfile
+from zeroshard.parallel.random import forked
 from zeroshard.sharding.changes import Changes
 
 if TYPE_CHECKING:
@@ -111,9 +112,8 @@ def _random_tokens(model: Any, size: int) -> SampleBatch:
 def same_random_numbers(device: torch.device) -> Iterator[None]:
     """Leave the generators of Python, NumPy and torch as they were: only one rank measures."""
     states = random.getstate(), np.random.get_state()
-    devices = [] if device.type == "cpu" else [device]
     try:
-        with torch.random.fork_rng(devices=devices, device_type=device.type):
+        with forked(device):
             yield
     finally:
         random.setstate(states[0])

@@ -91,8 +91,6 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
 
 def _with_tied_embedding(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """An entry for an embedding that the plan leaves out, and whose table is the table of a divided head."""
-    if not hasattr(model, "resize_token_embeddings"):
-        return {}
     table, head = _found(model, "get_input_embeddings"), _found(model, "get_output_embeddings")
     names = {module: name for name, module in model.named_modules()}
     weights = [getattr(module, "weight", None) for module in (table, head)]
@@ -102,27 +100,21 @@ def _with_tied_embedding(model: nn.Module, plan: Mapping[str, str]) -> dict[str,
     return {names[table]: "rowwise"} if is_known[head] and not is_known[table] else {}
 
 
-def check_vocabulary(model: nn.Module, plan: Mapping[str, Any], num_ranks: int) -> None:
-    """Raise a ValueError for a model of transformers if the ranks do not divide its vocabulary."""
-    if not hasattr(model, "resize_token_embeddings"):
-        return
-    tables = [_found(model, "get_input_embeddings"), _found(model, "get_output_embeddings")]
-    for name, module in model.named_modules():
-        if isinstance(module, Absent) or not any(module is table for table in tables):
-            continue
-        word = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), "replicate")
-        num_tokens = len(module.weight)
-        if word != "replicate" and num_tokens % num_ranks:
-            raise ValueError(
-                f"'{name}.weight', a vocabulary of {num_tokens} tokens: {num_tokens} elements cannot be "
-                f"divided over mesh.tp={num_ranks} ranks; expected a multiple of {num_ranks}. "
-                f"model.resize_token_embeddings(pad_to_multiple_of={num_ranks}) before zeroshard.initialize "
-                "adds tokens to it"
-            )
+def _check_vocabulary(name: str, table: Any, num_ranks: int) -> None:
+    """Raise a ValueError for embeddings of a model of transformers whose tokens the ranks do not divide."""
+    if (num_tokens := len(table.weight)) % num_ranks:
+        raise ValueError(
+            f"'{name}.weight', a vocabulary of {num_tokens} tokens: {num_tokens} elements cannot be "
+            f"divided over mesh.tp={num_ranks} ranks; expected a multiple of {num_ranks}. "
+            f"model.resize_token_embeddings(pad_to_multiple_of={num_ranks}) before zeroshard.initialize "
+            "adds tokens to it"
+        )
 
 
 def _found(model: Any, method: str) -> Any:
     """The embeddings that a model of transformers names, None if it names none."""
+    if not hasattr(model, "resize_token_embeddings"):
+        return None
     try:
         return getattr(model, method)()
     except NotImplementedError:
@@ -149,6 +141,7 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
     """
     styles = {pattern: LayerPlan.of(style, pattern) for pattern, style in plan.items()}
     found, fitting = [], set()
+    tables = [_found(model, "get_input_embeddings"), _found(model, "get_output_embeddings")]
 
     def style_of(name: str) -> LayerPlan:
         patterns = [pattern for pattern in styles if fnmatchcase(name, pattern)]
@@ -158,6 +151,8 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
     for name, module in model.named_modules():
         style = style_of(name)
         if style.way is not Split.REPLICATE and not isinstance(module, Absent):
+            if any(module is table for table in tables):
+                _check_vocabulary(name, module, num_ranks)
             adapter, parent = around(model, name)
             style = with_heads(style, name, module, parent, num_ranks)
             if style.way is Split.EXPERTS:
@@ -249,7 +244,6 @@ def plan_division(
     if by_sequence and not along_sequence:
         plan, along_sequence = with_sequence(model, plan), True
     plan = through_adapters(model, plan, num_ranks, by_sequence=along_sequence)
-    check_vocabulary(model, plan, num_ranks)
     layers = match(model, plan, num_ranks)
     if is_known:
         layers = [with_loss(layer, model) for layer in layers]

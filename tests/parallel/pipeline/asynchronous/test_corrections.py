@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.method import (
-    Spike,
     compensate,
     decay_of_changes,
     lr_factor,
@@ -94,13 +93,13 @@ def test_spike_compensation_is_undelayed_descent_without_the_gradients_to_come(
     """
     generator = torch.Generator().manual_seed(num_steps)
     gradients = torch.randn(num_steps, dtype=torch.float64, generator=generator)
-    lr, spike = 0.1, Spike.of(momentum, delay)
+    lr = 0.1
     weights, velocity = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for step in range(num_steps):
         arrived = gradients[step - delay] if step >= delay else torch.zeros((), dtype=torch.float64)
         velocity = momentum * velocity + arrived
         weights = weights - lr * velocity
-        compensate(weights, velocity, arrived, lr, spike)
+        compensate(weights, velocity, arrived, lr, momentum, delay)
     undelayed, v = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for step in range(num_steps):
         v = momentum * v + (gradients[step] if step < num_steps - delay else 0.0)
@@ -109,4 +108,5 @@ def test_spike_compensation_is_undelayed_descent_without_the_gradients_to_come(
 
 
 def test_without_a_delay_there_is_nothing_to_compensate() -> None:
-    assert Spike.of(0.9, 0) == (1.0, 0.0)
+    weights, velocity, gradient = torch.ones(3), torch.full((3,), 2.0), torch.full((3,), 5.0)
+    assert torch.equal(compensate(weights, velocity, gradient, 0.1, 0.9, 0), torch.ones(3))

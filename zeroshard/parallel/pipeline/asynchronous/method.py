@@ -87,27 +87,18 @@ def mean_of_changes(mean: Tensor, change: Tensor, decay: float) -> Tensor:
     return mean.lerp_(change, 1.0 - decay)
 
 
-class Spike(NamedTuple):
-    """The factors of spike compensation: w -= lr * (a v + b g)."""
+def compensate(
+    weights: Tensor, velocity: Tensor, gradient: Tensor, lr: float, momentum: float, delay: float
+) -> Tensor:
+    """Turn the step w - lr v, which was taken, into w - lr (a v + b g), for a delay of D steps; in place.
 
-    a: float
-    """The factor of the momentum, m^D."""
-    b: float
-    """The factor of the gradient, (1 - m^D) / (1 - m)."""
+    Spike compensation with a momentum m below 1: a = m^D, and b = (1 - m^D) / (1 - m).
 
-    @staticmethod
-    def of(momentum: float, delay: float) -> Spike:
-        """Return the factors for a momentum m below 1, and a delay of D steps.
-
-        Source: Kosson et al. 2021, "Pipelined Backpropagation at Scale", section 3.2, equation 12.
-        """
-        power = momentum**delay
-        return Spike(power, (1.0 - power) / (1.0 - momentum))
-
-
-def compensate(weights: Tensor, velocity: Tensor, gradient: Tensor, lr: float, spike: Spike) -> Tensor:
-    """Turn the step w - lr v, which was taken, into w - lr (a v + b g); in place."""
-    return weights.add_(velocity, alpha=lr * (1.0 - spike.a)).sub_(gradient, alpha=lr * spike.b)
+    Source: Kosson et al. 2021, "Pipelined Backpropagation at Scale", section 3.2, equation 12.
+    """
+    a = momentum**delay
+    b = (1.0 - a) / (1.0 - momentum)
+    return weights.add_(velocity, alpha=lr * (1.0 - a)).sub_(gradient, alpha=lr * b)
 
 
 Corrected = Callable[[int, int], AbstractContextManager[None]]
