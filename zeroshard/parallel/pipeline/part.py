@@ -103,11 +103,10 @@ def take_part(chunked: Chunked | TracedChunks, config: Config, cut: ModelCut, ra
     is_trained = any(parameter.requires_grad for parameter in model.parameters())
     holders = _find_holders(chunked, cut.runs, schedule)
     ignored = find_ignored(model, config.ignored)
-    _refuse_ignored(ignored, holders)
+    _refuse_shared(holders, ignored, config)
     overrides = find_overrides(model, config.precision.overrides, ignored)
     replicated = find_replicated(model, config.frozen, ignored)
     if config.pipeline.is_asynchronous:
-        _refuse_shared(holders)
         _refuse_half(model, config)
     chunked.keep(cut.runs, schedule.chunks[rank])
     return ModelPart(
@@ -131,18 +130,15 @@ def _pairs(schedule: Schedule, holders: Mapping[nn.Parameter, Holders]) -> tuple
     return tuple(sorted({*both_ways, *((other, one) for one, other in both_ways)}))
 
 
-def _refuse_ignored(ignored: Ignored, holders: Mapping[nn.Parameter, Holders]) -> None:
-    for parameter, name in ignored.items():
-        if parameter in holders:
+def _refuse_shared(holders: Mapping[nn.Parameter, Holders], ignored: Ignored, config: Config) -> None:
+    """Refuse parameters that several chunks share, and that each rank is to keep or to step for itself."""
+    for parameter, found in holders.items():
+        if parameter in ignored:
             raise ValueError(
-                f"config key 'ignored': expected a parameter of one chunk, got '{name}', which chunks "
-                f"{', '.join(map(str, holders[parameter].chunks))} share: its gradients would not be added up"
+                f"config key 'ignored': expected a parameter of one chunk, got '{ignored[parameter]}', which "
+                f"chunks {', '.join(map(str, found.chunks))} share: its gradients would not be added up"
             )
-
-
-def _refuse_shared(holders: Mapping[nn.Parameter, Holders]) -> None:
-    for found in holders.values():
-        if len(found.ranks) > 1:
+        if config.pipeline.is_asynchronous and len(found.ranks) > 1:
             raise ValueError(
                 "an asynchronous pipeline: expected parameters of one pipeline rank each, got "
                 f"'{found.name}', which pipeline ranks {', '.join(map(str, found.ranks))} share: they step "

@@ -108,6 +108,7 @@ class Runner:
         self._recomputed = {action.place for action in actions if action.kind is Kind.RECOMPUTE}
         self._halved = {action.place for action in actions if action.kind is Kind.INPUT_GRADIENT}
         self.ends = ends_of_steps(actions)
+        """The last backward before each step, with the number of its backwards."""
         self.apart = reduced_apart(actions)
         """The chunks whose reductions begin with an action of their own."""
         self._ends = ends_of_chunks(actions)

@@ -166,6 +166,7 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD)
 """The kinds of compute actions of an asynchronous list."""
 
 
+@functools.lru_cache(maxsize=32)
 def steady(
     num_ranks: int, num_microbatches: int, microbatches_per_step: int = 1, num_synchronous: int = 0
 ) -> Schedule:
@@ -404,6 +405,7 @@ SCHEDULES: dict[str, Builder] = {
 """The builders by the names that a user writes."""
 
 
+@functools.lru_cache(maxsize=32)
 def build_schedule(
     name: str,
     num_ranks: int,
@@ -444,10 +446,6 @@ def build_schedule(
 # ------------------------------------------------------------------------ the schedule of a config
 
 
-_build = functools.lru_cache(maxsize=32)(build_schedule)
-_steady = functools.lru_cache(maxsize=32)(steady)
-
-
 def read_schedule(config: Config) -> str:
     """Return the name of a schedule of ours, or the text of the user's list, from a file or as it is.
 
@@ -484,9 +482,9 @@ def schedule_of(config: Config, num_microbatches: int, steps_taken: int = 0) -> 
     name, num_chunks = pipeline.schedule, pipeline.num_chunks
     if name in ASYNCHRONOUS:
         num_synchronous = count_synchronous(config, num_microbatches, steps_taken)
-        return _steady(num_ranks, num_microbatches, pipeline.step_size(num_ranks), num_synchronous)
+        return steady(num_ranks, num_microbatches, pipeline.step_size(num_ranks), num_synchronous)
     if not _is_text(name):
-        return _build(name, num_ranks, num_microbatches, num_chunks)
+        return build_schedule(name, num_ranks, num_microbatches, num_chunks)
     return _parse(name, num_ranks, num_microbatches, num_chunks, pipeline.is_asynchronous)
 
 

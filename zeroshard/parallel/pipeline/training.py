@@ -241,8 +241,8 @@ class PipelineTraining:
         """The micro-batches so far with their losses."""
         self._action = STEP
         """The action that runs."""
-        self._runner: Runner | None = None
-        """The runner of the list, while it has backwards."""
+        self._runner: Runner
+        """The runner of the list."""
         self._scales: list[float] = []
         """The numbers by which the gradients of the steps to come are divided."""
         self._due: set[int] = set()
@@ -418,7 +418,6 @@ class PipelineTraining:
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
         """Run the backward of a chunk, or a half; the last one reduces the units that end with it."""
-        assert self._runner is not None, "a list runs"
         reducer, has_more = self._runtime.reducer, self._action not in self._runner.ends
         self._shared.chunk = chunk
         name = chunk, self._action.microbatch
@@ -438,7 +437,7 @@ class PipelineTraining:
         if not has_more:  # it reduces all that are left
             self._due.clear()
             return frozenset()
-        if self._runner is not None and chunk in self._runner.apart:
+        if chunk in self._runner.apart:
             self._due.add(chunk)
             return frozenset()
         return self._own_units[chunk]

@@ -313,7 +313,7 @@ class ModelLoss:
     """
 
     def __init__(self, model: Any, classes: Classes, head: nn.Module, changes: Changes) -> None:
-        self._classes, self._whole = classes, model.loss_function
+        self._classes, self._divided_head, self._whole = classes, head, model.loss_function
         self._names = list(inspect.signature(model.forward).parameters)
         self._is_divided = self._was_called = False
         changes.set(head, "forward", functools.partial(self._head, head.forward))
@@ -350,12 +350,10 @@ class ModelLoss:
         if shift_labels is None:
             assert labels is not None, "it is called with one of them"
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = shift_labels.reshape(-1).to(logits.device)
-        rows = logits.float().reshape(-1, self._classes.own.size)
-        own, over = self._classes.own, self._classes.over
+        targets = shift_labels.to(logits.device).reshape(logits.shape[:-1])
         reduction = "mean" if num_items_in_batch is None else "sum"
-        total = divided_cross_entropy(
-            rows, targets, own, over, ignore_index=ignore_index, reduction=reduction
+        total = cross_entropy(
+            logits.float(), targets, self._divided_head, ignore_index=ignore_index, reduction=reduction
         )
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)

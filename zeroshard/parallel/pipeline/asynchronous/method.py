@@ -283,6 +283,7 @@ class Delays(NamedTuple):
     """For each of its steps, the most steps since a forward whose gradient it applies."""
 
 
+@functools.lru_cache(maxsize=32)
 def read_delays(schedule: Schedule, rank: int, weights: str, max_crossed: int | None = None) -> Delays:
     """Return the delays of a pipeline rank with one chunk.
 
@@ -381,9 +382,6 @@ def _saved_as_copy(module: nn.Module) -> str | None:
     return None
 
 
-_read_delays = functools.lru_cache(maxsize=32)(read_delays)
-
-
 def noted_change(config: Config, rank: int) -> str | None:
     """Return the name of the state that a pipeline rank adds to its optimizer's states; None for none.
 
@@ -457,7 +455,7 @@ class AsynchronousMethod:
     def _read(self, schedule: Schedule) -> Delays:
         weights = self._config.chosen_weights
         bound = self._config.max_crossed_steps if weights == "bounded" else None
-        return _read_delays(schedule, self._rank, weights, bound)
+        return read_delays(schedule, self._rank, weights, bound)
 
     @contextmanager
     def batch(self, schedule: Schedule, steps_taken: int) -> Iterator[None]:
