@@ -7,7 +7,7 @@ import torch
 
 from zeroshard.checkpoint.save import SnapshotMemory
 from zeroshard.checkpoint.tensors import TensorSlice
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.store import TierMemory
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 

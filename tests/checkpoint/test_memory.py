@@ -14,7 +14,7 @@ from zeroshard.checkpoint.tensors import TensorReader, TensorSlice, open_checkpo
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.plan.layout import Layout
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.store import TierMemory
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it"

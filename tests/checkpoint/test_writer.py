@@ -14,7 +14,7 @@ from zeroshard.checkpoint import files
 from zeroshard.checkpoint.places import file_of
 from zeroshard.checkpoint.save import find_elements, write_part
 from zeroshard.checkpoint.tensors import TensorSlice, open_checkpoint
-from zeroshard.tiers.places import TierMemory
+from zeroshard.stores.store import TierMemory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64, torch.int8, torch.int64]
 
