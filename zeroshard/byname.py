@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,8 @@ def full_parameter(engine: Engine, name: str) -> Tensor:
         ValueError: the model has no such parameter, or ranks give different names.
     """
     agreed = _agree(engine._runtime, "full_parameter()", name)
-    return agreed.read(lambda place: place.gather(place.values))
+    found: Tensor = agreed.read(lambda place: {name: place.gather(place.values)})[name]
+    return found
 
 
 def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
@@ -83,11 +84,10 @@ def full_gradient(engine: Engine, name: str) -> Tensor | None:
     agreed = _agree(engine._runtime, call, name, lambda place: place.gradient is not None, reduces=True)
     agreed.require_same("have a gradient and none of")
 
-    def read(place: Whole) -> Tensor | None:
-        gradient = place.gradient
-        return None if gradient is None else place.gather(gradient)
+    def read(place: Whole) -> dict[str, Tensor]:
+        return {} if (gradient := place.gradient) is None else {name: place.gather(gradient)}
 
-    return agreed.read(read)
+    return agreed.read(read).get(name)
 
 
 def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
@@ -182,9 +182,6 @@ def _states(
 # ------------------------------------------------------------------------------------------- parameters
 
 
-_T = TypeVar("_T")
-
-
 class _NamedParameter(NamedTuple):
     """A parameter that all ranks have named."""
 
@@ -199,12 +196,10 @@ class _NamedParameter(NamedTuple):
     facts: dict[int, Any]
     """By rank that holds a slice of it, its message to the others."""
 
-    def read(self, get: Callable[[Whole], _T]) -> _T:
+    def read(self, get: Callable[[Whole], dict[str, Any]]) -> dict[str, Any]:
         """Return on all ranks the result of the ranks of the first part; collective."""
         is_read = self.axes.pp.rank == self.first and self.place is not None
-        own = get(self.place) if is_read and self.place is not None else None
-        result: _T = spread(self.axes, self.first, own)
-        return result
+        return spread(self.axes, self.first, get(self.place) if is_read and self.place is not None else {})
 
     def require_same(
         self, differ: str, of: Callable[[Any], Any] = lambda fact: fact, error: type[Exception] = RuntimeError

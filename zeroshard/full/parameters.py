@@ -218,13 +218,6 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
             sharded = one.whole.sharded
             sharded.requires_grad_(one.parameter.requires_grad)
             carry_attributes(one.parameter, sharded, one.whole.buffer.unsharded[one.whole.index])
-    except RuntimeError as error:
-        if ShownParameter.__name__ in str(error):  # torch's own message for nn.Parameter(module.weight)
-            raise RuntimeError(
-                "torch cannot make a Parameter of one that unsharded() shows: make it of "
-                f"module.weight.data. If a parametrization has made it: {_REMEDY}"
-            ) from error
-        raise
     finally:
         for unit, parameters in zip(units, before, strict=True):
             unit.slots.stand_in(parameters)
@@ -367,41 +360,40 @@ def stream(
     for part, count in enumerate(axes.pp.all_gather_object(len(reads), "reads of all parts")):
         for number in range(count):
             check()
-            found = spread(axes, part, read(number) if part == axes.pp.rank else None, to_all=to_all)
+            found = spread(axes, part, read(number) if part == axes.pp.rank else {}, to_all=to_all)
             while found:
                 name = next(iter(found))
                 yield name, found.pop(name)
 
 
-def spread(axes: Axes, part: int, own: Any, *, to_all: bool = True) -> Any:
-    """Return on all ranks a value of the ranks of one part; collective.
+def spread(axes: Axes, part: int, own: dict[str, Any], *, to_all: bool = True) -> dict[str, Any]:
+    """Return on all ranks the values of the ranks of one part; collective.
 
     Args:
         axes: the axes.
         part: the pipeline rank of the part.
-        own: on its ranks the value, the same on all: a tensor, a dict with tensors among its values, or
-            another value that can be pickled. It counts nowhere else.
-        to_all: False returns a dict on the first pipeline rank alone, and an empty one on others.
+        own: on its ranks the values, the same on all: tensors, and others that can be pickled. They count
+            nowhere else.
+        to_all: False returns them on the first pipeline rank alone, and an empty dict on others.
     """
     if axes.pp.size == 1:
         return own
     label, messages = f"values of pipeline rank {part}", Messages(axes.pp)
     if axes.pp.rank == part:
-        items = own if isinstance(own, dict) else {None: own}
-        apart = {key: value for key, value in items.items() if _is_on(value, messages.device)}
-        plain = {key: None if key in apart else value for key, value in items.items()}
-        axes.pp.all_gather_object((plain, list(apart), isinstance(own, dict)), label)
+        apart = {key: value for key, value in own.items() if _is_on(value, messages.device)}
+        axes.pp.all_gather_object(({**own, **dict.fromkeys(apart)}, list(apart)), label)
         for target in range(axes.pp.size if to_all else 1) if apart else ():
             if target != part:
                 messages.send(list(apart.values()), target, label, with_forms=True)
         messages.finish()
         return own if to_all or part == 0 else {}
-    values, keys, is_dict = axes.pp.all_gather_object(None, label)[part]
+    values, keys = axes.pp.all_gather_object(None, label)[part]
     if not to_all and axes.pp.rank:
         return {}
     if keys:
-        values |= dict(zip(keys, messages.expect(part, label, None).wait(), strict=True))
-    return values if is_dict else values[None]
+        values |= zip(keys, messages.expect(part, label, None).wait(), strict=True)
+    found: dict[str, Any] = values
+    return found
 
 
 def _is_on(value: Any, device: torch.device) -> bool:

@@ -45,7 +45,10 @@ def export_adapters(runtime: Runtime, dir: object, how: Format) -> None:
     is_asked = axes.everyone.rank == 0
     answers = on_all(axes.world, "start of an export", lambda: _select(module) if is_asked else None)
     parts = [answer for answer in answers if answer is not None]
-    whole = _join(module, parts)
+    whole = {adapter: {k: v for part in parts for k, v in part[adapter].items()} for adapter in parts[0]}
+    for adapter, written in whole.items():
+        if not written:
+            raise _computed(module, adapter)
     every = [known for part in parts for names in part.values() for known in names.values()]
     wanted = {known[0] for known in every}
     firsts = full_state_dict(runtime, lambda plan: how.dtype or plan.main_dtype, wanted)
@@ -77,17 +80,6 @@ def _select(module: Any) -> _Written:
             raise _computed(module, adapter)
         selected[adapter] = {name: names[id(value)] for name, value in written.items()}
     return selected
-
-
-def _join(module: Any, parts: Sequence[_Written]) -> _Written:
-    """Return the names in all parts of the model."""
-    whole: _Written = {adapter: {} for adapter in module.peft_config}
-    for adapter, names in whole.items():
-        for part in parts:
-            names.update(part[adapter])
-        if not names:
-            raise _computed(module, adapter)
-    return whole
 
 
 def _computed(module: Any, adapter: str) -> ValueError:
