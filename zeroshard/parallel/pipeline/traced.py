@@ -337,8 +337,19 @@ class TracedChunks:
                         computing[name] = module
         self._share(tree, self._whole)
         for name, original in originals.items():
-            if name and self._belongs(name, original):
-                self._place(name, computing.get(name), original)
+            below = [*original.named_parameters(name, remove_duplicate=False), *original.named_buffers(name)]
+            if not name or not any(self._own & self._readers.get(one, set()) for one, _ in below):
+                continue  # no other chunk's module, nor one without a parameter or buffer of these chunks
+            parent, _, attribute = name.rpartition(".")
+            holder = tree.get_submodule(parent)
+            if attribute in holder._modules:  # inside of a module that computes
+                continue
+            if (module := computing.get(name)) is None:  # nobody calls it
+                # A list or dictionary: `units=` refuses one, as its forward is never called.
+                base = nn.ModuleList if isinstance(original, nn.ModuleList) else nn.ModuleDict
+                module = type(type(original).__name__, (base,), {})()
+                self._share(module, original)
+            holder._modules[attribute] = module
 
     def _share(self, module: nn.Module, original: nn.Module) -> None:
         constants = {k: v for k, v in module._buffers.items() if k not in original._buffers}
@@ -346,21 +357,3 @@ class TracedChunks:
         vars(module)["_parameters"], vars(module)["_buffers"] = original._parameters, original._buffers
         for key in original._non_persistent_buffers_set:
             module._non_persistent_buffers_set.add(key)
-
-    def _belongs(self, name: str, original: nn.Module) -> bool:
-        """True for a module that these chunks compute, or of which they read a parameter or buffer."""
-        below = [*original.named_parameters(name, remove_duplicate=False), *original.named_buffers(name)]
-        return any(self._own & self._readers.get(one, set()) for one, _ in below)
-
-    def _place(self, name: str, module: nn.Module | None, original: nn.Module) -> None:
-        """Put a module at its name; one that nobody calls if it is None."""
-        parent, _, attribute = name.rpartition(".")
-        holder = self.model.get_submodule(parent)
-        if attribute in holder._modules:  # inside of a module that computes
-            return
-        if module is None:
-            # A list or dictionary: `units=` refuses one, as its forward is never called.
-            base = nn.ModuleList if isinstance(original, nn.ModuleList) else nn.ModuleDict
-            module = type(type(original).__name__, (base,), {})()
-            self._share(module, original)
-        holder._modules[attribute] = module
