@@ -97,13 +97,13 @@ def read_header(file: Path) -> dict[str, FileTensor]:
     try:
         with file.open("rb") as opened:
             header_size = int.from_bytes(opened.read(8), "little")
-            if header_size > file.stat().st_size:
-                raise ValueError(f"{file}: expected a safetensors file, got a header of {header_size} bytes")
-            header = parse_json(opened.read(header_size))
+            header = parse_json(opened.read(header_size)) if header_size <= file.stat().st_size else None
     except OSError as error:
         raise ValueError(f"{file}: can't be read: {error.strerror}") from None
     if not isinstance(header, dict):
-        raise ValueError(f"{file}: expected a safetensors file, got a header that is no JSON object")
+        raise ValueError(
+            f"{file}: expected a safetensors file, got a header of {header_size} bytes that is no JSON object"
+        )
     header.pop("__metadata__", None)
     return {name: _tensor(file, 8 + header_size, name, entry) for name, entry in header.items()}
 

@@ -304,7 +304,7 @@ def local_object():
 
 def test_extra_state_of_modules_is_given_back_to_them(ranks, tmp_path):
     for said in ranks(2, extra_state, tmp_path):
-        assert "extra state of modules['1.0._extra_state']: " in said
+        assert "checkpoint['extra']['1.0._extra_state']: " in said
 
 
 # --------------------------------------------------------------------------------------- data and numbers

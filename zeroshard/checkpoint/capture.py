@@ -21,22 +21,12 @@ from torch.optim import Optimizer
 
 from zeroshard.agreement import require_equal
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.files import MANIFEST, as_folder, check_free, check_tag
+from zeroshard.checkpoint.files import as_folder, check_free, check_tag
 from zeroshard.checkpoint.frozen import SliceSum, frozen_names, join_pieces, measure_pieces
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, describe_model
 from zeroshard.checkpoint.optimizers import PER_GROUP, OptimizerState, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
-from zeroshard.checkpoint.tensors import (
-    States,
-    Stored,
-    TensorReader,
-    TensorSlice,
-    cuts_of,
-    own_blocks,
-    read_model,
-    slices,
-    state_name,
-)
+from zeroshard.checkpoint.tensors import ModelState, States, TensorSlice, blocks_by_name, read_model, slices
 from zeroshard.checkpoint.values import Given, check_plain, to_files
 from zeroshard.comm.collectives import on_all
 from zeroshard.config.sections import Config
@@ -56,82 +46,23 @@ KIND = "ema"
 """The first part of their names: ema/PARAMETER/NAME."""
 
 
-def _key(name: str) -> str:
-    return f"{KIND}/{name}"
-
-
 def with_averages(states: States, averages: Mapping[str, Averages]) -> States:
     """Return the states of parameters, together with the averages."""
     joined = {parameter: dict(tensors) for parameter, tensors in states.items()}
     for name, own in averages.items():
         for parameter, values in own.parameters.items():
-            joined.setdefault(parameter, {})[_key(name)] = values
+            joined.setdefault(parameter, {})[f"{KIND}/{name}"] = values
     return joined
 
 
 def averaged_buffers(buffers: Mapping[str, Tensor], averages: Mapping[str, Averages]) -> dict[str, Tensor]:
     """Return the copies that averages have of some buffers, by their names in a checkpoint."""
     return {
-        state_name(buffer, _key(name)): own.buffers[buffer]
+        f"{KIND}/{buffer}/{name}": own.buffers[buffer]
         for name, own in averages.items()
         for buffer in buffers
         if buffer in own.buffers
     }
-
-
-def check_averages(stored: Stored, averages: Mapping[str, Averages]) -> None:
-    """Compare the averages of a checkpoint with the present ones, and warn of those that only one has.
-
-    Raises:
-        RuntimeError: one is not of the shape of its parameter.
-    """
-    saved = stored.manifest.averages
-    for name in saved:
-        for owner, record in stored.manifest.parameters.items():
-            found = stored.tensors.get(state_name(owner, _key(name)))
-            if found is not None and found.shape != record.shape:
-                raise RuntimeError(
-                    f"{stored.directory / MANIFEST}: average '{name}' of '{owner}' has shape {found.shape}; "
-                    f"expected {record.shape}"
-                )
-    if unknown := sorted(saved.keys() - averages.keys()):
-        warn_user(
-            f"'{stored.directory}' holds the average '{unknown[0]}', and the engine has none of this name: "
-            "it is not loaded. Make the zeroshard.EMA of the engine before load_checkpoint()"
-        )
-    if missing := sorted(averages.keys() - saved.keys()):
-        warn_user(
-            f"'{stored.directory}' holds no average '{missing[0]}': it begins anew with the loaded values"
-        )
-
-
-@torch.no_grad()
-def read_averages(
-    reader: TensorReader,
-    runtime: Runtime,
-    stored: Stored,
-    averages: Mapping[str, Averages],
-    names: Mapping[str, str],
-) -> None:
-    """Read averages, after the parameters. Averages that the checkpoint lacks begin anew with the parameters.
-
-    Args:
-        reader: of the checkpoint.
-        runtime: of the model.
-        stored: the checkpoint.
-        averages: the averages of the engine, by name.
-        names: the stored name of each parameter.
-    """
-    for own in averages.values():
-        own.begin_anew()
-    for part in slices(runtime, names, with_averages({}, averages)):
-        if part.name in stored.tensors and part.name not in stored.manifest.parameters:
-            reader.read(part)
-    for name, copy in averaged_buffers(read_model(runtime).buffers, averages).items():
-        if name in stored.tensors:
-            reader.read_into(name, copy)
-    for name, own in averages.items():
-        own.num_updates = stored.manifest.averages.get(name, 0)
 
 
 NUM_PARTS = "num_parts"
@@ -171,21 +102,15 @@ class SavedValues:
     client_state: dict[Any, Any]
 
 
-class Part(NamedTuple):
-    """The content of one part of a model, without the values of its tensors."""
-
-    manifest: Manifest | None
-    """None from a rank that has no more of its part to tell than values of its own."""
-    values: SavedValues
-
-
 class _Answer(NamedTuple):
     """A rank's message to the others about its part of a checkpoint."""
 
     place: str
     frozen: list[SliceSum]
     """Slices of the parameters that are left out."""
-    part: Part
+    manifest: Manifest | None
+    """None from a rank that has no more to tell of its part of the model than values of its own."""
+    values: SavedValues
 
 
 class _Reading(NamedTuple):
@@ -269,7 +194,7 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
         else:
             values = replace(values, groups=[], scalars={}, other={}, lr_scheduler=None, extra={})
         place = f"'{reading.folder}' with tag '{tag}'"
-        return _Answer(place, measure_pieces(runtime, left_out), Part(manifest, values))
+        return _Answer(place, measure_pieces(runtime, left_out), manifest, values)
 
     answers = on_all(axis, "agreement on a checkpoint", read)
     require_equal(
@@ -277,12 +202,11 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
         lambda found: ValueError(f"save_checkpoint: expected one place on all ranks, got: {found}"),
     )
     [reading] = readings
-    found = [answer.part for answer in answers]
-    before = {name for part in found[: axis.rank] if part.manifest for name in part.manifest.buffers}
+    earlier = [answer.manifest for answer in answers[: axis.rank] if answer.manifest is not None]
+    before = {name for manifest in earlier for name in manifest.buffers}
     buffers = {name: buffer for name, buffer in reading.buffers.items() if name not in before}
-    found[axis.rank] = Part(reading.manifest, reading.values)
-    sums = join_pieces(piece for answer in answers for piece in answer.frozen)
-    manifest, values = join(reading.manifest, found, sums)
+    answers[axis.rank] = answers[axis.rank]._replace(manifest=reading.manifest, values=reading.values)
+    manifest, values = _join(answers, reading.manifest)
     names = {p.fqn: p.fqn for p in runtime.parameters if p.fqn not in left_out}
     written = list(slices(runtime, names, with_averages(reading.states, parts.averages), written=True))
     if axes.everyone.rank == 0:
@@ -326,7 +250,7 @@ def _read(
     check_tag(tag)
     if axes.world.rank == 0:
         check_free(folder, tag)
-    model, cuts = read_model(runtime), cuts_of(runtime)
+    model = read_model(runtime)
     if model.ignored:
         warn_user(
             f"the checkpoint leaves out parameters that each rank keeps for itself (Config.ignored), and "
@@ -345,38 +269,17 @@ def _read(
         places_in_data=[] if place is None or axes.tp.rank else [Given(place)],
         client_state=dict(client_state or {}),
     )
-    for key, name in _IN_WORDS.items():
-        check_plain(getattr(values, key), name)
+    own = ("groups", "scalars", "other", "lr_scheduler", "extra")
+    check_plain({key: getattr(values, key) for key in own}, "checkpoint")
     check_plain(Given(place), "state of training_data")
     check_plain(Given(values.client_state), "client_state")
-    records = {
-        p.fqn: ParameterRecord(
-            tuple(p.full_shape), p.dtype, model.aliases.get(p.fqn, ()), own_blocks(cuts.get(p.fqn))
-        )
-        for p in runtime.parameters
-    }
-    manifest = _describe(engine, parts, records, tuple(model.buffers), left_out)
+    manifest = _describe(engine, parts, model, left_out)
     return _Reading(folder, model.buffers, state.tensors, manifest, values)
 
 
-_IN_WORDS = {
-    "groups": "parameter groups",
-    "scalars": "optimizer state",
-    "other": "optimizer state",
-    "lr_scheduler": "LR scheduler state",
-    "extra": "extra state of modules",
-}
-
-
-def _describe(
-    engine: Engine,
-    parts: EngineState,
-    parameters: dict[str, ParameterRecord],
-    buffers: tuple[str, ...],
-    left_out: list[str],
-) -> Manifest:
+def _describe(engine: Engine, parts: EngineState, model: ModelState, left_out: list[str]) -> Manifest:
     runtime, optimizer, scheduler = parts.runtime, parts.optimizer, parts.lr_scheduler
-    rounding = engine._guard.rounding
+    rounding, blocks, aliases = engine._guard.rounding, blocks_by_name(runtime), model.aliases
     axes, is_half, config = runtime.context.axes, runtime.reducer.is_half, parts.config
     is_plain = config.units is None or isinstance(config.units, tuple)  # a predicate can't be written down
     written_by = {"zeroshard": installed_version(), "torch": torch.__version__, "num_ranks": axes.world.size}
@@ -392,8 +295,11 @@ def _describe(
         data=parts.loader.state_dict() if isinstance(parts.loader, EpochLoader) else None,
         optimizer=None if optimizer is None else type(optimizer).__name__,
         lr_scheduler=None if scheduler is None else type(scheduler).__name__,
-        parameters=parameters,
-        buffers=buffers,
+        parameters={
+            p.fqn: ParameterRecord(tuple(p.full_shape), p.dtype, aliases.get(p.fqn, ()), blocks[p.fqn])
+            for p in runtime.parameters
+        },
+        buffers=tuple(model.buffers),
         frozen=dict.fromkeys(left_out, 0),
         averages={name: averages.num_updates for name, averages in parts.averages.items()},
     )
@@ -402,15 +308,10 @@ def _describe(
 # ----------------------------------------------------------------------------------- parts of pipelines
 
 
-def join(own: Manifest, parts: Sequence[Part], sums: Mapping[str, int]) -> tuple[Manifest, SavedValues]:
-    """Put the parts of a model together, in their order.
-
-    Args:
-        own: the manifest of this rank's part.
-        parts: the parts of all ranks.
-        sums: the checksums of frozen parameters.
-    """
-    manifests = [part.manifest for part in parts if part.manifest is not None]
+def _join(answers: Sequence[_Answer], own: Manifest) -> tuple[Manifest, SavedValues]:
+    """Put the parts of a model together, in their order; other facts come from the manifest of this rank."""
+    manifests = [answer.manifest for answer in answers if answer.manifest is not None]
+    sums = join_pieces(piece for answer in answers for piece in answer.frozen)
     parameters: dict[str, ParameterRecord] = {}
     for name, record in (item for each in manifests for item in each.parameters.items()):
         known = parameters.get(name, record)
@@ -423,7 +324,7 @@ def join(own: Manifest, parts: Sequence[Part], sums: Mapping[str, int]) -> tuple
         frozen={name: sums.get(name, 0) for each in manifests for name in each.frozen},
         optimizer=next((each.optimizer for each in manifests if each.optimizer is not None), None),
     )
-    values = [part.values for part in parts]
+    values = [answer.values for answer in answers]
     return manifest, SavedValues(
         groups=[group for each in values for group in each.groups],
         scalars=dict(ChainMap(*(each.scalars for each in values))),

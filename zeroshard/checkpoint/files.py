@@ -157,7 +157,10 @@ def commit(place: CheckpointPlace, keep_last: int | None) -> None:
     if keep_last is not None:
         for tag in _tags_by_age(place.folder)[:-keep_last]:
             if tag != place.tag:
-                _remove(place.folder, tag)
+                (place.folder / tag).unlink(missing_ok=True)  # first its name
+                sync(place.folder)
+                for path, _ in _generations(place.folder, tag):
+                    _drop(path)
 
 
 def discard(place: CheckpointPlace) -> None:
@@ -287,11 +290,3 @@ def _tags_by_age(folder: Path) -> list[str]:
     """The tags of all checkpoints, the newest one last."""
     files = [path for path in folder.iterdir() if path.is_file() and _read_pointer(folder, path.name)]
     return [path.name for path in sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name))]
-
-
-def _remove(folder: Path, tag: str) -> None:
-    """Remove all of a tag: first its name."""
-    (folder / tag).unlink(missing_ok=True)
-    sync(folder)
-    for path, _ in _generations(folder, tag):
-        _drop(path)

@@ -9,49 +9,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.agreement import require_equal
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.capture import (
-    NUM_PARTS,
-    EngineState,
-    SavedValues,
-    check_averages,
-    read_averages,
-)
+from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, SavedValues, averaged_buffers, with_averages
 from zeroshard.checkpoint.codec import Count, naming_damage, typed
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.frozen import check_frozen
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.optimizers import (
     HOW,
-    check_group,
-    check_schedule,
+    convert_groups,
     match_groups,
+    match_schedule,
     place_scalar,
-    reorder_schedule,
     restore_groups,
 )
-from zeroshard.checkpoint.states import (
-    SavedStates,
-    Targets,
-    convert_group,
-    family_of,
-    make_targets,
-    match_states,
-    read_converted,
-)
+from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
 from zeroshard.checkpoint.tensors import (
     Stored,
     TensorReader,
-    cuts_of,
-    is_description,
+    blocks_by_name,
+    check_buffers,
     open_checkpoint,
+    read_buffer,
     read_model,
-    read_offsets,
-    set_offset,
     slices,
 )
 from zeroshard.checkpoint.values import read_values
@@ -60,13 +44,11 @@ from zeroshard.data.given import GivenLoader, parse_place
 from zeroshard.data.loader import parse_state
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.adopted import from_common
-from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.layerwise import LayerWise
+from zeroshard.optim.eightbit.rule import rule_named
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.parameters.state import refuse_averages, refuse_in_batch
-from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.guard import LossScale
+from zeroshard.stepping.averages import Averages
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -116,7 +98,8 @@ def load_checkpoint(
     if optimizer:
         manifest, guard = loading.stored.manifest, engine._guard
         engine.global_step, engine.skipped_steps = manifest.global_step, manifest.skipped_steps
-        guard.loss_scale = guard.loss_scale.resumed(loading.loss_scale)
+        if (scale := loading.loss_scale) is not None and scale.is_dynamic:
+            guard.loss_scale = guard.loss_scale.resumed(scale.value, scale.num_steps, scale.num_spared)
         if guard.rounding is not None:
             guard.rounding.resume(manifest.rounding or replace(guard.rounding, step=manifest.global_step))
         loading.restore_rng()
@@ -146,7 +129,7 @@ def _load(
     [loading] = prepared
     stored = loading.stored
     everyone = [names for _, names in answers if names is not None] or [loading.own]
-    check_all_found(stored, loading.values.extra, everyone)
+    loading.check_all_found(everyone)
     if parts.config.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
         on_all(axis, "verifying a checkpoint", lambda: check_sums(stored.directory, stored.manifest, share))
@@ -162,6 +145,15 @@ def _load(
         for unit in runtime.units:
             unit.refresh()
     return loading
+
+
+class PartNames(NamedTuple):
+    """The names that a part of the model has."""
+
+    parameters: dict[str, str]
+    """The stored name of each parameter."""
+    buffers: set[str]
+    extra: set[str]
 
 
 class _Loading:
@@ -185,11 +177,11 @@ class _Loading:
         self.stored = stored = open_checkpoint(directory)
         self.values = _read_values(stored, self._runtime.context.device)
         model = read_model(self._runtime)
-        self.names = match_parameters(stored, self._runtime, model.aliases)
+        self.names = self._match_parameters(model.aliases)
         """The stored name of each parameter."""
-        check_buffers(stored, model.buffers)
-        self._offsets = read_offsets(stored, self._runtime, model.buffers)
-        check_names(stored, "the model", "extra state", model.extra, self.values.extra)
+        self._check_names("the model", "a buffer", model.buffers, stored.manifest.buffers)
+        check_buffers(stored, self._runtime, model.buffers)
+        self._check_names("the model", "extra state", model.extra, self.values.extra)
         check_averages(stored, parts.averages)
         self._groups: list[dict[str, Any] | None] = []
         """The hyperparameters of each parameter group; None: they stay."""
@@ -203,38 +195,85 @@ class _Loading:
             if hyperparameters:
                 with naming_damage(directory / VALUES, _KEEP):
                     matches = match_groups(optimizer, self.values.groups, self.names)
-                    self._groups = _convert_groups(optimizer, self.values.groups, matches)
+                    self._groups = convert_groups(optimizer, self.values.groups, matches)
                     if parts.lr_scheduler is not None and self.values.lr_scheduler is not None:
-                        present = parts.lr_scheduler.state_dict()
-                        self._schedule = reorder_schedule(self.values.lr_scheduler, present, matches)
-                        check_schedule(self._schedule, parts.lr_scheduler)
+                        self._schedule = match_schedule(parts.lr_scheduler, self.values.lr_scheduler, matches)
                 if parts.lr_scheduler is not None and self._schedule is None:
                     warn_user(f"'{directory}' holds no LR schedule: the LR scheduler keeps its present state")
             noted = noted_change(parts.config, self._runtime.context.axes.pp.rank)
-            cuts, scalars = cuts_of(self._runtime), self.values.scalars
-            self._states = match_states(optimizer, stored, scalars, self.names, cuts, convert_states, noted)
+            blocks, scalars = blocks_by_name(self._runtime), self.values.scalars
+            self._states = match_states(optimizer, stored, scalars, self.names, blocks, convert_states, noted)
         with naming_damage(directory / MANIFEST):
             if stored.manifest.data is not None:
                 parse_state(stored.manifest.data)
-            self.loss_scale = _read_loss_scale(stored.manifest.loss_scale)
-        pairs = [(name, fqn) for fqn, name in self.names.items()]
-        self.own = PartNames(pairs, set(model.buffers), set(model.extra))
+            self.loss_scale: _SavedScale | None = typed(
+                _SavedScale | None, stored.manifest.loss_scale, "loss_scale"
+            )
+        self.own = PartNames(self.names, set(model.buffers), set(model.extra))
+
+    def check_all_found(self, parts: Sequence[PartNames]) -> None:
+        """Refuse a checkpoint with more than all parts of the model together have.
+
+        Args:
+            parts: the names that the parts have.
+
+        Raises:
+            ValueError: with the name of the first surplus; or several parameters have one stored name.
+        """
+        known: dict[str, str] = {}
+        for fqn, name in (pair for part in parts for pair in part.parameters.items()):
+            if (other := known.setdefault(name, fqn)) != fqn:
+                raise ValueError(
+                    f"'{self.stored.directory}': the checkpoint ties '{other}' and '{fqn}'; the model has "
+                    "them as separate parameters"
+                )
+        self._check_names("the checkpoint", "parameter", self.stored.manifest.parameters, known)
+        buffers = {name for part in parts for name in part.buffers}
+        others = {name for part in parts for name in part.extra}
+        self._check_names("the checkpoint", "a buffer", self.stored.manifest.buffers, buffers)
+        self._check_names("the checkpoint", "extra state", self.values.extra, others)
+
+    def _match_parameters(self, aliases: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+        """The stored name of each parameter of the model."""
+        records, directory = self.stored.manifest.parameters, self.stored.directory
+        home = {name: first for first, record in records.items() for name in (first, *record.aliases)}
+        names: dict[str, str] = {}
+        for parameter in self._runtime.parameters:
+            fqn, expected = parameter.fqn, tuple(parameter.full_shape)
+            homes = sorted({home[name] for name in (fqn, *aliases.get(fqn, ())) if name in home})
+            if not homes:
+                raise ValueError(f"'{directory}': expected parameter '{fqn}' of the model, found none")
+            if len(homes) > 1:
+                raise ValueError(
+                    f"'{directory}': the model ties {' and '.join(map(repr, homes))}; the "
+                    "checkpoint has them as separate parameters"
+                )
+            if (shape := records[homes[0]].shape) != expected:
+                raise ValueError(
+                    f"'{directory}': parameter '{fqn}' has shape {shape}; the model expects {expected}"
+                )
+            names[fqn] = homes[0]
+        return names
+
+    def _check_names(self, owner: str, kind: str, names: Collection[str], others: Collection[str]) -> None:
+        """Raise a ValueError with the first name that only its owner has, of the checkpoint and the model."""
+        for name in sorted(set(names) - set(others)):
+            raise ValueError(f"'{self.stored.directory}': only {owner} has {kind} '{name}'")
 
     def restore(self) -> None:
         """Take over everything that was found but counts of steps and generators; no other rank is needed."""
         parts, runtime, memory = self._parts, self._runtime, self._runtime.context.memory
         tiers = {p: buffer.plan.state_tier for buffer in runtime.buffers for p in buffer.sharded}
-        targets = (
-            {} if parts.optimizer is None else make_targets(parts.optimizer, self._states, memory, tiers)
-        )
+        optimizer = parts.optimizer
+        targets = {} if optimizer is None else make_targets(optimizer, self._states, memory, tiers)
         states = (tensor for tensors in targets.values() for tensor in tensors.values())
         for tensor in (*(buffer.main for buffer in runtime.buffers), *states):
             memory.renew(tensor)
         self._read_tensors(targets)
-        if parts.optimizer is not None and self.stored.manifest.optimizer is not None:
-            self._restore_optimizer(parts.optimizer, targets)
-        if parts.optimizer is not None and self._groups:
-            restore_groups(parts.optimizer, self._groups)
+        if optimizer is not None and self.stored.manifest.optimizer is not None:
+            self._restore_optimizer(optimizer, targets)
+        if optimizer is not None and self._groups:
+            restore_groups(optimizer, self._groups)
         if self._schedule is not None:
             parts.lr_scheduler.load_state_dict(self._schedule)
         self._restore_place()
@@ -252,14 +291,25 @@ class _Loading:
                 if (parameter := converted.get(part.name)) is not None:
                     read_converted(reader, part, self._states[parameter], targets[parameter])
             for name, buffer in read_model(runtime).buffers.items():
-                if name in self._offsets:
-                    set_offset(runtime.module, name, self._offsets[name])
-                else:
-                    reader.read_into(name, buffer)
-            read_averages(reader, runtime, self.stored, self._parts.averages, names)
+                read_buffer(reader, runtime.module, name, buffer)
+            self._read_averages(reader)
         for name in read_model(runtime).extra:
             module = runtime.module.get_submodule(name.rpartition(".")[0])
             module.set_extra_state(self.values.extra[name])
+
+    def _read_averages(self, reader: TensorReader) -> None:
+        """Read averages, after the parameters. Those that the checkpoint lacks begin anew with these."""
+        stored, averages = self.stored, self._parts.averages
+        for own in averages.values():
+            own.begin_anew()
+        for part in slices(self._runtime, self.names, with_averages({}, averages)):
+            if part.name in stored.tensors and part.name not in stored.manifest.parameters:
+                reader.read(part)
+        for name, copy in averaged_buffers(read_model(self._runtime).buffers, averages).items():
+            if name in stored.tensors:
+                reader.read_into(name, copy)
+        for name, own in averages.items():
+            own.num_updates = stored.manifest.averages.get(name, 0)
 
     @torch.no_grad()
     def _restore_optimizer(self, optimizer: Optimizer, targets: Targets) -> None:
@@ -307,19 +357,6 @@ class _Loading:
 # -------------------------------------------------------------------------------------------- checking
 
 
-def _convert_groups(
-    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], matches: Sequence[int | None]
-) -> list[dict[str, Any] | None]:
-    groups: list[dict[str, Any] | None] = []
-    for number, (group, source) in enumerate(zip(optimizer.param_groups, matches, strict=True)):
-        values = {} if source is None else convert_group(optimizer, saved[source], group)
-        check_group(number, values, group)
-        if isinstance(optimizer, BlockwiseOptimizer | LayerWise):
-            optimizer.check_group({**group, **values})
-        groups.append(None if source is None else values)
-    return groups
-
-
 def _is_scale(value: float) -> bool:
     limits = torch.finfo(torch.float32)  # in which gradients are divided by it
     return limits.tiny <= value <= limits.max
@@ -333,14 +370,6 @@ class _SavedScale:
     is_dynamic: bool
     num_steps: Count
     num_spared: Count = 0
-
-
-def _read_loss_scale(saved: dict[str, Any] | None) -> LossScale | None:
-    """Return the loss scale, if it is a dynamic one."""
-    scale: _SavedScale | None = typed(_SavedScale | None, saved, "loss_scale")
-    if scale is None or not scale.is_dynamic:
-        return None
-    return LossScale(value=scale.value, num_steps=scale.num_steps, num_spared=scale.num_spared)
 
 
 def _read_values(stored: Stored, device: torch.device) -> SavedValues:
@@ -365,7 +394,7 @@ def _read_values(stored: Stored, device: torch.device) -> SavedValues:
 
 def _check_optimizer(stored: Stored, parts: EngineState, convert_states: bool, hyperparameters: bool) -> None:
     saved, present = stored.manifest.optimizer, type(parts.optimizer).__name__
-    can_convert = family_of(saved) is not None and family_of(saved) is family_of(present)
+    can_convert = rule_named(saved) is not None and rule_named(saved) is rule_named(present)
     if saved != present and not (can_convert and convert_states):
         remedy = ": expected the same optimizer, or convert_states=True" if can_convert else ""
         raise ValueError(f"'{stored.directory}': holds states of {saved}; the engine has {present}{remedy}")
@@ -377,83 +406,18 @@ def _check_optimizer(stored: Stored, parts: EngineState, convert_states: bool, h
         )
 
 
-# ------------------------------------------------------------------------------------------------ names
+# --------------------------------------------------------------------------------------------- averages
 
 
-class PartNames(NamedTuple):
-    """The names that a part of the model has."""
-
-    parameters: list[tuple[str, str]]
-    """The stored name and the name in the model."""
-    buffers: set[str]
-    extra: set[str]
-
-
-def check_all_found(stored: Stored, extra: Collection[str], parts: Sequence[PartNames]) -> None:
-    """Refuse a checkpoint with more than all parts of the model together have.
-
-    Args:
-        stored: the checkpoint.
-        extra: the names of its extra states.
-        parts: the names that the parts have.
-
-    Raises:
-        ValueError: with the name of the first surplus; or several parameters have one stored name.
-    """
-    known: dict[str, str] = {}
-    for name, fqn in (pair for part in parts for pair in part.parameters):
-        if (other := known.setdefault(name, fqn)) != fqn:
-            raise ValueError(
-                f"'{stored.directory}': the checkpoint ties '{other}' and '{fqn}'; the model has them as "
-                "separate parameters"
-            )
-    check_names(stored, "the checkpoint", "parameter", stored.manifest.parameters, known)
-    buffers = {name for part in parts for name in part.buffers}
-    others = {name for part in parts for name in part.extra}
-    check_names(stored, "the checkpoint", "a buffer", stored.manifest.buffers, buffers)
-    check_names(stored, "the checkpoint", "extra state", extra, others)
-
-
-def match_parameters(
-    stored: Stored, runtime: Runtime, aliases: Mapping[str, tuple[str, ...]]
-) -> dict[str, str]:
-    """The stored name of each parameter of the model."""
-    records, directory = stored.manifest.parameters, stored.directory
-    home = {name: first for first, record in records.items() for name in (first, *record.aliases)}
-    names: dict[str, str] = {}
-    for parameter in runtime.parameters:
-        known = (parameter.fqn, *aliases.get(parameter.fqn, ()))
-        homes = sorted({home[name] for name in known if name in home})
-        if not homes:
-            raise ValueError(f"'{directory}': expected parameter '{parameter.fqn}' of the model, found none")
-        if len(homes) > 1:
-            raise ValueError(
-                f"'{directory}': the model ties {' and '.join(map(repr, homes))}; the "
-                "checkpoint has them as separate parameters"
-            )
-        shape, expected = records[homes[0]].shape, tuple(parameter.full_shape)
-        if shape != expected:
-            raise ValueError(
-                f"'{directory}': parameter '{parameter.fqn}' has shape {shape}; the model expects {expected}"
-            )
-        names[parameter.fqn] = homes[0]
-    return names
-
-
-def check_names(
-    stored: Stored, owner: str, kind: str, names: Collection[str], others: Collection[str]
-) -> None:
-    """Raise a ValueError with the first name that only its owner has, of the checkpoint and the model."""
-    for name in sorted(set(names) - set(others)):
-        raise ValueError(f"'{stored.directory}': only {owner} has {kind} '{name}'")
-
-
-def check_buffers(stored: Stored, buffers: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError with the first buffer that the checkpoint lacks, or has in another shape."""
-    check_names(stored, "the model", "a buffer", buffers, stored.manifest.buffers)
-    for name, buffer in buffers.items():
-        if (shape := stored.tensors[name].shape) != tuple(buffer.shape) and not is_description(name):
-            raise ValueError(
-                f"'{stored.directory}': buffer '{name}' has shape {shape}; the model expects "
-                f"{tuple(buffer.shape)}"
-            )
+def check_averages(stored: Stored, averages: Mapping[str, Averages]) -> None:
+    """Warn of averages that only the checkpoint has, or only the engine."""
+    saved = stored.manifest.averages
+    if unknown := sorted(saved.keys() - averages.keys()):
+        warn_user(
+            f"'{stored.directory}' holds the average '{unknown[0]}', and the engine has none of this name: "
+            "it is not loaded. Make the zeroshard.EMA of the engine before load_checkpoint()"
+        )
+    if missing := sorted(averages.keys() - saved.keys()):
+        warn_user(
+            f"'{stored.directory}' holds no average '{missing[0]}': it begins anew with the loaded values"
+        )

@@ -23,7 +23,9 @@ from zeroshard.checkpoint.codec import MAX_STEPS
 from zeroshard.checkpoint.tensors import shape_of
 from zeroshard.internals.pytree import tree_leaves
 from zeroshard.optim.adopted import is_bitsandbytes, to_common
+from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.rule import rule_named
+from zeroshard.optim.layerwise import LayerWise
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 
 SMALL = 64
@@ -32,7 +34,7 @@ _NONE_IS_A_VALUE = ("t_alpha", "t_beta3")
 """Hyperparameters of AdEMAMix that are numbers or None."""
 
 
-def check_group(number: int, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+def _check_group(number: int, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Raise ValueError for the first hyperparameter of a group that is of another kind than the present one.
 
     Args:
@@ -45,7 +47,7 @@ def check_group(number: int, saved: Mapping[str, Any], present: Mapping[str, Any
         raise ValueError(f"hyperparameters of parameter group {number}: {problem}")
 
 
-def check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
+def _check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
     """Raise ValueError for a value that an LR scheduler of torch can't go on with. Others check their own."""
     if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
         return
@@ -62,7 +64,7 @@ def check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
     parts, own = saved.get("_schedulers"), getattr(scheduler, "_schedulers", None)
     if isinstance(parts, list | tuple) and isinstance(own, list | tuple):
         for part, child in zip(parts, own, strict=False):
-            check_schedule(part, child)
+            _check_schedule(part, child)
 
 
 def _is_in_use(scheduler: Any, name: str) -> bool:
@@ -90,17 +92,12 @@ def check_scalars(optimizer: Optimizer, name: str, saved: Mapping[Any, Any]) -> 
         problem = None if isinstance(key, str) else "expected a name"
         if is_known and value is not None:
             problem = problem or misfit(value, 0.0)
-        elif isinstance(value, Tensor) and not _is_small(value):
+        elif isinstance(value, Tensor) and not _is_number(value, SMALL):
             problem = f"expected a number, got {_described(value)}"
         if is_counted and key == "step" and not problem and not (_is_number(value) and _is_count(value, 0)):
             problem = f"expected a count of steps, got {_described(value)}"
         if problem:
             raise ValueError(f"state {key!r} of '{name}': {problem}")
-
-
-def _is_small(value: Tensor) -> bool:
-    is_plain = type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu"
-    return is_plain and not value.is_quantized and not value.is_complex() and 0 < value.numel() <= SMALL
 
 
 def misfit(saved: Any, present: Any, *, same_length: bool = False) -> str | None:
@@ -138,10 +135,11 @@ _EXPECTED: tuple[tuple[Any, str], ...] = (
 )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any, most: int = 1) -> bool:
+    """True for a real number, and for a tensor of some of them."""
     if isinstance(value, Tensor):
         is_plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
-        return is_plain and value.numel() == 1 and not value.is_complex()
+        return is_plain and 0 < value.numel() <= most and not value.is_complex()
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -158,12 +156,9 @@ def _described(value: Any) -> str:
 
 
 HOW = frozenset(
-    (
-        *("params", "param_names", "fused", "foreach", "capturable", "differentiable"),
-        "decoupled_weight_decay",  # by which torch's AdamW differs from Adam
-        "min_8bit_size",
-    )
+    ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "min_8bit_size")
 )
+HOW |= {"decoupled_weight_decay"}  # by which torch's AdamW differs from Adam
 """Keys of a parameter group that say how a step is computed, not with which numbers."""
 
 PER_GROUP = frozenset(
@@ -270,6 +265,60 @@ def match_groups(
     return matches
 
 
+def convert_groups(
+    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], matches: Sequence[int | None]
+) -> list[dict[str, Any] | None]:
+    """Return the hyperparameters for each parameter group; None: they stay.
+
+    Args:
+        saved: the saved groups.
+        matches: the saved group of each present one.
+
+    Raises:
+        ValueError: one is of another kind than the present one, or the optimizer does not have it.
+    """
+    groups: list[dict[str, Any] | None] = []
+    for number, (group, source) in enumerate(zip(optimizer.param_groups, matches, strict=True)):
+        values = {} if source is None else _convert_group(optimizer, saved[source], group)
+        _check_group(number, values, group)
+        if isinstance(optimizer, BlockwiseOptimizer | LayerWise):
+            optimizer.check_group({**group, **values})
+        groups.append(None if source is None else values)
+    return groups
+
+
+_NEUTRAL = {"maximize": False, "alpha": 0.0, "eps": 0.0, "t_alpha": None, "t_beta3": None}
+"""Hyperparameters that torch or bitsandbytes has for all optimizers, with the value that has no effect."""
+
+
+def _convert_group(
+    optimizer: Optimizer, saved: Mapping[str, Any], present: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Saved hyperparameters under the keys that a present group has for them.
+
+    Raises:
+        ValueError: one that changes the steps, and that the optimizer does not have.
+    """
+    values = {key: value for key, value in saved.items() if key != "names"}
+    family = rule_named(type(optimizer).__name__)
+    if family is None:
+        return values
+    if "betas" in values and "betas" not in present:
+        first, *_ = values.pop("betas")
+        values |= {} if family.beta is None else {family.beta: first}
+    elif family.beta in values and family.beta not in present and "betas" in present:
+        values["betas"] = (values.pop(family.beta), *present["betas"][1:])
+    for key, absent in {**_NEUTRAL, **family.neutral}.items():
+        if key in present:
+            values.setdefault(key, absent)
+        elif value := values.pop(key, absent):
+            raise ValueError(
+                f"the checkpoint has {key}={value!r}, and {type(optimizer).__name__} has no such "
+                "hyperparameter: expected an optimizer with it"
+            )
+    return values
+
+
 def restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any] | None]) -> None:
     """Give parameter groups the hyperparameters that were saved, where there are any."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -281,7 +330,14 @@ def restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any] | No
                 group[key] = float(value) if isinstance(value, Tensor) and key in group else value
 
 
-def reorder_schedule(
+def match_schedule(scheduler: Any, saved: dict[str, Any], matches: Sequence[int | None]) -> dict[str, Any]:
+    """Return the state for an LR scheduler. Raises ValueError if it can't go on with what was saved."""
+    state = _reorder_schedule(saved, scheduler.state_dict(), matches)
+    _check_schedule(state, scheduler)
+    return state
+
+
+def _reorder_schedule(
     saved: dict[str, Any], current: Mapping[str, Any], matches: Sequence[int | None]
 ) -> dict[str, Any]:
     """Return the saved state of an LR scheduler, with its lists in the order of the present groups.
@@ -306,7 +362,7 @@ def reorder_schedule(
                     f"the checkpoint has an LR schedule of {len(value)} parts, the engine has one of "
                     f"{len(present)}: expected the same number"
                 )
-            state[key] = [reorder_schedule(*pair, matches) for pair in zip(value, present, strict=True)]
+            state[key] = [_reorder_schedule(*pair, matches) for pair in zip(value, present, strict=True)]
     return state
 
 

@@ -74,8 +74,6 @@ def boxes_of(shape: Shape, span: Span) -> list[Box]:
         return []
     if not shape:
         return [Box((), ())]
-    if len(shape) == 1:
-        return [Box((span.start,), (span.size,))]
     row = math.prod(shape[1:])
     (first, begin), (last, end) = divmod(span.start, row), divmod(span.stop, row)
     if first == last:
@@ -167,11 +165,6 @@ class StoredBox(NamedTuple):
     """The rank that wrote it, into `file_of(rank)`."""
     start: int
     """The first byte of its elements in that file."""
-
-    @property
-    def file(self) -> str:
-        """The name of the file that holds the box."""
-        return file_of(self.rank)
 
     @property
     def row(self) -> Row:

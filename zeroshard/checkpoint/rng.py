@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import random
-import sys
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
+import numpy
 import torch
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, torch's and (where it is imported) NumPy's default generators."""
+    """The states of Python's, torch's and NumPy's default generators."""
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states["numpy"] = [kind, keys.tolist(), *rest]
+    kind, keys, *rest = cast(Any, numpy.random.get_state())
+    states["numpy"] = [kind, keys.tolist(), *rest]
     return states
 
 
@@ -27,7 +26,7 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     if device.type != "cpu" and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+    if "numpy" in states:
         numpy.random.set_state(tuple(states["numpy"]))
 
 
@@ -39,7 +38,7 @@ def check(states: dict[str, Any], device: torch.device) -> None:
     torch.Generator().set_state(states["torch"])
     if device.type != "cpu" and device.type in states:
         torch.Generator(device).set_state(states[device.type])
-    if "numpy" in states and (numpy := sys.modules.get("numpy")) is not None:
+    if "numpy" in states:
         kind, keys, position, has_gauss, gauss = states["numpy"]
         # NumPy reads its words at any position that it is given.
         if type(position) is not int or not 0 <= position <= len(keys) or has_gauss not in (0, 1):
@@ -53,5 +52,4 @@ def derive(seed: int, rank: int, step: int) -> None:
     value = int.from_bytes(digest, "little") >> 1
     torch.manual_seed(value)
     random.seed(value)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(value % 2**32)
+    numpy.random.seed(value % 2**32)

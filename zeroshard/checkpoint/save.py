@@ -255,7 +255,7 @@ def to_index(boxes: Iterable[WrittenBox], parameters: Mapping[str, ParameterReco
             properties = metadata.TensorProperties(dtype=written.dtype)
             tensor = metadata.TensorStorageMetadata(properties, torch.Size(written.shape), [])
             tensors.setdefault(name, tensor).chunks.append(box)
-            place = filesystem._StorageInfo(stored.file, written.offset, written.num_bytes)
+            place = filesystem._StorageInfo(file_of(stored.rank), written.offset, written.num_bytes)
             places[metadata.MetadataIndex(name, box.offsets)] = place
     # No path in the meta: the checkpoint will not stay under the present one.
     meta, version = metadata.StorageMeta(), filesystem.CURRENT_DCP_VERSION

@@ -26,7 +26,6 @@ from zeroshard.checkpoint.tensors import (
     is_codes,
     is_scales,
     num_scales,
-    own_blocks,
     shape_of,
     state_name,
 )
@@ -57,11 +56,9 @@ class SavedState:
     """States of one value, in the form in which the present optimizer keeps them."""
     dtypes: Dtypes
     """The dtypes of the states that are made of `tensors`."""
-    converted: Family | None
+    converted: Rule | None
     """The family of states that are to have another number of bits, or other blocks; None: they are read as
     they are."""
-    blocks: Cut | None
-    """The cut whose parts have blocks of their own in the checkpoint."""
 
 
 SavedStates = dict[ShardedParameter, SavedState]
@@ -78,7 +75,7 @@ def match_states(
     stored: Stored,
     scalars: Mapping[str, Mapping[str, Any]],
     names: Mapping[str, str],
-    cuts: Mapping[str, Cut],
+    own_blocks: Mapping[str, Cut | None],
     convert_states: bool,
     noted: str | None = None,
 ) -> SavedStates:
@@ -87,7 +84,7 @@ def match_states(
     Args:
         scalars: by stored name.
         names: the stored name of each parameter.
-        cuts: the cuts of parameters that this rank has a part of, by name.
+        own_blocks: the cuts whose parts have the blocks here, by the name of the parameter.
         convert_states: whether states may get another number of bits, or other blocks.
         noted: the state that an asynchronous pipeline adds here to the optimizer's, if it does. Other states
             of that kind are not read; nor is this one if states are converted, so that it begins anew.
@@ -96,14 +93,16 @@ def match_states(
         ValueError: states that the optimizer can't have, by their parameter.
         RuntimeError: states that belong together are not all there, or not as they should be.
     """
-    by_name = _tensors_by_parameter(stored)
     states: SavedStates = {}
     for parameter in (p for group in optimizer.param_groups for p in only_sharded(group["params"])):
         name, bits = names[parameter.fqn], num_bits(optimizer, parameter)
         blocks = stored.manifest.parameters[name].blocks
-        has_same_blocks = have_same_blocks(blocks, own_blocks(cuts.get(parameter.fqn)))
-        tensors = by_name.get(name, {})
-        tensors = {key: one for key, one in tensors.items() if key == noted or key not in _OF_PIPELINES}
+        has_same_blocks = have_same_blocks(blocks, own_blocks[parameter.fqn])
+        tensors = {
+            key: one
+            for key, one in stored.states.get(name, {}).items()
+            if key == noted or (key not in _OF_PIPELINES and "/" not in key)
+        }
         own: Mapping[str, Any] = {}
         if (saved := scalars.get(name, {})) or tensors:  # else the parameter has had no step
             with naming_damage(stored.directory / VALUES):
@@ -127,37 +126,16 @@ def match_states(
             scalars=own,
             dtypes=_new_dtypes(optimizer, parameter, tensors, stored.tensors.get(name), converted, bits),
             converted=converted,
-            blocks=blocks,
         )
-    return states
-
-
-def _tensors_by_parameter(stored: Stored) -> dict[str, dict[str, StoredTensor]]:
-    states: dict[str, dict[str, StoredTensor]] = {}
-    for name, tensor in stored.tensors.items():
-        prefix, _, rest = name.partition("/")
-        fqn, _, key = rest.rpartition("/")
-        if prefix == "optimizer" and fqn in stored.manifest.parameters:
-            states.setdefault(fqn, {})[key] = tensor
-    for fqn, tensors in states.items():
-        dtypes = _dtypes_of(tensors)
-        for key, tensor in tensors.items():
-            record = stored.manifest.parameters[fqn]
-            expected = shape_of(key, dtypes, record.shape, record.blocks)
-            if tensor.shape != expected or (is_scales(key, dtypes) and tensor.dtype != torch.float32):
-                raise RuntimeError(
-                    f"{stored.directory / MANIFEST}: state '{key}' of '{fqn}' is {tensor.dtype} of shape "
-                    f"{tensor.shape}; expected shape {expected}, and scales in torch.float32"
-                )
     return states
 
 
 def _check_states(
     optimizer: Optimizer, name: str, bits: int, stored: Stored, dtypes: Dtypes, has_same_blocks: bool
-) -> Family | None:
+) -> Rule | None:
     """Return the family to convert from, if the checkpoint has other bits or blocks; None if not."""
     kind, manifest = type(optimizer).__name__, stored.directory / MANIFEST
-    family = family_of(kind)
+    family = rule_named(kind)
     if family is None:
         if not has_same_blocks and any(is_scales(key, dtypes) for key in dtypes):
             raise ValueError(
@@ -186,7 +164,7 @@ def _new_dtypes(
     parameter: ShardedParameter,
     tensors: Mapping[str, StoredTensor],
     main: StoredTensor | None,
-    converted: Family | None,
+    converted: Rule | None,
     bits: int,
 ) -> Dtypes:
     """Return the dtypes in which the optimizer gets its states.
@@ -258,9 +236,10 @@ def read_converted(
     """
     assert saved.converted is not None, "only these are read so"
     dtypes, num, device = _dtypes_of(saved.tensors), part.data.numel(), part.data.device
+    blocks = reader.stored.manifest.parameters[part.name].blocks
     for key, is_signed in saved.converted.states.items():
         book, has_codes = codebook(is_signed, device), is_codes(key, dtypes)
-        scales = torch.empty(num_scales(part.shape, saved.blocks) if has_codes else 0, device=device)
+        scales = torch.empty(num_scales(part.shape, blocks) if has_codes else 0, device=device)
         if has_codes:
             reader.read_into(state_name(part.name, key + ABSMAX), scales)
         for start in range(0, num, _PIECE):
@@ -268,8 +247,7 @@ def read_converted(
             values = torch.empty(span.size, dtype=torch.uint8 if has_codes else torch.float32, device=device)
             reader.read(part.state(key, values, start))
             if has_codes:
-                held, rank = part.part or (None, 0)
-                numbers = block_numbers(part.shape, span.shifted(part.start), held, rank, saved.blocks)
+                numbers = block_numbers(part.shape, span.shifted(part.start), part.part, blocks)
                 values = book.values.index_select(0, values.int()) * scales[numbers.to(device)]
             target = targets[key][span.slice]
             if is_codes(key, saved.dtypes):
@@ -277,43 +255,6 @@ def read_converted(
             else:
                 target.copy_(values)
             reader.evict(target)
-
-
-Family = Rule
-"""Optimizers with the states of one rule differ in library, number of bits and kind of memory only."""
-
-_NEUTRAL = {"maximize": False, "alpha": 0.0, "eps": 0.0, "t_alpha": None, "t_beta3": None}
-"""Hyperparameters that torch or bitsandbytes has for all optimizers, with the value that has no effect."""
-
-family_of = rule_named
-
-
-def convert_group(
-    optimizer: Optimizer, saved: Mapping[str, Any], present: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Saved hyperparameters under the keys that a present group has for them.
-
-    Raises:
-        ValueError: one that changes the steps, and that the optimizer does not have.
-    """
-    values = {key: value for key, value in saved.items() if key != "names"}
-    family = family_of(type(optimizer).__name__)
-    if family is None:
-        return values
-    if "betas" in values and "betas" not in present:
-        first, *_ = values.pop("betas")
-        values |= {} if family.beta is None else {family.beta: first}
-    elif family.beta in values and family.beta not in present and "betas" in present:
-        values["betas"] = (values.pop(family.beta), *present["betas"][1:])
-    for key, absent in {**_NEUTRAL, **family.neutral}.items():
-        if key in present:
-            values.setdefault(key, absent)
-        elif value := values.pop(key, absent):
-            raise ValueError(
-                f"the checkpoint has {key}={value!r}, and {type(optimizer).__name__} has no such "
-                "hyperparameter: expected an optimizer with it"
-            )
-    return values
 
 
 def convert_scalars(optimizer: Optimizer, saved: Mapping[str, Any], global_step: int) -> dict[str, Any]:
@@ -327,7 +268,7 @@ def convert_scalars(optimizer: Optimizer, saved: Mapping[str, Any], global_step:
         global_step: the count for an optimizer that counts, if the saved one did not.
     """
     kind = type(optimizer)
-    family = family_of(kind.__name__)
+    family = rule_named(kind.__name__)
     if family is None:
         return dict(saved)
     scalars = {key: value for key, value in saved.items() if key != "step"}

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
-from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, runs, split, whole
+from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, file_of, runs, split, whole
 from zeroshard.comm.mesh import Axes
 from zeroshard.forwards.composed import DESCRIPTION
 from zeroshard.optim.eightbit.blocks import ABSMAX, num_blocks
@@ -80,26 +81,23 @@ def have_same_blocks(one: Cut | None, other: Cut | None) -> bool:
     return (one.dim, one.num_ranks, one.spans(0)) == (other.dim, other.num_ranks, other.spans(0))
 
 
-def block_numbers(
-    shape: Sequence[int], span: Span, held: Cut | None, rank: int, blocks: Cut | None
-) -> Tensor:
+def block_numbers(shape: tuple[int, ...], span: Span, part: TensorPart | None, blocks: Cut | None) -> Tensor:
     """Return the blocks that elements lie in: [span.size], int64.
 
     Args:
         shape: the shape of the parameter.
         span: a flat range of the part of a rank, or of the whole parameter.
-        held: the cut of that part; None for the whole.
-        rank: the rank of that part.
+        part: that part; None for the whole.
         blocks: the cut whose parts have the blocks; None for blocks of the whole.
     """
-    if held is None and blocks is None:
+    if part is None and blocks is None:
         return torch.arange(span.start, span.stop) // BLOCK
-    local = shape if held is None else held.local_shape
-    at = list(np.unravel_index(np.arange(span.start, span.stop), tuple(local)))
-    if held is not None:
-        at[held.dim] = _indices(held, rank)[at[held.dim]]
+    local = shape if part is None else part.cut.local_shape
+    at = list(np.unravel_index(np.arange(span.start, span.stop), local))
+    if part is not None:
+        at[part.cut.dim] = _indices(part.cut, part.rank)[at[part.cut.dim]]
     if blocks is None:
-        return torch.from_numpy(np.ravel_multi_index(at, tuple(shape)) // BLOCK)
+        return torch.from_numpy(np.ravel_multi_index(at, shape) // BLOCK)
     in_parts = np.concatenate([_indices(blocks, number) for number in range(blocks.num_ranks)])
     owner, at[blocks.dim] = np.divmod(np.argsort(in_parts)[at[blocks.dim]], blocks.local_shape[blocks.dim])
     before = owner * num_blocks(math.prod(blocks.local_shape))
@@ -222,10 +220,10 @@ def read_model(runtime: Runtime) -> ModelState:
     return state
 
 
-def cuts_of(runtime: Runtime) -> dict[str, Cut]:
-    """The cuts of the parameters that tensor ranks hold in parts, by name."""
+def blocks_by_name(runtime: Runtime) -> dict[str, Cut | None]:
+    """The cut of each parameter whose parts have blocks of their own, by its name; None for the others."""
     originals = (original for buffer in runtime.buffers for original in buffer.originals)
-    return {original.fqn: original.cut for original in originals if original.cut is not None}
+    return {original.fqn: own_blocks(original.cut) for original in originals}
 
 
 def slices(
@@ -287,6 +285,8 @@ class Stored:
 
     directory: Path
     manifest: Manifest
+    states: dict[str, dict[str, StoredTensor]]
+    """The states of each parameter, under the keys of `States`."""
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -302,10 +302,25 @@ def open_checkpoint(directory: Path) -> Stored:
     """
     manifest = read_manifest(directory)
     check_sizes(directory, manifest)
-    return Stored(directory, manifest)
+    states: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in manifest.tensors.items():
+        kind, _, rest = name.partition("/")
+        fqn, _, key = rest.rpartition("/")
+        if fqn in manifest.parameters:
+            states.setdefault(fqn, {})[key if kind == "optimizer" else f"{kind}/{key}"] = tensor
+    for fqn, tensors in states.items():
+        record, dtypes = manifest.parameters[fqn], {key: tensor.dtype for key, tensor in tensors.items()}
+        for key, tensor in tensors.items():
+            expected = shape_of(key, dtypes, record.shape, record.blocks)
+            if tensor.shape != expected or (is_scales(key, dtypes) and tensor.dtype != torch.float32):
+                raise RuntimeError(
+                    f"{directory / MANIFEST}: state '{key}' of '{fqn}' is {tensor.dtype} of shape "
+                    f"{tensor.shape}; expected shape {expected}, and scales in torch.float32"
+                )
+    return Stored(directory, manifest, states)
 
 
-class TensorReader:
+class TensorReader(ExitStack):
     """Reads ranges of the tensors of a checkpoint; a context manager, which keeps files open.
 
     Args:
@@ -314,15 +329,9 @@ class TensorReader:
     """
 
     def __init__(self, stored: Stored, evict: Callable[[Tensor], None] = lambda _: None) -> None:
-        self._stored, self.evict = stored, evict
+        super().__init__()
+        self.stored, self.evict = stored, evict
         self._files: dict[str, BinaryIO] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def read(self, part: TensorSlice) -> None:
         """Fill `part.data`, in its own dtype, on its own device.
@@ -330,7 +339,7 @@ class TensorReader:
         Raises:
             RuntimeError: the checkpoint does not hold all of it, or a file has become shorter.
         """
-        stored, num_read = self._stored.tensors[part.name], 0
+        stored, num_read = self.stored.tensors[part.name], 0
         for box, values in part.boxes():
             in_order = values if values.is_contiguous() else torch.empty_like(values).contiguous()
             for source in stored.parts:
@@ -343,7 +352,7 @@ class TensorReader:
                 self.evict(part.data)
         if num_read != part.data.numel():
             raise RuntimeError(
-                f"{self._stored.directory}: expected {part.data.numel()} elements of '{part.name}' from "
+                f"{self.stored.directory}: expected {part.data.numel()} elements of '{part.name}' from "
                 f"{part.start} on, found {num_read}"
             )
 
@@ -354,7 +363,10 @@ class TensorReader:
         target.copy_(values.view(target.shape))
 
     def _read_run(self, source: StoredBox, dtype: torch.dtype, start: int, target: Tensor) -> None:
-        file = self._open(source.file)
+        name = file_of(source.rank)
+        if name not in self._files:
+            self._files[name] = self.enter_context((self.stored.directory / name).open("rb"))
+        file = self._files[name]
         begin = source.start + start * dtype.itemsize
         step = max(1, MAX_BOX_BYTES // dtype.itemsize)
         for at in range(0, target.numel(), step):
@@ -363,15 +375,10 @@ class TensorReader:
             raw = piece if direct else torch.empty(piece.numel(), dtype=dtype, device="cpu")
             file.seek(begin + at * dtype.itemsize)
             if file.readinto(raw.view(torch.uint8).numpy().data) != raw.nbytes:  # type: ignore[attr-defined]
-                raise RuntimeError(f"{self._stored.directory / source.file}: ends too early")
+                raise RuntimeError(f"{self.stored.directory / name}: ends too early")
             if not direct:
                 piece.copy_(raw)
             self.evict(piece)
-
-    def _open(self, name: str) -> BinaryIO:
-        if name not in self._files:
-            self._files[name] = self._stack.enter_context((self._stored.directory / name).open("rb"))
-        return self._files[name]
 
 
 # --------------------------------------------------------------------------------- descriptions of codes
@@ -379,9 +386,6 @@ class TensorReader:
 
 _MARK = ".quant_state.bitsandbytes__"
 _OFFSET = "nested_offset"
-
-Offsets = dict[str, float | None]
-"""By the name of a description; None where scales are not quantized themselves."""
 
 
 def is_description(name: str) -> bool:
@@ -394,8 +398,8 @@ def is_beside_codes(name: str) -> bool:
     return is_description(name) or name.rpartition(".")[2] == "SCB"
 
 
-def read_offsets(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) -> Offsets:
-    """Read the descriptions of a checkpoint.
+def check_buffers(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) -> None:
+    """Compare the buffers of a checkpoint with the model's.
 
     Args:
         stored: the checkpoint.
@@ -403,31 +407,37 @@ def read_offsets(stored: Stored, runtime: Runtime, buffers: dict[str, Tensor]) -
         buffers: tensors of the model's state_dict that are no parameters; the checkpoint has the same names.
 
     Raises:
-        ValueError: a weight is quantized in another way.
+        ValueError: one has another shape, or a weight is quantized in another way.
     """
-    offsets: Offsets = {}
     with TensorReader(stored, runtime.context.memory.evict) as reader:
         for name, buffer in buffers.items():
-            if not is_description(name):
-                continue
-            values = torch.empty(stored.tensors[name].shape, dtype=torch.uint8, device="cpu")
-            reader.read_into(name, values)
-            saved, own = _unpack(values), _unpack(buffer)
-            offsets[name] = saved.pop(_OFFSET, None)
-            own.pop(_OFFSET, None)
-            if saved != own:
+            shape, expected = stored.tensors[name].shape, tuple(buffer.shape)
+            if is_description(name):
+                saved, own = _read_description(reader, name), _unpack(buffer)
+                if saved | {_OFFSET: None} != own | {_OFFSET: None}:
+                    raise ValueError(
+                        f"'{stored.directory}': '{_weight_of(name)}' is quantized as {saved}; the model has "
+                        f"{own}: expected the same kind of codes"
+                    )
+            elif shape != expected:
                 raise ValueError(
-                    f"'{stored.directory}': '{_weight_of(name)}' is quantized as {saved}; the model "
-                    f"has {own}: expected the same kind of codes"
+                    f"'{stored.directory}': buffer '{name}' has shape {shape}; the model expects {expected}"
                 )
-    return offsets
 
 
-def set_offset(model: nn.Module, name: str, offset: float | None) -> None:
-    """Give the weight that a description belongs to the offset of its scales."""
-    if offset is not None:
+def read_buffer(reader: TensorReader, model: nn.Module, name: str, buffer: Tensor) -> None:
+    """Read a buffer. Of a description, give its weight the offset of the scales that it has."""
+    if not is_description(name):
+        reader.read_into(name, buffer)
+    elif (offset := _read_description(reader, name).get(_OFFSET)) is not None:
         weight: Any = model.get_parameter(_weight_of(name))
         weight.quant_state.offset.fill_(offset)
+
+
+def _read_description(reader: TensorReader, name: str) -> dict[str, Any]:
+    values = torch.empty(reader.stored.tensors[name].shape, dtype=torch.uint8, device="cpu")
+    reader.read_into(name, values)
+    return _unpack(values)
 
 
 def _weight_of(name: str) -> str:

@@ -32,7 +32,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -40,6 +39,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -52,13 +52,9 @@ MAX_DEPTH = 100
 
 _MAX_INT_BITS = 4096
 """Python reads decimal numbers of at most 4300 digits, which is more bits than these."""
-_SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$Size"}
-_DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
-_ATOMS: dict[type, Callable[[Any], dict[str, Any]]] = {
-    bytes: lambda value: {"$bytes": value.hex()},
-    torch.dtype: lambda value: {"$dtype": dtype_name(value)},
-    torch.device: lambda value: {"$device": str(value)},
-}
+_SEQUENCES = (tuple, set, frozenset, torch.Size)
+_DICTS = (dict, OrderedDict, Counter)
+_ATOMS: dict[type, Callable[[Any], str]] = {bytes: bytes.hex, torch.dtype: dtype_name, torch.device: str}
 _SPARSE: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
@@ -123,14 +119,13 @@ def _simpler(value: Any, path: str) -> Any:
         return value.value
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        if isinstance(value, numpy.ndarray):
-            try:
-                return torch.from_numpy(value.copy())
-            except TypeError as error:
-                raise ValueError(f"{path}: expected an array of numbers: {error}") from None
-        if isinstance(value, numpy.generic):
-            return value.item()
+    if isinstance(value, numpy.ndarray):
+        try:
+            return torch.from_numpy(value.copy())
+        except TypeError as error:
+            raise ValueError(f"{path}: expected an array of numbers: {error}") from None
+    if isinstance(value, numpy.generic):
+        return value.item()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
@@ -168,7 +163,7 @@ class _JsonEncoder:
         if kind is complex:
             return {"$complex": [self.encode(part, path) for part in (value.real, value.imag)]}
         if kind in _ATOMS:
-            return _ATOMS[kind](value)
+            return {f"${kind.__name__}": _ATOMS[kind](value)}
         if kind in (Tensor, nn.Parameter):
             return self._encode_tensor(value, path)
         if depth > MAX_DEPTH:
@@ -177,7 +172,7 @@ class _JsonEncoder:
             )
         if kind is list or kind in _SEQUENCES:
             items = [self.encode(item, f"{path}[{at}]", depth + 1) for at, item in enumerate(value)]
-            return items if kind is list else {_SEQUENCES[kind]: items}
+            return items if kind is list else {f"${kind.__name__}": items}
         if kind in _DICTS:
             return self._encode_dict(value, path, depth)
         if kind is Given:
@@ -197,7 +192,7 @@ class _JsonEncoder:
         name, times = Counter(map(repr, keys)).most_common(1)[0] if keys else ("", 1)
         if times > 1:
             raise ValueError(f"{path}: expected different keys, got two that are both saved as {name:.100}")
-        return {_DICTS[type(value)]: [list(pair) for pair in zip(keys, items.values(), strict=True)]}
+        return {f"${type(value).__name__}": [list(pair) for pair in zip(keys, items.values(), strict=True)]}
 
     def _encode_tensor(self, value: Tensor, path: str) -> dict[str, Any]:
         if value.is_meta or value.is_quantized or vars(value):
@@ -253,8 +248,7 @@ class _JsonDecoder:
         if sum(info.numel * info.file_dtype.itemsize for info in self._infos.values()) > len(self._data):
             raise ValueError(f"{file}: expected tensors that do not overlap")
         self._make: dict[str, Callable[[Any], Any]] = {
-            **{f"${kind.__name__}": _hashing(kind) for kind in (set, frozenset, dict, OrderedDict)},
-            "$Counter": lambda pairs: Counter(_hashing(dict)(pairs)),
+            **{f"${kind.__name__}": _hashing(kind) for kind in (set, frozenset, *_DICTS)},
             "$tuple": tuple,
             "$Size": torch.Size,
             "$float": float,
@@ -318,13 +312,15 @@ _FEW_KEYS = 1000
 def _hashing(kind: type) -> Callable[[list[Any]], Any]:
     """Return a maker of sets or dicts that refuses keys chosen to have one hash, which take hours."""
 
-    def make(items: list[Any]) -> Any:
+    make: Callable[[Any], Any] = kind
+
+    def check_and_make(items: list[Any]) -> Any:
         keys = [key for key, _ in items] if issubclass(kind, dict) else items
         if len(keys) > max(_FEW_KEYS, 2 * len({hash(key) for key in keys})):
             raise ValueError("too many keys of a set or dict have the same hash")
-        return kind(items)
+        return make(dict(items) if issubclass(kind, dict) else items)
 
-    return make
+    return check_and_make
 
 
 def _as_parameter(value: Tensor) -> nn.Parameter:

@@ -77,11 +77,11 @@ class LossScale:
         state = {"value": self.value, "is_dynamic": self.policy is not None, "num_steps": self.num_steps}
         return state | {"num_spared": self.num_spared} if self.num_spared else state
 
-    def resumed(self, saved: LossScale | None) -> LossScale:
-        """This scale with the value and counts of a saved one, unless one of them is fixed."""
-        if saved is None or self.policy is None:
+    def resumed(self, value: float, num_steps: int, num_spared: int) -> LossScale:
+        """This scale with the value and counts of a dynamic one that was saved, unless this one is fixed."""
+        if self.policy is None:
             return self
-        return replace(self, value=saved.value, num_steps=saved.num_steps, num_spared=saved.num_spared)
+        return replace(self, value=value, num_steps=num_steps, num_spared=num_spared)
 
 
 class StepGuard:
