@@ -206,9 +206,8 @@ class _Loading:
         with naming_damage(directory / MANIFEST):
             if stored.manifest.data is not None:
                 parse_state(stored.manifest.data)
-            self.loss_scale: _SavedScale | None = typed(
-                _SavedScale | None, stored.manifest.loss_scale, "loss_scale"
-            )
+            scale = stored.manifest.loss_scale
+            self.loss_scale: _SavedScale | None = typed(_SavedScale | None, scale, "loss_scale")
         self.own = PartNames(self.names, set(model.buffers), set(model.extra))
 
     def check_all_found(self, parts: Sequence[PartNames]) -> None:

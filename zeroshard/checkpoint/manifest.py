@@ -20,7 +20,6 @@ from zeroshard.safetensors import is_file_name
 from zeroshard.stepping.rounding import Rounding
 
 FORMAT = 2
-_CHUNK = 1 << 20
 _Crc = Annotated[int, range(1 << 32).__contains__]
 
 
@@ -41,7 +40,7 @@ class ParameterRecord:
     aliases: tuple[str, ...]
     """The other names of a tied parameter."""
     blocks: Cut | None = None
-    """The cut whose parts begin with blocks of their own, for 8-bit states; see `blockwise.own_blocks`."""
+    """The cut whose parts begin with blocks of their own, for 8-bit states; see `own_blocks`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +163,7 @@ def check_sums(directory: Path, manifest: Manifest, names: Iterable[str]) -> Non
     """Raise RuntimeError for the first file of these names that does not hold what was written."""
     for name in names:
         file, crc = directory / name, 0
-        buffer = memoryview(bytearray(_CHUNK))
+        buffer = memoryview(bytearray(1 << 20))
         with file.open("rb", buffering=0) as stream:
             while num_read := stream.readinto(buffer):
                 crc = zlib.crc32(buffer[:num_read], crc)

@@ -72,11 +72,9 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
         boxes = sum(1 for part in snapshot.slices for _ in part.boxes(MAX_BOX_BYTES))
         return sum(part.data.nbytes for part in snapshot.slices) + boxes * _PER_BOX
 
-    total = sum(on_all(axis, "agreement on the size of a checkpoint", size))
+    total = _MARGIN + sum(on_all(axis, "agreement on the size of a checkpoint", size))
     place: CheckpointPlace = on_first(
-        axis,
-        "start of a checkpoint",
-        lambda: files.open_place(snapshot.folder, snapshot.tag, total + _MARGIN),
+        axis, "start of a checkpoint", lambda: files.open_place(snapshot.folder, snapshot.tag, total)
     )
     try:
         on_all(axis, "start of a checkpoint", lambda: _check_shared(place))
