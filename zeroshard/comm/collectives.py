@@ -195,8 +195,11 @@ class Axis:
             label: its name in error messages, as `note` gives it.
             kind: one of the kinds of a counter.
         """
-        with self.waits.naming(label):
+        try:  # a context manager costs as much as all else here
+            self.waits.check()
             work = collective(async_op=self.exchanges)
+        except RuntimeError as error:
+            raise self.waits.error(label, error) from None
         return Pending(self, label, kind, [work]) if self.exchanges else self.waits.issue(label)
 
     def all_gather(self, flat: Tensor, own: Tensor, *, tag: int, label: str, channel: str = GATHER) -> Handle:

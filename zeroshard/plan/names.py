@@ -184,7 +184,8 @@ def find_casts(
     casts: dict[nn.Module, Cast] = {}
 
     def collect(module: nn.Module) -> None:
-        dtype = _common_dtype(module, overrides)
+        dtypes = {overrides.get(parameter) for parameter in module.parameters()}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None  # the one that patterns give to all of them
         is_called = type(module).forward is not nn.Module.forward  # a list of modules is not
         if dtype is None or not is_called or module in parts:
             for child in module.children():
@@ -199,9 +200,3 @@ def find_casts(
     if overrides:
         collect(root)
     return casts
-
-
-def _common_dtype(module: nn.Module, overrides: Mapping[nn.Parameter, torch.dtype]) -> torch.dtype | None:
-    """The dtype that patterns give to all parameters of a module; None if there is no such dtype."""
-    dtypes = {overrides.get(parameter) for parameter in module.parameters()}
-    return dtypes.pop() if len(dtypes) == 1 else None

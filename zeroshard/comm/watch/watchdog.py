@@ -449,7 +449,7 @@ class Waits:
         wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger, works=works)
         self.rank_status.wait = wait
         try:  # on the hot path, where a context manager costs more than all else here
-            self._check()
+            self.check()
             end(wait.since + wait.limit_s)
         except RuntimeError as error:
             raise self.error(label, error) from None
@@ -467,12 +467,13 @@ class Waits:
     def naming(self, label: str) -> Iterator[None]:
         """Raise errors inside as errors of this collective; after an alarm, raise one at once."""
         try:
-            self._check()
+            self.check()
             yield
         except RuntimeError as error:
             raise self.error(label, error) from None
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise an error once there has been an alarm."""
         if self.rank_status.is_interrupted:
             raise RuntimeError("a rank has raised an alarm")
 
