@@ -82,7 +82,7 @@ def full_gradient(engine: Engine, name: str) -> Tensor | None:
     """
     call = "full_gradient()"
     agreed = _agree(engine._runtime, call, name, lambda place: place.gradient is not None, reduces=True)
-    agreed.require_same("have a gradient and none of")
+    agreed.require_same("do not both have a gradient of", end="Drop p.grad on all ranks alike")
 
     def read(place: Whole) -> dict[str, Tensor]:
         return {} if (gradient := place.gradient) is None else {name: place.gather(gradient)}
@@ -202,7 +202,11 @@ class _NamedParameter(NamedTuple):
         return spread(self.axes, self.first, get(self.place) if is_read and self.place is not None else {})
 
     def require_same(
-        self, differ: str, of: Callable[[Any], Any] = lambda fact: fact, error: type[Exception] = RuntimeError
+        self,
+        differ: str,
+        of: Callable[[Any], Any] = lambda fact: fact,
+        error: type[Exception] = RuntimeError,
+        end: str = "Nothing was changed",
     ) -> None:
         """Refuse facts, or values `of` them, that are not the same: ranks 0 and 1 `differ` the name."""
         (first, wanted), *others = self.facts.items()
@@ -210,7 +214,7 @@ class _NamedParameter(NamedTuple):
             if of(fact) != of(wanted):
                 raise error(
                     f"{self.call}: ranks {first} and {rank} {differ} '{self.name}': expected the same on "
-                    "every rank. Nothing was changed"
+                    f"every rank. {end}"
                 )
 
 

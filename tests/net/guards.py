@@ -362,7 +362,7 @@ GUARDS = (
         name="edits_are_not_written_back",
         says="unsharded(write_back=True) drops the edits of parameters.",
         file="zeroshard/full/parameters.py",
-        find="        buffer.source.write(flat[buffer.main_span.slice])\n",
+        find="    write(runtime, ((one.whole, one.values) for one in shown))\n",
         replace="",
         tests=(
             "tests/test_engine.py::test_written_back_edits_reach_the_shards_the_forward_and_the_next_step",
@@ -372,7 +372,7 @@ GUARDS = (
         name="ranks_write_different_edits_back",
         says="unsharded(write_back=True) takes edits that differ between the ranks.",
         file="zeroshard/full/parameters.py",
-        find="            if digest != wanted:\n",
+        find="            if firsts.setdefault(name, edit) != edit:\n",
         replace="            if False:\n",
         tests=("tests/test_engine.py::test_edits_that_differ_between_ranks_are_refused_and_none_is_written",),
     ),
