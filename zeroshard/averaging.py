@@ -28,7 +28,8 @@ class EMA:
     Raises:
         ValueError: an argument is not as expected, or differs between ranks; or the engine has an average
             of this name.
-        RuntimeError: the call is in a forward or backward, or in `unsharded()` or `applied()`.
+        RuntimeError: the call is in a forward or backward, or in `unsharded()` or `applied()`; or there is no
+            such memory, or space on disks.
     """
 
     def __init__(self, engine: Engine, decay: float, *, name: str = "ema") -> None:
@@ -77,8 +78,8 @@ class EMA:
         back, to the bit. The block takes as much memory as the main parameters.
 
         Raises:
-            RuntimeError: in a forward, a backward, `unsharded()` or another such block; or the engine is
-                closed. Inside: a backward to parameters, a step, a checkpoint, `close()`, and calls that keep
-                edits of parameters.
+            RuntimeError: in a forward, a backward, `unsharded()` or another such block; the engine is closed;
+                or averages in files are lost, and the message names the file. Inside: a backward to
+                parameters, a step, a checkpoint, `close()`, and calls that keep edits of parameters.
         """
         return self._averages.applied()

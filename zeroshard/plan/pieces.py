@@ -13,7 +13,7 @@ from zeroshard.plan.layout import BLOCK, Span, round_up
 from zeroshard.plan.tiers import Tier
 
 NEAR_BYTES = 64 << 20
-"""The most bytes of main parameters that travel together for a step."""
+"""The most bytes of main parameters, or of averages, that travel together for a step."""
 
 
 def most_elements(plan: BufferPlan) -> int:

@@ -124,11 +124,15 @@ class Averages:
         if not ranges:
             values = self._values[buffer].values
             self._take_in(buffer, Span(0, values.numel()), values, weight)
-        for part in ranges:
-            piece = self._pieces.fetch(part)
-            self._take_in(buffer, part.span, part.values_in(piece.memory), weight)
-            with self._pieces.writing(part.places(), piece):
-                pass
+        try:
+            for part in ranges:
+                piece = self._pieces.fetch(part)
+                self._take_in(buffer, part.span, part.values_in(piece.memory), weight)
+                with self._pieces.writing(part.places(), piece):
+                    pass
+        except BaseException:
+            self._pieces.join()  # its error comes once; ranges that are lost keep theirs
+            raise
 
     def _take_in(self, buffer: FlatBuffer, span: Span, averages: Tensor, weight: float) -> None:
         """Take in a range of the main parameters of a buffer.
@@ -136,13 +140,13 @@ class Averages:
         Args:
             averages: of the range, where it is computed.
         """
-        memory, main = self._runtime.context.memory, buffer.main.detach()[span.slice]
-        if weight == 1.0:
-            memory.copy(main, averages)
-            return
-        if buffer.plan.main_tier is not Tier.DEVICE:
-            memory.copy(main, near := torch.empty_like(averages))
+        main = buffer.main.detach()[span.slice]
+        if weight == 1.0 or buffer.plan.main_tier is not Tier.DEVICE:
+            near = averages if weight == 1.0 else torch.empty_like(averages)
+            buffer.source.load(Store(main, self._runtime.context.memory), near)  # edits wait for it
             main = near
+        if weight == 1.0:
+            return
         # Parameter by parameter, as torch does it: kernels may compute the last elements of a tensor in
         # another way than the others. Slices and ranges begin at blocks, so their last elements are the same.
         parts = [

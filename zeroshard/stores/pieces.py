@@ -7,8 +7,8 @@ A parcel has places at rest whose values pass through a piece together:
     write               parcel 0            parcel 1            parcel 2
 
 For values in pinned memory of the host, copies run on a stream for each direction, and compute alone waits
-for them; the host waits at the end of the step. Values in files come to pinned memory of the host, past the
-page cache, and go on from there; the host waits for reads.
+for them; the host waits at the end of the step, for averages before their next update. Values in files come
+to pinned memory of the host, past the page cache, and go on from there; the host waits for reads.
 """
 
 from __future__ import annotations

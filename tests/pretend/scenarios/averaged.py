@@ -45,3 +45,35 @@ for _stage in (1, 3):
     _add(_stage, {})
     _add(_stage, {"optimizer": "cpu"})
     _add(_stage, {"optimizer": "nvme"})
+
+
+def _edited(offload: dict[str, Any], precision: dict[str, Any]) -> None:
+    """Main parameters on the host are edited right after a step, whose averages still read them."""
+
+    def values(bench: Bench, tiers: dict[str, Any]) -> list[Tensor]:
+        torch.manual_seed(1)
+        engine = bench.start(bench.gpt(), stage=3, precision=precision, offload=tiers)
+        with bench.trace.syncs_allowed():
+            averages = [zeroshard.EMA(engine, 0.5, name="slow"), zeroshard.EMA(engine, 0.25, name="fast")]
+        for number in range(3):
+            bench.train(1, number)
+            with bench.trace.syncs_allowed(), torch.no_grad():
+                for parameter in engine.parameters():
+                    parameter.mul_(1.01)
+        found: list[Tensor] = []
+        with bench.trace.syncs_allowed():
+            for average in averages:
+                with average.applied():
+                    found += engine.full_state_dict().values()
+        return found
+
+    def run(bench: Bench) -> None:
+        found, want = values(bench, offload), values(bench, {})
+        with bench.trace.syncs_allowed():
+            assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+
+    add(f"ema_edited_{len(offload)}_on_host", run)
+
+
+_edited({"optimizer": "cpu"}, BF16)
+_edited({"optimizer": "cpu", "parameters": "cpu"}, {})
