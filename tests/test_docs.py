@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.test_frame import LEVEL, part_of
+from tests.test_frame import LEVEL, code_lines, part_of
 from zeroshard import Config, Offload
 
 ROOT = Path(__file__).parents[1]
@@ -183,8 +183,16 @@ def test_a_stop_of_the_architecture_exists(path: str, name: str) -> None:
 
 def test_the_architecture_has_each_life_once_and_all_of_its_stops_are_found() -> None:
     titles = re.findall(r"^## (The life of .*)$", ARCHITECTURE, re.MULTILINE)
-    assert titles == ["The life of a unit", "The life of a gradient", "The life of a step"]
+    assert titles == [f"The life of a {what}" for what in ("unit", "gradient", "step", "micro-batch")]
     assert len(STOPS) == len(re.findall(r"`[\w/]+\.py:\s", ARCHITECTURE)) > 50
+
+
+def test_the_first_reading_is_short_enough() -> None:
+    listed = ARCHITECTURE.partition("\n## The first reading\n")[2].partition("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.py)`", listed)
+    sources = [(ROOT / "zeroshard" / file).read_text(encoding="utf-8") for file in files]
+    assert len(files) == len(set(files)) > 12
+    assert sum(map(code_lines, sources)) < 3000
 
 
 def test_the_glossary_has_few_words() -> None:
