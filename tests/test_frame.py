@@ -28,20 +28,20 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 27610,
-    "statements of the package": 22602,
-    "tokens of the package": 264081,
-    "lines of code of the core": 9019,
-    "statements of the core": 7785,
-    "tokens of the core": 83475,
+    "lines of code of the package": 27606,
+    "statements of the package": 22598,
+    "tokens of the package": 264063,
+    "lines of code of the core": 9015,
+    "statements of the core": 7781,
+    "tokens of the core": 83457,
     "lines of code of examples, benchmarks and tools": 7657,
     "lines of the longest file": 600,
-    "booleans of the core": 43,
+    "booleans of the core": 42,
     "class names that are defined twice": 0,
     "modules that one other module imports": 26,
     "files of a step, two ranks": 31,
     "files of a step, one rank, offload": 34,
-    "words in docs/": 54768,
+    "words in docs/": 54761,
 }
 
 CORE = (

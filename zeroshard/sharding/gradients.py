@@ -84,8 +84,6 @@ class Gradients:
         self.is_kept = self._stays = False
         """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits; and while
         gradients stay on the device, which steps with them in this backward."""
-        self.is_stepped_near = False
-        """True if main parameters on the host are stepped on the device."""
         self._reset()
 
     def _reset(self) -> None:
@@ -129,7 +127,7 @@ class Gradients:
             self._unscale = 1.0 / scale
         self._defer, plan = defer, self.buffer.plan
         self.is_kept = more and not defer and plan.wide_dtype != plan.main_dtype
-        self._stays = steps and self.is_stepped_near
+        self._stays = steps and self.landing is not None
         self.missing = set(range(len(self.used)))
 
     def pack(self, index: int, gradient: Tensor) -> None:

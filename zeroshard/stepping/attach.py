@@ -123,8 +123,6 @@ def _homes(
             for indices in found
         ]
         homes.append(StoreHome(parts, pieces, starts))
-        for gradients in travelling:
-            gradients.is_stepped_near = gradients.landing is not None
     if rounding is not None:
         has_kernels(runtime.context.device)  # a warning comes before training
         # An optimizer of another class may compute with values.
