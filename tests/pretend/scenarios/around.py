@@ -152,7 +152,7 @@ def two_backwards_no_sync(bench: Bench) -> None:
         engine.step()
 
 
-@scenario(may_sync=("zeroshard/byname.py",))
+@scenario(may_sync=("full/parameters.py",))
 def one_parameter_by_name(bench: Bench) -> None:
     """A parameter, its gradient and its states are read and written between backward, step and forward."""
     engine = bench.start(bench.gpt(2), stage=3, precision=BF16)

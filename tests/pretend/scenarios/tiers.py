@@ -463,7 +463,7 @@ for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE), ("files"
         stage=3,
         precision=BF16,
         late=False,
-        may_sync=("zeroshard/byname.py",),
+        may_sync=("full/parameters.py", "zeroshard/byname.py"),
     )
     _add(f"{_name}_saved", _offload, _saved, stage=3, precision=BF16, may_sync=("zeroshard/checkpoint/",))
 _add("host_saved_stage1", HOST, _saved, stage=1, precision=BF16, may_sync=("zeroshard/checkpoint/",))
