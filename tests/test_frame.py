@@ -30,10 +30,10 @@ ROOT = Path(__file__).parents[1]
 BUDGETS = {
     "lines of code of the package": 27606,
     "statements of the package": 22598,
-    "tokens of the package": 264063,
+    "tokens of the package": 264062,
     "lines of code of the core": 9015,
     "statements of the core": 7781,
-    "tokens of the core": 83457,
+    "tokens of the core": 83456,
     "lines of code of examples, benchmarks and tools": 7657,
     "lines of the longest file": 600,
     "booleans of the core": 42,

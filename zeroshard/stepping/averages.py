@@ -141,12 +141,12 @@ class Averages:
             averages: of the range, where it is computed.
         """
         main = buffer.main.detach()[span.slice]
-        if weight == 1.0 or buffer.plan.main_tier is not Tier.DEVICE:
-            near = averages if weight == 1.0 else torch.empty_like(averages)
-            buffer.source.load(Store(main, self._runtime.context.memory), near)  # edits wait for it
-            main = near
+        values = Store(main, self._runtime.context.memory)
         if weight == 1.0:
+            buffer.source.load(values, averages)  # edits of main parameters wait for it
             return
+        if buffer.plan.main_tier is not Tier.DEVICE:
+            buffer.source.load(values, main := torch.empty_like(averages))
         # Parameter by parameter, as torch does it: kernels may compute the last elements of a tensor in
         # another way than the others. Slices and ranges begin at blocks, so their last elements are the same.
         parts = [
