@@ -11,7 +11,7 @@ from torch import nn
 
 import zeroshard
 from tests.checkpoint import runs
-from zeroshard.optim import LAMB, AdamW8bit
+from zeroshard.optim import LAMB, AdamW8bit, Muon, muon_groups
 
 MAKERS = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -78,6 +78,21 @@ def equal_bits(folder):
 def test_steps_in_the_backward_have_the_bits_of_steps_after_it(ranks, tmp_path, num_ranks):
     for found in ranks(num_ranks, equal_bits, tmp_path, timeout=300):
         assert not found
+
+
+def together_alone():
+    """One rank waits for nobody in a step, so optimizers that ask all ranks step in its backward, too."""
+    found, options = [], PRECISIONS["bf16 main"]
+    for make in (lambda model: LAMB(model.parameters(), lr=1e-2), lambda model: Muon(muon_groups(model))):
+        want, _ = run(options, make)
+        got, stepped = run(options | {"offload": {"optimizer": "cpu", "step_in_backward": True}}, make)
+        found += runs.differences(got, want) + ["none was stepped"] * (not stepped)
+    return found
+
+
+def test_lamb_and_muon_step_in_the_backward_of_one_rank(ranks):
+    (found,) = ranks(1, together_alone)
+    assert not found
 
 
 def accumulated():

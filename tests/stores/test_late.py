@@ -12,12 +12,13 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import zeroshard
 from tests.checkpoint import runs
 from tests.stores.late import stepped_late
-from zeroshard.optim import AdamW8bit
+from zeroshard.optim import LAMB, LARS, AdamW8bit, Muon, muon_groups
 from zeroshard.stepping import attach
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.parts import StepByParts
@@ -43,6 +44,20 @@ def with_tensor_rate(model):
     return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
 
 
+def lamb(model):
+    return LAMB(model.parameters(), lr=1e-2)
+
+
+def lars(model):
+    return LARS(model.parameters(), lr=1e-1)
+
+
+def muon(model):
+    return Muon(muon_groups(model))
+
+
+TOGETHER = (lamb, lars, muon)
+"""Optimizers whose step asks all ranks, so it waits for a forward on one rank alone."""
 NARROW = {"precision": {"param_dtype": "bf16", "main_dtype": "bf16"}}
 BF16 = {"precision": {"param_dtype": "bf16"}}
 
@@ -139,6 +154,10 @@ LOOKS = {
     "fused": (lambda *_: None, fused, BF16, True),
     "8 bits": (lambda *_: None, eight_bits, NARROW, True),
     "sgd": (lambda *_: None, sgd, NARROW, True),
+    "lamb": (change_rate, lamb, NARROW, True),
+    "lars": (evaluate, lars, {}, True),
+    "muon": (change_rate, muon, NARROW, True),
+    "muon parameter": (read_parameter, muon, {}, False),
     "rate": (change_rate, fused, {}, True),
     "tensor rate": (change_rate_in_place, with_tensor_rate, {}, True),
     "parameter": (read_parameter, adamw, {}, False),
@@ -190,6 +209,7 @@ def different(names, far=None):
     found = []
     for name in names:
         look, make, config, waits = LOOKS[name]
+        waits = waits and (make not in TOGETHER or dist.get_world_size() == 1)
         want, seen_at_once, _ = run(False, look, make, config)
         got, seen, in_forwards = run(True, look, make, config | ({"offload": far} if far else {}))
         found += [f"{name}: {text}" for text in runs.differences(got, want)]

@@ -36,7 +36,7 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.norms import NormsOverRanks, UsesNorms
-from zeroshard.stepping.parts import Home, StepByParts, is_divisible, is_known, pieces_of
+from zeroshard.stepping.parts import Home, StepByParts, is_divisible, is_known, pieces_of, steps_by_unit
 from zeroshard.stepping.rounding import (
     InPlace,
     Rounding,
@@ -79,21 +79,22 @@ def attach(
     """
     parts: list[StepByParts] = []
     together = _StepGroup(optimizers)
+    context = runtime.context
     for optimizer in optimizers:
         _refuse_theirs(optimizer)
         _hook(runtime, optimizer, together, engine)
         if isinstance(optimizer, UsesNorms):
-            optimizer.norms_of = NormsOverRanks(runtime.buffers, runtime.context.axes)
+            optimizer.norms_of = NormsOverRanks(runtime.buffers, context.axes)
         if isinstance(optimizer, UsesWholes):
-            optimizer.wholes_of = WholesOverRanks(runtime.buffers, runtime.context.axes)
+            optimizer.wholes_of = WholesOverRanks(runtime.buffers, context.axes)
         units = [unit.starts() for unit in runtime.units]
         starts = {p: start for unit in units for p, start in unit.items()}
         travelling = _travelling(runtime, optimizer)
         homes = _homes(runtime, optimizer, rounding, starts, travelling)
-        waits = engine is not None and is_divisible(optimizer) and may_wait(runtime)
-        if homes or runtime.context.setting.steps_in_backward or waits:
+        waits = engine is not None and steps_by_unit(optimizer, context.axes) and may_wait(runtime)
+        if homes or context.setting.steps_in_backward or waits:
             divided = [part for unit in runtime.units for part in _divided(unit, travelling)]
-            divides = is_divisible(optimizer) or travelling
+            divides = steps_by_unit(optimizer, context.axes) or travelling
             stepped = StepByParts(optimizer, divided if divides else [], homes)
             if waits:
                 stepped.late = LateSteps(runtime, optimizer)

@@ -23,7 +23,7 @@ from zeroshard.parameters.state import LastStep
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import has_hooks_of_others
-from zeroshard.stepping.parts import StepByParts, is_divisible
+from zeroshard.stepping.parts import StepByParts, steps_by_unit
 
 MOST_UNDER_WAY = 2
 """Units whose gradients exist on a device while another unit is reduced, as compute comes later."""
@@ -38,14 +38,14 @@ class EarlySteps:
         parts: its steps by part.
 
     Raises:
-        ValueError: the optimizer steps all of its parameters at once.
+        ValueError: ranks wait for each other in a step of the optimizer, or its class is not known.
     """
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, parts: Sequence[StepByParts]) -> None:
-        if not is_divisible(optimizer):
+        if not steps_by_unit(optimizer, runtime.context.axes):
             raise ValueError(
                 f"offload.step_in_backward: expected an optimizer of torch, zeroshard or bitsandbytes that "
-                f"steps each element by itself, got {type(optimizer).__name__}"
+                f"steps each element by itself, or one rank, got {type(optimizer).__name__}"
             )
         self._reducer, self._optimizer, self._state = runtime.reducer, weakref.ref(optimizer), runtime.state
         (self._parts,) = parts

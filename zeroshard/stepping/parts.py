@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.comm.mesh import Axes
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.gradient import gradient_of, set_gradient, set_gradients
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
@@ -190,7 +191,7 @@ class StepByParts:
         """Step some units ahead of the others.
 
         Args:
-            optimizer: an optimizer for which `is_divisible`.
+            optimizer: an optimizer for which `steps_by_unit`.
             parameters: those of the units; parameters of other optimizers are left alone.
             reduced: have their gradients, which are taken away after the step.
         """
@@ -217,12 +218,16 @@ class StepByParts:
 
 
 def is_divisible(optimizer: Optimizer) -> bool:
-    """True if an optimizer may step its parameters one unit after the other, at any time, and in pieces.
+    """True if an optimizer steps each element by itself, so also pieces of a parameter.
 
-    An optimizer that asks all ranks for norms or whole tensors may not: all ranks must ask at the same time,
-    for whole slices. Nor may a class that is not known: it may count steps by group.
+    One that needs norms or whole tensors does not. A class that is not known may count steps by group.
     """
     return is_known(optimizer) and not isinstance(optimizer, UsesNorms | UsesWholes)
+
+
+def steps_by_unit(optimizer: Optimizer, axes: Axes) -> bool:
+    """True if an optimizer may step units at different times: no rank waits for others in its step."""
+    return is_divisible(optimizer) or (is_known(optimizer) and axes.everyone.size == 1)
 
 
 def _groups_of(optimizer: Optimizer, chosen: Collection[ShardedParameter]) -> Groups:

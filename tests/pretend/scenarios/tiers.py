@@ -21,7 +21,7 @@ from zeroshard.optim import LAMB, AdamW8bit
 from zeroshard.optim.eightbit import rules, step
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
-from zeroshard.stepping.parts import is_divisible, is_known
+from zeroshard.stepping.parts import is_known, steps_by_unit
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
 NARROW = BF16 | {"main_dtype": "bfloat16"}
@@ -91,7 +91,8 @@ def _add(
         used = {stream for stream, _ in bench.trace.kernels}
         assert "to_host" in used, "gradients leave the device"
         on_device = bench.engine._runtime.context.memory.piece_bytes
-        assert bool(names) is (is_late and is_divisible(bench.engine.optimizer)), names
+        by_unit = steps_by_unit(bench.engine.optimizer, bench.engine._runtime.context.axes)
+        assert bool(names) is (is_late and by_unit), names
         if not is_in_files:
             check_places(bench)
         assert bool(on_device) is is_known(bench.engine.optimizer), "who steps"
@@ -622,6 +623,16 @@ _add(
     stage=3,
     may_sync=("optim/layerwise.py",),
 )
+for _name, _early in (("", {}), ("_in_backward", _EARLY)):
+    _add(
+        f"host_lamb_alone{_name}",
+        HOST | _early,
+        optimizer=lambda p: LAMB(p, 1e-3),
+        num_ranks=1,
+        stage=3,
+        precision=BF16,
+        may_sync=("optim/layerwise.py",),
+    )
 
 
 @scenario()
