@@ -318,7 +318,7 @@ class Engine(NotCopied, nn.Module):
         if not self._is_ready:
             if self._early is not None:
                 self._early.check()
-            self._check_own_step(any(value is not None for value in (*args[1:], kwargs.get("closure"))))
+            self._check_own_step(any(value is not None for value in (*args, kwargs.get("closure"))))
             self._guard.make_ready()
         self._runtime.state.begin_step()
 

@@ -13,11 +13,10 @@ An engine's own `step()` judges before it calls the optimizer, since it may leav
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import MethodType
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
@@ -82,7 +81,6 @@ def attach(
     context = runtime.context
     for optimizer in optimizers:
         _refuse_theirs(optimizer)
-        _hook(runtime, optimizer, together, engine)
         if isinstance(optimizer, UsesNorms):
             optimizer.norms_of = NormsOverRanks(runtime.buffers, context.axes)
         if isinstance(optimizer, UsesWholes):
@@ -99,6 +97,7 @@ def attach(
             if waits:
                 stepped.late = LateSteps(runtime, optimizer)
             parts.append(stepped)
+        _hook(runtime, optimizer, together, engine)
         if rounding is not None:
             load = functools.partial(load_states, optimizer, optimizer.load_state_dict)
             optimizer.load_state_dict = load  # type: ignore[method-assign]
@@ -200,29 +199,28 @@ def _refuse_theirs(optimizer: Optimizer) -> None:
 
 
 def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: StepHooks | None) -> None:
-    zero_grad = optimizer.zero_grad
+    """Lay the events of a step around the method `step`, outside of torch's hooks."""
+    step, zero_grad = optimizer.step, optimizer.zero_grad
     of_runtime = weakref.ref(runtime)
 
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (runtime := of_runtime()) is None or _is_inner_step(optimizer):
-            return
+    @functools.wraps(step)  # with the mark of an LR scheduler that has wrapped it
+    def whole_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if (runtime := of_runtime()) is None:
+            return step(*args, **kwargs)
         runtime.check_additions()
         _check_sharded(optimizer, runtime.ignored)
         runtime.before_step()
         runtime.here.enter("the optimizer step")
         if engine is not None and (judge := engine.judge()) is not None:
             judge(args, kwargs)
-
-    def after(optimizer: Optimizer, *_: Any) -> None:
-        if _is_inner_step(optimizer):
-            return
-        if (runtime := of_runtime()) is not None:
-            parameters = (p for group in optimizer.param_groups for p in only_sharded(group["params"]))
-            stepped = {p for p in parameters if gradient_of(p) is not None}
-            runtime.after_step(stepped, together.step(optimizer))
-            runtime.here.exit()
+        result = step(*args, **kwargs)
+        parameters = (p for group in optimizer.param_groups for p in only_sharded(group["params"]))
+        stepped = {p for p in parameters if gradient_of(p) is not None}
+        runtime.after_step(stepped, together.step(optimizer))
+        runtime.here.exit()
         if engine is not None and (count := engine.count()) is not None:
             count()
+        return result
 
     @functools.wraps(zero_grad)
     def zero_all(set_to_none: bool = True) -> None:
@@ -237,26 +235,9 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: 
     def mark(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         return None if of_runtime() is None else SavedOptimizer(state_dict)
 
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
+    optimizer.step = MethodType(whole_step, optimizer)  # type: ignore[method-assign]
     optimizer.register_state_dict_post_hook(mark)
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]
-
-
-# torch wraps `step` of each class, and each wrapper calls all hooks: a class whose step calls the step of its
-# base has two. Frames tell them apart also after an exception, which ends a step without its later hooks.
-_WRAPPER = Optimizer.profile_hook_step(lambda *_: None).__code__
-"""The code of all of these wrappers. The optimizer is their local variable `self`."""
-
-
-def _is_inner_step(optimizer: Optimizer) -> bool:
-    """True in a hook of a step that an outer step of the same optimizer has called."""
-    frame: FrameType | None = sys._getframe(1)
-    num_steps = 0
-    while frame is not None and num_steps < 2:
-        num_steps += frame.f_code is _WRAPPER and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return num_steps == 2
 
 
 def _check_sharded(optimizer: Optimizer, ignored: Mapping[nn.Parameter, str]) -> None:

@@ -1,10 +1,6 @@
 """Between the gradients and the optimizer: they are clipped, judged, and followed by the loss scale.
 
-At steps 1, 2, 4, 8 and so on, tensor ranks compare losses, and gradients of parameters that each holds whole.
-Tensor ranks compute the same values between divided layers, so they step these parameters alike and exchange
-nothing for them. If they were given other batches, drew another dropout, or use such a parameter for a part
-of the heads only, the parameters would drift apart, and no error would tell. A loss of values that are parts,
-as of a last layer that stays divided, is another loss on each rank.
+At steps 1, 2, 4, 8 and so on, tensor ranks are compared (see `parallel/tensor/replicas.py`).
 
 The loss scale of float16 has the defaults of torch.amp.GradScaler:
 
@@ -15,7 +11,6 @@ overflow                        value / 2, at least the minimum; the first `hyst
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,16 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.config.sections import Config, DynamicLossScale
-from zeroshard.internals.foreach import foreach_norm
-from zeroshard.internals.warn import warn_user
-from zeroshard.parameters.gradient import gradient_of
+from zeroshard.internals.warn import first_of, warn_user
+from zeroshard.parallel.tensor.replicas import check_replicas
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.clipping import (
-    by_device,
-    global_norm,
-    limit_norm,
-    own_gradients,
-)
+from zeroshard.stepping.clipping import global_norm, limit_norm
 from zeroshard.stepping.rounding import Rounding
 
 GROWTH = 2.0
@@ -129,7 +118,7 @@ class StepGuard:
         """
         self.grad_norm = norm = global_norm(self._runtime, order)
         if must_be_finite and not norm.isfinite():
-            what = describe_nonfinite(self._runtime, order)
+            what = describe_nonfinite(self._runtime, norm)
             raise RuntimeError(f"{what}. Nothing was clipped: clip_grad_norm_(error_if_nonfinite=True)")
         limit_norm(self._runtime, norm, max_norm)
         return norm
@@ -148,15 +137,15 @@ class StepGuard:
             self._num_steps += 1
             if not self._num_steps & (self._num_steps - 1):  # 1, 2, 4, 8, ...
                 check_replicas(self._runtime, self.loss)
-        norm = None
+        if self._max_norm is None and not self._judges:
+            return True
+        norm = global_norm(self._runtime)
         if self._max_norm is not None:
-            self.grad_norm = norm = global_norm(self._runtime)
-        if self._judges:
-            is_finite = all_finite(self._runtime) if norm is None else bool(norm.isfinite())
-            if not is_finite:
-                self._answer_nonfinite()
-                return False
-        if self._max_norm is not None and norm is not None:
+            self.grad_norm = norm
+        if self._judges and not norm.isfinite():
+            self._answer_nonfinite(norm)
+            return False
+        if self._max_norm is not None:
             limit_norm(self._runtime, norm, self._max_norm)
         return True
 
@@ -169,12 +158,12 @@ class StepGuard:
                 "steps, set nonfinite='skip'; to stop before the first one, nonfinite='error'"
             )
 
-    def _answer_nonfinite(self) -> None:
+    def _answer_nonfinite(self, norm: Tensor) -> None:
         """Raise or warn, unless a lower loss scale is the remedy."""
         policy = self.loss_scale.policy
         if (policy is not None and self.loss_scale.value > policy.minimum) or self._nonfinite == "skip":
             return
-        what = describe_nonfinite(self._runtime)
+        what = describe_nonfinite(self._runtime, norm)
         if self._nonfinite == "error":
             raise RuntimeError(f"{what}. The step was not taken: Config(nonfinite='error')")
         warn_user(
@@ -183,28 +172,7 @@ class StepGuard:
         )
 
 
-_NUM_SHOWN = 3
-
-
-@torch.no_grad()
-def all_finite(runtime: Runtime) -> bool:
-    """True if no gradient holds inf or nan on any rank; one exchange."""
-    is_bad = not all(bool(probe(group).isfinite().all()) for group in by_device(own_gradients(runtime)))
-    return not runtime.context.axes.world.any([is_bad], "agreement on whether gradients are finite")()[0]
-
-
-def probe(tensors: Sequence[Tensor]) -> Tensor:
-    """[n]: of each tensor on one device a number that is not finite if an element is not.
-
-    An accelerator finds the largest magnitudes with a few kernels for all tensors of a dtype. A CPU adds up,
-    in a fifteenth of the time; a sum that overflows is not finite, too.
-    """
-    if tensors[0].is_cpu:
-        return torch.stack([tensor.sum().double() for tensor in tensors])
-    return torch.stack(foreach_norm(tensors, math.inf))
-
-
-def describe_nonfinite(runtime: Runtime, order: float = 2.0) -> str:
+def describe_nonfinite(runtime: Runtime, norm: Tensor) -> str:
     """The message, the same on all ranks: the norm, and the first parameters with such gradients."""
     parameters = list(runtime.parameters)
     own = [p.grad is not None and not bool(p.grad.isfinite().all()) for p in parameters]
@@ -212,78 +180,5 @@ def describe_nonfinite(runtime: Runtime, order: float = 2.0) -> str:
     answer = axes.everyone.any(own, label)()  # pipeline ranks hold other parameters
     found = [p.fqn for p, is_bad in zip(parameters, answer, strict=True) if is_bad]
     names = list(dict.fromkeys(name for part in axes.pp.all_gather_object(found, label) for name in part))
-    shown = _shown(names) or "none: they are too large to be added up"
-    norm = global_norm(runtime, order).item()
-    return f"the gradient norm is {norm}; not finite are the gradients of {shown}"
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-    return ", ".join(map(repr, names[:_NUM_SHOWN])) + more
-
-
-_LOOKED_AT = 1 << 16
-"""The elements of a slice that are looked at: an embedding would take memory for as many weights."""
-_FAR = 0.01
-"""The part of its norm by which a gradient may be off: atomic additions of a device come in any order."""
-_FAR_LOSS = 2e-4
-"""Twice the part by which a loss may be off. Ranks compute it of the same values, mostly to the bit."""
-
-_Seen = tuple[float, float] | None
-"""The magnitude of a value, and a number in which it differs from others; None for no value."""
-
-
-@torch.no_grad()
-def check_replicas(runtime: Runtime, loss: Tensor | None = None) -> None:
-    """Compare gradients over the tensor ranks, if all of them are finite; collective.
-
-    Args:
-        runtime: the runtime of the gradients.
-        loss: the loss that they come from, if it is known; it is compared, too.
-
-    Raises:
-        RuntimeError: on all ranks, some of them differ.
-    """
-    axes = runtime.context.axes
-    trained = (buffer for buffer in runtime.buffers if buffer.trainable)
-    parameters = [p for buffer in trained for p in buffer.sharded if p.cut is None]
-    gradients = [gradient_of(p) for p in parameters]
-    value = None if loss is None else loss.item()
-    own = [None if value is None else (abs(value), value), *map(_see, gradients)]
-    everyone = axes.tp.all_gather_object(own, "comparison of gradients")
-    losses, *others = zip(*everyone, strict=True)
-    is_odd = not math.isfinite(sum(one[0] for one in own if one is not None))
-    flags = [is_odd, _differ(losses, _FAR_LOSS), *(_differ(seen, _FAR) for seen in others)]
-    label = "agreement on gradients of tensor ranks"
-    is_odd, has_odd_loss, *answer = axes.everyone.any(flags, label)()
-    names = [p.fqn for p, is_bad in zip(parameters, answer, strict=True) if is_bad]
-    if is_odd or not (has_odd_loss or names):
-        return
-    if has_odd_loss:
-        raise RuntimeError(
-            f"the tensor ranks {axes.tp.global_ranks} have different losses. Expected a loss of values that "
-            "all of them have: is the last layer 'colwise' in tp_plan, in place of 'colwise_gather_output'? "
-            "Does the loss use values inside of blocks, which are parts? The step was not taken"
-        )
-    raise RuntimeError(
-        f"the tensor ranks have different gradients of {_shown(names)}, "
-        "which each of them holds whole, so they would train different models. Expected the same random "
-        "numbers on all ranks of a tensor group, and 'replicated_with_grad_allreduce' in tp_plan for a layer "
-        "that gets a part of the heads. The step was not taken"
-    )
-
-
-def _see(gradient: Tensor | None) -> _Seen:
-    """The norm of a gradient, and its product with a vector of cosines."""
-    if gradient is None:
-        return None
-    values = gradient[:_LOOKED_AT].double()
-    weights = torch.ones_like(values).cumsum_(0).cos_()
-    norm, product = torch.stack((values.norm(), values.dot(weights))).tolist()
-    return norm, product
-
-
-def _differ(everyone: Sequence[_Seen], far: float) -> bool:
-    """True if ranks have seen other values than the first one; none that is not finite differs."""
-    (norm, product), *others = [one for one in everyone if one is not None] or [(0.0, 0.0)]
-    return any(abs(norm - n) + abs(product - q) > far * max(norm, n) for n, q in others)
+    shown = first_of(names) or "none: they are too large to be added up"
+    return f"the gradient norm is {norm.item()}; not finite are the gradients of {shown}"
