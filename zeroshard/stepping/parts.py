@@ -158,14 +158,15 @@ class StepByParts:
         """Step all parameters that have a gradient."""
         if self.late is not None:
             self.late.watch(optimizer)  # before twins share the states
-        divided = _divide(optimizer, self._unit_of)
+        units = self._unit_of
+        divided = _divide(optimizer, units, lambda p: p not in units or gradient_of(p) is not None)
         parts = [
             [p for group in groups for p in only_sharded(group) if gradient_of(p) is not None]
             for groups in divided
         ]
         for home in self._homes:
             home.expect(parts)
-        twins = [twin_of(optimizer, groups) if self._unit_of else optimizer for groups in divided]
+        twins = [twin_of(optimizer, groups) if units else optimizer for groups in divided]
         pairs = zip(twins, parts, strict=True)
         steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in pairs]
         if self.late is None or not self.late.take(steps, self._end_step):
@@ -195,11 +196,8 @@ class StepByParts:
             parameters: those of the units; parameters of other optimizers are left alone.
             reduced: have their gradients, which are taken away after the step.
         """
-        for number in sorted({self._unit_of[p] for p in parameters}):
-            groups = _groups_of(optimizer, {p for p in parameters if self._unit_of[p] == number})
+        for groups in _divide(optimizer, self._unit_of, parameters.__contains__):
             part = [p for group in groups for p in group]
-            if not part:
-                continue
             self._units.append(part)
             self._step_part(twin_of(optimizer, groups), part, reduced)
             for p in part:
@@ -230,24 +228,15 @@ def steps_by_unit(optimizer: Optimizer, axes: Axes) -> bool:
     return is_divisible(optimizer) or (is_known(optimizer) and axes.everyone.size == 1)
 
 
-def _groups_of(optimizer: Optimizer, chosen: Collection[ShardedParameter]) -> Groups:
-    """The chosen parameters of each group."""
-    return [[p for p in group["params"] if p in chosen] for group in optimizer.param_groups]
-
-
-def _divide(optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int]) -> list[Groups]:
-    """The parts of a step: one for each unit; one for all parameters if there are no units.
-
-    Parameters that are in no unit, such as ignored ones, are a part together.
-    """
-    groups = [group["params"] for group in optimizer.param_groups]
-    if not unit_of:
-        return [groups]
+def _divide(
+    optimizer: Optimizer, unit_of: Mapping[ShardedParameter, int], is_chosen: Callable[[Any], bool]
+) -> list[Groups]:
+    """Divide the chosen parameters by unit; those that are in no unit, such as ignored ones, are a part."""
     parts: dict[int, Groups] = {}
-    for number, parameters in enumerate(groups):
-        for p in parameters:
-            if p not in unit_of or gradient_of(p) is not None:
-                parts.setdefault(unit_of.get(p, _OTHERS), [[] for _ in groups])[number].append(p)
+    for number, group in enumerate(optimizer.param_groups):
+        for p in filter(is_chosen, group["params"]):
+            groups = parts.setdefault(unit_of.get(p, _OTHERS), [[] for _ in optimizer.param_groups])
+            groups[number].append(p)
     return list(parts.values())
 
 
