@@ -23,7 +23,7 @@ from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.method import decay_of_changes, mean_of_changes
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.simulate import ScheduleTimes, simulate
-from zeroshard.parameters.gradient import set_gradient
+from zeroshard.parameters.sharded import set_gradient
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Make = Callable[[Sequence[Tensor]], Optimizer]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import gradient_of
 
 
 class Net(nn.Module):

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zeroshard
-from zeroshard.parameters.gradient import gradient_of
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import ModuleState
 from zeroshard.stepping.parts import show
 

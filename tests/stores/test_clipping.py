@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.checkpoint import runs
 from tests.stores.test_offload import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, offload
-from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import gradient_of
 from zeroshard.sharding import gradients as sharding_gradients
 from zeroshard.stepping.clipping import global_norm
 

@@ -39,8 +39,7 @@ from zeroshard.parallel.pipeline.asynchronous.method import (
     compensate,
     lr_factor,
 )
-from zeroshard.parameters.gradient import gradient_of
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.sharding.buffer import FlatBuffer
 
 Update = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any], int, Tensor], None]

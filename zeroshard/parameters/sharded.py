@@ -23,37 +23,26 @@ It must not pass silently for the whole weight. So these uses are errors:
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from types import CodeType
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
 from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import compute_past_guards, past_guards
-from zeroshard.parameters.gradient import READERS, set_gradient
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import ModuleState, Phase, refuse_in_step
 from zeroshard.plan.cuts import Cut
 
-_LAYERS = frozenset(
-    function
-    for namespace in (F, torch, Tensor)
-    for name in (
-        *("linear", "bilinear", "embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm"),
-        *("batch_norm", "instance_norm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "prelu"),
-        *("conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "cross_entropy"),
-        *("multi_head_attention_forward", "matmul", "__matmul__", "__rmatmul__", "mm", "mv", "bmm"),
-        *("t", "transpose", "permute", "swapaxes", "swapdims", "movedim", "adjoint"),
-        *("addmm", "addmv", "baddbmm", "addbmm", "einsum", "tensordot", "chain_matmul", "multi_dot"),
-    )
-    if callable(function := getattr(namespace, name, None))
-)
-"""Functions that compute with a whole weight: refused for a slice even if the shapes happen to fit."""
+_LAYERS = ("torch.nn.functional", "torch._C._nn")
+"""The modules of functions that compute with a whole weight: refused for a slice even if the shapes fit."""
 _PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-defined]
 """The parts that models take of a weight before they compute with it; refused where gradients are on."""
 
@@ -86,6 +75,37 @@ _DESCRIBES = frozenset(
 """Functions, and all getters but these, that read no values: a model may ask for a dtype anywhere."""
 _PLACES = frozenset((Tensor.data_ptr, Tensor.untyped_storage))
 _VALUES = frozenset(getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
+
+
+gradient_of = cast(Callable[[Tensor], Tensor | None], attrgetter("_gradient"))
+"""Returns the gradient of a sharded parameter, [n]; None if it has none."""
+
+
+def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Give a sharded parameter a gradient, of its shape, dtype and device.
+
+    Raises:
+        RuntimeError: the gradient has others.
+    """
+    with past_guards():
+        _SET_GRAD[0](parameter, gradient)
+    cast(Any, parameter)._gradient = gradient
+
+
+def set_gradients(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Give several sharded parameters a gradient each, as `set_gradient` does.
+
+    One on another device is not in torch's own attribute, which refuses it: its parameter is to follow.
+    """
+    with past_guards():
+        for parameter, gradient in pairs:
+            try:
+                _SET_GRAD[0](parameter, gradient)
+            except RuntimeError:
+                if gradient is None or gradient.device == parameter.device:
+                    raise
+                _SET_GRAD[0](parameter, None)
+            cast(Any, parameter)._gradient = gradient
 
 
 def describe_unit(name: str) -> str:
@@ -137,7 +157,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
     def grad(self) -> Tensor | None:
         """[n]: this rank's slice of the averaged gradient."""
         state = self.state
-        if (answer := READERS.get(id(sys._getframe(1).f_code))) is not None:
+        if (answer := _READERS.get(id(sys._getframe(1).f_code))) is not None:
             answer(self)
         elif state.has_sums and self._gradient is not None and not state.is_in_step:
             self._refuse_sums()
@@ -299,13 +319,13 @@ def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
             "p.grad, this rank's slice of the mean; or keep the parameter that the forward of its module "
             "sees, and take the local gradient of that"
         )
-    elif func in _LAYERS or (func in _PARTS and torch.is_grad_enabled()) or any(map(_is_matrix, args)):
+    elif (
+        getattr(func, "__module__", "") in _LAYERS
+        or (func in _PARTS and torch.is_grad_enabled())
+        or any(type(value) in (Tensor, nn.Parameter) and value.dim() > 1 for value in args)
+    ):
         raise _used_outside(first, func)
     return first
-
-
-def _is_matrix(value: Any) -> bool:
-    return type(value) in (Tensor, nn.Parameter) and value.dim() > 1
 
 
 def _may_change(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
@@ -385,6 +405,39 @@ def _count_change(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> N
 def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
     """The sharded parameters of an optimizer's group."""
     return [parameter for parameter in parameters if isinstance(parameter, ShardedParameter)]
+
+
+Answer = Callable[[ShardedParameter], None]
+"""Answers a function of torch that reads the `p.grad` of a sharded parameter."""
+
+
+def _readers() -> dict[int, Answer]:
+    def refuses(name: str, remedy: str = "") -> Answer:
+        return lambda parameter: parameter.refuse_reader(name, remedy)
+
+    clip = "engine.clip_grad_norm_(max_norm) or Config(clip_grad_norm=...)"
+    scale = "Precision(param_dtype='float16', loss_scale=...) with engine.backward(loss) and engine.step()"
+    readers: dict[Callable[..., Any], Answer] = {
+        clip_grad.clip_grad_norm_: refuses("clip_grad_norm_", clip),
+        clip_grad._clip_grads_with_norm_: refuses("clip_grads_with_norm_", clip),
+        clip_grad.clip_grad_value_: refuses("clip_grad_value_"),
+        torch.amp.GradScaler._unscale_grads_: refuses("GradScaler", scale),
+        # They drop gradients, and pass over a `grad` that is None.
+        nn.Module.zero_grad: ShardedParameter.drop_sums,
+        torch.optim.Optimizer.zero_grad: ShardedParameter.drop_sums,
+    }
+    found = {}
+    for function, reader in readers.items():
+        code = inspect.unwrap(function).__code__
+        # A comprehension has code of its own on Python 3.11.
+        for inner in (code, *(part for part in code.co_consts if isinstance(part, CodeType))):
+            found[id(inner)] = reader
+    return found
+
+
+_READERS = _readers()
+"""The answers to functions of torch that mean more by `p.grad` than this rank's slice, by the id of their
+code, which lives as long as torch. The caller's frame has the code."""
 
 
 REMEDY = (

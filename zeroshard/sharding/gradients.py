@@ -24,8 +24,7 @@ from zeroshard.comm import moves, streams
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.status import REDUCE
 from zeroshard.internals.foreach import foreach_sum_of_squares
-from zeroshard.parameters.gradient import gradient_of, set_gradients
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer

@@ -34,8 +34,7 @@ from torch import Tensor
 from zeroshard.comm.pool import BufferPool
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
-from zeroshard.parameters.gradient import gradient_of
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.gradients import Gradients, GradientState
 from zeroshard.sharding.order import UnitOrder

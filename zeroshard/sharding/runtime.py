@@ -21,8 +21,7 @@ from zeroshard.comm.streams import Streams, mark_here
 from zeroshard.comm.watch.status import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
-from zeroshard.parameters.gradient import gradient_of, set_gradients
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
 from zeroshard.parameters.state import Phase
 from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.names import Cast

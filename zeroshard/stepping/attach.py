@@ -24,9 +24,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
-from zeroshard.parameters.gradient import gradient_of
 from zeroshard.parameters.saved import SavedOptimizer
-from zeroshard.parameters.sharded import ShardedParameter, only_sharded
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded
 from zeroshard.parameters.state import refuse_to_drop
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm import moves
-from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import gradient_of
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.norms import sum_of_powers
 

@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.gradient import gradient_of, set_gradients
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
 from zeroshard.parameters.state import LastStep, ModuleState
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit

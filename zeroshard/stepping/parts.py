@@ -38,8 +38,13 @@ from torch.optim import Optimizer
 
 from zeroshard.comm.mesh import Axes
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.gradient import gradient_of, set_gradient, set_gradients
-from zeroshard.parameters.sharded import ShardedParameter, only_sharded
+from zeroshard.parameters.sharded import (
+    ShardedParameter,
+    gradient_of,
+    only_sharded,
+    set_gradient,
+    set_gradients,
+)
 from zeroshard.plan import pieces
 from zeroshard.plan.layout import BLOCK, Span
 from zeroshard.plan.tiers import Tier

@@ -40,8 +40,7 @@ from torch.optim import Optimizer
 from zeroshard.comm.collectives import Axis
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.libraries import works
-from zeroshard.parameters.gradient import gradient_of
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.stepping.parts import Home, show
 
 _PER_WORD = 4

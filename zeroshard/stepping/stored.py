@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.comm.streams import mark_here
-from zeroshard.parameters.gradient import gradient_of
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.plan.layout import BLOCK, Span, round_up
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer

@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from zeroshard.comm import moves
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.messages import Messages
-from zeroshard.parameters.gradient import gradient_of, set_gradient
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradient
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.internals.warn import first_of
-from zeroshard.parameters.gradient import gradient_of
+from zeroshard.parameters.sharded import gradient_of
 from zeroshard.sharding.runtime import Runtime
 
 _LOOKED_AT = 1 << 16

@@ -48,8 +48,7 @@ from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.schedules import full_schedule_of
-from zeroshard.parameters.gradient import gradient_of
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.runtime import Runtime
