@@ -19,13 +19,13 @@ from zeroshard.forwards.composed import form_of
 from zeroshard.full import parameters as full
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.parameters.original import revive
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, count_elements
 from zeroshard.parameters.state import Phase, refuse_averages, refuse_in_batch, refuse_in_step
+from zeroshard.parameters.unsharded import revive
 from zeroshard.plan.originals import Original, is_packed
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
-from zeroshard.sharding.unit import Unit, UnitInfo
+from zeroshard.sharding.unit import UnitInfo
 from zeroshard.stepping.attach import attach
 from zeroshard.stepping.guard import StepGuard
 
@@ -58,7 +58,12 @@ def restore_module(runtime: Runtime) -> None:
     runtime.wait()
     runtime.require_slices("close()")
     refuse_averages(runtime.state, "close()")
-    on_all(runtime.context.axes.world, "agreement on close()", lambda: _check_replaced(runtime))
+
+    def check() -> None:
+        for unit in runtime.units:
+            unit.slots.check()
+
+    on_all(runtime.context.axes.world, "agreement on close()", check)
     runtime.drop_deferred()
     runtime.passes.reshard_all()
     in_own = any(form_of(layer) is not None for layer in runtime.module.modules())
@@ -99,30 +104,6 @@ def release(runtime: Runtime, refusal: str) -> None:
     runtime.seen = []
     runtime.state.move(Phase.CLOSED)
     runtime.state.refusal = refusal
-
-
-def _check_replaced(runtime: Runtime) -> None:
-    """Refuse to write over parameters of the user; the error has the name of the first one.
-
-    Raises:
-        RuntimeError: one was replaced or removed.
-    """
-    for name in (name for unit in runtime.units for name in _replaced(unit)):
-        raise RuntimeError(
-            f"close(): '{name}' was replaced or removed since initialize, so the engine cannot tell which "
-            "parameter the model is to keep: edit parameters in place under "
-            "engine.unsharded(write_back=True), or use close(restore=False)"
-        )
-
-
-def _replaced(unit: Unit) -> Iterator[str]:
-    for buffer in unit.buffers:
-        own = zip(buffer.originals, buffer.sharded, buffer.unsharded, strict=True)
-        for original, sharded, whole in own:
-            for owner, attribute in original.owners:
-                current = owner._parameters.get(attribute)
-                if current is not sharded and current is not whole:
-                    yield original.fqn
 
 
 def _dtype_of(original: Original, view: Tensor, runtime: Runtime, in_own: bool) -> torch.dtype:

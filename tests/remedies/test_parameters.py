@@ -297,7 +297,7 @@ def test_a_model_goes_back_to_initialize_after_close():
 def test_a_replaced_parameter_is_edited_in_place_or_left():
     engine = start()
     engine.module.inner.weight = nn.Parameter(torch.ones(10, 7))
-    words = "edit parameters in place under engine.unsharded(write_back=True), or use close(restore=False)"
+    words = "use a model that is not sharded. engine.close(restore=False) gives the model up"
     with told(words):
         engine.close()
     engine.close(restore=False)

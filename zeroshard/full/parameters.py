@@ -232,30 +232,14 @@ def _show(runtime: Runtime, units: Sequence[Unit]) -> Iterator[_Shown]:
     flags = [whole.gradient is not None for whole in wholes_of(axes, buffers)]
     used = iter(axes.everyone.any(flags, "agreement on which parameters have a gradient")())
     for buffer in buffers:
-        own = list(wholes_of(axes, [buffer]))
-        is_used = [next(used) for _ in own]
-        gradients = _gather_gradients(buffer, own) if any(is_used) else []
-        for whole, values in zip(own, buffer.gather_wholes(), strict=True):
+        for whole, values in zip(wholes_of(axes, [buffer]), buffer.gather_wholes(), strict=True):
             parameter = ShownParameter.of(whole.sharded, values)
             carry_attributes(whole.sharded, parameter)
-            # Through .data it gets a version counter of its own: edits of one do not count for all.
-            gradient = gradients[whole.index].data if is_used[whole.index] else None
-            parameter.grad = gradient
+            gradient = None
+            if next(used):
+                own = torch.zeros_like(whole.values) if whole.gradient is None else whole.gradient
+                gradient = parameter.grad = whole.gather(own).to(buffer.plan.main_dtype)
             yield _Shown(whole, values, parameter, gradient, 0 if gradient is None else gradient._version)
-
-
-def _gather_gradients(buffer: FlatBuffer, wholes: Sequence[Whole]) -> list[Tensor]:
-    """The gradients of all ranks, in the main dtype; zeros for a parameter without one."""
-    axis = wholes[0].axes.dp_shard
-    flat = torch.zeros(buffer.layout.total, dtype=buffer.plan.main_dtype, device=axis.device)
-    own = flat[buffer.main_span.slice]
-    for whole in wholes:
-        if (gradient := whole.gradient) is not None:
-            own[buffer.sharded_span(whole.index).slice].copy_(gradient.detach().view(-1))
-    if buffer.is_partial:
-        label = f"all-gather of the shown gradients of {buffer.describe()}"
-        axis.all_gather(flat, own, tag=buffer.tag, label=label).wait()
-    return buffer.wholes_in(flat)
 
 
 @torch.no_grad()

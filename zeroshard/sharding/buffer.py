@@ -23,11 +23,10 @@ from zeroshard.comm.collectives import Axis, GatherPart
 from zeroshard.comm.streams import Mark, mark_here
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
-from zeroshard.parameters.original import class_before, retire
 from zeroshard.parameters.parts import part_of, whole_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit
 from zeroshard.parameters.state import Phase
-from zeroshard.parameters.unsharded import UnshardedParameter, refuse_gradient, set_data
+from zeroshard.parameters.unsharded import UnshardedParameter, refuse_gradient, retire, set_data
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original, counts
@@ -259,6 +258,8 @@ class FlatBuffer:
     def _make_pair(self, index: int, view: Tensor) -> tuple[ShardedParameter, UnshardedParameter]:
         """Retire an original; make its sharded and unsharded parameter, with the user's attributes."""
         original = self.originals[index]
+        # peft asks for the name of the class before it dequantizes codes.
+        kind = type(original.parameter).__name__ if self.plan.is_packed else None
         retire(original.parameter, original.fqn)
         sharded = ShardedParameter.wrap(
             self.main[self.sharded_span(index).slice],
@@ -271,8 +272,6 @@ class FlatBuffer:
             tp_rank=self._context.axes.tp.rank,
             state=self._context.state,
         )
-        # peft asks for the name of the class before it dequantizes codes.
-        kind = class_before(original.parameter).__name__ if self.plan.is_packed else None
         unsharded = UnshardedParameter.over(view, original.fqn, kind)
         if not self.trainable and unsharded.requires_grad:
             refuse = refuse_gradient(original.fqn)
@@ -419,31 +418,23 @@ class FlatBuffer:
         self.sharded, self.unsharded, self.originals = (), (), ()
         self.versions, self._starts = [], []
 
-    def gather_main(self) -> Tensor:
-        """[total], main dtype: the whole main parameters, a copy."""
+    def gather_wholes(self) -> list[Tensor]:
+        """Gather the main parameters, as the model had them; collective.
+
+        Returns:
+            A tensor for each parameter, in memory of their own: a view of one if tensor ranks hold all of it.
+        """
         whole = torch.empty(self.layout.total, dtype=self.main.dtype, device=self._context.device)
         own = whole[self.main_span.slice]
         self.source.load(self.source.store, own)
         if self.is_partial:
             label = f"all-gather of the main parameters of {self.describe()}"
             self._context.axes.dp_shard.all_gather(whole, own, tag=self.tag, label=label).wait()
-        return whole
-
-    def gather_wholes(self) -> list[Tensor]:
-        """Gather the main parameters, as the model had them, in memory of their own; collective."""
-        return self.wholes_in(self.gather_main())
-
-    def wholes_in(self, flat: Tensor) -> list[Tensor]:
-        """Gather tensors over the tensor ranks, from [total] with the parts of this rank; collective.
-
-        Returns:
-            A tensor for each parameter: a view of `flat` where each rank holds all of it.
-        """
-        pairs, tp = zip(self.views(flat), self.originals, strict=True), self._context.axes.tp
+        pairs, tp = zip(self.views(whole), self.originals, strict=True), self._context.axes.tp
         return [whole_value(view, original, tp) for view, original in pairs]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parameters inside `full` or the result of `gather_main`, in the shapes of the originals."""
+        """The parameters inside `full` or other memory like it, in the shapes of the originals."""
         parts = (flat[self.layout.parameter(index).slice] for index in range(len(self.shapes)))
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 

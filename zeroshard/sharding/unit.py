@@ -200,7 +200,7 @@ class Slots:
                     f"{type(current).__name__}, which would be neither sharded nor trained. Assign, tie and "
                     "remove parameters before initialize, or edit them in place under "
                     "engine.unsharded(write_back=True). For torch.func.functional_call with other parameters "
-                    "use a model that is not sharded"
+                    "use a model that is not sharded. engine.close(restore=False) gives the model up"
                 )
 
     def _check_shown(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zeroshard.parameters.original import retire
+from zeroshard.parameters.unsharded import retire
 
 _OF_A_SEQUENCE = ("forward", "__call__", "__iter__")
 """The methods that make a Sequential call its modules one after another."""
