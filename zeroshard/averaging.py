@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from zeroshard.agreement import require_equal
 from zeroshard.comm.collectives import on_all
 from zeroshard.engine import Engine
-from zeroshard.parameters.state import refuse_averages
+from zeroshard.parameters.state import Moment
 from zeroshard.stepping.averages import Averages
 
 
@@ -45,8 +45,7 @@ class EMA:
                     f"EMA: the engine has an average '{name}' already: give this one another name"
                 )
             runtime.wait()
-            runtime.require_slices("EMA()")
-            refuse_averages(runtime.state, "EMA()")
+            runtime.state.refuse("EMA()", Moment.SHOWN, Moment.AVERAGED)
             self._averages = Averages(runtime, decay)
             return name, self._averages.decay
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zeroshard.data.microbatch import loss_of, split_batch, to_device
 from zeroshard.parallel.pipeline.training import PipelineTraining, next_batch
-from zeroshard.parameters.state import refuse_averages, refuse_in_batch
+from zeroshard.parameters.state import IN_BATCH, Moment
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
@@ -84,8 +84,7 @@ def train_batches(engine: Engine, batches: Iterable[Any], num_batches: int | Non
 
 def _check_batch(engine: Engine, call: str) -> None:
     """Raise RuntimeError in the middle of a batch or a step, and where averages are shown."""
-    refuse_in_batch(engine._runtime.state, call)
-    refuse_averages(engine._runtime.state, call)
+    engine._runtime.state.refuse(call, *IN_BATCH, Moment.AVERAGED)
     if engine._micro_step:
         raise RuntimeError(
             f"{call} after {engine._micro_step} micro-batches of an unfinished step: end it with "
@@ -129,7 +128,7 @@ def eval_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
         ValueError: the batch does not divide into the micro-batches; there is no loss.
         RuntimeError: another batch is under way, or a list of an asynchronous pipeline has failed.
     """
-    refuse_in_batch(engine._runtime.state, "eval_batch()")
+    engine._runtime.state.refuse("eval_batch()", *IN_BATCH)
     with _evaluating(engine.module):
         if engine._pipeline is not None:
             return _mean(engine, engine._pipeline.evaluate(inputs, targets, engine._num_micro_batches))[0]

@@ -25,7 +25,7 @@ from zeroshard.comm.mesh import Axes
 from zeroshard.full.parameters import Whole, digest, spread, wholes_of, write
 from zeroshard.optim.adopted import rule_of, to_common
 from zeroshard.optim.eightbit.blocks import ABSMAX, QuantizedState, codebook
-from zeroshard.parameters.state import refuse_averages, refuse_in_step
+from zeroshard.parameters.state import Moment
 from zeroshard.sharding.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
         ValueError: no such parameter; values of another shape, or other ones on other ranks.
     """
     call = "set_full_parameter()"
-    refuse_averages(engine._runtime.state, call)
+    engine._runtime.state.refuse(call, Moment.AVERAGED)
     agreed = _agree(engine._runtime, call, name, lambda place: _digest(place, values))
     agreed.require_same("were given different values for", error=ValueError)
     if (place := agreed.place) is not None:
@@ -102,7 +102,7 @@ def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
         RuntimeError: a backward has stepped units, with `offload.step_in_backward`.
     """
     call = "set_full_gradient()"
-    refuse_in_step(engine._runtime.context.state, call)
+    engine._runtime.state.refuse(call, Moment.STEPPED)
 
     def tell(place: Whole) -> bytes:
         if not place.sharded.requires_grad:
@@ -239,7 +239,7 @@ def _agree(
         ValueError: there is no parameter of that name, or the ranks give different names.
     """
     runtime.wait()
-    runtime.require_slices(call)
+    runtime.state.refuse(call, Moment.SHOWN)
     if reduces:
         runtime.before_step()
     axes, places = runtime.context.axes, _places(runtime)

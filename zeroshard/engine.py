@@ -32,7 +32,7 @@ from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.schedules import schedule_of
 from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.parameters.saved import NotCopied
-from zeroshard.parameters.state import refuse_averages, refuse_to_drop
+from zeroshard.parameters.state import Moment
 from zeroshard.plan.placement import SUMMANDS
 from zeroshard.sharding.passes import refuse_capture
 from zeroshard.sharding.unit import UnitInfo
@@ -152,7 +152,7 @@ class Engine(NotCopied, nn.Module):
         return self._guard.loss
 
     def _refuse_parts(self, call: str) -> None:
-        refuse_averages(self._runtime.state, call)
+        self._runtime.state.refuse(call, Moment.AVERAGED)
         if self._pipeline is not None:
             raise RuntimeError(
                 f"{call} with mesh.pp={self._axes.pp.size}: each rank has a part of the model, and "
@@ -185,9 +185,8 @@ class Engine(NotCopied, nn.Module):
         self._runtime.before_step()
         if self._early is not None:
             self._early.check()
-        state = self._runtime.state
-        is_early, state.is_in_step = state.is_in_step, False
-        if not self._runtime.has_gradients and not is_early:
+        moments = self._runtime.state.moments
+        if not self._runtime.has_gradients and Moment.STEPPED not in moments:
             warn_user(
                 "engine.step() without a gradient: no backward has reached a parameter since the last "
                 "step or zero_grad(), so no step was taken. Call engine.backward(loss) before it, with a "
@@ -196,6 +195,7 @@ class Engine(NotCopied, nn.Module):
             self._micro_step = 0
             self.zero_grad()
             return False
+        moments.discard(Moment.STEPPED)
         if self._guard.loss is None and self._num_micro_batches > 1:
             warn_user(
                 "gradients of loss.backward() are not divided by gradient_accumulation_steps="
@@ -242,7 +242,7 @@ class Engine(NotCopied, nn.Module):
             RuntimeError: a backward has stepped units, with `offload.step_in_backward`, and step() is to end
                 this step. Nothing has changed.
         """
-        refuse_to_drop(self._runtime.state)
+        self._runtime.state.refuse("zero_grad()", Moment.STEPPED)
         self._count_dropped()
         self._micro_step = 0
         self._runtime.drop_deferred()
@@ -314,7 +314,7 @@ class Engine(NotCopied, nn.Module):
 
     def _judge_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Judge a step that the optimizer begins, unless the engine has judged it already."""
-        refuse_averages(self._runtime.state, "an optimizer step")
+        self._runtime.state.refuse("an optimizer step", Moment.AVERAGED)
         if not self._is_ready:
             if self._early is not None:
                 self._early.check()

@@ -21,7 +21,7 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, count_elements
-from zeroshard.parameters.state import Phase, refuse_averages, refuse_in_batch, refuse_in_step
+from zeroshard.parameters.state import IN_BATCH, Moment, Phase
 from zeroshard.parameters.unsharded import revive
 from zeroshard.plan.originals import Original, is_packed
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
@@ -56,8 +56,7 @@ def restore_module(runtime: Runtime) -> None:
             rank since the module was sharded. Then nothing has changed.
     """
     runtime.wait()
-    runtime.require_slices("close()")
-    refuse_averages(runtime.state, "close()")
+    runtime.state.refuse("close()", Moment.SHOWN, Moment.AVERAGED)
 
     def check() -> None:
         for unit in runtime.units:
@@ -170,7 +169,7 @@ def clip_grad_norm_(
             "clip_grad_norm_: expected max_norm >= 0 and norm_type above 0, or inf, got "
             f"{max_norm!r} and {norm_type!r}"
         )
-    refuse_in_step(owner._runtime.context.state, "clip_grad_norm_()")
+    owner._runtime.state.refuse("clip_grad_norm_()", Moment.STEPPED)
     owner._runtime.before_step()
     return owner._guard.clip(max_norm, order, error_if_nonfinite)
 
@@ -187,9 +186,9 @@ def unsharded(owner: Engine | Sharded, *modules: Any, write_back: bool = False) 
         ValueError: a module is not part of the model.
         RuntimeError: the ranks made different edits; or a batch of a pipeline is under way.
     """
-    refuse_in_batch(owner._runtime.state, "unsharded()")
+    owner._runtime.state.refuse("unsharded()", *IN_BATCH)
     if write_back:
-        refuse_averages(owner._runtime.state, "unsharded(write_back=True)")
+        owner._runtime.state.refuse("unsharded(write_back=True)", Moment.AVERAGED)
     root = owner._runtime.module
     inside = set(root.modules())
     parts = [root if module is owner else module for module in modules or (root,)]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from zeroshard.parameters.state import Phase
+from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.late import LateSteps
 
@@ -19,7 +19,9 @@ def stepped_late() -> Iterator[list[str]]:
     take = LateSteps._step
 
     def counted(steps: LateSteps, unit: Unit) -> None:
-        names.extend([unit.name] * (steps._state.phase is Phase.FORWARD or steps._state.is_in_batch))
+        names.extend(
+            [unit.name] * (steps._state.phase is Phase.FORWARD or Moment.BATCH in steps._state.moments)
+        )
         take(steps, unit)
 
     with pytest.MonkeyPatch.context() as patch:

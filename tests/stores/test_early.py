@@ -229,7 +229,7 @@ def mistakes():
 
 def test_mistakes_are_told(ranks):
     for messages in ranks(2, mistakes):
-        assert "a second backward before step()" in messages[0]
+        assert "a backward after a backward that has stepped" in messages[0]
         assert "after a step that was interrupted" in messages[1]
         assert "expected an optimizer" in messages[2]
 
@@ -330,7 +330,7 @@ def refused(folder):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_would_be_wrong_silently_is_refused(ranks, tmp_path, num_ranks):
     words = {
-        "backward": "a second backward before step()",
+        "backward": "a backward after a backward that has stepped",
         "clip": "whose gradients are gone",
         "own gradient": "whose gradients are gone",
         "options": "'lr' of group 0",

@@ -33,7 +33,7 @@ from zeroshard.config.sections import Config
 from zeroshard.data.given import GivenLoader
 from zeroshard.data.loader import EpochLoader
 from zeroshard.internals.warn import warn_user
-from zeroshard.parameters.state import refuse_averages, refuse_halfway, refuse_in_batch
+from zeroshard.parameters.state import IN_BATCH, Moment
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
@@ -153,9 +153,8 @@ def save_checkpoint(
         RuntimeError: the checkpoint could not be written; the call is in the middle of a step or a
             batch; a list of an asynchronous pipeline has failed; or the last save failed.
     """
-    refuse_in_batch(engine._runtime.state, "save_checkpoint()")
-    refuse_halfway(engine._runtime.state, "save_checkpoint()")
-    refuse_averages(engine._runtime.state, "save_checkpoint()")
+    refused = (*IN_BATCH, Moment.BEGUN, Moment.FAILED, Moment.AVERAGED)
+    engine._runtime.state.refuse("save_checkpoint()", *refused)
     if engine._micro_step:
         raise RuntimeError(
             f"save_checkpoint() after {engine._micro_step} micro-batches of an unfinished step: a "
@@ -232,7 +231,7 @@ def _check_moment(runtime: Runtime) -> None:
     """
     runtime.wait()
     runtime.check_slots()
-    runtime.require_slices("save_checkpoint()")
+    runtime.state.refuse("save_checkpoint()", Moment.SHOWN)
     if any(gradients.has_deferred for unit in runtime.units for gradients in unit.gradients):
         raise RuntimeError(
             "save_checkpoint() after a backward under no_sync(): a checkpoint does not save gradients. "

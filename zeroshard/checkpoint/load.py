@@ -47,7 +47,7 @@ from zeroshard.optim.adopted import from_common
 from zeroshard.optim.eightbit.rule import rule_named
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
-from zeroshard.parameters.state import refuse_averages, refuse_in_batch
+from zeroshard.parameters.state import IN_BATCH, Moment
 from zeroshard.stepping.averages import Averages
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def load_checkpoint(
         RuntimeError: a file is missing or damaged; nothing has changed unless the message says so. Or the
             call is in the middle of a batch, or a list of an asynchronous pipeline has failed.
     """
-    refuse_in_batch(engine._runtime.state, "load_checkpoint()")
-    refuse_averages(engine._runtime.state, "load_checkpoint()")
+    engine._runtime.state.refuse("load_checkpoint()", *IN_BATCH, Moment.AVERAGED)
     engine._saver.finish()
     parts = engine._parts
     if not optimizer:
@@ -113,7 +112,7 @@ def _load(
     runtime = parts.runtime
     axis = runtime.context.axes.world
     runtime.wait()
-    runtime.require_slices("load_checkpoint()")
+    runtime.state.refuse("load_checkpoint()", Moment.SHOWN)
     prepared: list[_Loading] = []
 
     def prepare() -> tuple[str, PartNames | None]:

@@ -28,6 +28,7 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.parts import gather_ranges, own_value, whole_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes
+from zeroshard.parameters.state import Moment
 from zeroshard.parameters.unsharded import ShownParameter
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.originals import Original
@@ -195,11 +196,13 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
     names = _names(runtime)
     members = {member for module in modules for member in module.modules()}
     units = [unit for unit in runtime.units if not members.isdisjoint(unit.slots.owners)]
+    outer = runtime.state.moments.copy()
     if write_back and any(unit.slots.stand_ins for unit in units):
         raise RuntimeError("unsharded(write_back=True) inside unsharded() of the same parameters")
     shown = list(_show(runtime, units))
     stand_ins = {id(one.whole.sharded): one.parameter for one in shown}
     before = [unit.slots.stand_in(stand_ins) for unit in units]
+    runtime.state.moments.add(Moment.SHOWN)
     try:
         yield
         moved = _describe_moves(names, _names(runtime))
@@ -219,6 +222,8 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
             sharded.requires_grad_(one.parameter.requires_grad)
             carry_attributes(one.parameter, sharded, one.whole.buffer.unsharded[one.whole.index])
     finally:
+        if Moment.SHOWN not in outer:
+            runtime.state.moments.remove(Moment.SHOWN)
         for unit, parameters in zip(units, before, strict=True):
             unit.slots.stand_in(parameters)
             unit.refresh()

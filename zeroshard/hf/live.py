@@ -23,6 +23,7 @@ from zeroshard.forwards.quantized import dequantized, dequantized_form, has_code
 from zeroshard.full.parameters import Whole, stream, unsharded, wholes_of
 from zeroshard.hf.adapters import Merging, export_adapters, has_adapters
 from zeroshard.hf.export import MAX_SHARD_BYTES, Export, Format, check_folder, in_dtype, info_of, write_model
+from zeroshard.parameters.state import Moment
 from zeroshard.plan.originals import is_packed
 from zeroshard.safetensors import TensorInfo
 from zeroshard.sharding.runtime import Runtime
@@ -70,7 +71,7 @@ def save_pretrained(
             "merge_adapters=True with it"
         )
     runtime.wait()
-    runtime.require_slices("save_pretrained()")
+    runtime.state.refuse("save_pretrained()", Moment.SHOWN)
     if has_adapters(engine.module) and not merge_adapters:
         export_adapters(runtime, dir, how)
     else:
@@ -159,7 +160,7 @@ def _check_moment(runtime: Runtime, begun: int) -> None:
             "Begin another stream"
         )
     runtime.check_slots()
-    runtime.require_slices("named_full_parameters()")
+    runtime.state.refuse("named_full_parameters()", Moment.SHOWN)
 
 
 def _stream(

@@ -38,7 +38,7 @@ from torch.nn.utils import clip_grad
 from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import compute_past_guards, past_guards
 from zeroshard.parameters.saved import NotCopied
-from zeroshard.parameters.state import ModuleState, Phase, refuse_in_step
+from zeroshard.parameters.state import ModuleState, Moment, Phase
 from zeroshard.plan.cuts import Cut
 
 _LAYERS = ("torch.nn.functional", "torch._C._nn")
@@ -159,7 +159,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
         state = self.state
         if (answer := _READERS.get(id(sys._getframe(1).f_code))) is not None:
             answer(self)
-        elif state.has_sums and self._gradient is not None and not state.is_in_step:
+        elif state.has_sums and self._gradient is not None and Moment.STEPPED not in state.moments:
             self._refuse_sums()
         state.show_gradients()
         return self._gradient
@@ -197,7 +197,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
 
     def refuse_reader(self, name: str, remedy: str) -> None:
         """Refuse a function of torch that takes the slice of the gradient for all of it."""
-        refuse_in_step(self.state, f"{name}()")
+        self.state.refuse(f"{name}()", Moment.STEPPED)
         self._refuse_sums()
         if remedy and self.is_partial:
             raise RuntimeError(

@@ -32,7 +32,7 @@ from zeroshard.internals.autograd import (
 )
 from zeroshard.internals.nested import cast_outputs, find_tensors, view_tensors
 from zeroshard.lazy.recording import refuse_recording
-from zeroshard.parameters.state import Phase, refuse_averages
+from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.reducer import Reducer
@@ -87,8 +87,6 @@ class Passes:
         """True if the forward under way is another method of the root, which may call the root itself."""
         self._walk = Walk((), reducer, self._graph)
         """The backward under way, or the last one."""
-        self._around_backward = _REST
-        """The phase to which the end of a backward returns: between the steps of two optimizers, that."""
         self._task: int | None = NEVER
         """The task of autograd in which it has begun, see `backward_task`; None: gradients come from any."""
         self._backward: Callable[[], object] = object
@@ -114,10 +112,10 @@ class Passes:
         unit.slots.install()
 
     def _begin_call(self, unit: Unit, caller: FrameType) -> None:
-        self._state.refuse_between_steps()
         if unit is self._root:
             self._begin_forward()
         elif self._state.phase is not _FORWARD:
+            self._state.refuse("a forward", Moment.BETWEEN_STEPS)
             unit.refresh()
         elif unit not in self.quiet:
             self._called.append(unit)
@@ -177,6 +175,7 @@ class Passes:
                 self._here.exit()
 
     def _begin_forward(self) -> None:
+        self._state.refuse("a forward", Moment.BETWEEN_STEPS)
         self.drop_forward()
         self.recover()
         self._state.move(_FORWARD)
@@ -289,9 +288,8 @@ class Passes:
         self._state.look()
         trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
         if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):
-            refuse_averages(self._state, "a backward")
+            self._state.refuse("a backward", Moment.AVERAGED)
             self._reducer.check_begin()
-        self._around_backward = self._state.phase
         self._state.move(_BACKWARD)
         self._graph.take(*self._forward.units)
         self._forward.end()
@@ -342,7 +340,7 @@ class Passes:
 
     def _end_backward(self, makes_graph: bool) -> None:
         self._walk.finish()
-        self._state.move(self._around_backward)
+        self._state.move(_REST)
         if not makes_graph:
             self.calls.end_backward()
         completes = self._reducer.end()
@@ -363,7 +361,7 @@ class Passes:
         """
         self.recover()
         self._reducer.check_begin()
-        self._around_backward, self._backward = self._state.phase, object
+        self._backward = object
         self._state.move(_BACKWARD)
         self._walk = Walk((), self._reducer, self._graph)
         self._reducer.begin(accumulates=True)
@@ -372,7 +370,7 @@ class Passes:
             yield
         finally:
             self._task = NEVER  # after an exception, the next call cleans up: see `recover`
-        self._state.move(self._around_backward)
+        self._state.move(_REST)
         if self._reducer.end():
             self._reducer.call_hooks()
 
@@ -383,7 +381,7 @@ class Passes:
 
     def _drop_backward(self) -> None:
         self._walk.finish()  # as the other ranks do
-        self._state.move(self._around_backward)
+        self._state.move(_REST)
         self.calls.end_backward()
         self._second_graph.end()
         self._reducer.drop_backward()

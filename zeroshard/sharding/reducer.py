@@ -35,6 +35,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.state import Moment
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.gradients import Gradients, GradientState
 from zeroshard.sharding.order import UnitOrder
@@ -157,12 +158,7 @@ class Reducer:
                 "each engine on a loss of its own; for one loss over two models, put both into one module, "
                 "with one engine"
             )
-        if self._state.is_in_step:
-            raise RuntimeError(
-                "a second backward before step(): units were stepped in the first one. Expected one backward "
-                "for each micro-batch, and step() after each; to take several, or to drop gradients, set "
-                "offload.step_in_backward=False"
-            )
+        self._state.refuse("a backward", Moment.STEPPED)
 
     def begin(self, accumulates: bool) -> None:
         """Begin a backward.
@@ -174,7 +170,8 @@ class Reducer:
         if not accumulates:
             return
         steps = self.step_unit is not None and not role.has_more
-        self._state.is_in_step |= steps
+        if steps:
+            self._state.moments.add(Moment.STEPPED)
         for gradients in self._all:
             gradients.begin(role.has_more, role.defers, role.scale, steps=steps)
         if not role.defers:

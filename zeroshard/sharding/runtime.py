@@ -22,7 +22,7 @@ from zeroshard.comm.watch.status import REDUCE, STEP
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
-from zeroshard.parameters.state import Phase
+from zeroshard.parameters.state import Moment, Phase
 from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.names import Cast
 from zeroshard.plan.originals import computes_in_own_dtype
@@ -125,18 +125,6 @@ class Runtime:
             if (plan := unit.plan).buffers
         ]
 
-    def require_slices(self, what: str) -> None:
-        """Refuse a call that works on sharded parameters while others stand in for them.
-
-        Raises:
-            RuntimeError: the call is inside unsharded().
-        """
-        if any(unit.slots.stand_ins for unit in self.units):
-            raise RuntimeError(
-                f"{what} inside engine.unsharded() would take the full parameters for the model's own: call "
-                "it after the block; inside, the model's own methods see full parameters"
-            )
-
     def check_slots(self) -> None:
         """Refuse parameters that others have put into the modules, or edited there, before they are read.
 
@@ -231,13 +219,16 @@ class Runtime:
         torch.clear_autocast_cache()  # torch keeps casts up to the end of the context
         # On the tier of files each part of a step is noted by itself, by `stepped` of the source.
         self.changed(b for b in self.buffers if b.trainable and b.plan.main_tier is not Tier.DISK)
-        if not self.state.is_in_batch:  # an asynchronous pipeline chooses the values of a backward
+        if (
+            Moment.BATCH not in self.state.moments
+        ):  # an asynchronous pipeline chooses the values of a backward
             for buffer in self.buffers:
                 buffer.count_step(stepped)
-        if self.state.phase is (Phase.STEP if is_last else Phase.REST):
-            self.state.move(Phase.REST if is_last else Phase.STEP)
         if is_last:
+            self.state.moments.discard(Moment.BETWEEN_STEPS)
             self.passes.refresh()
+        else:
+            self.state.moments.add(Moment.BETWEEN_STEPS)
 
     @contextmanager
     def part(self, name: Hashable, units: Collection[Unit]) -> Iterator[None]:
@@ -256,14 +247,14 @@ class Runtime:
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Run the micro-batches of a batch; no other forward runs between them."""
-        self.state.is_in_batch = True
+        self.state.moments.add(Moment.BATCH)
         try:
             yield
         except BaseException:
             self.reducer.taint()
             raise
         finally:
-            self.state.is_in_batch = False
+            self.state.moments.remove(Moment.BATCH)
             self.passes.calls.named.clear()
             self.reshard()
         self.check_edits()

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.parameters.saved import SavedOptimizer
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded
-from zeroshard.parameters.state import refuse_to_drop
+from zeroshard.parameters.state import Moment
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.gradients import Gradients
@@ -224,7 +224,7 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: 
     @functools.wraps(zero_grad)
     def zero_all(set_to_none: bool = True) -> None:
         if (runtime := of_runtime()) is not None:
-            refuse_to_drop(runtime.state)
+            runtime.state.refuse("zero_grad()", Moment.STEPPED)
             runtime.drop_deferred()
             if set_to_none and type(optimizer).zero_grad is Optimizer.zero_grad:
                 runtime.clear_gradients(p for group in optimizer.param_groups for p in group["params"])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.parameters.state import refuse_averages
+from zeroshard.parameters.state import Moment
 from zeroshard.plan import pieces
 from zeroshard.plan.layout import Span
 from zeroshard.plan.tiers import Tier
@@ -172,18 +172,17 @@ class Averages:
             raise RuntimeError(f"{what} after close(): the averages are of the engine's slices")
         runtime.wait()
         runtime.check_slots()
-        runtime.require_slices(what)
-        refuse_averages(runtime.state, what)
+        runtime.state.refuse(what, Moment.SHOWN, Moment.AVERAGED)
         with torch.inference_mode(False), torch.no_grad():
             trained = [self._copy_of_main(buffer) for buffer in self._values]
             buffers = {name: value.detach().clone() for name, value in runtime.module.named_buffers()}
-        runtime.state.is_averaged = True
+        runtime.state.moments.add(Moment.AVERAGED)
         try:
             self._pieces.wait()
             self._write(self._values.values(), self.buffers)
             yield
         finally:
-            runtime.state.is_averaged = False
+            runtime.state.moments.remove(Moment.AVERAGED)
             if not runtime.is_closed:
                 try:
                     runtime.passes.drop_forward()

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
-from zeroshard.parameters.state import LastStep
+from zeroshard.parameters.state import Moment
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import has_hooks_of_others
@@ -53,7 +53,7 @@ class EarlySteps:
         """The options of each group with which units were stepped."""
 
     def __enter__(self) -> None:
-        self._state.refuse_failed_step()
+        self._state.refuse("a backward", Moment.FAILED)
         self._reducer.check_begin()
         optimizer = self._optimizer()
         assert optimizer is not None, "the engine holds it"
@@ -68,8 +68,8 @@ class EarlySteps:
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         self._reducer.step_unit = None
-        if self._state.is_in_step:  # on all ranks: any may have stepped units
-            self._state.last_step = LastStep.BEGUN if exc_type is None else LastStep.FAILED
+        if Moment.STEPPED in self._state.moments:  # on all ranks: any may have stepped units
+            self._state.begin_step() if exc_type is None else self._state.fail_step()
 
     def check(self) -> None:
         """Check that the units that were stepped belong to the step that begins.
@@ -77,9 +77,9 @@ class EarlySteps:
         Raises:
             RuntimeError: their backward has failed, or options of the optimizer were changed after it.
         """
-        self._state.refuse_failed_step()
+        self._state.refuse("a step", Moment.FAILED)
         optimizer = self._optimizer()
-        if not self._state.is_in_step or optimizer is None:
+        if Moment.STEPPED not in self._state.moments or optimizer is None:
             return
         for number, (before, now) in enumerate(zip(self._options, _options(optimizer), strict=False)):
             for name, value in before.items():

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
-from zeroshard.parameters.state import LastStep, ModuleState
+from zeroshard.parameters.state import ModuleState, Moment
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 
@@ -78,7 +78,9 @@ class LateSteps:
             list of an asynchronous pipeline.
         """
         runtime, state = self._runtime(), self._state
-        if runtime is None or state.gives_memory is None or state.has_shown_gradients or state.is_in_batch:
+        if runtime is None or state.gives_memory is None or state.has_shown_gradients:
+            return False
+        if Moment.BATCH in state.moments:
             return False
         units = {unit.name: unit for unit in runtime.units}
         for parameters, step in parts:
@@ -102,7 +104,7 @@ class LateSteps:
             if end is not None:
                 end()
         except BaseException:
-            self._state.last_step = LastStep.FAILED
+            self._state.fail_step()
             raise
 
     def _step(self, unit: Unit) -> None:
@@ -122,7 +124,7 @@ class LateSteps:
                     finally:
                         set_gradients(present)
         except BaseException:
-            self._state.last_step = LastStep.FAILED
+            self._state.fail_step()
             raise
         finally:
             self._state.before_look = before

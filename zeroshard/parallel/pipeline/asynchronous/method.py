@@ -49,6 +49,7 @@ from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.schedules import full_schedule_of
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
+from zeroshard.parameters.state import Moment
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.changes import Changes
 from zeroshard.sharding.runtime import Runtime
@@ -482,7 +483,8 @@ class AsynchronousMethod:
             self._note_peak()
             yield
         except BaseException:
-            self._runtime.state.has_failed_in_list = self._has_begun
+            if self._has_begun:
+                self._runtime.state.moments.add(Moment.BROKEN_LIST)
             raise
         finally:
             for place in self._places:
