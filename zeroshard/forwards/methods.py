@@ -178,15 +178,17 @@ def held_unsharded(runtime: Runtime) -> Iterator[None]:
     runtime.wait()
     for unit in runtime.units:
         unit.refresh()
-        unit.unshard()
+    runtime.unshard(runtime.units)
     for unit in runtime.units:
         unit.wait()
         unit.slots.install()
-    runtime.passes.held.take(*runtime.units)
+    before = [unit.slots.stand_in(unit.slots.unsharded) for unit in runtime.units]
     try:
         yield
     finally:
-        runtime.passes.held.end()
+        for unit, shown in zip(runtime.units, before, strict=True):
+            unit.slots.stand_in(shown)
+        runtime.reshard()
         runtime.passes.reshard_all()
 
 

@@ -76,7 +76,7 @@ class Passes:
         self._called: list[Unit] = []
         """The units of the forward under way, in the order of their calls."""
         self._forward, self._graph, self._second_graph = Lease(), Lease(), Lease()
-        self.held, self.scheduled = Lease(), Lease()
+        self.scheduled = Lease()
         self._trails = bool(context.setting.placements.kept) or has_versions
         """True if a unit is freed after its forward, when another unit begins."""
         self._ended: dict[Unit, None] = {}
@@ -147,7 +147,7 @@ class Passes:
         unit.check_edits()
         if unit is self._root:
             output = cast_outputs(output, self._context.output_dtype)
-        if not unit.is_resident and not self.held.units:
+        if not unit.is_resident:
             output = unit.copy_own(output)
         if unit not in self.quiet:
             output = self._watch(unit, output)
@@ -162,7 +162,7 @@ class Passes:
         is_second = is_in_backward()
         self.calls.end(unit)
         is_over = not unit.is_in_forward  # else the unit has called itself
-        if is_over and not (self.held.units or (is_second and self._state.phase is _BACKWARD)):
+        if is_over and not (is_second and self._state.phase is _BACKWARD):
             unit.slots.uninstall()
         if not is_second:
             if is_over and not unit.is_resident:
@@ -397,13 +397,12 @@ class Passes:
             self.reshard_all()
 
     def reshard_all(self) -> None:
-        """Show sharded parameters and free the others, unless they are held or a graph needs them."""
-        if not self.held.units:
-            for unit in self._units:
-                unit.slots.uninstall()
-            self._ended = {}
-            self._forward.end()
-            self._graph.end(self._units)
+        """Show the parameters of rest, and free the units that no other lease keeps."""
+        for unit in self._units:
+            unit.slots.uninstall()
+        self._ended = {}
+        self._forward.end()
+        self._graph.end(self._units)
 
 
 def closed_error() -> RuntimeError:

@@ -32,7 +32,7 @@ from zeroshard.comm.streams import SideStream
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import change_tensors
 from zeroshard.parameters.sharded import ShardedParameter, describe_unit
-from zeroshard.parameters.unsharded import UnshardedParameter, edit_error, equal_values, set_data
+from zeroshard.parameters.unsharded import (ShownParameter, UnshardedParameter, edit_error, equal_values, set_data)
 from zeroshard.plan.buffers import UnitPlan
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
@@ -131,6 +131,8 @@ class Slots:
         ]
         self.owners = {place[0] for place in self._places}
         """The modules that have the slots."""
+        self.unsharded = {id(sharded): unsharded for _, _, unsharded, sharded in self._places}
+        """The unsharded parameters, by the id of the sharded ones."""
         self.stand_ins: Mapping[int, nn.Parameter] = {}
         """The parameters that are shown at rest for the sharded ones, by the id of these."""
         self._slots: list[tuple[dict[str, nn.Parameter | None], str, UnshardedParameter, nn.Parameter]] = []
@@ -205,7 +207,7 @@ class Slots:
 
     def _check_shown(self) -> None:
         for _, _, unsharded, shown in self._slots:
-            if getattr(shown, "at_first", None) != (shown._version, shown.data_ptr()):
+            if isinstance(shown, ShownParameter) and shown.at_first != (shown._version, shown.data_ptr()):
                 raise RuntimeError(
                     f"a forward inside engine.unsharded() after an edit of '{unsharded.fqn}': the engine "
                     "still computes with the values before the edit. Leave the block, with "

@@ -27,8 +27,8 @@ graph          when the root's forward ends: on the     when the backward leaves
                root, and on units that it has kept;     unit's next forward, or the end of the root's
                and when a backward gathers the unit
 second graph   by a backward that makes a graph         by the step
-held           by `generate` and its like               by them
-scheduled      by an unshard of a schedule              by its reshard
+scheduled      by an unshard of a schedule, and by      by its reshard, and by them
+               `generate` and its like
 """
 
 from __future__ import annotations
