@@ -56,8 +56,7 @@ from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.tiers import Tiers
 from zeroshard.plan.units import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.changes import Changes
-from zeroshard.sharding.context import Context, Meter
+from zeroshard.sharding.context import Changes, Context, Meter
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime, hook
 from zeroshard.sharding.unit import Unit

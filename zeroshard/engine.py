@@ -76,26 +76,29 @@ class Engine(NotCopied, nn.Module):
         self.module = module  # it is shared, not registered: so names have no prefix
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
-        self.config, self.optimizer, self.lr_scheduler = parts.config, parts.optimizer, parts.lr_scheduler
+        self.config = config = parts.config
+        self.optimizer, self.lr_scheduler = parts.optimizer, parts.lr_scheduler
         self.loss_fn = loss_fn
         self._parts, self._runtime, self._axes, self._saver = parts, parts.runtime, axes, saver
         self.global_step = 0
         """Steps that the optimizer has taken."""
         self.skipped_steps = 0
         """Steps that were not taken because gradients were not finite."""
-        self._guard = StepGuard(parts.runtime, parts.config, parts.optimizer)
+        max_norm, nonfinite, loss_scale = config.clip_grad_norm, config.nonfinite, config.precision.loss_scale
+        is_alone = parts.optimizer is not None
+        self._guard = StepGuard(parts.runtime, max_norm, nonfinite, loss_scale, is_alone=is_alone)
         self._part = part
         self._pipeline: PipelineTraining | None = None
         self._early: EarlySteps | None = None
-        self._micro_step, self._num_micro_batches = 0, parts.config.gradient_accumulation_steps
+        self._micro_step, self._num_micro_batches = 0, config.gradient_accumulation_steps
         self._num_dropped = 0
         """Micro-batches of unfinished steps that zero_grad() has dropped since the last step."""
         self._boundary: bool | None = None
         """True or False if the next `step()` is said to step, or not to; None: micro-batches are counted."""
         if part is not None:
-            self._num_micro_batches = parts.config.pipeline.num_microbatches
+            self._num_micro_batches = config.pipeline.num_microbatches
             trained = [buffer for buffer in parts.runtime.buffers if buffer.trainable]
-            chosen = chosen_by(parts.config.pipeline, parts.optimizer, trained)
+            chosen = chosen_by(config.pipeline, parts.optimizer, trained)
             self._pipeline = PipelineTraining(part, parts.runtime, loss_fn, parts.optimizer, *chosen)
         self._is_ready = False
         """True if `step()` has made the gradients ready for the optimizer."""
@@ -104,7 +107,7 @@ class Engine(NotCopied, nn.Module):
             judge, count = self._judge_step, self._count_step
             own = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count))
             steps = attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=own)
-            if parts.config.offload.step_in_backward:
+            if config.offload.step_in_backward:
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps)
         refuse_wrappers([self], object.__setattr__)
         parts.runtime.changes.set(module, "zero_grad", methods.of_engine(self, module, "zero_grad"))

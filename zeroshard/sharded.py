@@ -245,8 +245,8 @@ class Sharded(NotCopied):
     module: nn.Module
     """The module that was given."""
 
-    def __init__(self, runtime: Runtime, config: Config) -> None:
-        self._runtime, self._guard = runtime, StepGuard(runtime, config)
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._guard = runtime, StepGuard(runtime)
         self.module = runtime.module
 
     no_sync, unsharded = no_sync, unsharded
@@ -295,5 +295,4 @@ def shard(
         ValueError: the `config` does not fit the module, the mesh or the ranks.
         RuntimeError: there is no process group.
     """
-    config = Config.parse(config)
-    return Sharded(shard_in_place(module, config, mesh, tp_plan), config)
+    return Sharded(shard_in_place(module, Config.parse(config), mesh, tp_plan))

@@ -13,7 +13,7 @@ from tests.parallel.trained import divided, plain
 from zeroshard.parallel.tensor.division import match, plan_of
 from zeroshard.parallel.tensor.styles import sections_of, set_counts
 from zeroshard.plan.cuts import heads
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 BATCH, LENGTH, VOCABULARY = 4, 9, 64
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}

@@ -17,7 +17,7 @@ from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.parameters.parts import part_of
 from zeroshard.plan.cuts import heads
 from zeroshard.plan.units import find_units
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 
 class Model(nn.Module):

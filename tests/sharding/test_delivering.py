@@ -6,7 +6,7 @@ from torch import nn
 
 import zeroshard
 from zeroshard.parallel.pipeline.weights import Products, Waiting
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 WIDTH, NUM = 6, 3
 

@@ -29,8 +29,7 @@ from zeroshard.lazy.deferred import Codes, deferred_of
 from zeroshard.parameters.parts import gather_ranges
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.changes import Changes
-from zeroshard.sharding.context import Context
+from zeroshard.sharding.context import Changes, Context
 from zeroshard.stores.host import return_freed_memory
 
 _BLOCK_OF_SCALES = 256

@@ -46,8 +46,7 @@ from zeroshard.internals.autograd import is_in_backward, outermost_checkpoint
 from zeroshard.internals.nested import cast_inputs, change_tensors
 from zeroshard.internals.warn import warn_user
 from zeroshard.plan.names import Cast
-from zeroshard.sharding.changes import Changes
-from zeroshard.sharding.context import Context
+from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.unit import Unit
 from zeroshard.stores.host import HostCopies, HostCopy
 from zeroshard.stores.storage import count_views

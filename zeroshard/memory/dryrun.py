@@ -41,7 +41,7 @@ from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.plan.placement import TP
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 _META = torch.device("meta")
 _Value = TypeVar("_Value")

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from zeroshard.comm.activations import Activations
 from zeroshard.parallel.tensor.sequence import Regions, blocks_of
 from zeroshard.parallel.tensor.styles import Divided, Split
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 _LARGEST = 1 << 62
 

@@ -28,8 +28,7 @@ from zeroshard.plan.names import Cast
 from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.changes import Changes
-from zeroshard.sharding.context import Context
+from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.passes import Passes, closed_error
 from zeroshard.sharding.reducer import Reducer

@@ -31,8 +31,8 @@ from zeroshard.comm.collectives import Handle
 from zeroshard.comm.streams import SideStream
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.nested import change_tensors
-from zeroshard.parameters.sharded import ShardedParameter, describe_unit
-from zeroshard.parameters.unsharded import (ShownParameter, UnshardedParameter, edit_error, equal_values, set_data)
+from zeroshard.parameters.sharded import describe_unit
+from zeroshard.parameters.unsharded import UnshardedParameter, edit_error, equal_values, set_data
 from zeroshard.plan.buffers import UnitPlan
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
@@ -207,7 +207,7 @@ class Slots:
 
     def _check_shown(self) -> None:
         for _, _, unsharded, shown in self._slots:
-            if isinstance(shown, ShownParameter) and shown.at_first != (shown._version, shown.data_ptr()):
+            if getattr(shown, "at_first", None) not in (None, (shown._version, shown.data_ptr())):
                 raise RuntimeError(
                     f"a forward inside engine.unsharded() after an edit of '{unsharded.fqn}': the engine "
                     "still computes with the values before the edit. Leave the block, with "
@@ -393,11 +393,6 @@ class Unit:
     def progress_reduce(self) -> bool:
         """Wait for the exchanges under way, and start the next ones. Returns as `start_reduce`."""
         return sum(gradients.progress() for gradients in self.gradients) > 0
-
-    def starts(self) -> dict[ShardedParameter, int]:
-        """The first element of this rank's slice of each trained parameter, counted in the whole one."""
-        trained = (buffer for buffer in self.buffers if buffer.trainable)
-        return {p: buffer.start(index) for buffer in trained for index, p in enumerate(buffer.sharded)}
 
     def drop_gradients(self) -> None:
         """Drop the gradients of a backward that failed."""

@@ -84,8 +84,8 @@ def attach(
             optimizer.norms_of = NormsOverRanks(runtime.buffers, context.axes)
         if isinstance(optimizer, UsesWholes):
             optimizer.wholes_of = WholesOverRanks(runtime.buffers, context.axes)
-        units = [unit.starts() for unit in runtime.units]
-        starts = {p: start for unit in units for p, start in unit.items()}
+        trained = [buffer for buffer in runtime.buffers if buffer.trainable]
+        starts = {p: buffer.start(index) for buffer in trained for index, p in enumerate(buffer.sharded)}
         travelling = _travelling(runtime, optimizer)
         homes = _homes(runtime, optimizer, rounding, starts, travelling)
         waits = engine is not None and steps_by_unit(optimizer, context.axes) and may_wait(runtime)

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from zeroshard.config.sections import Config, DynamicLossScale
+from zeroshard.config.sections import DynamicLossScale
 from zeroshard.internals.warn import first_of, warn_user
 from zeroshard.parallel.tensor.replicas import check_replicas
 from zeroshard.sharding.runtime import Runtime
@@ -80,23 +79,33 @@ class StepGuard:
 
     Args:
         runtime: the runtime of the gradients.
-        config: the config; it says what happens to large gradients, and to gradients that are not finite.
-        optimizer: the one optimizer that steps after `make_ready`; None if there may be others.
+        max_norm: the largest norm of gradients, which are clipped above it; None: none are clipped.
+        nonfinite: "report", "skip" or "error": the answer to gradients that are not finite.
+        loss_scale: the loss scale of float16, see `LossScale.of`.
+        is_alone: True if one optimizer steps after `make_ready`, False if there may be others.
     """
 
-    def __init__(self, runtime: Runtime, config: Config, optimizer: Optimizer | None = None) -> None:
-        self._runtime, self._max_norm, self._nonfinite = runtime, config.clip_grad_norm, config.nonfinite
+    def __init__(
+        self,
+        runtime: Runtime,
+        max_norm: float | None = None,
+        nonfinite: str = "report",
+        loss_scale: float | str | DynamicLossScale | None = None,
+        *,
+        is_alone: bool = False,
+    ) -> None:
+        self._runtime, self._max_norm, self._nonfinite = runtime, max_norm, nonfinite
         is_half = runtime.reducer.is_half
-        self.loss_scale = LossScale.of(config.precision.loss_scale) if is_half else LossScale()
-        is_narrow = config.precision.main_dtype is torch.bfloat16
+        self.loss_scale = LossScale.of(loss_scale) if is_half else LossScale()
+        is_narrow = runtime.context.setting.dtypes.main_dtype is torch.bfloat16
         self.rounding = Rounding.agreed(runtime.context.axes.world) if is_narrow else None
         """The rounding of updates into main parameters of bfloat16; None for wider ones."""
         self.grad_norm: Tensor | None = None
         """The global norm before the last clipping, 0-dim; None before."""
-        self.may_skip = is_half or config.nonfinite == "skip"
+        self.may_skip = is_half or nonfinite == "skip"
         """True if a step may have to be left out."""
-        self._judges = self.may_skip or config.nonfinite == "error"
-        self._watches = optimizer is not None and not self._judges
+        self._judges = self.may_skip or nonfinite == "error"
+        self._watches = is_alone and not self._judges
         self.loss: Tensor | None = None
         """The loss of the last backward, which tensor ranks compare; None if it is not known."""
         self._num_steps = 0

@@ -11,7 +11,7 @@ from zeroshard.comm.messages import Messages
 from zeroshard.parallel.pipeline.runner import Runner, room_for_sends
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.weights import Products
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 WIDTH, CLASSES = 6, 5
 

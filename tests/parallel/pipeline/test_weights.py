@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from zeroshard.parallel.pipeline.actions import Kind
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.weights import Products, Waiting
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 INPUTS, OUTPUTS = 24, 40
 LAYERS = {

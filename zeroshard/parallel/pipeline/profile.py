@@ -42,7 +42,7 @@ from zeroshard.lazy.deferred import has_memory, is_known, values_of
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.partition import BlockProfile
 from zeroshard.parallel.random import forked
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 if TYPE_CHECKING:
     from zeroshard.parallel.pipeline.traced import TracedChunks

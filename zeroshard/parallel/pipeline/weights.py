@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 
 class Waiting:

@@ -42,7 +42,7 @@ from zeroshard.parallel.tensor.sequence import (
 )
 from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Split, is_conv1d, rotary_size, set_counts
 from zeroshard.plan.layout import Span
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 from zeroshard.sharding.runtime import Runtime
 
 

@@ -27,7 +27,7 @@ from zeroshard.comm.activations import Activations
 from zeroshard.parallel.tensor.sequence import Comm, Sum, add_up, move
 from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.plan.layout import Span
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 
 def embed(

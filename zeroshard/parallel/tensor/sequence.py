@@ -61,7 +61,7 @@ from torch.autograd.function import once_differentiable
 from zeroshard.comm.activations import Activations, Copied
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, LayerPlan, Plan, Split, with_heads
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 
 class Comm(Enum):

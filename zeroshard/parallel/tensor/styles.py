@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from zeroshard.plan.cuts import Cut, Section
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 
 
 class Split(Enum):

@@ -51,7 +51,7 @@ from zeroshard.parallel.pipeline.schedules import full_schedule_of
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import Moment
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.changes import Changes
+from zeroshard.sharding.context import Changes
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stores.store import Store, TierMemory
 
