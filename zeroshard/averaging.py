@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 from zeroshard.agreement import require_equal
 from zeroshard.comm.collectives import on_all
 from zeroshard.engine import Engine
@@ -11,7 +9,7 @@ from zeroshard.parameters.state import Moment
 from zeroshard.stepping.averages import Averages
 
 
-class EMA:
+class EMA(Averages):
     """The exponential moving average (EMA) of the trained parameters of an engine; made on all ranks alike.
 
     It belongs to the engine from then on. Each step that the engine counts updates it, whoever takes the
@@ -46,39 +44,10 @@ class EMA:
                 )
             runtime.wait()
             runtime.state.refuse("EMA()", Moment.SHOWN, Moment.AVERAGED)
-            self._averages = Averages(runtime, decay)
-            return name, self._averages.decay
+            Averages.__init__(self, runtime, decay)
+            return name, self.decay
 
         everyone = on_all(runtime.context.axes.world, "agreement on an EMA", make)
         versions = [f"name {own!r} and decay {share}" for own, share in everyone]
         require_equal(versions, lambda found: ValueError(f"EMA: expected the same on every rank; {found}"))
-        kept[name] = self._averages
-
-    @property
-    def decay(self) -> float:
-        """The share of the average that an update keeps. Set it between steps, on all ranks alike."""
-        return self._averages.decay
-
-    @decay.setter
-    def decay(self, value: float) -> None:
-        self._averages.decay = value
-
-    @property
-    def num_updates(self) -> int:
-        """Updates so far; a checkpoint brings its own number."""
-        return self._averages.num_updates
-
-    def applied(self) -> AbstractContextManager[None]:
-        """Show the averages in the model, in a `with` block of all ranks; then the trained values again.
-
-        Inside, forwards, `generate`, `eval_batch`, `full_state_dict`, `save_pretrained` and all else that
-        reads parameters has the averages, rounded to the main dtype where that is narrower. Buffers have the
-        values of the last update. At the end, also after an exception, the trained values and buffers are
-        back, to the bit. The block takes as much memory as the main parameters.
-
-        Raises:
-            RuntimeError: in a forward, a backward, `unsharded()` or another such block; the engine is closed;
-                or averages in files are lost, and the message names the file. Inside: a backward to
-                parameters, a step, a checkpoint, `close()`, and calls that keep edits of parameters.
-        """
-        return self._averages.applied()
+        kept[name] = self

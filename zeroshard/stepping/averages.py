@@ -47,7 +47,7 @@ class Averages:
     def __init__(self, runtime: Runtime, decay: Any) -> None:
         self.decay = decay
         self.num_updates = 0
-        """Updates so far."""
+        """Updates so far; a checkpoint brings its own number."""
         self._runtime, context = runtime, runtime.context
         self._values: dict[FlatBuffer, Store] = {}
         """The averages of each buffer, [n], as many as `buffer.main` has."""
@@ -70,7 +70,7 @@ class Averages:
 
     @property
     def decay(self) -> float:
-        """The share of the average that an update keeps; it may be set between steps."""
+        """The share of the average that an update keeps. Set it between steps, on all ranks alike."""
         return self._decay
 
     @decay.setter
@@ -161,11 +161,17 @@ class Averages:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Show the averages in the model; all ranks alike. At the end the trained values are back.
+        """Show the averages in the model, in a `with` block of all ranks; then the trained values again.
+
+        Inside, forwards, `generate`, `eval_batch`, `full_state_dict`, `save_pretrained` and all else that
+        reads parameters has the averages, rounded to the main dtype where that is narrower. Buffers have the
+        values of the last update. At the end, also after an exception, the trained values and buffers are
+        back, to the bit. The block takes as much memory as the main parameters.
 
         Raises:
-            RuntimeError: in a forward, a backward, `unsharded()` or another such block; or the engine is
-                closed.
+            RuntimeError: in a forward, a backward, `unsharded()` or another such block; the engine is closed;
+                or averages in files are lost, and the message names the file. Inside: a backward to
+                parameters, a step, a checkpoint, `close()`, and calls that keep edits of parameters.
         """
         runtime, what = self._runtime, "EMA.applied()"
         if runtime.is_closed:
