@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,6 @@ from zeroshard.parallel.pipeline.traced import TracedChunks, trace
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
-from zeroshard.plan.units import UnitSpec
 from zeroshard.stepping.parts import is_known
 
 
@@ -133,8 +133,12 @@ def initialize(
         if part is not None:
             check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
         close_at_exit(axes, *axes.members)
-        _check_room(specs, config, axes, optimizer, device)
         by_parts = optimizer is not None and is_known(optimizer)
+        if not config.offload.optimizer == config.offload.parameters == "none":
+            given, num_ranks = (specs, config, axes.sizes, states_of(optimizer)), axes.world.size
+            fits = partial(check_room, *given, steps_by_parts=by_parts, num_ranks=num_ranks)
+            computes = not has_streams(device)
+            on_all(axes.world, "check of the room for offload", partial(fits, host_computes=computes))
         runtime, replacements = shard_over(model, division, config, axes, device, steps_by_parts=by_parts)
         if optimizer is not None:
             take_over(optimizer, replacements, overrides)
@@ -227,25 +231,6 @@ def _traced(model: nn.Module, config: Config, world: Axis, source: SampleSource)
 
     on_all(world, "trace of the model", trace_it)
     return found[0]
-
-
-def _check_room(
-    specs: Sequence[UnitSpec], config: Config, axes: Axes, optimizer: Optimizer | None, device: torch.device
-) -> None:
-    """Refuse an offload for which some rank has too little room, on all ranks."""
-    if config.offload.optimizer == config.offload.parameters == "none":
-        return
-    computes, given = not has_streams(device), (specs, config, axes.sizes, states_of(optimizer))
-
-    def check() -> None:
-        check_room(
-            *given,
-            host_computes=computes,
-            steps_by_parts=optimizer is not None and is_known(optimizer),
-            num_ranks=axes.world.size,
-        )
-
-    on_all(axes.world, "check of the room for offload", check)
 
 
 def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:

@@ -39,7 +39,7 @@ ORDERS = (
     Break(
         name="units_are_not_gathered_ahead",
         says="A forward gathers a unit when it begins, and not during the unit before it.",
-        file="zeroshard/sharding/order.py",
+        file="zeroshard/sharding/reducer.py",
         find="self.units[unit.position + 1 :] if is_known else []",
         replace="self.units[unit.position + 2 :] if is_known else []",
         tests=(

@@ -5,7 +5,7 @@ from itertools import pairwise
 import hypothesis.strategies as st
 from hypothesis import given
 
-from zeroshard.sharding.order import merge
+from zeroshard.sharding.reducer import merge
 
 ORDERS = st.lists(st.lists(st.integers(0, 9), max_size=8), max_size=4)
 

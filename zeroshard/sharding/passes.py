@@ -34,8 +34,7 @@ from zeroshard.internals.nested import cast_outputs, find_tensors, view_tensors
 from zeroshard.lazy.recording import refuse_recording
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.order import UnitOrder
-from zeroshard.sharding.reducer import Reducer
+from zeroshard.sharding.reducer import Reducer, UnitOrder
 from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
 from zeroshard.sharding.walk import CallLog, Lease, Walk
 

@@ -29,9 +29,8 @@ from zeroshard.plan.originals import computes_in_own_dtype
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Changes, Context
-from zeroshard.sharding.order import UnitOrder
 from zeroshard.sharding.passes import Passes, closed_error
-from zeroshard.sharding.reducer import Reducer
+from zeroshard.sharding.reducer import Reducer, UnitOrder
 from zeroshard.sharding.unit import Unit, UnitInfo, UnitState
 
 DRAIN_S = 5.0

@@ -240,7 +240,7 @@ class Unit:
         self.is_resident = plan.is_resident
         self.backward_needs_parameters = plan.needs_parameters_in_backward
         self.position = -1
-        """The place in the order of forwards, see `order.py`; -1 before the first one, and for the root."""
+        """The place in the order of forwards, see `UnitOrder`; -1 before the first one, and for the root."""
         self.call = ForwardCall(self, NEVER)
         """The forward under way, or the last one."""
         self.visit: Visit | None = None
