@@ -105,12 +105,13 @@ class Engine(NotCopied, nn.Module):
         weakref.finalize(self, saver.run_alone)
         if parts.optimizer is not None:
             judge, count = self._judge_step, self._count_step
-            own = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count))
-            steps = attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=own)
+            hooks = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count))
+            steps = attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=hooks)
             if config.offload.step_in_backward:
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps)
         refuse_wrappers([self], object.__setattr__)
-        parts.runtime.changes.set(module, "zero_grad", methods.of_engine(self, module, "zero_grad"))
+        own, plain = weakref.WeakMethod(self.zero_grad), module.zero_grad
+        parts.runtime.changes.set(module, "zero_grad", lambda *args, **kw: (own() or plain)(*args, **kw))
 
     # -- training -------------------------------------------------------------------------------------
 

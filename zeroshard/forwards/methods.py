@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -118,18 +118,17 @@ def _on_wholes(module: nn.Module, name: str, refusal: str, *, is_divided: bool) 
     """A method that writes or resizes the model's parameters: whole ones, or those it is given.
 
     Args:
-        module, name: the model and the name of the method of its class.
+        module, name: the model and the name of the method.
         refusal: the message of the error.
         is_divided: True if other pipeline ranks hold parts of the model, which are missing here.
     """
-    reference = weakref.ref(module)
+    method = getattr(module, name)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        module = cast(nn.Module, reference())
         has_slices = is_divided or any(isinstance(p, ShardedParameter) for p in module.parameters())
         if has_slices and isinstance(kwargs.get("state_dict"), SavedSlices | None):
             raise RuntimeError(refusal)
-        return getattr(type(module), name)(module, *args, **kwargs)
+        return method(*args, **kwargs)
 
     return called
 
@@ -154,19 +153,6 @@ def refuse_files_of_slices(runtime: Runtime) -> None:
                 )
                 method = _on_wholes(module, name, refusal, is_divided=is_divided)
                 runtime.changes.set(module, name, method)
-
-
-def of_engine(engine: nn.Module, module: nn.Module, name: str) -> Callable[..., Any]:
-    """A method of a model in whose place the engine's method is called, as long as there is an engine."""
-    engines, modules = weakref.ref(engine), weakref.ref(module)
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if (engine := engines()) is not None:
-            return getattr(engine, name)(*args, **kwargs)
-        module = modules()
-        return getattr(type(module), name)(module, *args, **kwargs)
-
-    return called
 
 
 @contextmanager
