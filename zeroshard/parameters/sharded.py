@@ -306,8 +306,8 @@ def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         if first.state.phase is Phase.FORWARD:
             raise _used_outside(first, func)
         first.state.look()
-        if first.state.reads_main and _may_change(func, kwargs):
-            first.state.before_edit()
+        if first.state.reads_main:
+            first.state.before_edit()  # whoever reads values may write to them
     if func == _SET_DATA:
         _check_data(first, args[1])
     elif func in _FREEZES:
@@ -326,14 +326,6 @@ def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     ):
         raise _used_outside(first, func)
     return first
-
-
-def _may_change(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """True for a function that writes to a tensor, or gives a tensor that others may write to."""
-    name = getattr(func, "__name__", "")
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    is_written = is_in_place or name.startswith(("__i", "__setitem__")) or "out" in kwargs
-    return is_written or func in (_GET_DATA, Tensor.detach)
 
 
 def _only_describes(func: Callable[..., Any]) -> bool:
@@ -490,13 +482,7 @@ def _whole_shape(parameter: nn.Parameter) -> torch.Size:
     return coded or whole
 
 
-_OURS = frozenset(ShardedParameter.__annotations__) | {
-    "recorded_version",
-    "was",
-    "note",
-    "sharded",
-    "at_first",
-}
+_OURS = frozenset(ShardedParameter.__annotations__) | {"recorded_version", "was", "sharded", "at_first"}
 
 
 def carry_attributes(source: nn.Parameter, *targets: nn.Parameter) -> None:
