@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -20,14 +19,9 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline
-from zeroshard.forwards.composed import form_of, put_together, taken_apart
+from zeroshard.forwards.composed import taken_apart
 from zeroshard.forwards.methods import refuse_files_of_slices
-from zeroshard.forwards.quantized import (
-    QuantizedLayers,
-    agree_on_layers,
-    change_forwards,
-    refuse_merges,
-)
+from zeroshard.forwards.quantized import QuantizedLayers, change_forwards
 from zeroshard.forwards.wrapped import (
     cast_forwards,
     compile_forwards,
@@ -47,8 +41,7 @@ from zeroshard.parallel.pipeline.chunked import Absent
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import compare_inputs, install
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.parameters.saved import mark_slices, refuse_copies
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parameters.saved import guard_copies
 from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
 from zeroshard.plan.names import Cast, find_casts, find_ignored
@@ -65,9 +58,6 @@ from zeroshard.stores.store import TierMemory
 
 _TAG_OF_ACTIVATIONS, _TAGS_PER_BUFFER = 1, 2
 
-Replacements = dict[nn.Parameter, ShardedParameter]
-"""Original parameter -> the sharded parameter in its place."""
-
 
 def shard_in_place(
     module: nn.Module, config: Config, mesh: DeviceMesh | None, tp_plan: Plan | None
@@ -82,8 +72,7 @@ def shard_in_place(
         axes = open_data_parallel(config, world, mesh)
         specs = specify_units(module, config)
         division = plan_division(module, specs, tp_plan, axes.tp.size, by_sequence=config.mesh.sequence)
-        runtime, _ = shard_over(module, division, config, axes, device)
-        return runtime
+        return shard_over(module, division, config, axes, device)
 
 
 def specify_units(module: nn.Module, config: Config) -> list[UnitSpec]:
@@ -107,8 +96,8 @@ def shard_over(
     device: torch.device,
     *,
     steps_by_parts: bool = False,
-) -> tuple[Runtime, Replacements]:
-    """Shard a module in the units of a division; return its runtime, and the replaced parameters."""
+) -> Runtime:
+    """Shard a module in the units of a division."""
     changes, specs = Changes(), division.specs
     ignored = find_ignored(module, config.ignored)
     casts = find_module_casts(module, specs, config)
@@ -131,14 +120,10 @@ def shard_over(
         num_prefetch=config.num_prefetch,
         output_dtype=config.precision.output_dtype,
     )
-    agree_on_layers(module, axes, ignored)
     quantized = QuantizedLayers(module, context, changes, ignored)
-    apart = [layer for layer in module.modules() if form_of(layer) is not None]
-    changes.when_undone(functools.partial(put_together, apart))
     _take_over_buffers(module, context)
     place_ignored(ignored, device)
     pool, landing = BufferPool(device), Landing(context.memory, context.streams.to_host)
-    replacements: Replacements = {}
     tags = _TAG_OF_ACTIVATIONS + 1
     units: list[Unit] = []
     for spec, plan in zip(specs, plans, strict=True):
@@ -146,9 +131,6 @@ def shard_over(
         for own, originals in zip(plan.buffers, group(spec.originals, setting.dtypes), strict=True):
             buffers.append(FlatBuffer(own, originals, spec.name, tags, context))
             tags += _TAGS_PER_BUFFER
-        for buffer in buffers:
-            parameters = (original.parameter for original in buffer.originals)
-            replacements.update(zip(parameters, buffer.sharded, strict=True))
         gradients = [Gradients(buffer, context, pool, landing) for buffer in buffers if buffer.trainable]
         units.append(Unit(plan, spec.modules, buffers, gradients, context.streams.gather))
     quantized.finish(buffer for unit in units for buffer in unit.buffers)
@@ -163,12 +145,10 @@ def shard_over(
     runtime.ignored, runtime.casts = ignored, casts
     hook(runtime)
     compare_inputs(runtime)
-    changes.hook(*mark_slices(module.modules()))
-    refuse_copies(module.modules(), changes.set)
+    guard_copies(module.modules(), changes.hook, changes.set)
     refuse_files_of_slices(runtime)
-    refuse_merges(module, changes)
     refuse_wrappers(module.modules(), changes.set)
-    return runtime, replacements
+    return runtime
 
 
 def divide_and_cast(

@@ -139,9 +139,11 @@ def initialize(
             fits = partial(check_room, *given, steps_by_parts=by_parts, num_ranks=num_ranks)
             computes = not has_streams(device)
             on_all(axes.world, "check of the room for offload", partial(fits, host_computes=computes))
-        runtime, replacements = shard_over(model, division, config, axes, device, steps_by_parts=by_parts)
+        runtime = shard_over(model, division, config, axes, device, steps_by_parts=by_parts)
         if optimizer is not None:
-            take_over(optimizer, replacements, overrides)
+            pairs = (zip(buffer.originals, buffer.sharded, strict=True) for buffer in runtime.buffers)
+            sharded = {original.parameter: own for both in pairs for original, own in both}
+            take_over(optimizer, sharded, overrides)
         loader = _build_loader(training_data, collate_fn, config, axes, device)
         parts = EngineState(
             runtime=runtime,

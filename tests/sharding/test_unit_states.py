@@ -60,7 +60,7 @@ def shard_net(axis=None, **options):
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     config = Config(units=["Sequential"], **options)
     axis = axis or Axis(None, device=CPU, counter=Counter(), timeout_s=10)
-    runtime, _ = shard_over(net, undivided(net, config.units), config, Axes.of_one_group(None, axis), CPU)
+    runtime = shard_over(net, undivided(net, config.units), config, Axes.of_one_group(None, axis), CPU)
     root, inner = runtime.units
     optimizer = torch.optim.SGD(net.parameters())
     attach(runtime, None, optimizer)

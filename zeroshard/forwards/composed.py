@@ -156,7 +156,7 @@ def put_together(layers: Iterable[Any]) -> None:
     """Give layers that were taken apart their weights back, with the values that their codes have now."""
     done: dict[Tensor, nn.Parameter] = {}
     for layer in layers:
-        if form_of(layer) is None:  # it was put together already
+        if form_of(layer) is None:  # it is another one, or was put together already
             continue
         codes = layer.weight
         if type(codes) is nn.Parameter:  # not a slice that an engine has left

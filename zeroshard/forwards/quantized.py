@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zeroshard.agreement import require_same
 from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
-from zeroshard.forwards.composed import DESCRIPTION, buffers_of, compose, form_of
+from zeroshard.forwards.composed import DESCRIPTION, buffers_of, compose, form_of, put_together
 from zeroshard.lazy.deferred import Codes, deferred_of
 from zeroshard.parameters.parts import gather_ranges
 from zeroshard.parameters.sharded import ShardedParameter
@@ -54,11 +54,16 @@ class QuantizedLayers:
         changes: undoes the changes of the layers.
         ignored: parameters that each rank keeps for itself, and so their scales.
 
+    Raises:
+        ValueError, RuntimeError: see `_agree_on_layers`.
     """
 
     def __init__(
         self, module: nn.Module, context: Context, changes: Changes, ignored: Container[nn.Parameter]
     ) -> None:
+        _agree_on_layers(module, context.axes, ignored)
+        _refuse_merges(module, changes)
+        changes.when_undone(functools.partial(put_together, list(module.modules())))
         self._context = context
         self._pending = {layer.weight: (name, layer, codes) for name, layer, codes in pending_layers(module)}
         """By weight: the layers that are quantized as their weights are read."""
@@ -129,7 +134,7 @@ def change_forwards(module: nn.Module, changes: Changes) -> None:
             changes.set(layer, "forward", functools.partial(_forward_of_4_bits, layer, layer.forward))
 
 
-def refuse_merges(module: nn.Module, changes: Changes) -> None:
+def _refuse_merges(module: nn.Module, changes: Changes) -> None:
     """Have adapters of peft around codes refuse to merge: a merge assigns other codes, and other scales."""
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -338,7 +343,7 @@ def _take_codes_back(layer: Layer) -> None:
     layer.state.CB = layer.state.SCB = None
 
 
-def agree_on_layers(module: nn.Module, axes: Axes, ignored: Container[nn.Parameter]) -> None:
+def _agree_on_layers(module: nn.Module, axes: Axes, ignored: Container[nn.Parameter]) -> None:
     """Compare the quantized layers of all ranks that hold the same part of the model; collective.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NoReturn, Self
 
 from torch import nn
@@ -42,18 +42,6 @@ class NotCopied:
         )
 
 
-def refuse_copies(modules: Iterable[nn.Module], give: Callable[[nn.Module, str, Any], None]) -> None:
-    """Have copies and pickles of modules raise an error, also where they show whole parameters.
-
-    Args:
-        give: sets an attribute of a module.
-    """
-    refused = NotCopied()
-    for module in modules:
-        give(module, "__deepcopy__", refused.__deepcopy__)
-        give(module, "__reduce_ex__", refused.__reduce_ex__)
-
-
 class SavedSlices(OrderedDict[str, Any]):
     """A state dict of slices of parameters."""
 
@@ -82,9 +70,24 @@ class SavedOptimizer(SavedSlices):
     warning = _OF_OPTIMIZER
 
 
-def mark_slices(modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
-    """Have `state_dict()` of modules return `SavedSlices` while they show slices; return the hooks."""
-    return (module._register_state_dict_hook(_mark) for module in modules)
+def guard_copies(
+    modules: Iterable[nn.Module],
+    note: Callable[[RemovableHandle], None],
+    give: Callable[[nn.Module, str, Any], None],
+) -> None:
+    """Have `state_dict()` of modules return `SavedSlices` while they show slices; refuse copies and pickles.
+
+    Copies and pickles are refused also where modules show whole parameters.
+
+    Args:
+        note: notes a hook of a module.
+        give: sets an attribute of a module.
+    """
+    refused = NotCopied()
+    for module in modules:
+        note(module._register_state_dict_hook(_mark))
+        give(module, "__deepcopy__", refused.__deepcopy__)
+        give(module, "__reduce_ex__", refused.__reduce_ex__)
 
 
 def _mark(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str, _: Any) -> SavedSlices | None:
