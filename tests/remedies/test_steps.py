@@ -201,7 +201,7 @@ def test_the_learning_rate_is_changed_before_the_backward():
 def test_zero_grad_waits_for_the_step():
     engine = start(offload={"step_in_backward": True})
     engine.backward(loss_of(engine))
-    with told("Call step() to end it and go on"):
+    with told("call step() to end their step"):
         engine.zero_grad()
     engine.step()
     take_step(engine)

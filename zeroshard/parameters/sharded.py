@@ -43,7 +43,7 @@ from zeroshard.plan.cuts import Cut
 
 _LAYERS = ("torch.nn.functional", "torch._C._nn")
 """The modules of functions that compute with a whole weight: refused for a slice even if the shapes fit."""
-_PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__, Tensor.t, torch.t))  # type: ignore[attr-defined]
+_PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-defined]
 """The parts that models take of a weight before they compute with it; refused where gradients are on."""
 
 # Compared with ==: each access of a getter makes a new object.
@@ -321,6 +321,7 @@ def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         )
     elif (
         getattr(func, "__module__", "") in _LAYERS
+        or func in (Tensor.t, torch.t)  # one dimension would stay as it is
         or (func in _PARTS and torch.is_grad_enabled())
         or any(type(value) in (Tensor, nn.Parameter) and value.dim() > 1 for value in args)
     ):
