@@ -64,6 +64,10 @@ class Moment(Enum):
         "after an exception has ended the last step in a forward or backward: some parameters were stepped "
         "and others were not. Load the last checkpoint with engine.load_checkpoint()"
     )
+    TAINTED = (
+        "after an exception in backward left gradients that hold only a part of a micro-batch; call "
+        "zero_grad() and repeat the micro-batches since the last step"
+    )
 
 
 IN_BATCH = (Moment.BATCH, Moment.BROKEN_LIST)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm import moves, streams
+from zeroshard.comm.collectives import Handle
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.status import REDUCE
 from zeroshard.internals.foreach import foreach_sum_of_squares
@@ -95,8 +96,9 @@ class Gradients:
         """Parameters whose places in the flat buffer have been written."""
         self._flat: Tensor | None = None
         self._is_deferred = False
-        self._reduction: Iterator[bool] = iter(())
-        self._is_exchanging = False
+        self._reduction: Iterator[Handle | None] = iter(())
+        self._exchange: Handle | None = None
+        """The exchange under way."""
         self._reduced: dict[int, Tensor] = {}
         """Reduced gradients that are in no `p.grad` yet, by the index of the parameter, [n]."""
         self._squares: Tensor | None = None
@@ -207,11 +209,11 @@ class Gradients:
         self._advance()
         return self.state is GradientState.REDUCING
 
-    def _reduce(self, flat: Tensor) -> Iterator[bool]:
+    def _reduce(self, flat: Tensor) -> Iterator[Handle | None]:
         """Walk through the exchanges of the plan, from `flat` to the gradients that the optimizer reads.
 
         Yields:
-            True while an exchange is under way, False before another exchange.
+            An exchange that is under way; None before another one.
         """
         plan, axes = self.buffer.plan, self._context.axes
         in_place = plan.main_size == plan.layout.total and flat.dtype == plan.wide_dtype
@@ -228,20 +230,20 @@ class Gradients:
         for number, exchange in enumerate(plan.reductions):
             axis = axes[exchange.axis]
             if number:
-                yield False
+                yield None
             if exchange.collective is Collective.REDUCE_SCATTER:
                 whole = parts[-1] if number else flat
                 part = result if plan.is_partial and not number else parts[-1].chunk(axis.size)[axis.rank]
-                yield from self._exchange(exchange, whole, part)
+                yield from self._start(exchange, whole, part)
                 if not number and not in_place:
                     self._pool.give(flat, self._zeros)
                 parts.append(part)
             else:
                 part = parts.pop()
-                yield from self._exchange(exchange, parts[-1], part)
+                yield from self._start(exchange, parts[-1], part)
         self._absorb(result)
 
-    def _exchange(self, exchange: Exchange, whole: Tensor, part: Tensor) -> Iterator[bool]:
+    def _start(self, exchange: Exchange, whole: Tensor, part: Tensor) -> Iterator[Handle]:
         """Scatter the sums of `whole` into `part`, or gather `whole` from the parts."""
         axis, of = self._context.axes[exchange.axis], f"of the gradients of {self.buffer.describe()}"
         with self._context.streams.reduce.after_compute():
@@ -250,7 +252,7 @@ class Gradients:
                 handle = axis.reduce_scatter(whole, part, self._pool, tag=self._tag, label=label)
             else:
                 handle = axis.all_gather(whole, part, tag=self._tag, label=f"all-gather {of}", channel=REDUCE)
-        yield True
+        yield handle
         handle.wait()
 
     def _take(self, dtype: torch.dtype) -> Tensor:
@@ -276,7 +278,7 @@ class Gradients:
 
     def wait(self) -> None:
         """Wait for the exchange under way, so that the packed buffer is free."""
-        if self._is_exchanging:
+        if self._exchange is not None:
             self._advance()
 
     def progress(self) -> bool:
@@ -297,9 +299,10 @@ class Gradients:
 
     def _advance(self) -> None:
         """Go on to the next `yield` of the reduction, or to its end."""
-        step = next(self._reduction, None)
-        self._is_exchanging = step is True
-        if step is None:
+        try:
+            self._exchange = next(self._reduction)
+        except StopIteration:
+            self._exchange = None
             self._move(GradientState.REDUCED)
 
     def _sum_of(self, index: int) -> Tensor | None:

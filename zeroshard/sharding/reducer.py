@@ -196,7 +196,6 @@ class Reducer:
         """Steps a unit whose gradients are reduced, during a backward that is the last one of its step."""
         self._ended: list[Unit] = []
         """Units whose reductions have ended, and which may be stepped in this backward."""
-        self._is_tainted = False
 
     @contextmanager
     def next_backward(
@@ -420,11 +419,7 @@ class Reducer:
         Raises:
             RuntimeError: an exception left gradients that hold part of a micro-batch.
         """
-        if self._is_tainted:
-            raise RuntimeError(
-                "an exception in backward left gradients that hold only a part of a micro-batch; "
-                "call zero_grad() and repeat the micro-batches since the last step"
-            )
+        self._state.refuse("a step", Moment.TAINTED)
         if self._state.has_sums:
             for gradients in self._all:
                 gradients.is_kept = False
@@ -454,7 +449,8 @@ class Reducer:
 
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
-        self._is_tainted = self._state.has_sums = False
+        self._state.moments.discard(Moment.TAINTED)
+        self._state.has_sums = False
         self._delivered = {}
         self._late.clear()
         self._finish()
@@ -478,7 +474,8 @@ class Reducer:
     def taint(self) -> None:
         """Refuse a step with the gradients that there are, if any: an exception has ended their batch."""
         parameters = (parameter for gradients in self._all for parameter in gradients.buffer.sharded)
-        self._is_tainted |= self._state.has_sums or any(gradient_of(p) is not None for p in parameters)
+        if self._state.has_sums or any(gradient_of(p) is not None for p in parameters):
+            self._state.moments.add(Moment.TAINTED)
 
     def _drop(self) -> None:
         self.taint()
