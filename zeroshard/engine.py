@@ -18,7 +18,6 @@ from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm import streams
 from zeroshard.comm.counter import CommReport
-from zeroshard.comm.mesh import Axes
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.data.microbatch import LossFunction, check_loss
 from zeroshard.forwards import methods
@@ -64,13 +63,7 @@ class Engine(NotCopied, nn.Module):
     """The model that was given."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        parts: EngineState,
-        axes: Axes,
-        saver: Saver,
-        loss_fn: LossFunction | None,
-        part: ModelPart | None = None,
+        self, module: nn.Module, parts: EngineState, loss_fn: LossFunction | None, part: ModelPart | None
     ) -> None:
         super().__init__()
         self.module = module  # it is shared, not registered: so names have no prefix
@@ -79,7 +72,8 @@ class Engine(NotCopied, nn.Module):
         self.config = config = parts.config
         self.optimizer, self.lr_scheduler = parts.optimizer, parts.lr_scheduler
         self.loss_fn = loss_fn
-        self._parts, self._runtime, self._axes, self._saver = parts, parts.runtime, axes, saver
+        self._parts, self._runtime, self._axes = parts, parts.runtime, parts.runtime.context.axes
+        self._saver = Saver(self._axes.world)
         self.global_step = 0
         """Steps that the optimizer has taken."""
         self.skipped_steps = 0
@@ -102,7 +96,7 @@ class Engine(NotCopied, nn.Module):
             self._pipeline = PipelineTraining(part, parts.runtime, loss_fn, parts.optimizer, *chosen)
         self._is_ready = False
         """True if `step()` has made the gradients ready for the optimizer."""
-        weakref.finalize(self, saver.run_alone)
+        weakref.finalize(self, self._saver.run_alone)
         if parts.optimizer is not None:
             judge, count = self._judge_step, self._count_step
             hooks = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count))

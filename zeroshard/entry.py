@@ -18,7 +18,6 @@ from zeroshard.agreement import check_agreement
 from zeroshard.assemble import open_data_parallel, shard_over, specify_units
 from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.manifest import describe_model
-from zeroshard.checkpoint.save import Saver
 from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, start_world
@@ -153,7 +152,7 @@ def initialize(
             loader=loader,
             described=described,
         )
-        engine = Engine(model, parts, axes, Saver(axes.world), loss_fn, part)
+        engine = Engine(model, parts, loss_fn, part)
         engine.reset_comm_report()
         return Initialized(engine, optimizer, loader, lr_scheduler)
 
