@@ -42,8 +42,7 @@ class EMA(Averages):
                 raise ValueError(
                     f"EMA: the engine has an average '{name}' already: give this one another name"
                 )
-            runtime.wait()
-            runtime.state.refuse("EMA()", Moment.SHOWN, Moment.AVERAGED)
+            runtime.wait("EMA()", Moment.SHOWN, Moment.AVERAGED)
             Averages.__init__(self, runtime, decay)
             return name, self.decay
 

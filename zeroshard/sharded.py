@@ -55,8 +55,7 @@ def restore_module(runtime: Runtime) -> None:
         RuntimeError: a forward, a backward or `unsharded()` is running; or a parameter was replaced on any
             rank since the module was sharded. Then nothing has changed.
     """
-    runtime.wait()
-    runtime.state.refuse("close()", Moment.SHOWN, Moment.AVERAGED)
+    runtime.wait("close()", Moment.SHOWN, Moment.AVERAGED)
 
     def check() -> None:
         for unit in runtime.units:

@@ -229,9 +229,8 @@ def _check_moment(runtime: Runtime) -> None:
     Raises:
         RuntimeError: in a `with` block of full parameters, or with gradients that no checkpoint keeps.
     """
-    runtime.wait()
+    runtime.wait("save_checkpoint()", Moment.SHOWN)
     runtime.check_slots()
-    runtime.state.refuse("save_checkpoint()", Moment.SHOWN)
     if any(gradients.has_deferred for unit in runtime.units for gradients in unit.gradients):
         raise RuntimeError(
             "save_checkpoint() after a backward under no_sync(): a checkpoint does not save gradients. "

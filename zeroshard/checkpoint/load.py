@@ -111,8 +111,7 @@ def _load(
     """Read parameters, states and all else; collective. Return what was found."""
     runtime = parts.runtime
     axis = runtime.context.axes.world
-    runtime.wait()
-    runtime.state.refuse("load_checkpoint()", Moment.SHOWN)
+    runtime.wait("load_checkpoint()", Moment.SHOWN)
     prepared: list[_Loading] = []
 
     def prepare() -> tuple[str, PartNames | None]:

@@ -288,11 +288,15 @@ class Runtime:
                 parameter.grad = None
         set_gradients((parameter, None) for parameter in sharded if gradient_of(parameter) is not None)
 
-    def wait(self) -> None:
+    def wait(self, call: str = "", *refused: Moment) -> None:
         """Wait for every exchange and copy under way, and clean up after an exception.
 
+        Args:
+            call: the name of a call that begins with it.
+            refused: the moments in which this call is refused.
+
         Raises:
-            RuntimeError: a forward or backward is running.
+            RuntimeError: a forward or backward is running; or it is one of these moments.
         """
         if is_in_backward() or self.state.phase is Phase.FORWARD:
             raise RuntimeError(
@@ -301,6 +305,7 @@ class Runtime:
         self.state.look()
         self.passes.drop_graphs()
         self._await_gathers()
+        self.state.refuse(call, *refused)
 
     def _drop_gradient(self, parameter: ShardedParameter) -> None:
         """Drop the sum of gradients of one parameter that was not reduced yet."""

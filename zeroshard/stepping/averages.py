@@ -176,9 +176,8 @@ class Averages:
         runtime, what = self._runtime, "EMA.applied()"
         if runtime.is_closed:
             raise RuntimeError(f"{what} after close(): the averages are of the engine's slices")
-        runtime.wait()
+        runtime.wait(what, Moment.SHOWN, Moment.AVERAGED)
         runtime.check_slots()
-        runtime.state.refuse(what, Moment.SHOWN, Moment.AVERAGED)
         with torch.inference_mode(False), torch.no_grad():
             trained = [self._copy_of_main(buffer) for buffer in self._values]
             buffers = {name: value.detach().clone() for name, value in runtime.module.named_buffers()}
