@@ -125,7 +125,7 @@ class ModuleState:
             RuntimeError: one of them lasts.
         """
         for moment in moments:
-            if moment in self.moments:
+            if self.moments and moment in self.moments:  # an enum takes long to hash
                 raise RuntimeError(f"{call} {moment.value}")
 
     def begin_step(self) -> None:
