@@ -15,6 +15,7 @@ A plan without exchanges needs no flat buffer: its gradients count as reduced wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from contextlib import nullcontext
 from enum import Enum
 
 import torch
@@ -321,29 +322,26 @@ class Gradients:
         """
         if self._unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self._unscale)
-        own, dtype = self._own_slices, self._sum_dtype
+        own, dtype, landing = self._own_slices, self._sum_dtype, None if self._stays else self.landing
         sums = {index: total for index in range(len(own)) if (total := self._sum_of(index)) is not None}
         # Sums that were kept in more bits are replaced at last, and for a step here those of the host.
-        new = [at for at in range(len(own)) if self._stays or at not in sums or sums[at].dtype is not dtype]
-        if self.landing is not None and not self._stays:
-            with self.landing.beside(result):
-                for index, total in sums.items():
-                    result[own[index]].add_(moves.to_device(total, result.device))
-                result = result.to(dtype)
-                if not (self.is_kept or self._context.setting.steps_in_backward or dtype is torch.float64):
-                    self._squares = self._squares_of(result)  # those of float64 overflow
-                for index in sums.keys() - set(new):
-                    sums[index].copy_(result[own[index]], non_blocking=True)
-                result = self.landing.land(result) if new else result
-        else:
+        new = {at for at in range(len(own)) if self._stays or at not in sums or sums[at].dtype is not dtype}
+        with nullcontext() if landing is None else landing.beside(result):
             for index, total in sums.items():
-                if total.dtype is dtype and not self._stays:
+                if landing is None and index not in new:
                     total.add_(result[own[index]])
                 else:
                     result[own[index]].add_(moves.to_device(total, result.device))
             if self._stays:
                 set_gradients((self.buffer.sharded[index], None) for index in sums)
-            result = result.to(dtype) if new else result
+            if new or landing is not None:
+                result = result.to(dtype)
+            if landing is not None:
+                if not (self.is_kept or self._context.setting.steps_in_backward or dtype is torch.float64):
+                    self._squares = self._squares_of(result)  # those of float64 overflow
+                for index in sums.keys() - new:
+                    sums[index].copy_(result[own[index]], non_blocking=True)
+                result = landing.land(result) if new else result
         self._reduced.update((index, result[own[index]]) for index in new)
 
     def _squares_of(self, total: Tensor) -> Tensor:
