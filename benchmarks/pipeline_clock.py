@@ -15,16 +15,6 @@ import torch.distributed as dist
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
 from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
-_PARTS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward_input",
-    Kind.INPUT_GRADIENT: "backward_input",
-    Kind.WEIGHT_GRADIENT: "backward_weight",
-    Kind.RECOMPUTE: "recompute",
-}
-"""The cost that the duration of an action tells. A whole backward counts as its first half."""
-
-
 Durations = Mapping[tuple[Kind, int | None], float]
 """Seconds by kind and chunk. A step is one of all chunks of a rank, and has no chunk."""
 
@@ -96,18 +86,21 @@ class Clock:
         return timed
 
 
-def costs_of(durations: Durations, num_chunks: int, transfer: float) -> ActionCosts:
-    """The costs of a schedule from the durations of the actions of all ranks."""
-    found: dict[str, list[float]] = {name: [0.0] * num_chunks for name in _PARTS.values()}
-    step = 0.0
-    for (kind, chunk), seconds in durations.items():
-        if chunk is None:
-            step = max(step, seconds)
-        else:
-            found[_PARTS[kind]][chunk] = seconds
-    return ActionCosts(
-        transfer=transfer, step=step, **{name: tuple(values) for name, values in found.items()}
-    )
+class MeasuredCosts(ActionCosts):
+    """The durations of the actions of all ranks, in seconds.
+
+    Args:
+        durations: see `Durations`.
+        transfer: as `ActionCosts` has it.
+    """
+
+    def __init__(self, durations: Durations, transfer: float) -> None:
+        super().__init__(transfer=transfer)
+        vars(self)["seconds"] = {str(Action(*key, None)): number for key, number in durations.items()}
+
+    def of(self, action: Action) -> float:
+        """Return the duration of an action; 0 for an action without one."""
+        return float(vars(self)["seconds"].get(str(action._replace(microbatch=None)), 0.0))
 
 
 def predict(schedule: Schedule, clock: Clock, transfer: float) -> tuple[float, ActionCosts]:
@@ -118,7 +111,7 @@ def predict(schedule: Schedule, clock: Clock, transfer: float) -> tuple[float, A
     for own in everyone:
         for key, seconds in own.items():
             durations[key] = max(seconds, durations.get(key, 0.0))  # steps alone are of several ranks
-    costs = costs_of(durations, schedule.num_chunks, transfer)
+    costs = MeasuredCosts(durations, transfer)
     return simulate(schedule, costs).makespan, costs
 
 

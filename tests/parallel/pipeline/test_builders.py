@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 from torch.distributed.pipelining import schedules as torchs
 
-from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, with_recompute, zbv
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 
@@ -201,19 +201,19 @@ def test_recompute_is_not_added_twice() -> None:
     assert with_recompute(schedule) is schedule
 
 
-UNEQUAL = ActionCosts(
-    forward=(1.0, 2.0, 1.5, 1.0),
-    backward_input=(1.5, 1.0, 2.0, 1.0),
-    backward_weight=1.0,
-    recompute=(0.5, 3.0, 1.0, 1.0),
-    transfer=0.25,
-)
+class Unequal(ActionCosts):
+    """Costs that differ between the chunks."""
+
+    def of(self, action: Action) -> float:
+        return super().of(action) * (1.0, 2.5, 1.5, 0.5)[action.place[0]]
+
 
 ROUNDED = ActionCosts(forward=0.3, backward_input=0.9, backward_weight=0.3, recompute=1.1)  # sums are rounded
 
 
 @pytest.mark.parametrize(
-    "costs", [ActionCosts(), ActionCosts(transfer=0.5), UNEQUAL, ActionCosts(recompute=4.0), ROUNDED]
+    "costs",
+    [ActionCosts(), ActionCosts(transfer=0.5), Unequal(transfer=0.25), ActionCosts(recompute=4.0), ROUNDED],
 )
 def test_varunas_rules_hold_on_every_rank(costs: ActionCosts) -> None:
     schedule = build_schedule("varuna", 4, 9, costs=costs)
@@ -228,7 +228,7 @@ def test_varunas_rules_hold_on_every_rank(costs: ActionCosts) -> None:
         for microbatch in range(9):  # no backward waits behind a forward that began after the gradient came
             backward = actions.index(next(a for a in actions if a[::2] == (Kind.BACKWARD, microbatch)))
             if rank < 3:
-                arrived = ends[actions[backward]._replace(chunk=rank + 1)] + costs.transfer_after(rank)
+                arrived = ends[actions[backward]._replace(chunk=rank + 1)] + costs.transfer
                 forward = actions[backward - 2]
                 began = ends[forward] - costs.of(forward)
                 assert forward.kind is not Kind.FORWARD or began < arrived

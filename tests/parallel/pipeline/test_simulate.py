@@ -53,35 +53,25 @@ def test_each_action_starts_as_soon_as_its_rank_and_what_it_needs_allow(
             arrivals = [own[index - 1].end if index else 0.0]
             for action in needed[span.action]:
                 is_here = schedule.placement[action.chunk] == rank
-                arrivals.append(spans[action].end + (0 if is_here else costs.transfer_after(0)))
+                arrivals.append(spans[action].end + (0 if is_here else costs.transfer))
             # With one duration for all transfers none overtakes another, so the order adds no wait.
             assert span.start == max(arrivals)
     assert timeline.makespan == max(span.end for span in spans.values())
     assert sum(timeline.busy) == sum(costs.of(action) for action in spans)
 
 
-def test_numbers_for_each_chunk_and_transfers_count() -> None:
-    costs = ActionCosts(
-        forward=(1, 2), backward_input=(1, 3), backward_weight=(1, 2), transfer=(0.5,), step=10
-    )
+class PerChunk(ActionCosts):
+    """Costs whose durations count for chunk 0; those of later chunks are multiples."""
+
+    def of(self, action: Action) -> float:
+        return super().of(action) * (1 + 2 * (action.chunk or 0))
+
+
+def test_transfers_steps_and_durations_of_each_chunk_count() -> None:
     schedule = parse_schedule("0F0,0B0,STEP\n1F0,1B0,STEP")
-    spans = simulate(schedule, costs).spans
-    assert [(span.start, span.end) for span in spans[0]] == [(0, 1), (9, 11), (11, 21)]
-    assert [(span.start, span.end) for span in spans[1]] == [(1.5, 3.5), (3.5, 8.5), (8.5, 18.5)]
-
-
-def test_a_message_does_not_arrive_before_an_earlier_one() -> None:
-    """Rank 0 has the chunks 0 and 2. A transfer from chunk 0 to 1 takes 3, one from 2 to 3 nothing."""
-
-    def each(text: str) -> str:
-        return ",".join(f"{text}{microbatch}" for microbatch in range(5))
-
-    first = ",".join((each("0F"), each("2F"), each("2B"), each("0B")))
-    second = ",".join(("1F0,3F0,1F1,1F2,1F3,1F4,3F1,3F2,3F3,3F4", each("3B"), each("1B")))
-    spans = simulate(parse_schedule(f"{first}\n{second}"), ActionCosts(transfer=(3, 0, 0))).spans
-    assert [str(span.action) for span in spans[0][4:6]] == ["0F4", "2F0"]
-    assert (spans[0][4].end, spans[0][5].end) == (5, 6)  # the message of 0F4 arrives at 8, so no other before
-    assert (str(spans[1][1].action), spans[1][1].start) == ("3F0", 8)
+    spans = simulate(schedule, PerChunk(transfer=0.5, step=10)).spans
+    assert [(span.start, span.end) for span in spans[0]] == [(0, 1), (11, 13), (13, 23)]
+    assert [(span.start, span.end) for span in spans[1]] == [(1.5, 4.5), (4.5, 10.5), (10.5, 20.5)]
 
 
 def test_nothing_takes_time_if_all_durations_are_0() -> None:
@@ -94,12 +84,7 @@ def test_nothing_takes_time_if_all_durations_are_0() -> None:
 @pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
 def test_an_impossible_duration_is_refused(number: float) -> None:
     with pytest.raises(ValueError, match=f"transfer: expected a duration of at least 0, got {number}"):
-        ActionCosts(transfer=(1.0, number))
-
-
-def test_numbers_for_another_count_of_chunks_are_refused() -> None:
-    with pytest.raises(ValueError, match="forward: expected 2 numbers, got 3"):
-        simulate(parse_schedule(TWO), ActionCosts(forward=(1, 1, 1)))
+        ActionCosts(transfer=number)
 
 
 # ---------------------------------------------------------------------------------------- refusals
@@ -207,14 +192,14 @@ def test_gpipe_runs_with_sends_that_wait_for_their_receive() -> None:
 def test_a_send_that_waits_delays_its_rank() -> None:
     # Rank 1 takes 3 for a forward. Rank 0 sends at 1 and 2; the second send waits until rank 1 receives at 4.
     schedule = parse_schedule("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2")
-    costs = ActionCosts(forward=(1, 3))
+    costs = PerChunk()
     starts = {
         k: [span.start for span in simulate(schedule, costs, max_unreceived=k).spans[0]][:3]
         for k in (None, 1, 0)
     }
     assert starts == {None: [0, 1, 2], 1: [0, 1, 2], 0: [0, 1, 4]}
     # With a transfer of 1: under way from 1 to 2, then rank 1 computes up to 5, so again from 5 to 6.
-    spans = simulate(schedule, ActionCosts(forward=(1, 3), transfer=1), max_unreceived=0).spans
+    spans = simulate(schedule, PerChunk(transfer=1), max_unreceived=0).spans
     assert [span.start for span in spans[0]][:3] == [0, 2, 6]
 
 

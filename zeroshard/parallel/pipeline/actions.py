@@ -304,11 +304,6 @@ class ChunkTransfer:
         """True for an activation, False for a gradient."""
         return self.action.kind is Kind.FORWARD
 
-    @property
-    def boundary(self) -> int:
-        """The chunk before the boundary that the message crosses."""
-        return min(self.action.place, self.user.place)[0]
-
     @cached_property
     def label(self) -> str:
         """Its name in messages to users."""

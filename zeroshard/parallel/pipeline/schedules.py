@@ -322,14 +322,13 @@ def varuna(num_ranks: int, num_microbatches: int, costs: ActionCosts) -> Schedul
     Source: Athlur et al. 2022, "Varuna: Scalable, Low-cost Training of Massive Deep Learning Models", the
     part on the schedule of micro-batches.
     """
-    costs.require_chunks(num_ranks)
     lists: list[list[Action]] = [[] for _ in range(num_ranks)]
     ends: dict[Action, float] = {}
     done = Counter[tuple[Kind, int]]()
 
-    def arrival(action: Action, boundary: int) -> float:
+    def arrival(action: Action) -> float:
         """The time at which the message of an action arrives; infinite if it is in no list yet."""
-        return ends[action] + costs.transfer_after(boundary) if action in ends else inf
+        return ends[action] + costs.transfer if action in ends else inf
 
     def next_of(rank: int) -> tuple[float, int, int, Action] | None:
         """The start, priority and rank of the action that a rank would run next; None if it has to wait."""
@@ -340,12 +339,12 @@ def varuna(num_ranks: int, num_microbatches: int, costs: ActionCosts) -> Schedul
             if rank == num_ranks - 1:
                 times[own] = 0.0
             else:
-                gradient = arrival(backward(rank + 1, number), rank)
+                gradient = arrival(backward(rank + 1, number))
                 times |= {own: gradient} if again in ends else {again: gradient - costs.of(again)}
         # By its time a backward comes directly after its recompute, but for the rounding of floats.
         if done[Kind.FORWARD, rank] < num_microbatches and again not in ends:
             before = next_forward._replace(chunk=rank - 1)
-            times[next_forward] = arrival(before, rank - 1) if rank else 0.0
+            times[next_forward] = arrival(before) if rank else 0.0
         free_from = ends[lists[rank][-1]] if lists[rank] else 0.0
         options = [
             (max(free_from, time), _PRIORITY[action.kind], rank, action)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple
 
@@ -24,9 +24,6 @@ from zeroshard.parallel.pipeline.actions import (
     plan_exchanges,
 )
 
-PerChunk = float | tuple[float, ...]
-"""One number for all chunks, or a number for each."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ActionCosts:
@@ -39,46 +36,24 @@ class ActionCosts:
         ValueError: a duration is negative, infinite or not a number.
     """
 
-    forward: PerChunk = 1.0
-    backward_input: PerChunk = 1.0
+    forward: float = 1.0
+    backward_input: float = 1.0
     """Duration of the gradient of the input, the first half of a backward."""
-    backward_weight: PerChunk = 1.0
+    backward_weight: float = 1.0
     """Duration of the gradient of the weights, the second half."""
-    recompute: PerChunk = 1.0
-    transfer: PerChunk = 0.0
+    recompute: float = 1.0
+    transfer: float = 0.0
     """Time between a send and the arrival, for a chunk's output and, the same way back, for its gradient."""
     step: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            given = getattr(self, field.name)
-            for number in given if isinstance(given, tuple) else (given,):
-                if not (isfinite(number) and number >= 0):
-                    raise ValueError(f"{field.name}: expected a duration of at least 0, got {number}")
+        for name, number in vars(self).items():
+            if not (isfinite(number) and number >= 0):
+                raise ValueError(f"{name}: expected a duration of at least 0, got {number}")
 
     def of(self, action: Action) -> float:
         """Return the duration of an action."""
-        parts = _PARTS.get(action.kind, ())
-        return sum((self._at(name, action.chunk) for name in parts), start=0.0)
-
-    def transfer_after(self, chunk: int) -> float:
-        """Return the duration of a transfer between a chunk and the next one, in either direction."""
-        return self._at("transfer", chunk)
-
-    def require_chunks(self, num_chunks: int) -> None:
-        """Raise ValueError if there is a list of numbers for another number of chunks."""
-        for field in fields(self):
-            given = getattr(self, field.name)
-            needed = num_chunks - (field.name == "transfer")  # nothing leaves the last chunk
-            if isinstance(given, tuple) and not needed <= len(given) <= num_chunks:
-                raise ValueError(f"{field.name}: expected {num_chunks} numbers, got {len(given)}")
-
-    def _at(self, name: str, chunk: int | None) -> float:
-        given: PerChunk = getattr(self, name)
-        if isinstance(given, tuple):
-            assert chunk is not None  # only a step has none
-            return given[chunk]
-        return given
+        return sum((getattr(self, part) for part in _PARTS.get(action.kind, ())), start=0.0)
 
 
 _PARTS: dict[Kind, tuple[str, ...]] = {
@@ -133,7 +108,6 @@ class _Simulation:
     """The state of a simulation; see `simulate` for its arguments."""
 
     def __init__(self, schedule: Schedule, costs: ActionCosts, max_unreceived: int) -> None:
-        costs.require_chunks(schedule.num_chunks)
         self.costs, self.room, self.placement = costs, max_unreceived, schedule.placement
         self.needed = needed_actions(schedule)
         self.spans: list[list[ActionTime]] = [[] for _ in range(schedule.num_ranks)]
@@ -150,7 +124,7 @@ class _Simulation:
                 offered, received = self.queues[message.source, rank]
                 while len(offered) == len(received):
                     yield message.source, f"{action} waits for {message.action}"
-                index, duration = len(received), self.costs.transfer_after(message.boundary)
+                index, duration = len(received), self.costs.transfer
                 room_from = now if not self.room else self._room_for(index, received)
                 now = max(now, max(offered[index], room_from) + duration)
                 received.append(now)
@@ -201,7 +175,7 @@ def simulate(
 
     Raises:
         ValueError: ranks wait for each other, with their actions in the message; other errors of the lists
-            (see `check_actions`); costs for another number of chunks.
+            (see `check_actions`).
     """
     if max_unreceived is not None and max_unreceived < 0:
         raise ValueError(f"max_unreceived: expected at least 0 or None, got {max_unreceived}")
