@@ -290,16 +290,14 @@ class DoctorOptions(NamedTuple):
     Args:
         disk: folder of a disk whose speed is measured, with 256 MiB
         device: cpu, cuda or cuda:1, as in a config (default: the one of the rank)
-        json: print JSON for programs
 
     Examples:
         zeroshard doctor
-        zeroshard doctor --disk . --json
+        zeroshard doctor --disk .
     """
 
     disk: Annotated[Path, _how(metavar="PATH")] | None = None
     device: str | None = None
-    json: bool = False
 
 
 class ChatOptions(NamedTuple):
