@@ -1,4 +1,4 @@
-"""Profiles of engines: the parts of a step, what they leave behind, and the files that they write."""
+"""Profiles of engines: the parts of a step, what they leave behind, and their table."""
 
 import json
 import time
@@ -92,8 +92,7 @@ def test_without_memory_there_are_no_samples(ranks):
     ((profile, *_),) = ranks(1, profiled, 3, memory=False)
     assert profile.samples == ()
     assert profile.peak is None
-    with pytest.raises(RuntimeError, match="no memory: expected profile"):
-        profile.plot_memory("memory.png")
+    assert "memory" not in str(profile)
 
 
 def floating_point():
@@ -182,19 +181,19 @@ def test_operations_of_torch_have_our_phases_as_ranges(ranks, tmp_path):
         assert {"aten::addmm", "aten::tanh"} <= inside
 
 
-def test_a_trace_and_a_picture_are_written(tmp_path):
+def test_the_table_has_units_kinds_and_the_peak():
     engine, optimizer = start(tiny(), "AdamW")
     with zeroshard.profile(engine) as profile:
         steps(engine, optimizer, range(2))
-    profile.write_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
-    phases = [event for event in events if event["ph"] == "X" and event["tid"] == 0]
-    assert sum(event["dur"] for event in phases) == pytest.approx(1e6 * profile.seconds, rel=1e-6)
-    assert {"forward unit 'blocks.0'", "step"} <= {event["name"] for event in phases}
-    assert any(event["ph"] == "C" and "unsharded" in event["args"] for event in events)
-    profile.plot_memory(tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").stat().st_size > 10_000
-    assert "memory at the peak" in str(profile)
+    title, columns, _, *lines = str(profile).splitlines()
+    assert title == "a step by unit, mean of 2, ms"
+    assert columns.split() == ["unit", *(kind for kind, seconds in profile.phases.items() if seconds), "all"]
+    by_unit = {line.split("  ")[0].strip(): line.split() for line in lines}
+    assert {"the root unit", "unit 'blocks.0'", "unit 'blocks.1'", "all", "share"} <= by_unit.keys()
+    assert by_unit["all"][-1] == f"{1000 * profile.seconds_per_step:.2f}"
+    assert by_unit["share"][-1] == "100.0%"
+    assert lines[-1].startswith("memory at the peak ")
+    assert lines[-1].endswith(str(profile.peak))
 
 
 def test_the_peak_names_its_phase_and_the_gathered_units():

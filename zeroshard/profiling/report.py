@@ -1,4 +1,4 @@
-"""The results of a profile, as tables, a trace and a picture.
+"""The results of a profile, as numbers and as one table.
 
 A timeline: the time of a rank, divided into spans that leave no gap and do not overlap.
 
@@ -9,12 +9,9 @@ of a step add up to its time.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -141,7 +138,7 @@ class MemorySample(NamedTuple):
     @property
     def kinds(self) -> Mapping[str, int]:
         """Bytes by kind."""
-        return {kind: getattr(self, kind) for kind in KINDS}
+        return dict(zip(KINDS, self[2:], strict=True))
 
 
 class Peak(NamedTuple):
@@ -207,16 +204,15 @@ COLUMNS = ("forward", "backward", "gather", "copy", "reduce", "free", "wait", "s
 as far as they keep the host or the stream of compute busy; copies of parameters from another tier or dtype,
 where the host copies; packing, adding and delivery of gradients; freeing of parameters; waits for other
 ranks, which is the exposed communication; the optimizer; and all outside."""
-_GIB = 1 << 30
 _MOST_NAMES = 4
-"""Gathered units that the peak names."""
+"""Gathered units that the peak names, and waits that the text names."""
 
 
 @dataclass
 class Profile:
     """The time and the memory of steps on this rank, by phase and by unit; filled when the profile ends.
 
-    All times are in seconds, all memory in bytes. `str(profile)` has the tables.
+    All times are in seconds, all memory in bytes. `str(profile)` has a table.
     """
 
     num_steps: int = 0
@@ -296,7 +292,7 @@ class Profile:
         return self._share_of_peak(self.flops)
 
     def _share_of_peak(self, flops: int | None) -> float | None:
-        if flops is None or self.peak_flops is None:
+        if flops is None or self.peak_flops is None or not self.num_steps:
             return None
         return flops / self.seconds_per_step / self.peak_flops
 
@@ -308,92 +304,34 @@ class Profile:
         return max(1, self.num_steps)
 
     def __str__(self) -> str:
-        parts = [self._table_of_phases(), self._table_of_units()]
-        if self.waits:
-            rows = [(name, _ms(seconds)) for name, seconds in list(self.waits.items())[:10]]
-            parts.append(render("longest waits of a step", ("for", "ms"), rows))
-        if self.peak is not None:
-            parts.append(self._table_of_peak(self.peak))
-        return "\n\n".join(parts)
-
-    def _table_of_phases(self) -> str:
-        total = self.seconds / self._steps
+        phases, units = self.phases, self.units
+        used = [kind for kind in COLUMNS if phases[kind]]
         rows: list[tuple[str, ...]] = [
-            (kind, _ms(seconds), f"{seconds / total:.1%}") for kind, seconds in self.phases.items() if seconds
+            (unit, *(_ms(times[kind]) for kind in used), _ms(sum(times.values())))
+            for unit, times in units.items()
         ]
-        rows += [LINE, ("all", _ms(total), "100.0%")]
-        if self.flops is not None and self.model_flops is not None:
-            rows += [LINE, *self._rows_of_flops(self.model_flops, "")]
-            if self.flops != self.model_flops:
-                rows += self._rows_of_flops(self.flops, ", all that ran")
-        return render(f"a step, mean of {self.num_steps}", ("kind", "ms", "share"), rows)
+        total = self.seconds / self._steps
+        rows += [LINE, ("all", *(_ms(phases[kind]) for kind in used), _ms(total))]
+        rows.append(("share", *(f"{phases[kind] / total:.1%}" for kind in used), "100.0%"))
+        title = f"a step by unit, mean of {self.num_steps}, ms"
+        return "\n".join([render(title, ("unit", *used, "all"), rows, 120), *self._lines()])
 
-    def _rows_of_flops(self, flops: int, name: str) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [(f"TFLOP{name}", f"{flops / 1e12:.3g}", "")]
-        if not self.num_steps:  # the first step alone is counted, and not timed
-            return rows
-        share = self._share_of_peak(flops)
-        rate = f"{flops / self.seconds_per_step / 1e12:.3g}"
-        return [*rows, (f"TFLOP/s{name}", rate, "" if share is None else f"{share:.1%}")]
-
-    def _table_of_units(self) -> str:
-        used = [kind for kind in COLUMNS if any(times[kind] for times in self.units.values())]
-        rows = [
-            (unit, *(_ms(times[kind]) if times[kind] else "" for kind in used), _ms(sum(times.values())))
-            for unit, times in self.units.items()
-        ]
-        return render("a step by unit, ms", ("unit", *used, "all"), rows)
-
-    def _table_of_peak(self, peak: Peak) -> str:
-        rows: list[tuple[str, ...]] = [(kind, format_bytes(n)) for kind, n in peak.sample.kinds.items()]
-        rows += [LINE, ("total", format_bytes(peak.sample.total))]
-        return render(f"memory at the peak, {peak}", ("kind", "bytes"), rows)
-
-    def write_trace(self, path: str | PathLike[str]) -> None:
-        """Write the spans as a trace for chrome://tracing or ui.perfetto.dev.
-
-        Phases are on one line, the tasks inside them on another; counters show memory by kind.
-        """
-        events: list[dict[str, Any]] = []
-        for line, name in enumerate(("phases", "tasks")):
-            events.append({"ph": "M", "pid": 0, "tid": line, "name": "thread_name", "args": {"name": name}})
-        for phase, start, stop in _joined(self.spans):
-            events.append(_event(phase, start, stop, line=0))
-        events += [_event(s.label, s.start, s.stop, line=1) for s in self.spans if s.label != s.phase]
-        for sample in self.samples:
-            counted = {"ph": "C", "pid": 0, "name": "memory", "ts": sample.seconds * 1e6}
-            events.append(counted | {"args": dict(sample.kinds)})
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-
-    def plot_memory(self, path: str | PathLike[str]) -> None:
-        """Draw the memory over time by kind, with a mark at the peak that names what is alive there.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            RuntimeError: no memory was noted.
-        """
-        if self.peak is None:
-            raise RuntimeError("the profile has no memory: expected profile(engine, memory=True) and a step")
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError:
-            raise ImportError("plot_memory() needs matplotlib: pip install zeroshard[plot]") from None
-        figure = Figure(figsize=(10, 4.5), layout="constrained")
-        axes = figure.subplots()
-        times = [sample.seconds for sample in self.samples]
-        values = [[sample.kinds[kind] / _GIB for sample in self.samples] for kind in KINDS]
-        axes.stackplot(times, values, labels=KINDS, step="post")
-        sample = self.peak.sample
-        at, top = sample.seconds, sample.total / _GIB
-        axes.plot([at], [top], "k.")
-        side = "right" if at > (times[0] + times[-1]) / 2 else "left"
-        kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in sample.kinds.items() if n)
-        text = f"{format_bytes(sample.total)}, {self.peak}\n{kinds}"
-        axes.annotate(text, (at, top), (0, 12), textcoords="offset points", fontsize=8, ha=side)
-        axes.set(xlabel="s", ylabel="GiB", ylim=(0, 1.25 * top), xlim=(times[0], times[-1]))
-        figure.legend(loc="outside right upper", reverse=True)
-        FigureCanvasAgg(figure).print_figure(Path(path))
+    def _lines(self) -> Iterator[str]:
+        """Yield a line for each of the longest waits, the counts of operations, and the peak of memory."""
+        for name, seconds in list(self.waits.items())[:_MOST_NAMES]:
+            yield f"wait for {name}: {_ms(seconds)} ms"
+        for name, flops in {"": self.model_flops, ", all that ran": self.flops}.items():
+            if flops is not None and (not name or flops != self.model_flops):
+                share = self._share_of_peak(flops)
+                # The first step alone is counted, and not timed.
+                rate = (
+                    f"{flops / self.seconds_per_step / 1e12:.3g} TFLOP/s" if self.num_steps else "not timed"
+                )
+                of_peak = "" if share is None else f", {share:.1%} of the peak"
+                yield f"{flops / 1e12:.3g} TFLOP{name}: {rate}{of_peak}"
+        if self.peak is not None:
+            kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.peak.sample.kinds.items())
+            yield f"memory at the peak {format_bytes(self.peak.sample.total)} ({kinds}), {self.peak}"
 
 
 def describe(phase: Label) -> str:
@@ -408,21 +346,4 @@ def _unit_of(span: TimeSpan) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.2f}"
-
-
-def _event(label: Label, start: float, stop: float, line: int) -> dict[str, Any]:
-    name = f"{label.kind} {label.name}".strip()
-    times = {"ts": start * 1e6, "dur": (stop - start) * 1e6}
-    return {"ph": "X", "pid": 0, "tid": line, "name": name, "cat": label.kind} | times
-
-
-def _joined(spans: Sequence[TimeSpan]) -> list[tuple[Label, float, float]]:
-    """The phases of spans, each from its begin to its end."""
-    found: list[tuple[Label, float, float]] = []
-    for span in spans:
-        if found and found[-1][0] == span.phase and found[-1][2] == span.start:
-            found[-1] = (span.phase, found[-1][1], span.stop)
-        else:
-            found.append((span.phase, span.start, span.stop))
-    return found
+    return f"{1000 * seconds:.2f}" if seconds else ""
