@@ -1,4 +1,4 @@
-"""`zeroshard estimate`: settings that fit, import paths, pipelines, and the time of a training."""
+"""`zeroshard estimate`: settings that fit, import paths, and pipelines."""
 
 from __future__ import annotations
 
@@ -144,14 +144,6 @@ def test_a_package_that_is_missing_is_told_before_any_work(capsys, monkeypatch, 
     assert told.strip().endswith(f"pip install zeroshard[{extras}]")
 
 
-def test_the_time_of_a_training_is_told(capsys):
-    options = ("175B", "--stage", 3, "--recompute", "unit", "--tflops", 140, "--train-tokens", "300B")
-    out = " ".join(shown(capsys, *options, "--ranks", "512,1024").split())
-    assert "300 B tokens, 8 operations for each parameter and token, 140 TFLOP/s of each rank:" in out
-    assert "67.8 days on 512 ranks, 33.9 days on 1,024 ranks" in out
-    assert "expected both, or none" in refused(capsys, "7B", "--tflops", 140)
-
-
 def test_a_model_is_built_by_a_function_of_the_user(capsys, tmp_path):
     text = "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(1000, 1000))\n"
     (tmp_path / "own_models.py").write_text(text + "class Holder:\n    small = nn.Linear(10, 10)\n")
@@ -189,7 +181,6 @@ def test_the_examples_of_the_documentation_are_what_is_printed(capsys):
         (("7B", "--tokens", "-1"), "num_tokens: expected an integer >= 0, got -1"),
         (("7B", "--pp", "3"), "mesh.pp=3"),
         (("7B", "--pp", "64", "--ranks", "64"), "expected at most 31 chunks"),
-        (("7B", "--tflops", "0", "--train-tokens", "1B"), "flops_per_second: expected a number above 0"),
     ],
 )
 def test_impossible_arguments_are_refused_in_one_line(capsys, arguments, expected):

@@ -1,4 +1,4 @@
-"""Settings that fit a device, the time of a training, and the time that an estimate takes itself."""
+"""Settings that fit a device, and the time that an estimate takes itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zeroshard
-from zeroshard.cli.planning import DEVICES, SHARE, Room, find_fits, least, memory_of, training_seconds
+from zeroshard.cli.planning import DEVICES, SHARE, Room, find_fits, least, memory_of
 from zeroshard.config.sections import Config
 from zeroshard.memory.activations import Tokens
 from zeroshard.memory.estimate import Counted
@@ -117,17 +117,6 @@ def test_an_unknown_device_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match="got 'h10'; did you mean 'h100'"):
         memory_of("h10")
     assert all(size >= 10**9 for size in DEVICES.values())
-
-
-def test_the_time_of_a_training_is_that_of_the_source():
-    days = training_seconds(175e9, 300e9, 1024, 140e12) / 86400
-    assert days == pytest.approx(33.9, abs=0.05)  # Narayanan et al. 2021, section 5.1: 34 days
-    # The same source: 1e12 parameters, 450e9 tokens, 3072 GPUs at 163 TFLOP/s take 84 days.
-    assert training_seconds(1e12, 450e9, 3072, 163e12) / 86400 == pytest.approx(84, abs=1)
-    without = training_seconds(175e9, 300e9, 1024, 140e12, recomputes=False)
-    assert without / 86400 == pytest.approx(33.9 * 6 / 8, abs=0.05)
-    with pytest.raises(ValueError, match=r"num_ranks: expected a number above 0, got 0"):
-        training_seconds(1e9, 1e9, 0, 1e12)
 
 
 def test_a_trillion_parameters_on_4096_ranks_take_less_than_5_seconds():

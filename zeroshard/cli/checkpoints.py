@@ -20,7 +20,7 @@ from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.tensors import Stored, open_checkpoint
 from zeroshard.cli.options import ExportOptions, InspectOptions
 from zeroshard.hf.export import MAX_SHARD_BYTES, Format, export_checkpoint
-from zeroshard.tables import LINE, format_bytes, format_count, render
+from zeroshard.tables import LINE, format_bytes, render
 
 
 def export(options: ExportOptions) -> None:
@@ -73,27 +73,29 @@ _KINDS = {
 def describe(stored: Stored) -> str:
     """Return the origin of a checkpoint, totals by kind, and a table of every tensor."""
     facts = to_json(stored)
-    kinds: dict[str, dict[str, Any]] = {}
-    for name, tensor in facts["tensors"].items():
-        kinds.setdefault(tensor["kind"], {})[name] = tensor
-    totals = [_total(_KINDS[kind], tensors.values()) for kind, tensors in kinds.items()]
-    whole = _total("total", facts["tensors"].values())
+    tensors, files = facts.pop("tensors"), facts.pop("files")
+    facts["files"] = f"{len(files):,}, {format_bytes(sum(files.values()))}"
+    facts["left_out"] = f"{len(facts['left_out']):,} frozen parameters" if facts["left_out"] else ""
+    facts["tied"] = "; ".join(" = ".join((name, *others)) for name, others in facts["tied"].items())
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
-    lines = [
-        *(f"{key + ':':<15}{value}" for key, value in _origin(facts)),
-        "",
-        render("content", ("kind", "dtype", "tensors", "elements", "bytes"), [*totals, LINE, whole], width),
-        "",
+    names = {kind: [name for name in tensors if tensors[name]["kind"] == kind] for kind in _KINDS}
+    totals = [_total(_KINDS[kind], [tensors[name] for name in own]) for kind, own in names.items() if own]
+    totals += [LINE, _total("total", tensors.values())]
+    parts = [
+        "\n".join(f"{name.replace('_', ' ') + ':':<15}{_text(fact)}" for name, fact in facts.items() if fact),
+        render("content", ("kind", "dtype", "tensors", "elements", "bytes"), totals, width),
     ]
-    for kind, tensors in kinds.items():
-        is_state = kind in ("optimizer state", "average")
-        rows = [
-            (*(_owner_and_state(name) if is_state else (name,)), tensor["dtype"], *_sizes(tensor))
-            for name, tensor in tensors.items()
-        ]
-        columns = ("name", *(["state"] if is_state else []), "dtype", "shape", "bytes")
-        lines += [render(_KINDS[kind], columns, rows, width), ""]
-    return "\n".join(lines)
+    for kind, own in names.items():
+        rows = [(name, tensors[name]["dtype"], *_sizes(tensors[name])) for name in own]
+        if rows:
+            parts.append(render(_KINDS[kind], ("name", "dtype", "shape", "bytes"), rows, width))
+    return "\n\n".join(parts) + "\n"
+
+
+def _text(fact: Any) -> str:
+    if isinstance(fact, dict):
+        return ", ".join(f"{name} {_text(value)}" for name, value in fact.items())
+    return f"{fact:,}" if isinstance(fact, int) else str(fact)
 
 
 def to_json(stored: Stored) -> dict[str, Any]:
@@ -129,26 +131,6 @@ def to_json(stored: Stored) -> dict[str, Any]:
     }
 
 
-def _origin(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    skipped = f", {facts['skipped_steps']:,} skipped" if facts["skipped_steps"] else ""
-    writer, files, left_out = facts["written_by"], facts["files"], facts["left_out"]
-    num = facts["num_params"]
-    yield "checkpoint", facts["directory"]
-    yield "step", f"{facts['step']:,}{skipped}"
-    in_words = f" ({format_count(num)})" if num >= 10**6 else ""
-    yield "model", f"{facts['model']}, {num:,} parameters{in_words}"
-    yield "optimizer", facts["optimizer"] or "none"
-    yield "LR scheduler", facts["lr_scheduler"] or "none"
-    yield "ranks", f"{writer.get('num_ranks')}, stage {facts['stage']}"
-    yield "written by", f"zeroshard {writer.get('zeroshard')}, torch {writer.get('torch')}"
-    yield "time of file", facts["time_of_file"]
-    yield "files", f"{len(files):,}, {format_bytes(sum(files.values()))}"
-    if left_out:
-        yield "left out", f"{len(left_out):,} frozen parameters"
-    for name, others in facts["tied"].items():
-        yield "tied", " = ".join((name, *others))
-
-
 def _by_kind(stored: Stored) -> Iterator[tuple[str, str, StoredTensor]]:
     """Yield the kind, name and place of each tensor, in the order of the model; a tied one once."""
     manifest = stored.manifest
@@ -160,16 +142,12 @@ def _by_kind(stored: Stored) -> Iterator[tuple[str, str, StoredTensor]]:
         return "average" if name.startswith(f"{KIND}/") else "optimizer state"
 
     def order(name: str) -> tuple[int, int]:
-        owner = place.get(_owner_and_state(name)[0], len(place))
-        return list(_KINDS).index(kind_of(name)), place.get(name, owner)
+        owner = (
+            name if name in place else name.partition("/")[2].rpartition("/")[0]
+        )  # of optimizer/OWNER/STATE
+        return list(_KINDS).index(kind_of(name)), place.get(owner, len(place))
 
     return ((kind_of(name), name, stored.tensors[name]) for name in sorted(stored.tensors, key=order))
-
-
-def _owner_and_state(name: str) -> tuple[str, str]:
-    """Divide the name of an optimizer state or an average: optimizer/PARAMETER/STATE."""
-    owner, _, state = name.partition("/")[2].rpartition("/")
-    return owner, state
 
 
 def _total(kind: str, tensors: Collection[dict[str, Any]]) -> tuple[str, ...]:

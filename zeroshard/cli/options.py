@@ -34,8 +34,12 @@ def parse_model(text: str) -> int | Path | str:
     Raises:
         ArgumentTypeError: there is no such path, or the number is no whole number above 0.
     """
-    if _COUNT.fullmatch(text.strip()):
-        return parse_count(text)
+    if match := _COUNT.fullmatch(text.strip()):
+        factor = 1000 ** " KMBT".index((match["unit"] or " ").upper())
+        number = Decimal(match["number"].replace(",", "")) * factor
+        if number < 1 or number != int(number):
+            raise ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+        return int(number)
     if Path(text).exists():
         return Path(text)
     if _IMPORT.fullmatch(text):
@@ -44,22 +48,6 @@ def parse_model(text: str) -> int | Path | str:
         "expected a number of parameters such as 7B, a config.json of transformers or its folder, or an "
         f"import path such as my_package.models:build, got {text!r}"
     )
-
-
-def parse_count(text: str) -> int:
-    """Return the number that 7B, 125M, 7e9 or 135_000_000 means.
-
-    Raises:
-        ArgumentTypeError: it is no whole number above 0.
-    """
-    match = _COUNT.fullmatch(text.strip())
-    if match is None:
-        raise ArgumentTypeError(f"expected a number such as 300B or 3e11, got {text!r}")
-    factor = 1000 ** " KMBT".index((match["unit"] or " ").upper())
-    number = Decimal(match["number"].replace(",", "")) * factor
-    if number < 1 or number != int(number):
-        raise ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
-    return int(number)
 
 
 def parse_duration(text: str) -> float:
@@ -171,8 +159,6 @@ class EstimateOptions(NamedTuple):
         host: host memory of a node, for offload
         nvme: disk space of a node, for offload
         ranks_per_node: ranks that share them (default: 8)
-        train_tokens: tokens of the whole training, for its time
-        tflops: 10**12 operations per second that a rank reaches
 
     Examples:
         zeroshard estimate 7B --precision bf16
@@ -184,7 +170,6 @@ class EstimateOptions(NamedTuple):
         zeroshard estimate my_package.models:build --stage 3
         zeroshard estimate 13B --gpu h100 --host 1TiB --ranks 8 --precision bf16 --tokens 8192
         zeroshard estimate 7B --lora 16 --weight-bits 4 --precision bf16 --tokens 2048
-        zeroshard estimate 175B --ranks 1024 --stage 3 --tflops 140 --train-tokens 300B
     """
 
     model: Annotated[int | Path | str, _how(metavar="MODEL", type=parse_model)]
@@ -207,8 +192,6 @@ class EstimateOptions(NamedTuple):
     host: Size = 0
     nvme: Size = 0
     ranks_per_node: Number | None = None
-    train_tokens: Annotated[int, _how(metavar="N", type=parse_count)] | None = None
-    tflops: Annotated[float, _how(metavar="X")] | None = None
 
 
 class MeshOptions(NamedTuple):

@@ -252,16 +252,16 @@ def estimate(options: EstimateOptions) -> None:
     else:
         lines += [_fits(counted, num_ranks, configs, options) for num_ranks in options.ranks]
         lines += ["", fill(_ORDER if options.tokens else f"{_ORDER} {_NOT_COUNTED}", _LINE)]
-    if options.train_tokens is not None or options.tflops is not None:
-        lines += ["", _duration(_num_params(model), configs[0], options)]
     print(*lines, sep="\n")
 
 
 def _refuse_unused(options: EstimateOptions) -> None:
     """Refuse options that another option must come with: they would change nothing without it."""
-    fits, nodes = options.gpu is not None or options.memory is not None, options.ranks_per_node
+    fits = options.gpu is not None or options.memory is not None
     if options.gpu is not None and options.memory is not None:
         raise ValueError("--memory: not allowed with --gpu")
+    if options.ranks_per_node is not None and options.ranks_per_node < 1:
+        raise ValueError(f"--ranks-per-node: expected an integer >= 1, got {options.ranks_per_node}")
     for name, is_used, needed in (
         ("host", fits, "--gpu or --memory"),
         ("nvme", fits and options.host, "--host, and --gpu or --memory"),
@@ -271,18 +271,16 @@ def _refuse_unused(options: EstimateOptions) -> None:
     ):
         if getattr(options, name) and not is_used:
             raise ValueError(f"--{name.replace('_', '-')} needs {needed}")
-    if nodes is not None and nodes < 1:
-        raise ValueError(f"--ranks-per-node: expected an integer >= 1, got {nodes}")
 
 
 def _refuse_missing(options: EstimateOptions) -> None:
     """Refuse options whose packages are not installed, before a model is built for seconds."""
-    lora = "--lora needs transformers and peft: pip install zeroshard[hf,lora]"
-    codes = "--weight-bits needs transformers and bitsandbytes: pip install zeroshard[hf,eightbit]"
-    asked = ((options.lora, "peft", lora), (options.weight_bits, "bitsandbytes", codes))
-    for given, package, remedy in asked:
-        if given is not None and not (find_spec("transformers") and find_spec(package)):
-            raise ImportError(remedy)
+    for name, package, extra in (("lora", "peft", "lora"), ("weight_bits", "bitsandbytes", "eightbit")):
+        if getattr(options, name) is not None and not (find_spec("transformers") and find_spec(package)):
+            raise ImportError(
+                f"--{name.replace('_', '-')} needs transformers and {package}: pip install "
+                f"zeroshard[hf,{extra}]"
+            )
 
 
 def _model(options: EstimateOptions) -> nn.Module | int:
@@ -384,55 +382,6 @@ def _setting(fit: Fit) -> str:
     return ", ".join([f"stage {config.stage}", f"{fit.bits}-bit states", *recomputed, *offloaded])
 
 
-def _num_params(model: nn.Module | int) -> int:
-    if not isinstance(model, nn.Module):
-        return model
-    return count_elements(model.parameters())
-
-
-def _duration(num_params: int, config: Config, options: EstimateOptions) -> str:
-    """Return the time of a training for each number of ranks."""
-    if options.train_tokens is None or options.tflops is None:
-        raise ValueError("--train-tokens and --tflops: expected both, or none")
-    recomputes = config.recompute == "unit"
-    lines = []
-    for num_ranks in options.ranks:
-        flops = options.tflops * 1e12
-        seconds = training_seconds(num_params, options.train_tokens, num_ranks, flops, recomputes=recomputes)
-        lines.append(f"{seconds / 86400:,.1f} days on {_number(num_ranks)}")
-    how = f"{8 if recomputes else 6} operations for each parameter and token"
-    text = f"{format_count(options.train_tokens)} tokens, {how}, {options.tflops:g} TFLOP/s of each rank:"
-    return f"{fill(text, _LINE)} {', '.join(lines)}"
-
-
-def training_seconds(
-    num_params: float, num_tokens: float, num_ranks: int, flops_per_second: float, *, recomputes: bool = True
-) -> float:
-    """Return the seconds of a training, from its floating-point operations.
-
-    A token takes 2 operations for each parameter in the forward, 4 in the backward, and 2 more where
-    activations are recomputed. With them the time is 8 T P / (n X) for T tokens, P parameters and n ranks
-    that each reach X operations per second (Narayanan et al. 2021, "Efficient Large-Scale Language Model
-    Training on GPU Clusters Using Megatron-LM", equation 4). Attention scores and the head are left out.
-
-    Args:
-        num_params: the parameters that a token uses.
-        num_tokens: the tokens of the whole training.
-        num_ranks: the ranks.
-        flops_per_second: floating-point operations per second that a rank reaches in training, not its peak.
-        recomputes: True if backward recomputes the activations.
-
-    Raises:
-        ValueError: a number that is not positive.
-    """
-    given = {"num_params": num_params, "num_tokens": num_tokens, "num_ranks": num_ranks}
-    for name, number in (given | {"flops_per_second": flops_per_second}).items():
-        if not 0 < number < float("inf"):
-            raise ValueError(f"{name}: expected a number above 0, got {number!r}")
-    per_token = (8 if recomputes else 6) * num_params
-    return per_token * num_tokens / (num_ranks * flops_per_second)
-
-
 def _table(found: dict[tuple[int, int], Estimate]) -> str:
     """Return all rows for stages or numbers of ranks side by side; the peaks alone if both are several."""
     ranks, stages = sorted({num for num, _ in found}), sorted({stage for _, stage in found})
@@ -446,7 +395,7 @@ def _table(found: dict[tuple[int, int], Estimate]) -> str:
 
 def _about(model: nn.Module | int) -> str:
     if isinstance(model, nn.Module):
-        num, trained = _num_params(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+        num, trained = (count_elements(model.parameters(), only_trainable=only) for only in (False, True))
         of_these = "" if trained == num else f", of which {format_count(trained)} are trained"
         return f"{type(model).__name__} with {num:,} parameters{of_these}"
     sizes = typical_sizes(model)

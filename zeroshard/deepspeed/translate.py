@@ -13,13 +13,24 @@ import difflib
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from zeroshard.config.checked import naming, read_options, with_type, world_size
+from zeroshard.config.checked import (
+    FRACTION,
+    REFUSED,
+    ValueRule,
+    choice,
+    instance,
+    integer,
+    naming,
+    number,
+    read_options,
+    with_type,
+    world_size,
+)
 from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
 
@@ -30,8 +41,7 @@ Options = dict[str, Any]
 class KeyRule(NamedTuple):
     """The values that a mapped key takes, and the options that they become."""
 
-    expected: str  # completes the sentence "expected ..."
-    takes: Callable[[Any], bool]
+    rule: ValueRule
     options: Callable[[Any], Options]
 
 
@@ -42,207 +52,140 @@ class Refusal(NamedTuple):
     harmless: tuple[object, ...] = ()  # values that ask for nothing; (): empty and disabled ones
 
 
-# ---------------------------------------------------------------------------------------------- rules
+# ---------------------------------------------------------------------------------------------- mapped
 
-
-def _is_number(value: Any, low: float = 0, kind: Any = Real) -> bool:
-    """True for a finite number of a kind, at least `low`; True and False are no numbers."""
-    return isinstance(value, kind) and not isinstance(value, bool) and bool(low <= value < math.inf)
-
-
-def _flag(**options: Any) -> KeyRule:
-    options = {key.replace("__", "."): value for key, value in options.items()}
-    return KeyRule("true or false", lambda value: isinstance(value, bool), lambda on: options if on else {})
-
-
-def _integer(low: int, options: Callable[[int], Options]) -> KeyRule:
-    return KeyRule(f"an integer >= {low}", lambda value: _is_number(value, low, Integral), options)
-
-
-def _choice(key: str, choices: Mapping[str, str | None]) -> KeyRule:
-    def takes(value: Any) -> bool:
-        return isinstance(value, str) and value.lower() in choices
-
-    def options(value: str) -> Options:
-        chosen = choices[value.lower()]
-        return {} if chosen is None else {key: chosen}
-
-    return KeyRule(" or ".join(map(repr, choices)), takes, options)
-
-
-_STAGE = KeyRule(
-    "an integer from 0 to 3",
-    lambda value: _is_number(value, 0, Integral) and value <= 3,
-    lambda n: {"stage": n},
+_BOOLEAN = instance(bool, "true or false")
+_AT_LEAST_0 = number("a number >= 0", lambda value: 0 <= value < math.inf)
+_OLD_SECTION = instance(bool, "a section")  # true or false in old configs
+_PATH = ValueRule("a path", lambda value: value if value and isinstance(value, str) else REFUSED)
+_NO_HALVES = ValueRule(
+    "false: main parameters are float32, or bfloat16", lambda on: on if on is False else REFUSED
 )
-_STAGE_1 = KeyRule("a section", lambda value: isinstance(value, bool), lambda on: {"stage": int(on)})
-_PATH = KeyRule(
-    "a path", lambda value: bool(value) and isinstance(value, str), lambda p: {"offload.nvme_path": p}
-)
-_CLIPPING = KeyRule("a number >= 0", _is_number, lambda norm: {"clip_grad_norm": norm} if norm else {})
-_LOSS_SCALE = KeyRule("a number >= 0", _is_number, lambda scale: {"precision.loss_scale": scale or "dynamic"})
-_DYNAMIC = "precision.loss_scale."
-"""The prefix of the options for the adaptation of a dynamic scale to overflows."""
-_RATIO = KeyRule(
-    "a number from 0 to 1",
-    lambda value: _is_number(value) and value <= 1,
-    lambda ratio: {"offload.device_fraction": 1 - ratio},
-)
-_SECONDARY = _integer(0, lambda size: {"reshard_after_forward": size} if size > 1 else {})
-_MICS = _integer(-1, lambda size: {"shard_group_size": size} if size > 0 else {})
-_TP = _integer(0, lambda size: {"mesh.tp": size} if size > 1 else {})
-_TIERS = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 _DTYPES = {
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16", "half"), "float16"),
     **dict.fromkeys(("fp32", "float32", "float"), "float32"),
 }
-_RECOMPUTE = _flag(recompute="unit")
+_TIERS = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 
-# ---------------------------------------------------------------------------------------------- mapped
+
+def _as(option: str, rule: ValueRule, *neutral: Any) -> KeyRule:
+    """Return the rule of a key whose values, but for neutral ones, are those of an option."""
+    return KeyRule(rule, lambda value: {} if value in neutral else {option: value})
+
+
+def _flag(on: Options, off: Options | None = None) -> KeyRule:
+    return KeyRule(_BOOLEAN, lambda is_on: on if is_on else off or {})
+
+
+def _choice(option: str, choices: Mapping[str, str | None]) -> KeyRule:
+    return KeyRule(choice(*choices), lambda word: {option: choices[word]} if choices[word] else {})
+
+
+_RECOMPUTE = {"recompute": "unit"}
+_DYNAMIC = "precision.loss_scale."
+"""The prefix of the options for the adaptation of a dynamic scale to overflows."""
 
 MAPPED: dict[str, KeyRule] = {
-    "train_batch_size": _integer(1, lambda n: {"train_batch_size": n}),  # `translate` divides it
-    "train_micro_batch_size_per_gpu": _integer(1, lambda n: {"micro_batch_size": n}),
-    "gradient_accumulation_steps": _integer(1, lambda n: {"gradient_accumulation_steps": n}),
-    "gradient_clipping": _CLIPPING,
+    "train_batch_size": _as("train_batch_size", integer(1)),  # `translate` divides it
+    "train_micro_batch_size_per_gpu": _as("micro_batch_size", integer(1)),
+    "gradient_accumulation_steps": _as("gradient_accumulation_steps", integer(1)),
+    "gradient_clipping": _as("clip_grad_norm", _AT_LEAST_0, 0),
     "communication_data_type": _choice("precision.reduce_dtype", _DTYPES),
-    "zero_optimization": _STAGE_1,  # true or false in old configs
-    "zero_optimization.stage": _STAGE,
+    "zero_optimization": KeyRule(
+        instance(bool, "a section"), lambda on: {"stage": int(on)}
+    ),  # in old configs
+    "zero_optimization.stage": _as("stage", integer(0, 3)),
     "zero_optimization.offload_optimizer.device": _choice("offload.optimizer", _TIERS),
-    "zero_optimization.offload_optimizer.nvme_path": _PATH,
-    "zero_optimization.offload_optimizer.ratio": _RATIO,
+    "zero_optimization.offload_optimizer.nvme_path": _as("offload.nvme_path", _PATH),
+    "zero_optimization.offload_optimizer.ratio": KeyRule(
+        FRACTION, lambda ratio: {"offload.device_fraction": 1 - ratio}
+    ),
     "zero_optimization.offload_param.device": _choice("offload.parameters", _TIERS),
-    "zero_optimization.offload_param.nvme_path": _PATH,
-    "zero_optimization.cpu_offload": _flag(offload__optimizer="cpu"),
-    "zero_optimization.cpu_offload_param": _flag(offload__parameters="cpu"),
-    "zero_optimization.zero_hpz_partition_size": _SECONDARY,
-    "zero_optimization.mics_shard_size": _MICS,
-    "bf16.enabled": _flag(precision__param_dtype="bfloat16"),
-    "bf16.check_grad_overflow": KeyRule(
-        "true or false", lambda on: isinstance(on, bool), lambda on: {"nonfinite": "skip" if on else "report"}
-    ),
-    "bf16.bf16_master_weights_and_grads": _flag(precision__main_dtype="bfloat16"),
-    "bf16.bf16_optimizer_states": _flag(precision__main_dtype="bfloat16"),
-    "fp16.enabled": _flag(precision__param_dtype="float16"),
-    "fp16.loss_scale": _LOSS_SCALE,
-    "fp16.initial_scale_power": _integer(0, lambda power: {f"{_DYNAMIC}start": 2.0**power}),
-    "fp16.loss_scale_window": _integer(1, lambda steps: {f"{_DYNAMIC}window": steps}),
-    "fp16.min_loss_scale": KeyRule(
-        "a number >= 0", _is_number, lambda scale: {f"{_DYNAMIC}minimum": scale} if scale else {}
-    ),
-    "fp16.hysteresis": _integer(1, lambda overflows: {f"{_DYNAMIC}hysteresis": overflows}),
-    "fp16.fp16_master_weights_and_grads": KeyRule(
-        "false: main parameters are float32, or bfloat16", lambda on: on is False, lambda _: {}
-    ),
+    "zero_optimization.offload_param.nvme_path": _as("offload.nvme_path", _PATH),
+    "zero_optimization.cpu_offload": _flag({"offload.optimizer": "cpu"}),
+    "zero_optimization.cpu_offload_param": _flag({"offload.parameters": "cpu"}),
+    "zero_optimization.zero_hpz_partition_size": _as("reshard_after_forward", integer(0), 0, 1),
+    "zero_optimization.mics_shard_size": _as("shard_group_size", integer(-1), -1, 0),
+    "bf16.enabled": _flag({"precision.param_dtype": "bfloat16"}),
+    "bf16.check_grad_overflow": _flag({"nonfinite": "skip"}, {"nonfinite": "report"}),
+    "bf16.bf16_master_weights_and_grads": _flag({"precision.main_dtype": "bfloat16"}),
+    "bf16.bf16_optimizer_states": _flag({"precision.main_dtype": "bfloat16"}),
+    "fp16.enabled": _flag({"precision.param_dtype": "float16"}),
+    "fp16.loss_scale": KeyRule(_AT_LEAST_0, lambda scale: {"precision.loss_scale": scale or "dynamic"}),
+    "fp16.initial_scale_power": KeyRule(integer(0), lambda power: {f"{_DYNAMIC}start": 2.0**power}),
+    "fp16.loss_scale_window": _as(f"{_DYNAMIC}window", integer(1)),
+    "fp16.min_loss_scale": _as(f"{_DYNAMIC}minimum", _AT_LEAST_0, 0),
+    "fp16.hysteresis": _as(f"{_DYNAMIC}hysteresis", integer(1)),
+    "fp16.fp16_master_weights_and_grads": KeyRule(_NO_HALVES, lambda _: {}),
     "data_types.param_dtype": _choice("precision.param_dtype", _DTYPES),
-    "activation_checkpointing.partition_activations": _RECOMPUTE,
-    "activation_checkpointing.contiguous_memory_optimization": _RECOMPUTE,
-    "activation_checkpointing.number_checkpoints": _integer(1, lambda _: {"recompute": "unit"}),
-    "activation_checkpointing.cpu_checkpointing": _flag(recompute="unit", offload__activations="cpu"),
-    "compile.deepcompile": _flag(compile=True),
-    "compile.enabled": _flag(compile=True),
-    "tensor_parallel.autotp_size": _TP,
+    "activation_checkpointing.partition_activations": _flag(_RECOMPUTE),
+    "activation_checkpointing.contiguous_memory_optimization": _flag(_RECOMPUTE),
+    "activation_checkpointing.number_checkpoints": KeyRule(integer(1), lambda _: _RECOMPUTE),
+    "activation_checkpointing.cpu_checkpointing": _flag(_RECOMPUTE | {"offload.activations": "cpu"}),
+    "compile.deepcompile": _flag({"compile": True}),
+    "compile.enabled": _flag({"compile": True}),
+    "tensor_parallel.autotp_size": _as("mesh.tp", integer(0), 0, 1),
 }
 
 # --------------------------------------------------------------------------------------------- ignored
-
-
-def _under(section: str, keys: str) -> list[str]:
-    return [f"{section}.{key}" for key in keys.split()]
-
 
 _STAGE_3 = (
     "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
     "max_reuse_distance module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential"
 )
-_GATHER_ON_SAVE = "gather_16bit_weights_on_model_save"
-_COMMUNICATION = [
-    "disable_allgather",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    *_under(
-        "zero_optimization",
-        "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
-        "allgather_partitions allgather_bucket_size overlap_comm round_robin_gradients parameter_alignment "
-        "sub_group_size mics_hierarchical_params_gather memory_efficient_linear leaf_module "
-        "override_module_apply legacy_stage1 ignore_unused_parameters compute_grad_norm "
-        "log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory "
-        f"{_STAGE_3} {' '.join('stage3_' + name for name in _STAGE_3.split())}",
-    ),
-]
-_OFFLOAD = [
-    "aio",
-    "zero_force_ds_cpu_optimizer",
-    "zero_optimization.cpu_offload_use_pin_memory",
-    *_under("zero_optimization.offload_param", "buffer_count buffer_size max_in_cpu pin_memory"),
-    *_under(
-        "zero_optimization.offload_optimizer",
-        "buffer_count pin_memory pipeline_read pipeline_write fast_init super_offload cpuadam_cores_perc",
-    ),
-]
-_SAVING = [
-    "checkpoint",
-    "datastates_ckpt",
-    *_under("zero_optimization", "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint"),
-    *_under("zero_optimization", f"{_GATHER_ON_SAVE} stage3_{_GATHER_ON_SAVE}"),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-]
-_REPORTING = [
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "log_level",
-    "flops_profiler",
-    "comms_logger",
-    "timers",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comet",
-    "monitor_config",
-    "vocabulary_size",
-    "autotuning",
-]
-_PRECISION = [
-    *_under("bf16", "immediate_grad_update check_overflow"),
-    *_under("fp16", "auto_cast consecutive_hysteresis"),
-    *_under("data_types", "grad_accum_dtype keep_in_fp32_modules"),
-]
-_OTHERS = [
-    *_under("activation_checkpointing", "synchronize_checkpoint_boundary profile"),
-    *_under("compile", "backend kwargs free_activation free_activation_threshold autoep_non_moe"),
-    *_under(
-        "tensor_parallel",
-        "tp_overlap_comm tp dtype preset_model vocab_parallel_lm_head vocab_parallel_ce_backend",
-    ),
-    "seq_parallel_communication_data_type",
-    "pipeline",
-    "zero_allow_untested_optimizer",
-    "disable_python_gc",
-    "graph_harvesting",
-]
-
-
-def _because(reason: str, keys: Iterable[str]) -> dict[str, str]:
-    return dict.fromkeys(keys, reason)
-
+_NOT_READ: dict[str, dict[str, str]] = {
+    'initialize takes objects of torch: "Optimizer and scheduler sections" in docs/migrating.md has them': {
+        "": "optimizer scheduler"
+    },
+    "communication goes by units, see Config(units=..., num_prefetch=...)": {
+        "": "disable_allgather prescale_gradients gradient_predivide_factor",
+        "zero_optimization.": "contiguous_gradients reduce_scatter reduce_bucket_size "
+        "use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size overlap_comm "
+        "round_robin_gradients parameter_alignment sub_group_size mics_hierarchical_params_gather "
+        "memory_efficient_linear leaf_module override_module_apply legacy_stage1 ignore_unused_parameters "
+        "compute_grad_norm log_trace_cache_warnings enable_sanity_checks "
+        f"save_muon_momentum_buffer_in_memory {_STAGE_3}",
+        "zero_optimization.stage3_": _STAGE_3,
+    },
+    "offload sizes its own buffers": {
+        "": "aio zero_force_ds_cpu_optimizer",
+        "zero_optimization.": "cpu_offload_use_pin_memory",
+        "zero_optimization.offload_param.": "buffer_count buffer_size max_in_cpu pin_memory",
+        "zero_optimization.offload_optimizer.": "buffer_count pin_memory pipeline_read pipeline_write "
+        "fast_init super_offload cpuadam_cores_perc",
+    },
+    "checkpoints have one layout; engine.full_state_dict() gathers": {
+        "": "checkpoint datastates_ckpt",
+        "zero_optimization.": "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint "
+        "stage3_gather_fp16_weights_on_model_save stage3_gather_16bit_weights_on_model_save "
+        "gather_16bit_weights_on_model_save",
+    },
+    "reports are asked for, such as engine.memory_report()": {
+        "": "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level flops_profiler "
+        "comms_logger timers tensorboard wandb csv_monitor comet monitor_config vocabulary_size autotuning"
+    },
+    "gradients add up in the main dtype, buffers keep theirs; loss scaling follows zeroshard's own rules": {
+        "bf16.": "immediate_grad_update check_overflow",
+        "fp16.": "auto_cast consecutive_hysteresis",
+        "data_types.": "grad_accum_dtype keep_in_fp32_modules",
+    },
+    "nothing to set": {
+        "": "seq_parallel_communication_data_type pipeline zero_allow_untested_optimizer disable_python_gc "
+        "graph_harvesting",
+        "activation_checkpointing.": "synchronize_checkpoint_boundary profile",
+        "compile.": "backend kwargs free_activation free_activation_threshold autoep_non_moe",
+        "tensor_parallel.": "tp_overlap_comm tp dtype preset_model vocab_parallel_lm_head "
+        "vocab_parallel_ce_backend",
+    },
+}
+"""For each reason the keys, by the sections that they are in."""
 
 IGNORED: dict[str, str] = {
-    **_because(
-        'initialize takes objects of torch: "Optimizer and scheduler sections" in docs/migrating.md has them',
-        ["optimizer", "scheduler"],
-    ),
-    **_because("communication goes by units, see Config(units=..., num_prefetch=...)", _COMMUNICATION),
-    **_because("offload sizes its own buffers", _OFFLOAD),
-    **_because("checkpoints have one layout; engine.full_state_dict() gathers", _SAVING),
-    **_because("reports are asked for, such as engine.memory_report()", _REPORTING),
-    **_because(
-        "gradients add up in the main dtype, buffers keep theirs; loss scaling follows zeroshard's own rules",
-        _PRECISION,
-    ),
-    **_because("nothing to set", _OTHERS),
+    section + name: reason
+    for reason, sections in _NOT_READ.items()
+    for section, names in sections.items()
+    for name in names.split()
 }
 
 # --------------------------------------------------------------------------------------- no equivalent
@@ -343,8 +286,8 @@ def translate(config: Mapping[str, Any], num_ranks: int | None) -> Translation:
         raise ValueError(f"expected a mapping of DeepSpeed config keys, got {with_type(config)}")
     leaves = dict(_leaves({_OLD_NAMES.get(name, name): value for name, value in config.items()}))
     problems = [problem for key, value in leaves.items() if (problem := _problem(key, value))]
-    mapped = {key: value for key, value in leaves.items() if key in MAPPED and MAPPED[key].takes(value)}
-    options, conflicts = _options(mapped)
+    accepted = {key: MAPPED[key].rule.accept(value) for key, value in leaves.items() if key in MAPPED}
+    options, conflicts = _options({key: value for key, value in accepted.items() if value is not REFUSED})
     batch_problem, batch_note = _resolve_batch(options, num_ranks)
     problems += [*conflicts, *batch_problem]
     if problems:
@@ -375,8 +318,9 @@ def _problem(key: str, value: Any) -> str | None:
     if key in MAPPED and value == "auto":
         return f"'{key}': 'auto' is filled in by the Trainer of transformers, from its TrainingArguments"
     if key in MAPPED:
-        rule = MAPPED[key]
-        return None if rule.takes(value) else f"'{key}': expected {rule.expected}, got {with_type(value)}"
+        rule = MAPPED[key].rule
+        is_wrong = rule.accept(value) is REFUSED
+        return f"'{key}': expected {rule.expected}, got {with_type(value)}" if is_wrong else None
     if key in NO_EQUIVALENT:
         nearest, harmless = NO_EQUIVALENT[key]
         is_disabled = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
