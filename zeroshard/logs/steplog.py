@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import on_all, on_first
+from zeroshard.config.checked import flat
 from zeroshard.engine import Engine
 from zeroshard.internals.warn import warn_user
 from zeroshard.memory.report import measure_process
 from zeroshard.tables import format_bytes
 
-_MOST_PARAMS, _LONGEST_VALUE = 100, 500
-"""The parameters of one call, and the characters of a value; MLflow's servers refuse more (its REST API)."""
+_LONGEST_VALUE = 500
+"""The characters of a parameter's value; MLflow's servers refuse more (its REST API)."""
 _FIGURES: Mapping[str, Callable[[float], str]] = {
     "seconds": lambda value: "",
     "loss": lambda value: f"loss {value:.4f}",
@@ -68,7 +69,7 @@ class RunFacts(NamedTuple):
     """Facts about a run that a target may keep."""
 
     config: Mapping[str, Any]
-    """The config of zeroshard, and values of the user's, as plain values."""
+    """The config of zeroshard by dotted keys, such as "zeroshard.stage", and values of the user's."""
     first_step: int
     """Steps that were taken before this log: above 0 for a run that goes on."""
     num_steps: int | None
@@ -148,7 +149,7 @@ def open_tensorboard(place: str, run: RunFacts) -> Target:
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(place, purge_step=run.first_step + 1 if run.first_step else None)
-    text = json.dumps(dict(run.config), indent=2, default=str)
+    text = json.dumps(dict(run.config), indent=2)
     indented = "".join(f"    {line}\n" for line in text.splitlines())  # a block of code in Markdown
     writer.add_text("config", indented, run.first_step)
 
@@ -191,7 +192,7 @@ def open_mlflow(place: str, run: RunFacts) -> Target:
             MLFLOW_ALLOW_FILE_STORE=true.
         run: the run; its config becomes parameters.
     """
-    from mlflow.entities import Metric, Param
+    from mlflow.entities import Metric
     from mlflow.tracking import MlflowClient
 
     client: Any = MlflowClient(tracking_uri=place or None)
@@ -199,9 +200,8 @@ def open_mlflow(place: str, run: RunFacts) -> Target:
     experiment = client.get_experiment_by_name(name)
     number = client.create_experiment(name) if experiment is None else experiment.experiment_id
     run_id: str = client.create_run(number).info.run_id
-    params = [Param(name, str(value)[:_LONGEST_VALUE]) for name, value in flat(run.config).items()]
-    for first in range(0, len(params), _MOST_PARAMS):
-        client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
+    for name, value in run.config.items():
+        client.log_param(run_id, name, str(value)[:_LONGEST_VALUE])
 
     def log(step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -224,53 +224,43 @@ class TargetKind(NamedTuple):
     """The meaning of this text, for messages."""
     default: str | None
     """The text if none is given; None: one is required."""
-    package: str | None
-    """The package that it needs in addition to zeroshard's own requirements."""
 
 
 KINDS: Mapping[str, TargetKind] = {
-    "terminal": TargetKind(open_terminal, "", "", None),
-    "jsonl": TargetKind(open_json_lines, "FILE", None, None),
-    "tensorboard": TargetKind(open_tensorboard, "FOLDER", "runs", "tensorboard"),
-    "wandb": TargetKind(open_wandb, "PROJECT", "zeroshard", "wandb"),
-    "mlflow": TargetKind(open_mlflow, "URI", "", "mlflow"),
+    "terminal": TargetKind(open_terminal, "", ""),
+    "jsonl": TargetKind(open_json_lines, "FILE", None),
+    "tensorboard": TargetKind(open_tensorboard, "FOLDER", "runs"),
+    "wandb": TargetKind(open_wandb, "PROJECT", "zeroshard"),
+    "mlflow": TargetKind(open_mlflow, "URI", ""),
 }
-"""The targets by name."""
+"""The targets by name. All but the first two need the package of this name."""
 
 
-def parse_target(text: str) -> Opener:
-    """Return the function that opens the target of a text such as "jsonl:metrics.jsonl".
+def parse_target(given: str | Target) -> Opener:
+    """Return the function that opens a target: an object, or that of a text such as "jsonl:metrics.jsonl".
 
     Raises:
-        ValueError: no target has this name, or it needs a place that is not given.
+        ValueError: no target has this name, or it needs a place that is not given; an object without the
+            methods.
         ImportError: its package is not installed.
     """
-    name, _, place = text.partition(":")
+    if isinstance(given, Target):
+        return lambda run: given
+    if not isinstance(given, str):
+        raise ValueError(f"log target: expected a text, or an object with log() and close(), got {given!r}")
+    name, _, place = given.partition(":")
     known = ", ".join(f"{name}:{kind.place}" if kind.place else name for name, kind in KINDS.items())
     if name not in KINDS:
-        raise ValueError(f"log target: expected one of {known}, got {text!r}")
+        raise ValueError(f"log target: expected one of {known}, got {given!r}")
     kind = KINDS[name]
     place = place or kind.default or ""
     if kind.default is None and not place:
-        raise ValueError(f"log target: expected {name}:{kind.place}, got {text!r}")
+        raise ValueError(f"log target: expected {name}:{kind.place}, got {given!r}")
     if place and not kind.place:
-        raise ValueError(f"log target: expected {name} without a place, got {text!r}")
-    if kind.package is not None and find_spec(kind.package) is None:
-        raise ImportError(
-            f"log target {name!r}: expected the package {kind.package}: pip install {kind.package}"
-        )
+        raise ValueError(f"log target: expected {name} without a place, got {given!r}")
+    if name not in ("terminal", "jsonl") and find_spec(name) is None:
+        raise ImportError(f"log target {name!r}: expected the package {name}: pip install {name}")
     return lambda run: kind.open(place, run)
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 class Share(NamedTuple):
@@ -441,7 +431,7 @@ class StepLog:
         openers: list[Opener] = []
 
         def parse_all() -> None:
-            openers.extend(parse_target(it) if isinstance(it, str) else _given(it) for it in targets)
+            openers.extend(map(parse_target, targets))
 
         def open_all() -> None:
             for target, opener in zip(targets, openers, strict=True):
@@ -508,24 +498,10 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"{name}: expected a number, got {value!r}") from None
 
 
-def _given(target: object) -> Opener:
-    """Return the opener of a target that is given as an object.
-
-    Raises:
-        ValueError: it does not have the methods.
-    """
-    if not isinstance(target, Target):
-        raise ValueError(f"log target: expected a text, or an object with log() and close(), got {target!r}")
-    return lambda run: target
-
-
 def _plain(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a run as plain values."""
-    try:
-        own = engine.config.to_dict()
-    except ValueError:  # `units` is a function
-        own = {"stage": engine.config.stage}
-    return {**{name: _text(value) for name, value in config.items()}, "zeroshard": own}
+    own = {f"zeroshard.{key}": value for key, value in flat(engine.config).items()}
+    return {name: _text(value) for name, value in {**config, **own}.items()}
 
 
 def _text(value: Any) -> Any:
