@@ -8,9 +8,8 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,11 +21,8 @@ from torch.torch_version import TorchVersion
 
 from zeroshard.agreement import describe_versions
 from zeroshard.cli.options import DoctorOptions
-from zeroshard.comm.collectives import Axis
 from zeroshard.comm.device import available_backends, use_device
 from zeroshard.comm.lifecycle import start_world
-from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.streams import mark_here
 from zeroshard.memory.budget import host_bytes_free
 from zeroshard.stores.files import Swap
 from zeroshard.stores.host import host_memory
@@ -63,10 +59,8 @@ def doctor(options: DoctorOptions) -> None:
         say("\n  ".join(("\nversions that differ", *differing)))
     if options.disk is not None:
         title = f"disk of {options.disk}, 256 MiB a rank{', all at once' * (world is not None)}"
-        say("\n" + _table(title, gather({"rank": str(rank)} | measure_disk(options.disk, rank))))
-    if world is not None:
-        title = f"collectives of {world.size} ranks on {world.device}; each rank sends at this rate"
-        say("\n" + _table(title, list(measure_bandwidth(world))))
+        rows = gather({"rank": str(rank)} | measure_disk(options.disk, rank))
+        say("\n" + render(title, list(rows[0]), [list(row.values()) for row in rows]))
 
 
 def page(versions: Rows) -> str:
@@ -77,10 +71,6 @@ def page(versions: Rows) -> str:
         "\n".join((title, *(f"  {name:<33} {text}" for name, text in rows.items())))
         for title, rows in parts.items()
     )
-
-
-def _table(title: str, rows: Sequence[Rows]) -> str:
-    return render(title, list(rows[0]), [list(row.values()) for row in rows])
 
 
 def differences(everyone: Sequence[Rows]) -> list[str]:
@@ -250,63 +240,7 @@ def judge(problems: Rows) -> Rows:
     return {name: f"no: {reasons}" if reasons else "yes" for name, reasons in found.items()}
 
 
-# ------------------------------------------------------------------------------------------------ speeds
-
-SIZES = (1 << 20, 16 << 20, 64 << 20)
-"""Bytes of the whole buffer of a unit: a small one, and two of large layers."""
-ROUNDS = 5
-
-
-def measure_bandwidth(world: Axis, sizes: Sequence[int] = SIZES) -> Iterator[Rows]:
-    """Time all-gather and reduce-scatter of each size, and a small agreement; collective.
-
-    Args:
-        world: the axis of all ranks.
-        sizes: bytes of the whole buffers.
-
-    Yields:
-        For each the median time of the rounds on the slowest rank, and the bytes that each rank sends in a
-        second: (N - 1) / N of the buffer. nccl-tests calls it the bus bandwidth.
-    """
-    pool = BufferPool(world.device)
-    for size in sizes:
-        each = size // 4 // world.size
-        flat, own = (torch.ones(num, device=world.device) for num in (each * world.size, each))
-        gather = partial(world.all_gather, flat, own, tag=0, label="all-gather of the doctor")
-        reduce = partial(world.reduce_scatter, flat, own, pool, tag=1, label="reduce-scatter of the doctor")
-        yield measured(world, "all-gather", flat.nbytes, _waited(gather))
-        yield measured(world, "reduce-scatter", flat.nbytes, _waited(reduce))
-    yield measured(world, "agreement of a step", 0, lambda: world.any([True], "agreement of the doctor")())
-
-
-def _waited(begin: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: begin().wait()
-
-
-def measured(world: Axis, name: str, num_bytes: int, run: Callable[[], Any]) -> Rows:
-    """Return the size, the time and the rate of a collective."""
-    seconds = _time(world, run)
-    rate = num_bytes * (world.size - 1) / world.size / seconds
-    return {
-        "collective": name,
-        "bytes": format_bytes(num_bytes),
-        "time": f"{1000 * seconds:.3f} ms",
-        "rate": f"{rate / 1e9:.2f} GB/s",
-    }
-
-
-def _time(world: Axis, run: Callable[[], Any]) -> float:
-    """Return the median seconds of a collective on the slowest rank; the first round is not timed."""
-    seconds = []
-    for _ in range(ROUNDS + 1):
-        world.any([True], "begin of a round")()  # all ranks begin together
-        start = time.perf_counter()
-        run()
-        mark_here(world.device).synchronize()
-        seconds.append(time.perf_counter() - start)
-    everyone: list[float] = world.all_gather_object(median(seconds[1:]), "times of the ranks")
-    return max(everyone)
-
+# ---------------------------------------------------------------------------------------------- the disk
 
 PART, NUM_PARTS, DISK_ROUNDS = 32 << 20, 8, 3
 """Bytes of a part, parts of a round, and rounds: 256 MiB are written and read three times."""

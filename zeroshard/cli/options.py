@@ -266,8 +266,8 @@ class PlanOptions(NamedTuple):
 class DoctorOptions(NamedTuple):
     """Show versions, devices, limits, and the features that work here.
 
-    Print facts for a plan or a report of a bug. Under torchrun the collectives between the
-    ranks are timed too: torchrun --nproc-per-node 2 -m zeroshard doctor. Nothing is sent
+    Print facts for a plan or a report of a bug. Under torchrun versions that differ between
+    the ranks are named: torchrun --nproc-per-node 2 -m zeroshard doctor. Nothing is sent
     anywhere else.
 
     Args:
