@@ -3,7 +3,6 @@
 import copy
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -44,7 +43,6 @@ def x():
         (OrderedDict(a=x()), lambda b: b["a"]),
         (defaultdict(list, a=x()), lambda b: b["a"]),
         (UserDict(a=x()), lambda b: b["a"]),
-        (MappingProxyType({"a": x()}), lambda b: b["a"]),
         (Sample(x(), "one"), lambda b: b.ids),
         (pack_sequence([torch.ones(3), torch.ones(2)]), lambda b: b.data),
     ],

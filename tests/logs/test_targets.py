@@ -6,7 +6,6 @@ the calls, always. Where the packages are installed (the extra logging), real ru
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from zeroshard.logs.steplog import KINDS, RunFacts, Target, open_terminal, parse_target
+from zeroshard.logs.steplog import KINDS, RunFacts, Target, parse_target
 
 RUN = RunFacts({"lr": 0.1, "zeroshard.stage": 3, "zeroshard.mesh.tp": 2}, first_step=0, num_steps=20)
 INSTALLED = set(filter(find_spec, KINDS))
@@ -44,33 +43,16 @@ def write(target: Target) -> None:
     target.close()
 
 
-def test_the_terminal_has_a_line_for_each_report() -> None:
-    out = io.StringIO()
-    terminal = open_terminal("", RUN, out)
+def test_the_terminal_has_a_line_for_each_report(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = parse_target("terminal")(RUN)
     write(terminal)
     terminal.log(21, {**VALUES, "skipped_steps": 2, "loss": float("nan"), "loss_scale": 1024.0})
-    assert out.getvalue().splitlines() == [
+    assert capsys.readouterr().out.splitlines() == [
         "step 10/20  loss 2.2500  norm 0.5  lr 3.00e-04  12,345 tokens/s  3.00 GiB",
         "step 10/20  held_out 3.5",
         "step 20/20  loss 1.7500  lr 3.00e-04  12,345 tokens/s  3.00 GiB",
         "step 21/20  loss nan  norm 0.5  lr 3.00e-04  12,345 tokens/s  3.00 GiB  2 skipped  scale 1024",
     ]
-
-
-def test_the_terminal_shows_new_skipped_steps_and_wrong_losses_in_colour(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLORTERM": ""}.items():  # rich reads them
-        monkeypatch.setenv(name, value)
-    out = io.StringIO()
-    terminal = open_terminal("", RUN, out)
-    for step in (1, 2):
-        terminal.log(step, {**VALUES, "skipped_steps": 1, "loss": float("nan") if step == 1 else 2.0})
-    first, second = out.getvalue().splitlines()
-    assert "\x1b[33m1 skipped" in first
-    assert "\x1b[31mloss nan" in first
-    assert "\x1b[33m" not in second
-    assert "\x1b[31m" not in second
 
 
 def test_json_lines_are_there_at_once_and_a_second_run_appends(tmp_path: Path) -> None:

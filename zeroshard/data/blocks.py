@@ -12,12 +12,12 @@ first of a document is a label once, at any seq_len.
 
 Tokens and blocks are in a folder of files, written once and then mapped into memory:
 
-    <cache>/<key>.lock                    locked by the process that writes; holds the error of the last one
+    <cache>/<key>.lock                    locked by the process that writes
     <cache>/<key>.<host>.<random>.partial what is being written
     <cache>/<key>/tokens.bin              uint32, all documents one after the other
     <cache>/<key>/train-pieces.npy        [num_pieces, 2], start and length, in the order of the blocks
     <cache>/<key>/train-firsts.npy        [num_blocks + 1], the first piece of each block
-    <cache>/<key>/index.json              seq_len, padding, digest, sizes of the files
+    <cache>/<key>/index.json              seq_len, padding, numbers of labels and documents, digest
 
 The lock is the kernel's (flock), which ends with its process. So no rank needs a process group to wait for
 another, and a killed writer holds up nobody. The folder gets its name when it is complete.
@@ -59,7 +59,6 @@ FORMAT = 1
 PARTS = ("train", "held_out")
 WINDOW = 1 << 16
 """Pieces that are packed together: bounds the memory of the search, and keeps padding as low as for all."""
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Block = dict[str, Tensor]
 Ints: TypeAlias = "npt.NDArray[np.int64]"
@@ -191,52 +190,20 @@ def open_cache(cache_dir: Path, recipe: Recipe, progress: Progress | None) -> Pa
     """Return the folder of a recipe; write it if there is none, in one process while others wait.
 
     Raises:
-        ValueError: the source is not as expected; also in the processes that waited while one read it.
+        ValueError: the source is not as expected. Processes that waited for one that failed read it again.
         OSError: a file cannot be read, or the cache cannot be written, because the disk is full for example.
     """
-    key = recipe.key()
-    folder = cache_dir / key
+    folder = cache_dir / recipe.key()
     if folder.is_dir():
-        return _checked(folder)
+        return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with (cache_dir / f"{key}.lock").open("a+", encoding="utf-8") as lock:
-        has_waited = _lock(lock.fileno(), cache_dir)
-        if folder.is_dir():
-            return _checked(folder)
-        lock.seek(0)
-        failure = lock.read()
-        if has_waited and failure:
-            kind, _, message = failure.partition(": ")
-            raise (ValueError if kind == "ValueError" else OSError)(message)
-        lock.truncate(0)
+    with (cache_dir / f"{folder.name}.lock").open("a") as lock:
         try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise OSError(error.errno, f"{cache_dir}: expected a folder with file locks: {error}") from None
+        if not folder.is_dir():
             _write_folder(folder, recipe, progress)
-        except (ValueError, OSError) as error:
-            lock.write(f"{'ValueError' if isinstance(error, ValueError) else 'OSError'}: {error}")
-            raise
-    return _checked(folder)
-
-
-def _lock(descriptor: int, cache_dir: Path) -> bool:
-    """Take the lock of an open file; return True if another process had it."""
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            return True
-    except OSError as error:
-        raise OSError(error.errno, f"{cache_dir}: expected a folder with file locks: {error}") from None
-    return False
-
-
-def _checked(folder: Path) -> Path:
-    """Return a folder whose files have the sizes that they were written with."""
-    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    for name, size in index["sizes"].items():
-        found = (folder / name).stat().st_size
-        if found != size:
-            raise OSError(f"{folder / name}: expected {size} bytes, got {found}: delete this folder")
     return folder
 
 
@@ -249,18 +216,20 @@ def _write_folder(folder: Path, recipe: Recipe, progress: Progress | None) -> No
     try:
         partial.mkdir()
         _write_files(partial, recipe, progress)
+        for file in partial.iterdir():  # before the folder has its name
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
         if recipe.key() != folder.name:
             raise ValueError("a file of the source was changed while it was read: start again")
         if not folder.is_dir():  # as a host could have made it that does not see this lock
             partial.rename(folder)
     except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise OSError(
-            error.errno,
-            f"{folder.parent}: no space is left for the cache of the data, which takes 4 bytes for each "
-            f"token: expected cache_dir= on a disk with more ({error.strerror})",
-        ) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            error.add_note(
+                f"{folder.parent}: no space is left for the cache of the data, which takes 4 bytes for each "
+                "token: expected cache_dir= on a disk with more"
+            )
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -286,8 +255,8 @@ def _write_files(folder: Path, recipe: Recipe, progress: Progress | None) -> Non
         pieces = pieces[labels > 0]
         packed = best_fit(pieces[:, 1], recipe.seq_len) if recipe.pack else one_by_one(pieces[:, 1])
         num_labels[name] = int(labels.sum())
-        _save(folder / f"{name}-pieces.npy", pieces[packed.order])
-        _save(folder / f"{name}-firsts.npy", packed.firsts)
+        np.save(folder / f"{name}-pieces.npy", pieces[packed.order])
+        np.save(folder / f"{name}-firsts.npy", packed.firsts)
         if not num_labels[name] and not (name == "held_out" and not recipe.held_out):
             raise ValueError(
                 f"{_named(recipe)}: the text is too small: expected at least 2 tokens to train on and 2 to "
@@ -301,12 +270,8 @@ def _write_files(folder: Path, recipe: Recipe, progress: Progress | None) -> Non
         "num_labels": num_labels,
         "num_documents": {name: len(starts) for name, (starts, _) in parts.items()},
         "digest": blake2b(documents.digests.tobytes() + options.encode(), digest_size=8).hexdigest(),
-        "sizes": {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
     }
-    with (folder / "index.json").open("w", encoding="utf-8") as stream:
-        json.dump(index, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+    (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def _write_tokens(path: Path, recipe: Recipe, progress: Progress | None) -> _Documents:
@@ -323,8 +288,6 @@ def _write_tokens(path: Path, recipe: Recipe, progress: Progress | None) -> _Doc
                 lengths.append(length)
                 digests.append(int.from_bytes(digest.digest(), "little"))
                 length, digest = 0, blake2b(digest_size=8)
-        stream.flush()
-        os.fsync(stream.fileno())
     found = np.array(lengths, dtype=np.int64)
     return _Documents(np.cumsum(found) - found, found, np.array(digests, dtype=np.uint64), has_prompts)
 
@@ -361,13 +324,6 @@ def _count_labels(pieces: Ints, tokens: npt.NDArray[np.uint32]) -> Ints:
     """Return the number of labels of each piece."""
     counts = (np.count_nonzero(tokens[start + 1 : start + length] < NO_LOSS) for start, length in pieces)
     return np.fromiter(counts, dtype=np.int64, count=len(pieces))
-
-
-def _save(path: Path, values: npt.NDArray[Any]) -> None:
-    with path.open("wb") as stream:
-        np.save(stream, values)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _named(recipe: Recipe) -> str:
@@ -435,15 +391,12 @@ def best_fit(lengths: Ints, seq_len: int) -> Packed:
     Best-fit decreasing cuts no document that fits into a block, unlike filling blocks in order (Ding et al.,
     Fewer Truncations Improve Language Modeling, 2024). `WINDOW` pieces are packed at a time.
     """
-    order: list[Ints] = []
-    sizes: list[Ints] = []
+    order, sizes = array("q"), array("q")
     for begin in range(0, len(lengths), WINDOW):
-        blocks = _best_fit(lengths[begin : begin + WINDOW], seq_len)
-        order += [begin + np.array(pieces, dtype=np.int64) for pieces in blocks]
-        sizes.append(np.array([len(pieces) for pieces in blocks], dtype=np.int64))
-    empty = np.zeros(0, dtype=np.int64)
-    firsts = np.append(np.zeros(1, dtype=np.int64), np.cumsum(np.concatenate([empty, *sizes])))
-    return Packed(np.concatenate([empty, *order]), firsts)
+        for pieces in _best_fit(lengths[begin : begin + WINDOW], seq_len):
+            order.extend(begin + piece for piece in pieces)
+            sizes.append(len(pieces))
+    return Packed(np.array(order, dtype=np.int64), np.append(0, np.cumsum(sizes, dtype=np.int64)))
 
 
 def one_by_one(lengths: Ints) -> Packed:

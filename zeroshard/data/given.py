@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from zeroshard.internals.warn import warn_user
 _SAMPLERS = ("sampler", "batch_sampler")
 _OF_ALL_SAMPLES = ("SequentialSampler", "RandomSampler", "BatchSampler")
 """Samplers of torch and torchdata that know nothing of ranks; each of the two has classes of its own."""
-_NONE_LEFT = object()
 
 
 def is_loader(value: Any) -> bool:
@@ -114,12 +114,12 @@ class GivenLoader:
         epoch = self.num_epochs
         resumed, self._resumed = self._resumed, None
         if resumed is not None and not resumed.is_over:
-            return self._handed_out(resumed, self._go_on(resumed))
+            return self._begun(resumed, self._go_on(resumed))
         if resumed is not None:
             self._end(resumed)
         self._tell_epoch(epoch)
         begin = _LoaderPosition(epoch=epoch, length=_length(self.loader), random=self._read_random())
-        return self._handed_out(begin, iter(self.loader))
+        return self._begun(begin, iter(self.loader))
 
     def _go_on(self, place: _LoaderPosition) -> Iterator[Any]:
         """Return the batches that are left after a place. Torch's generator stays as it is.
@@ -134,12 +134,12 @@ class GivenLoader:
             if self._has_state:
                 return self._go_on_by_state(place)
             batches: Iterator[Any] = iter(self.loader)
-            for number in range(place.num_batches):
-                if next(batches, _NONE_LEFT) is _NONE_LEFT:
-                    raise ValueError(
-                        f"training_data: expected at least {place.num_batches} batches in epoch "
-                        f"{place.epoch}, as when the checkpoint was saved, got {number}"
-                    )
+            number = sum(1 for _ in islice(batches, place.num_batches))
+            if number < place.num_batches:
+                raise ValueError(
+                    f"training_data: expected at least {place.num_batches} batches in epoch "
+                    f"{place.epoch}, as when the checkpoint was saved, got {number}"
+                )
             return batches
 
     def _go_on_by_state(self, place: _LoaderPosition) -> Iterator[Any]:
@@ -165,7 +165,7 @@ class GivenLoader:
             for generator, state in zip(self._generators()[1:], place.random[1:], strict=True):
                 generator.set_state(state)
 
-    def _handed_out(self, place: _LoaderPosition, batches: Iterator[Any]) -> Iterator[Any]:
+    def _begun(self, place: _LoaderPosition, batches: Iterator[Any]) -> Iterator[Any]:
         self._place = place
         return self._moved(place, batches)
 

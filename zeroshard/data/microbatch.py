@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.internals import pytree
+
 
 def split_batch(value: Any, num_pieces: int, key: str = "gradient_accumulation_steps") -> list[Any]:
     """Cut every tensor of a batch along dim 0; each piece gets all scalars.
@@ -51,43 +53,35 @@ def split_batch(value: Any, num_pieces: int, key: str = "gradient_accumulation_s
 def to_device(value: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch to an accelerator through pinned memory, so that the host does not wait.
 
-    Finds tensors in all that a DataLoader can pin (mappings such as transformers' BatchEncoding, lists,
-    tuples, objects with `pin_memory` and `to`), and in dataclasses.
+    Finds tensors in the containers that torch knows, in mappings that take new values, and in dataclasses.
+    Other objects with `to`, such as torch's PackedSequence, move themselves.
 
     Returns:
         The batch itself for the CPU; new containers of the same types for an accelerator.
     """
-    return value if device.type == "cpu" else _moved(value, device)
 
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            if leaf.is_cpu and torch.accelerator.is_available():
+                leaf = leaf.pin_memory()  # else the host would wait for all earlier work of the stream
+            return leaf.to(device, non_blocking=True)
+        if isinstance(leaf, MutableMapping):
+            moved = copy.copy(leaf)  # it may have more than its items
+            moved.update({key: to_device(item, device) for key, item in leaf.items()})
+            return moved
+        if hasattr(leaf, "to"):
+            return leaf.to(device)  # a PackedSequence keeps a part of it on the CPU
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            twin = copy.copy(leaf)
+            for name in (field.name for field in fields(leaf) if hasattr(leaf, field.name)):
+                object.__setattr__(twin, name, to_device(getattr(leaf, name), device))
+            return twin
+        return leaf
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        if value.is_cpu and torch.accelerator.is_available():
-            value = value.pin_memory()  # else the host would wait for all earlier work of the stream
-        return value.to(device, non_blocking=True)
-    if hasattr(value, "pin_memory") and hasattr(value, "to"):
-        return value.to(device)  # a PackedSequence keeps a part of it on the CPU
-    if isinstance(value, Mapping):
-        return _moved_mapping(value, device)
-    if isinstance(value, list | tuple):
-        build = getattr(type(value), "_make", type(value))
-        return build(_moved(item, device) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
-        for name in (field.name for field in fields(value) if hasattr(value, field.name)):
-            object.__setattr__(twin, name, _moved(getattr(value, name), device))
-        return twin
-    return value
-
-
-def _moved_mapping(value: Mapping[Any, Any], device: torch.device) -> Any:
-    items = {key: _moved(item, device) for key, item in value.items()}
-    if not isinstance(value, MutableMapping):
-        return type(value)(items)  # type: ignore[call-arg]
-    twin = copy.copy(value)  # it may have more than its items
-    for key, item in items.items():
-        twin[key] = item
-    return twin
+    if device.type == "cpu":
+        return value
+    leaves, structure = pytree.tree_flatten(value, is_leaf=lambda part: hasattr(part, "to"))
+    return pytree.tree_unflatten(map(move, leaves), structure)
 
 
 # ------------------------------------------------------------------------------------------------ losses

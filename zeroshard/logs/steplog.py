@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TextIO, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -83,34 +83,18 @@ class Calls(NamedTuple):
     close: Callable[[], None]
 
 
-def open_terminal(place: str, run: RunFacts, file: TextIO | None = None) -> Target:
-    """Print each report as one line. Steps skipped since the last one are yellow, and a wrong loss is red.
+def open_terminal(place: str, run: RunFacts) -> Target:
+    """Print each report as one line.
 
     Args:
         place: unused.
         run: the run, for the number of its steps.
-        file: where to print; None for the standard output.
     """
-    from rich.console import Console
-    from rich.text import Text
-
-    console, of = Console(file=file, highlight=False), "" if run.num_steps is None else f"/{run.num_steps}"
-    num_skipped = 0.0
-
-    def style(name: str, value: float) -> str:
-        if name == "skipped_steps" and value > num_skipped:
-            return "yellow"
-        return "red" if name == "loss" and not math.isfinite(value) else ""
+    of = "" if run.num_steps is None else f"/{run.num_steps}"
 
     def log(step: int, values: Mapping[str, float]) -> None:
-        nonlocal num_skipped
-        line = Text.assemble((f"step {step}{of}", "bold"))
-        for name, value in values.items():
-            text = _FIGURES[name](value) if name in _FIGURES else f"{name} {value:.4g}"
-            if text:
-                line.append("  ").append(text, style=style(name, value))
-        num_skipped = values.get("skipped_steps", num_skipped)
-        console.print(line, soft_wrap=True)
+        texts = [_FIGURES.get(name, f"{name} {{:.4g}}".format)(value) for name, value in values.items()]
+        print("  ".join([f"step {step}{of}", *filter(None, texts)]), flush=True)  # noqa: T201 - it is asked for
 
     return Calls(log, lambda: None)  # each line is there
 
