@@ -13,7 +13,7 @@ import zeroshard
 from tests.distributed.models import Tiny
 from tests.distributed.training import STAGES, square_loss, start
 from zeroshard.comm.watch.status import RankStatus
-from zeroshard.profiling.report import Label, MemorySample, Peak, describe
+from zeroshard.profiling.report import Label, MemorySample, describe
 
 
 def tiny():
@@ -79,7 +79,7 @@ def test_gathers_reductions_and_waits_belong_to_their_units(ranks):
 
 def test_the_memory_at_the_peak_names_its_phase_and_the_gathered_units(ranks):
     for profile, *_ in ranks(2, profiled, 3):
-        assert profile.peak.sample.total == max(sample.total for sample in profile.samples)
+        assert profile.peak.total == max(sample.total for sample in profile.samples)
         assert all(sum(sample.kinds.values()) == sample.total for sample in profile.samples)
         gathered = [sample for sample in profile.samples if sample.unsharded]
         assert gathered
@@ -197,13 +197,13 @@ def test_the_table_has_units_kinds_and_the_peak():
 
 
 def test_the_peak_names_its_phase_and_the_gathered_units():
-    sample = MemorySample(1.0, Label("backward", "unit 'blocks.1'"), 3 << 30, 1 << 30, 0, 2 << 20)
-    peak = Peak(sample, ("the root unit", *(f"unit 'blocks.{n}'" for n in range(6))))
-    assert str(peak) == (
+    units = ("the root unit", *(f"unit 'blocks.{n}'" for n in range(6)))
+    sample = MemorySample(1.0, Label("backward", "unit 'blocks.1'"), 3 << 30, 1 << 30, 0, 2 << 20, units)
+    assert str(sample) == (
         "backward of unit 'blocks.1'; gathered: the root unit, unit 'blocks.0', unit 'blocks.1', "
         "unit 'blocks.2', 3 more"
     )
-    assert str(peak._replace(units=())) == describe(sample.phase) == "backward of unit 'blocks.1'"
+    assert str(sample._replace(units=())) == describe(sample.phase) == "backward of unit 'blocks.1'"
 
 
 def stepped_by_two():

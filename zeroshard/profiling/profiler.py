@@ -92,7 +92,7 @@ def profile(
         first = 0 if counter is None or not timeline.ends else timeline.ends[0]
         result.fill(timeline, clock.seconds(timeline.moments), first)
         if watch is not None:
-            result.samples, result.peak = watch.samples, watch.peak
+            result.samples = watch.samples
 
     with ExitStack() as stack:
         if ranges is not None:

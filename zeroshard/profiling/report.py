@@ -129,30 +129,25 @@ class MemorySample(NamedTuple):
     """Buffers in which gradients are packed for a reduction."""
     other: int
     """The rest: activations, gradients, and all that the rest of the program holds."""
+    units: tuple[str, ...] = ()
+    """The gathered units, of a sample with more bytes than all before it."""
 
     @property
     def total(self) -> int:
         """Bytes of all kinds."""
-        return self.states + self.unsharded + self.packed + self.other
+        return sum(self.kinds.values())
 
     @property
     def kinds(self) -> Mapping[str, int]:
         """Bytes by kind."""
-        return dict(zip(KINDS, self[2:], strict=True))
-
-
-class Peak(NamedTuple):
-    """The sample with the most bytes."""
-
-    sample: MemorySample
-    units: tuple[str, ...]
+        return {kind: getattr(self, kind) for kind in KINDS}
 
     def __str__(self) -> str:
         """Name the phase and the gathered units."""
         names = list(self.units[:_MOST_NAMES])
         if more := len(self.units) - len(names):
             names.append(f"{more} more")
-        return f"{describe(self.sample.phase)}{'; gathered: ' if names else ''}{', '.join(names)}"
+        return f"{describe(self.phase)}{'; gathered: ' if names else ''}{', '.join(names)}"
 
 
 class MemoryWatch:
@@ -171,7 +166,7 @@ class MemoryWatch:
         self.note_states(at_rest)
         self._count = _counter(runtime.context.device)
         self.samples: list[MemorySample] = []
-        self.peak: Peak | None = None
+        self._most = 0
 
     def note_states(self, at_rest: MemoryReport) -> None:
         """Take over the memory at rest, which the first step of an optimizer adds its states to."""
@@ -182,11 +177,11 @@ class MemoryWatch:
         unsharded, packed = self._runtime.context.meter.now, self._runtime.reducer.pool.num_bytes
         other = self._count() - self._states - unsharded - packed
         sample = MemorySample(seconds, phase, self._states, unsharded, packed, max(0, other))
-        self.samples.append(sample)
-        if self.peak is None or sample.total > self.peak.sample.total:
-            units = self._runtime.units
+        if sample.total > self._most:
+            self._most, units = sample.total, self._runtime.units
             gathered = (u.described for u in units if u.state is not UnitState.SHARDED and not u.is_resident)
-            self.peak = Peak(sample, tuple(gathered))
+            sample = sample._replace(units=tuple(gathered))
+        self.samples.append(sample)
 
 
 def _counter(device: torch.device) -> Callable[[], int]:
@@ -223,8 +218,6 @@ class Profile:
     """The parts of that time; without gaps, so they add up to it."""
     samples: Sequence[MemorySample] = ()
     """The memory at the begin of each phase; () if it was not asked for."""
-    peak: Peak | None = None
-    """The sample with the most bytes."""
     flops: int | None = None
     """Floating-point operations of this rank that ran in a step, counted in the first one; None if they were
     not asked for, or no step ended."""
@@ -246,6 +239,11 @@ class Profile:
         self.num_steps = sum(end > first for end in timeline.ends)
         self.seconds = seconds[-1] - seconds[first]
         self.spans = timeline.spans(seconds, first)
+
+    @property
+    def peak(self) -> MemorySample | None:
+        """The first sample with the most bytes; None without samples."""
+        return max(self.samples, key=lambda sample: sample.total, default=None)
 
     @property
     def seconds_per_step(self) -> float:
@@ -330,8 +328,8 @@ class Profile:
                 of_peak = "" if share is None else f", {share:.1%} of the peak"
                 yield f"{flops / 1e12:.3g} TFLOP{name}: {rate}{of_peak}"
         if self.peak is not None:
-            kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.peak.sample.kinds.items())
-            yield f"memory at the peak {format_bytes(self.peak.sample.total)} ({kinds}), {self.peak}"
+            kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.peak.kinds.items())
+            yield f"memory at the peak {format_bytes(self.peak.total)} ({kinds}), {self.peak}"
 
 
 def describe(phase: Label) -> str:
