@@ -167,7 +167,7 @@ def test_the_examples_of_the_documentation_are_what_is_printed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("7B", "--gpu", "h10"), "did you mean 'h100'"),
+        (("7B", "--gpu", "h10"), "expected a device among v100, t4, "),
         (("7B", "--tokens", "100", "--length", "3"), "expected a divisor of the 100 tokens, got 3"),
         (("7B", "--host", "1TiB"), "--host needs --gpu or --memory"),
         (("7B", "--gpu", "h100", "--nvme", "1TiB"), "--nvme needs --host"),

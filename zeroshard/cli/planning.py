@@ -14,16 +14,14 @@ The order is by what a setting costs in each step, without a measurement:
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from textwrap import fill
 from typing import Any
 
@@ -83,11 +81,9 @@ for the driver and the libraries."""
 def memory_of(name: str) -> int:
     """Return the bytes of a device. Raises ValueError for an unknown name."""
     key = name.lower().replace(" ", "").replace("_", "-")
-    if key in DEVICES:
-        return DEVICES[key]
-    close = difflib.get_close_matches(key, DEVICES, n=1)
-    hint = f"; did you mean '{close[0]}'?" if close else ""
-    raise ValueError(f"expected a device among {', '.join(DEVICES)}, got {name!r}{hint}")
+    if key not in DEVICES:
+        raise ValueError(f"expected a device among {', '.join(DEVICES)}, got {name!r}")
+    return DEVICES[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +140,11 @@ def find_fits(counted: Counted, world_size: int, base: Config, room: Room, tried
         room: the memory of a node.
         tried: the stages, recomputation and bits of optimizer states to try.
     """
-    found = (fit for fit in _settings(counted, world_size, base, room, tried) if room.holds(fit.estimate))
     # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
     distinct: dict[object, Fit] = {}
-    for fit in found:
-        distinct.setdefault((fit.estimate, fit.costs), fit)
+    for fit in _settings(counted, world_size, base, room, tried):
+        if room.holds(fit.estimate):
+            distinct.setdefault((fit.estimate, fit.costs), fit)
     return sorted(distinct.values(), key=_place)
 
 
@@ -311,11 +307,10 @@ def build_model(path: str) -> nn.Module:
     Raises:
         ValueError: it cannot be imported, raises an error, or gives no module.
     """
-    module_name, _, name = path.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     try:
-        make = attrgetter(name)(import_module(module_name))
+        make = resolve_name(path)
         with torch.device("meta"):
             model = make if isinstance(make, nn.Module) else make()
     except Exception as error:  # of any kind, as the code is the user's
