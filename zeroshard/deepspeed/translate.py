@@ -45,13 +45,6 @@ class KeyRule(NamedTuple):
     options: Callable[[Any], Options]
 
 
-class Refusal(NamedTuple):
-    """A key without equivalent."""
-
-    nearest: str  # what to use instead
-    harmless: tuple[object, ...] = ()  # values that ask for nothing; (): empty and disabled ones
-
-
 # ---------------------------------------------------------------------------------------------- mapped
 
 _BOOLEAN = instance(bool, "true or false")
@@ -190,44 +183,42 @@ IGNORED: dict[str, str] = {
 
 # --------------------------------------------------------------------------------------- no equivalent
 
-_QUANTIZED = Refusal("nothing is quantized on the wire; communication_data_type narrows gradients")
-_CURRICULUM = Refusal("choose samples in your Dataset or DataLoader")
-_COMPRESSION = Refusal("zeroshard trains the model as it is")
+_CURRICULUM = ("data_efficiency", "curriculum_learning")
+_COMPRESSION = ("weight_quantization", "compression_training", "quantize_training", "eigenvalue")
+_EXPERTS = ("expert_parallel", "use_data_before_expert_parallelism")
+_QUANTIZED = ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients")
 
-NO_EQUIVALENT: dict[str, Refusal] = {
-    "amp": Refusal("use bf16.enabled or fp16.enabled"),
-    "torch_autocast": Refusal("use bf16.enabled, or torch.autocast around the model's own forward"),
-    "data_types.buffer_dtype": Refusal("cast the model's buffers before initialize"),
-    "sparse_gradients": Refusal("gradients are dense: build embeddings with sparse=False"),
-    "gradient_allreduce_op": Refusal("gradients are averaged: multiply the loss by the ranks", ("mean",)),
-    "managed_gradient_accumulation": Refusal(
-        "set gradient_accumulation_steps to 1 and put engine.no_sync() around all but the last backward",
-        (True,),
+NO_EQUIVALENT: dict[str, str] = {
+    "amp": "use bf16.enabled or fp16.enabled",
+    "torch_autocast": "use bf16.enabled, or torch.autocast around the model's own forward",
+    "data_types.buffer_dtype": "cast the model's buffers before initialize",
+    "sparse_gradients": "gradients are dense: build embeddings with sparse=False",
+    "gradient_allreduce_op": "gradients are averaged: multiply the loss by the ranks",
+    "managed_gradient_accumulation": "set gradient_accumulation_steps to 1 and put engine.no_sync() around "
+    "all but the last backward",
+    "dataloader_drop_last": "give your own DataLoader with drop_last=True",
+    "sequence_parallel_size": "ranks are data-parallel, or tensor- and pipeline-parallel",
+    **dict.fromkeys(_EXPERTS, "experts are sharded like any other parameters"),
+    "tensor_parallel.partition_config": "give tp_plan= to initialize",
+    "hybrid_engine": "leave the section out: engine.generate keeps parameters gathered",
+    **dict.fromkeys(_CURRICULUM, "choose samples in your Dataset or DataLoader"),
+    "elasticity": "start torchrun with other ranks and keep the global batch yourself",
+    "nebula": "checkpoints go to a directory",
+    "sparse_attention": "use an attention implementation of the model's own",
+    "progressive_layer_drop": "drop layers in the model's own forward",
+    "compile.offload_activation": "use activation_checkpointing.cpu_checkpointing",
+    **dict.fromkeys(_COMPRESSION, "zeroshard trains the model as it is"),
+    **dict.fromkeys(
+        (*(f"zero_optimization.zero_{name}" for name in _QUANTIZED), "zero_optimization.zeropp_loco_param"),
+        "nothing is quantized on the wire; communication_data_type narrows gradients",
     ),
-    "dataloader_drop_last": Refusal("give your own DataLoader with drop_last=True"),
-    "sequence_parallel_size": Refusal("ranks are data-parallel, or tensor- and pipeline-parallel", (1,)),
-    "expert_parallel": Refusal("experts are sharded like any other parameters"),
-    "use_data_before_expert_parallelism": Refusal("experts are sharded like any other parameters"),
-    "tensor_parallel.partition_config": Refusal("give tp_plan= to initialize"),
-    "hybrid_engine": Refusal("leave the section out: engine.generate keeps parameters gathered"),
-    "data_efficiency": _CURRICULUM,
-    "curriculum_learning": _CURRICULUM,
-    "elasticity": Refusal("start torchrun with other ranks and keep the global batch yourself"),
-    "nebula": Refusal("checkpoints go to a directory"),
-    "sparse_attention": Refusal("use an attention implementation of the model's own"),
-    "progressive_layer_drop": Refusal("drop layers in the model's own forward"),
-    "compile.offload_activation": Refusal("use activation_checkpointing.cpu_checkpointing"),
-    "weight_quantization": _COMPRESSION,
-    "compression_training": _COMPRESSION,
-    "quantize_training": _COMPRESSION,
-    "eigenvalue": _COMPRESSION,
-    "zero_optimization.zero_quantized_weights": _QUANTIZED,
-    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTIZED,
-    "zero_optimization.zero_quantized_gradients": _QUANTIZED,
-    "zero_optimization.zeropp_loco_param": _QUANTIZED,
-    "zero_optimization.zenflow": Refusal(
-        "use offload_optimizer, with ratio for a part that stays on the device"
-    ),
+    "zero_optimization.zenflow": "use offload_optimizer, with ratio for a part that stays on the device",
+}
+"""What to use instead. Empty and disabled values ask for nothing, and so do these:"""
+HARMLESS: dict[str, object] = {
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
+    "sequence_parallel_size": 1,
 }
 
 # ------------------------------------------------------------------------------------------- all of them
@@ -322,10 +313,9 @@ def _problem(key: str, value: Any) -> str | None:
         is_wrong = rule.accept(value) is REFUSED
         return f"'{key}': expected {rule.expected}, got {with_type(value)}" if is_wrong else None
     if key in NO_EQUIVALENT:
-        nearest, harmless = NO_EQUIVALENT[key]
         is_disabled = not value or (isinstance(value, Mapping) and value.get("enabled") is False)
-        is_off = value in harmless if harmless else is_disabled
-        return None if is_off else f"'{key}' has no equivalent: {nearest}"
+        is_off = value == HARMLESS[key] if key in HARMLESS else is_disabled
+        return None if is_off else f"'{key}' has no equivalent: {NO_EQUIVALENT[key]}"
     if key in SECTIONS:
         return f"'{key}': expected a section, got {with_type(value)}"
     return None if key in KNOWN else _unknown(key)
