@@ -182,8 +182,8 @@ def test_another_length_begins_the_next_epoch_with_a_warning():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("counted", r"expected a state of a Counted, got none"),
-        ("list", r"expected no state of a _Listed, got one"),
+        ("counted", r"expected a Counted with 1 generators and 1 state .* got 1 generators and 0 state"),
+        ("list", r"expected a _Listed with 1 generators and 0 state .* got 1 generators and 1 state"),
     ],
 )
 def test_a_state_of_another_kind_of_loader_is_refused(kind, message):

@@ -241,16 +241,12 @@ class GivenLoader:
         if place.length != length:
             self._skip_to_next(place, f"epochs of {place.length} batches on this rank", f"{length}")
             return
-        if len(place.random) != len(self._generators()):
+        wanted = f"{len(self._generators())} generators and {int(self._has_state)} state of its own"
+        came = f"{len(place.random)} generators and {int(place.own is not None)} state of its own"
+        if wanted != came:
             raise ValueError(
-                f"state of training_data: expected the states of {len(self._generators())} generators, of "
-                f"torch, the loader and its samplers, got {len(place.random)}"
-            )
-        if self._has_state != (place.own is not None):
-            wanted, came = ("a", "none") if self._has_state else ("no", "one")
-            raise ValueError(
-                f"state of training_data: expected {wanted} state of a {type(self.loader).__name__}, got "
-                f"{came}: expected a loader of the kind that the checkpoint was saved with"
+                f"state of training_data: expected a {type(self.loader).__name__} with {wanted}, got {came}: "
+                "expected a loader of the kind that the checkpoint was saved with"
             )
         self._place, self._resumed = _LoaderPosition(), place
 
