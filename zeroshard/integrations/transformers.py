@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -92,7 +92,7 @@ class ZeroShardMixin(_Trainer):
             )
         accelerator: Any = self.accelerator
         accelerator.backward, accelerator.clip_grad_norm_ = self._backward, self._clip
-        accelerator.no_sync = _no_context
+        accelerator.no_sync = lambda model: nullcontext()  # the engine knows of micro-batches to come
         unwrap = accelerator.unwrap_model
         accelerator.unwrap_model = lambda model, *args, **kwargs: unwrap(
             model.module if isinstance(model, Engine) else model, *args, **kwargs
@@ -219,11 +219,6 @@ class _EngineStep(AcceleratedOptimizer):  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._engine.zero_grad(set_to_none)
-
-
-def _no_context(model: Any) -> AbstractContextManager[None]:
-    """Return a context for a micro-batch that is not the last: the engine knows of more to come."""
-    return nullcontext()
 
 
 def _is_complete(folder: Path) -> bool:

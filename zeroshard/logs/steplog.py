@@ -414,15 +414,12 @@ class StepLog:
         world = self._engine._axes.world
         openers: list[Opener] = []
 
-        def parse_all() -> None:
-            openers.extend(map(parse_target, targets))
-
         def open_all() -> None:
             for target, opener in zip(targets, openers, strict=True):
                 name = target if isinstance(target, str) else type(target).__name__
                 self._targets.append((name, opener(run)))
 
-        on_all(world, "names of log targets", parse_all)
+        on_all(world, "names of log targets", lambda: openers.extend(map(parse_target, targets)))
         try:
             on_first(world, "opening of log targets", open_all)
         except BaseException:
