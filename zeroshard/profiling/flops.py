@@ -48,20 +48,18 @@ class FlopCounter:
             own[kernel] = self._noted(_of_attention, _of_attention)
             own[backward] = self._noted(_of_its_backward, _of_the_backward_alone)
         self._mode: Any = FlopCounterMode(display=False, custom_mapping=own)
-        self._is_on = False
 
     def begin(self) -> None:
         """Begin to count."""
         self._mode.__enter__()
-        self._is_on = True
 
     def stop(self) -> Flops | None:
         """Stop to count and return the operations; a second call returns None."""
-        if not self._is_on:
+        mode, self._mode = self._mode, None
+        if mode is None:
             return None
-        self._is_on = False
-        self._mode.__exit__(None, None, None)
-        return Flops(self._mode.get_total_flops(), self._of_model)
+        mode.__exit__(None, None, None)
+        return Flops(mode.get_total_flops(), self._of_model)
 
     def _noted(self, formula: Callable[..., int], of_model: Callable[..., int]) -> Callable[..., int]:
         def count(*args: Any, **kwargs: Any) -> int:

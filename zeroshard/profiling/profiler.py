@@ -19,7 +19,6 @@ from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.parallel.pipeline.actions import Kind, parse_action
 from zeroshard.profiling.report import OTHER, Label, MemoryWatch, PhaseTimeline, Profile, describe
 from zeroshard.sharded import Sharded
-from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit, UnitState
 
 
@@ -62,76 +61,18 @@ def profile(
         ValueError: `peak_flops` is not above 0.
         RuntimeError: another profile of this engine is under way.
     """
-    _check(engine, peak_flops)
-    runtime, result = engine._runtime, Profile(peak_flops=peak_flops)
-    watch = MemoryWatch(runtime, _measure(engine)) if memory else None
-    ranges = ExitStack() if operations else None
-    """The phase under way, as a range of torch's profiler."""
-
-    def is_beside() -> bool:
-        return timeline.phase.kind == "step" or _recomputes(runtime)
-
-    counter = _flop_counter(is_beside) if flops else None
-
-    def on_phase(phase: Label) -> None:
-        if watch is not None:
-            watch.take(time.perf_counter() - began, phase)
-        if ranges is not None:
-            ranges.close()
-            ranges.enter_context(record_function(f"zeroshard: {describe(phase)}"))
-
-    def on_step() -> None:
-        if counter is not None and (found := counter.stop()) is not None:
-            result.flops, result.model_flops = found.all, found.of_model
-        if watch is not None and len(timeline.ends) == 1:
-            watch.note_states(_measure(engine))
-
-    def fill() -> None:
-        timeline.cut()
-        recorder.detach()
-        first = 0 if counter is None or not timeline.ends else timeline.ends[0]
-        result.fill(timeline, clock.seconds(timeline.moments), first)
-        if watch is not None:
-            result.samples = watch.samples
-
-    with ExitStack() as stack:
-        if ranges is not None:
-            result.operations = stack.enter_context(_torch_profile(runtime.context.device))
-            stack.callback(ranges.close)
-        if counter is not None:
-            stack.callback(counter.stop)
-            counter.begin()
-        # The time that profilers take to begin and to end is no time of steps.
-        clock, began = Clock(runtime.context.device), time.perf_counter()
-        timeline = PhaseTimeline(clock.now)
-        recorder = PhaseRecorder(runtime, timeline, on_phase, on_step)
-        recorder.attach()
-        stack.callback(fill)  # after an exception, too: the memory shows why there was none left
-        yield result
-
-
-def _check(engine: object, peak_flops: float | None) -> None:
     if not isinstance(engine, Engine | Sharded):
         raise TypeError(f"expected an engine, or a model of zeroshard.shard, got {type(engine).__name__}")
     if peak_flops is not None and not peak_flops > 0:
         raise ValueError(f"peak_flops: expected a number above 0, got {peak_flops!r}")
-
-
-def _measure(engine: Engine | Sharded) -> MemoryReport:
-    """The memory at rest; of a sharded model it is without the states of its optimizers."""
-    return engine.memory_report() if isinstance(engine, Engine) else measure(engine._runtime, None)
-
-
-def _flop_counter(is_beside: Callable[[], bool]) -> Any:
-    from zeroshard.profiling.flops import FlopCounter  # torch's module registers operations of torch.jit
-
-    return FlopCounter(is_beside)
-
-
-def _recomputes(runtime: Runtime) -> bool:
-    """True inside an action of a pipeline that runs forwards once more."""
-    text = runtime.here.action.partition(" ")[0]
-    return bool(text) and parse_action(text).kind is Kind.RECOMPUTE
+    result = Profile(peak_flops=peak_flops)
+    with ExitStack() as stack:
+        if operations:
+            result.operations = stack.enter_context(_torch_profile(engine._runtime.context.device))
+        recorder = PhaseRecorder(engine, result, notes_memory=memory, counts_flops=flops)
+        recorder.attach()
+        stack.callback(recorder.detach)  # after an exception, too: the memory shows why there was none left
+        yield result
 
 
 def _torch_profile(device: torch.device) -> Any:
@@ -186,24 +127,27 @@ class PhaseRecorder:
     are replaced in the object, which `detach` undoes.
 
     Args:
-        runtime: the runtime.
-        timeline: gets phases and tasks.
-        on_phase: called after the begin of each phase.
-        on_step: called after the end of each step.
+        engine: an engine, or a sharded model.
+        result: gets the timeline, the samples and the operations when the recorder is detached.
+        notes_memory: take a sample of the memory at the begin of each phase.
+        counts_flops: count the operations up to the end of the first step.
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        timeline: PhaseTimeline,
-        on_phase: Callable[[Label], None],
-        on_step: Callable[[], None],
+        self, engine: Engine | Sharded, result: Profile, *, notes_memory: bool, counts_flops: bool
     ) -> None:
-        self._runtime, self._timeline = runtime, timeline
-        self._on_phase, self._on_step = on_phase, on_step
+        self._engine, self._runtime, self._result = engine, engine._runtime, result
         self._thread = threading.get_ident()
         self._replaced: list[tuple[Any, str]] = []
         self._is_stepping = self._has_stepped = False
+        self._watch = MemoryWatch(self._runtime, self._measure()) if notes_memory else None
+        self._range = ExitStack()
+        """The phase under way, as a range of torch's profiler."""
+        self._counter: Any = None
+        if counts_flops:
+            from zeroshard.profiling.flops import FlopCounter  # it registers operations of torch.jit
+
+            self._counter = FlopCounter(self._is_beside)
 
     def attach(self) -> None:
         """Begin to note.
@@ -214,6 +158,11 @@ class PhaseRecorder:
         status = self._runtime.here
         if type(status) is not RankStatus:
             raise RuntimeError("another profile of this engine is under way: end it before")
+        if self._counter is not None:
+            self._counter.begin()
+        # The time that profilers take to begin and to end is no time of steps.
+        self._clock, self._began = Clock(self._runtime.context.device), time.perf_counter()
+        self._timeline = PhaseTimeline(self._clock.now)
         status.__class__ = _telling(self)
         for unit in self._runtime.units:
             for verb, (kind, name, is_idle) in _VERBS.items():
@@ -227,11 +176,31 @@ class PhaseRecorder:
         self._note_steps()
 
     def detach(self) -> None:
-        """Leave all as it was."""
+        """Leave all as it was, and fill the result."""
+        timeline, ends = self._timeline, self._timeline.ends
+        timeline.cut()
         self._runtime.here.__class__ = RankStatus
         for holder, verb in self._replaced:
             delattr(holder, verb)
         self._replaced.clear()
+        self._range.close()
+        if self._counter is not None:
+            self._counter.stop()
+        first = ends[0] if self._counter is not None and ends else 0
+        self._result.fill(timeline, self._clock.seconds(timeline.moments), first)
+        if self._watch is not None:
+            self._result.samples = self._watch.samples
+
+    def _measure(self) -> MemoryReport:
+        """The memory at rest; of a sharded model it is without the states of its optimizers."""
+        engine = self._engine
+        return engine.memory_report() if isinstance(engine, Engine) else measure(self._runtime, None)
+
+    def _is_beside(self) -> bool:
+        """True in an optimizer's step, and inside an action of a pipeline that runs forwards once more."""
+        text = self._runtime.here.action.partition(" ")[0]
+        recomputes = bool(text) and parse_action(text).kind is Kind.RECOMPUTE
+        return recomputes or self._timeline.phase.kind == "step"
 
     def _note_steps(self) -> None:
         """Note each step that ends: not one that fails, nor one that another optimizer is to go on with."""
@@ -273,8 +242,7 @@ class PhaseRecorder:
         self._begin(Label(_PHASES[phase], where) if phase else OTHER)
         # A class whose step calls the step of its base takes one step: torch calls the hooks of both.
         if self._is_stepping and self._has_stepped:
-            self._timeline.end_step()
-            self._on_step()
+            self._end_step()
         self._is_stepping, self._has_stepped = phase == _STEP, False
 
     def act(self, action: str) -> None:
@@ -286,7 +254,18 @@ class PhaseRecorder:
 
     def _begin(self, phase: Label) -> None:
         self._timeline.enter(phase)
-        self._on_phase(phase)
+        if self._watch is not None:
+            self._watch.take(time.perf_counter() - self._began, phase)
+        if self._result.operations is not None:
+            self._range.close()
+            self._range.enter_context(record_function(f"zeroshard: {describe(phase)}"))
+
+    def _end_step(self) -> None:
+        self._timeline.end_step()
+        if self._counter is not None and (found := self._counter.stop()) is not None:
+            self._result.flops, self._result.model_flops = found.all, found.of_model
+        if self._watch is not None and len(self._timeline.ends) == 1:
+            self._watch.note_states(self._measure())
 
     def wait(self, wait: Wait | None) -> None:
         """Note the begin of a wait of the host, or its end."""
