@@ -71,7 +71,7 @@ def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folde
     count, numel = len(list(model.parameters())), sum(p.numel() for p in model.parameters())
     for line in (
         f"directory: {folder / 'second.0'}",
-        "step: 2 stage: 2 ",
+        "step: 2 skipped steps: 0 stage: 2 ",
         f"model: Tiny num params: {numel:,} optimizer: AdamW",
         f"zeroshard {installed_version()}",
         f"torch {torch.__version__}",

@@ -81,8 +81,9 @@ def describe(stored: Stored) -> str:
     names = {kind: [name for name in tensors if tensors[name]["kind"] == kind] for kind in _KINDS}
     totals = [_total(_KINDS[kind], [tensors[name] for name in own]) for kind, own in names.items() if own]
     totals += [LINE, _total("total", tensors.values())]
+    known = {name.replace("_", " "): fact for name, fact in facts.items() if fact not in (None, "", {})}
     parts = [
-        "\n".join(f"{name.replace('_', ' ') + ':':<15}{_text(fact)}" for name, fact in facts.items() if fact),
+        "\n".join(f"{name + ':':<15}{_text(fact)}" for name, fact in known.items()),
         render("content", ("kind", "dtype", "tensors", "elements", "bytes"), totals, width),
     ]
     for kind, own in names.items():
