@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ CONTEXT = 48
 
 def save_tiny_llama(folder: Path, chat_template: str | None = CHATML) -> None:
     transformers = pytest.importorskip("transformers")
-    tokenizer = letters(chat_template)
+    tokenizer = letters(chat_template, model_max_length=CONTEXT)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
     config = transformers.LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=CONTEXT, **sizes)
@@ -60,24 +59,13 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text(
     assert capsys.readouterr().out.strip() == expected_answer(tmp_path, "<s>ab", 5)
 
 
-def test_an_answer_ends_at_the_last_position_of_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_an_answer_as_long_as_the_model_has_positions_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import LlamaForCausalLM
-
     save_tiny_llama(tmp_path, chat_template=None)
     capsys.readouterr()
-    lengths, generate = [], LlamaForCausalLM.generate
-
-    def measured(model: LlamaForCausalLM, **how: Any) -> Any:
-        written = generate(model, **how, min_new_tokens=how["max_new_tokens"])
-        lengths.append(written.shape[1])
-        return written
-
-    monkeypatch.setattr(LlamaForCausalLM, "generate", measured)
-    assert main(["chat", str(tmp_path), "abc", "--max-tokens", "200"]) == 0
-    assert lengths == [CONTEXT]
-    assert not capsys.readouterr().err
+    assert main(["chat", str(tmp_path), "abc", "--max-tokens", "200"]) == 2
+    assert "exceeds the models max length" in capsys.readouterr().err
 
 
 def test_a_conversation_has_what_was_said_before_and_drops_the_oldest_when_it_is_full(
@@ -102,7 +90,7 @@ def test_a_conversation_has_what_was_said_before_and_drops_the_oldest_when_it_is
     assert first == after_new == 11  # a role, 8 letters, the end, the next role
     answer = second - 2 * first  # 8 tokens, perhaps an end
     assert 0 < answer <= 9
-    assert third == fourth == second < CONTEXT - 8 < second + first + answer
+    assert third == fourth == CONTEXT - 8 < second + first + answer
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
