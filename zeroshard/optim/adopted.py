@@ -22,18 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.blocks import ABSMAX, num_blocks
+from zeroshard.optim.eightbit.blocks import ABSMAX
 from zeroshard.optim.eightbit.rule import Rule, rule_named, rules_by_operator
 from zeroshard.optim.eightbit.step import take_step
 from zeroshard.optim.layerwise import LayerWise
 from zeroshard.parameters.sharded import ShardedParameter
-from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.wholes import UsesWholes
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -237,6 +237,11 @@ def check_bitsandbytes(optimizer: Any) -> None:
                 f"{kind.__name__} has its own {name}(): expected the {name}() of bitsandbytes, the only one "
                 "that zeroshard can run on slices"
             )
+    if _has_rows(optimizer) and not hasattr(kind, "_get_state_double_buffer"):  # Paged- and AdEMAMix32bit
+        raise ValueError(
+            f"{kind.__name__} makes room for one of its two averages, and its operator writes both: expected "
+            "AdEMAMix or PagedAdEMAMix with optim_bits=32"
+        )
     check_options(kind.__name__, options_of(optimizer))
 
 
@@ -320,8 +325,12 @@ def adopt(optimizer: Any, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
     # Its own manager: the manager of all optimizers knows parameters by ids, which are given to others.
     manager = object.__new__(type(optimizer.mng))
     manager.initialize()
-    manager.pid2config = {id(parameter): dict(own) for parameter, own in settings.items()}
+    for parameter, own in settings.items():
+        bits = {"optim_bits": _bits_of(own, parameter), "min_8bit_size": 0}  # whatever the size of the slice
+        manager.pid2config[id(parameter)] = bits
     optimizer.mng = manager
+    if _has_rows(optimizer) and (optimizer.args.optim_bits == 8 or any(p.is_cpu for p in settings)):
+        optimizer.is_paged = False  # a row of paged memory is not known as paged
     optimizer.init_state = MethodType(_init_state, optimizer)
     optimizer.update_step = MethodType(_update_step, optimizer)
 
@@ -335,6 +344,10 @@ def num_bits(optimizer: Any, parameter: Tensor) -> int:
         settings = {"optim_bits": 8, **optimizer.settings(parameter, group)}
     else:
         return 32
+    return _bits_of(settings, parameter)
+
+
+def _bits_of(settings: Mapping[str, Any], parameter: Tensor) -> int:
     is_large = blocks.whole_size(parameter) >= settings["min_8bit_size"]
     return 8 if settings["optim_bits"] == 8 and is_large else 32
 
@@ -363,8 +376,9 @@ def from_common(optimizer: Any, common: Mapping[str, Any]) -> dict[str, Any]:
             if names[0] + ending in state:
                 rows = [state.pop(name + ending) for name in names]
                 values = torch.stack(rows) if len(rows) > 1 else rows[0]
-                is_paged = optimizer.is_paged and values.is_cuda and not ending
-                state[key] = _zeros(optimizer, values, values.dtype).copy_(values) if is_paged else values
+                if optimizer.is_paged and values.is_cuda and not ending:
+                    values = optimizer.get_state_buffer(values, values.dtype).copy_(values)
+                state[key] = values
     return state
 
 
@@ -383,60 +397,47 @@ def _slots(optimizer: Any) -> Iterable[tuple[int, tuple[str, ...]]]:
 
 
 def _init_state(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-    is_quantized, state = num_bits(self, p) == 8, self.state[p]
-    state["step"] = 0
-    for slot, names in _slots(self):
-        like = p.detach() if len(names) == 1 else p.detach().expand(len(names), -1)
-        state[f"state{slot}"] = _zeros(self, like, torch.uint8 if is_quantized else torch.float32)
-        if is_quantized:
-            shape = *like.shape[:-1], num_blocks(p.numel())
-            state[f"absmax{slot}"] = torch.zeros(shape, device=p.device)
-
-
-def _zeros(optimizer: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros in the shape of a tensor, in paged memory for a paged optimizer."""
-    if dtype == torch.uint8 and _is_cut(optimizer, like.shape[-1]):
-        # It is stepped in parts, and a part of a paged tensor is not known as one.
-        return torch.zeros(like.shape, dtype=dtype, device=like.device)
-    zeros: Tensor = optimizer.get_state_buffer(like, dtype)
-    return zeros
+    self.mng.index2config[gindex, pindex] = self.mng.pid2config.get(id(p), {})  # where some versions look
+    with past_guards():
+        type(self).init_state(self, group, p, gindex, pindex)
+    for slot in (1, 2):
+        self.state[p].pop(f"qmap{slot}", None)
 
 
 def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
-    state = self.state[p]
-    state["step"] += 1
-    if not p.numel():
-        return
-    rule = rules_by_operator()[self.optimizer_name]
-    numbers = rule.numbers(self.get_config(gindex, pindex, group), state["step"])
+    state, rule = self.state[p], rules_by_operator()[self.optimizer_name]
+    is_quantized = "absmax1" in state
     with past_guards():
-        gradient = p.grad
-        assert gradient is not None, "it is stepped because of it"
-        if "absmax1" in state and _steps_by_rule(self, p):
-            values, states = blocks.flat(p), blocks.read(rule, to_common(self, state))
-            if p.is_cpu:
-                take_step(rule, values, blocks.flat(gradient), states, numbers)
-            else:
-                from zeroshard.optim.eightbit import operators
-
-                operators.step(rule, values, blocks.flat(gradient), states, numbers)
+        if not p.numel():
+            state["step"] += 1
+        elif is_quantized and _steps_by_rule(self, p):
+            state["step"] += 1
+            numbers = rule.numbers(self.get_config(gindex, pindex, group), state["step"])
+            gradient, values = p.grad, blocks.flat(p)
+            assert gradient is not None, "it is stepped because of it"
+            states = blocks.read(rule, to_common(self, state))
+            take_step(rule, values, blocks.flat(gradient), states, numbers)
             if values.data_ptr() != p.data_ptr():
                 p.copy_(values)
         else:
-            from zeroshard.optim.eightbit import operators
-
-            one, *two = (
-                blocks.held(state[f"state{slot}"], state.get(f"absmax{slot}"), rule.states[names[0]])
-                for slot, names in _slots(self)
-            )  # one state in each, or two
-            operators.call(rule, p.detach(), gradient, one, two[0] if two else None, numbers)
+            signs = [rule.states[names[0]] for names in rule.slots] if is_quantized else []
+            maps = {
+                f"qmap{slot}": blocks.codebook(sign, p.device).values for slot, sign in enumerate(signs, 1)
+            }
+            increment_version(
+                p
+            )  # operators change it unseen by autograd, and replicated parameters follow it
+            state.update(maps)
+            type(self).update_step(self, group, p, gindex, pindex)
+            for key in maps:
+                del state[key]
 
 
 def _steps_by_rule(optimizer: Any, p: Tensor) -> bool:
-    """True if an 8-bit step is not one call of an operator of bitsandbytes."""
-    return p.is_cpu or _is_cut(optimizer, p.numel())
+    """True if an 8-bit step is ours: the operator of AdEMAMix lets the scales of its averages overlap."""
+    return p.is_cpu or _has_rows(optimizer)
 
 
-def _is_cut(optimizer: Any, size: int) -> bool:
-    """True if the last block goes by itself: AdEMAMix's operator would let its scales overlap with others."""
-    return size % BLOCK != 0 and any(len(names) > 1 for _, names in _slots(optimizer))
+def _has_rows(optimizer: Any) -> bool:
+    """True if a tensor holds two states, as with AdEMAMix."""
+    return any(len(names) > 1 for _, names in _slots(optimizer))
