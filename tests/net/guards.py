@@ -66,7 +66,7 @@ GUARDS = (
         name="registrations_with_bitsandbytes_are_passed_over",
         says="What is registered for a parameter with bitsandbytes' manager is left out without an error.",
         file="zeroshard/optim/adopted.py",
-        find="if others or (config and is_ours) or config.keys() - set(_BITS):",
+        find="if by_id != config or (config and is_ours) or config.keys() - set(_BITS):",
         replace="if False:",
         tests=(
             "tests/optim/test_bitsandbytes.py::"

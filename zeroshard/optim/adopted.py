@@ -32,7 +32,7 @@ from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.blocks import ABSMAX
 from zeroshard.optim.eightbit.rule import Rule, rule_named, rules_by_operator
 from zeroshard.optim.eightbit.step import take_step
-from zeroshard.optim.layerwise import LayerWise
+from zeroshard.optim.ranges import ChecksRanges
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.stepping.wholes import UsesWholes
 
@@ -103,7 +103,7 @@ def _check_kind(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if isinstance(optimizer, UsesWholes):
         return
-    if isinstance(optimizer, LayerWise | BlockwiseOptimizer):
+    if isinstance(optimizer, ChecksRanges):
         if not _is_ours(kind) and not ("rule" in vars(kind) and _is_ours(kind.step)):
             _warn_unknown(optimizer)
         return
@@ -281,11 +281,7 @@ def read_overrides(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
     is_ours = isinstance(optimizer, BlockwiseOptimizer)
     if optimizer is None or not (is_ours or is_bitsandbytes(optimizer)):
         return {}
-    held = {
-        parameter: (number, at)
-        for number, group in enumerate(optimizer.param_groups)
-        for at, parameter in enumerate(group["params"])
-    }
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if is_ours:
         found: Overrides = dict(optimizer.overrides)
     else:
@@ -295,18 +291,16 @@ def read_overrides(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
         return found
     triples = manager.module_weight_config_triple
     of_modules = {id(getattr(module, name, None)): config for module, name, config in triples}
-    known = set(map(id, of_modules.values()))  # the manager itself enters them by id and place, too
-    for parameter, place in held.items():
+    for parameter in held:
         config = of_modules.get(id(parameter), {})
-        others = [manager.pid2config.get(id(parameter)), None if is_ours else manager.index2config.get(place)]
-        others = [other for other in others if other is not None and id(other) not in known]
-        if others or (config and is_ours) or config.keys() - set(_BITS):
+        by_id = manager.pid2config.get(id(parameter), config)  # where the manager itself enters it, too
+        if by_id != config or (config and is_ours) or config.keys() - set(_BITS):
             expected = "register_module_override with bits alone"
             if is_ours:
                 expected = f"{type(optimizer).__name__}.override(parameter, ...)"
             raise ValueError(
                 f"override of '{names[parameter]}' in bitsandbytes' GlobalOptimManager: expected {expected}, "
-                f"got {(others or [config])[0]!r}. Other hyperparameters need a group of their own. "
+                f"got {by_id!r}. Other hyperparameters need a group of their own. "
                 "GlobalOptimManager.get_instance().initialize() takes all back that was registered"
             )
         if config:

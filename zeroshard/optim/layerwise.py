@@ -17,11 +17,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from zeroshard.comm import moves
-from zeroshard.optim.ranges import FLAG, Ranges, betas_range, called, check_ranges, dense, number_range
+from zeroshard.optim.ranges import FLAG, ChecksRanges, Ranges, betas_range, called, dense, number_range
 from zeroshard.stepping.norms import Norms, whole_norms
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -44,12 +43,11 @@ class GroupStep:
             torch._foreach_mul_(tensors, self.trust)
 
 
-class LayerWise(Optimizer):
+class LayerWise(ChecksRanges):
     """The phases of a step; a subclass says what is measured and what is made of it."""
 
     norms_of: Norms = staticmethod(whole_norms)
     ranges: ClassVar[Ranges] = {"lr": number_range(), "weight_decay": number_range(), "trust_ratio": FLAG}
-    """Of the hyperparameters of a group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -69,15 +67,6 @@ class LayerWise(Optimizer):
             self._apply(part)
         return loss
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with hyperparameters of their own.
-
-        Raises:
-            ValueError: a hyperparameter is out of its range.
-        """
-        self.check_group({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-
     def _set_trust(self, parts: Sequence[GroupStep]) -> None:
         parameters = [p for part in parts for p in part.parameters]
         if not parameters:
@@ -93,10 +82,6 @@ class LayerWise(Optimizer):
                 own = moves.beside(trust, part.parameters[group[0]]).unbind()
                 places |= {index: own[index] for index in group}
             part.trust = [places[index] for index in range(len(part.parameters))]
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for a hyperparameter that is out of its range."""
-        check_ranges(group, self.ranges)
 
     @abstractmethod
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> Tensors:

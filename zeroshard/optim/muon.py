@@ -64,8 +64,6 @@ _OF_MUON: Ranges = {
     "split": (_is_split, "a number of matrices, a tuple of their rows, or None"),
 }
 """The hyperparameters of groups with `use_muon=True` alone."""
-_STATES = {True: "momentum_buffer", False: "exp_avg"}
-"""The first state of a parameter of Muon, and of AdamW."""
 _OF_ADAMW: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 """The hyperparameters of groups with `use_muon=False`, with the defaults of torch's AdamW."""
 
@@ -246,11 +244,10 @@ class Muon(Optimizer):
         """Update all parameters that have a gradient.
 
         Raises:
-            RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known; states
-                of Muon in a group of AdamW, or the reverse.
+            RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known.
+            KeyError: states of Muon in a group of AdamW, or the reverse.
         """
         loss = called(closure)
-        self._check_states()
         matrices: list[_Matrix] = []
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:
@@ -261,20 +258,6 @@ class Muon(Optimizer):
                     self._step_adamw(group, parameters, grads)
         self._step_muon(matrices)
         return loss
-
-    def _check_states(self) -> None:
-        """Raise RuntimeError for states that were loaded for a parameter of the other kind of group."""
-        for number, group in enumerate(self.param_groups):
-            key = _STATES[group["use_muon"]]
-            for at, parameter in enumerate(group["params"]):
-                if (state := self.state.get(parameter)) and key not in state:
-                    is_sharded = isinstance(parameter, ShardedParameter)
-                    which = f"'{parameter.fqn}'" if is_sharded else f"parameter {at} of group {number}"
-                    raise RuntimeError(
-                        f"{which}: expected the state {key!r} in a group with use_muon={group['use_muon']}, "
-                        f"got {sorted(state)}. Keep the groups in which these states were made; or let it "
-                        "begin anew, by del optimizer.state[parameter]"
-                    )
 
     def _advance(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> list[_Matrix]:
         """Advance the momentum of a group; its matrices, with what is to be made orthogonal of each slice."""
@@ -322,22 +305,11 @@ class Muon(Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
+        means, squares, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         beta1, beta2 = group["betas"]
-        adamw(
-            parameters,
-            grads,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        own = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        betas = {"beta1": beta1, "beta2": beta2}
+        adamw(parameters, grads, means, squares, [], steps, amsgrad=False, maximize=False, **betas, **own)
 
 
 def _update_of(grad: Tensor, momentum: Tensor, group: dict[str, Any], dtype: torch.dtype) -> Tensor:

@@ -1,14 +1,15 @@
-"""Ranges of hyperparameters and their checks; gradients of the layout that steps take."""
+"""Optimizers that check the ranges of hyperparameters; gradients of the layout that steps take."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 Range = tuple[Callable[[Any], bool], str]
 """A condition on a value, and the same in words, for the error."""
@@ -55,6 +56,26 @@ def _holds(condition: Callable[[Any], bool], value: Any) -> bool:
         return bool(condition(value))
     except TypeError:  # no number
         return False
+
+
+class ChecksRanges(Optimizer):
+    """An optimizer whose groups have hyperparameters in their ranges."""
+
+    ranges: ClassVar[Ranges] = {}
+    """Of the hyperparameters of a group."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with hyperparameters of their own.
+
+        Raises:
+            ValueError: a hyperparameter is out of its range.
+        """
+        self.check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a hyperparameter that is out of its range."""
+        check_ranges(group, self.ranges)
 
 
 def called(closure: Callable[[], Any] | None) -> Any:

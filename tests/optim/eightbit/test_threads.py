@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.optim.eightbit import threads
-from zeroshard.optim.eightbit.threads import BlockBatch
+from zeroshard.optim.eightbit import step as threads
+from zeroshard.optim.eightbit.step import BlockBatch
 
 
 def over_blocks(work, num_blocks):

@@ -7,20 +7,18 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.rule import Rule
-from zeroshard.optim.eightbit.step import has_kernel, take_step
-from zeroshard.optim.eightbit.threads import BlockBatch
-from zeroshard.optim.ranges import RANGES, called, check_ranges, dense
+from zeroshard.optim.eightbit.step import BlockBatch, has_kernel, take_step
+from zeroshard.optim.ranges import RANGES, ChecksRanges, called, check_ranges, dense
 from zeroshard.stepping.rounding import Bits, BitsOf, load_states, no_bits
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
-class BlockwiseOptimizer(Optimizer):
+class BlockwiseOptimizer(ChecksRanges):
     """Keeps states in blocks of 256: uint8 codes under their usual names, scales under `<name>_absmax`.
 
     Over slices that start on a block, as a sharded model has them, codes and scales are the same as for the
@@ -84,6 +82,7 @@ class BlockwiseOptimizer(Optimizer):
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a hyperparameter that is out of its range."""
+        super().check_group(group)
         check_ranges(group, {**RANGES, **self.rule.ranges})
 
     def compile_kernels(self) -> None:
@@ -143,15 +142,6 @@ class ElementWise8bit(BlockwiseOptimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any], min_8bit_size: int) -> None:
         super().__init__(params, {"min_8bit_size": min_8bit_size, **defaults})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with hyperparameters of their own.
-
-        Raises:
-            ValueError: a hyperparameter is out of its range.
-        """
-        self.check_group({**self.defaults, **param_group})
-        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -28,7 +28,7 @@ from torch.autograd.graph import increment_version
 
 from zeroshard.optim.eightbit.blocks import QuantizedState
 from zeroshard.optim.eightbit.rule import Rule, Scalars, quotient, root, sign
-from zeroshard.optim.eightbit.threads import BlockBatch
+from zeroshard.optim.eightbit.step import BlockBatch
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.rounding import Bits
 

@@ -301,11 +301,6 @@ class TrustRatio8bit(BlockwiseOptimizer, LayerWise):
     def _overridable(self) -> tuple[str, ...]:
         return ("min_8bit_size",)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for a hyperparameter that is out of its range."""
-        super(BlockwiseOptimizer, self).check_group(group)  # of LAMB or LARS
-        super().check_group(group)
-
 
 def _lamb(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
     """The update before the trust ratio: You et al. 2020, "Large Batch Optimization", algorithm 2."""

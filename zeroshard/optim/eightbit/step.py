@@ -2,12 +2,22 @@
 
 It is one pass over memory, compiled by Triton on a GPU and by numba on the CPU. Without these, torch
 operations do it a chunk at a time: slower, with the same bits.
+
+On the CPU ranges of blocks are divided among as many threads as torch uses. To begin work in another
+thread costs as much as a step of some thousand elements, and other threads that run Python slow it down. So
+the ranges of several parameters are divided together, and each thread begins once:
+
+    ranges     |---- w1 ----|- w2 -|---------- w3 ----------|
+    threads    |----- 0 -----|----- 1 -----|----- 2 -----|
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,13 +25,74 @@ from torch import Tensor
 from zeroshard.internals.libraries import is_usable, works
 from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, codebook, num_blocks
 from zeroshard.optim.eightbit.rule import Numbers, Rule
-from zeroshard.optim.eightbit.threads import BlockBatch
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.rounding import Bits, has_kernels, round_into
 
 _CHUNK = 1 << 10
 """Blocks that are worked on together on the CPU; more let their scratch memory out of the caches."""
 _CHUNK_GPU = 1 << 14
+
+
+_FEWEST = 64
+"""Blocks that are worth a thread."""
+_MOST = 1 << 16
+"""Blocks, of 256 elements, from which a batch does not wait for more: gradients may be widened until then."""
+
+Work = Callable[[int, int], None]
+"""Does the blocks from the first to before the last one."""
+
+
+class BlockBatch:
+    """Works that are done together, in any order, and then calls that follow them."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[Work, int]] = []
+        self._num_blocks = 0
+        self._ends: list[Callable[[], None]] = []
+
+    def add(self, work: Work, size: int) -> None:
+        """Add a range of blocks, [0, size)."""
+        self._ranges.append((work, size))
+        self._num_blocks += size
+
+    def then(self, end: Callable[[], None]) -> None:
+        """Add a call that follows all works so far; it is left out if one of them fails."""
+        self._ends.append(end)
+
+    def run_if_large(self) -> None:
+        """Do what was added, if it is much."""
+        if self._num_blocks >= _MOST:
+            self.run()
+
+    def run(self) -> None:
+        """Do what was added; return when all is done, and raise the first error of any part."""
+        (ranges, self._ranges), (ends, self._ends) = (self._ranges, []), (self._ends, [])
+        total, self._num_blocks = self._num_blocks, 0
+        num_threads = max(1, min(torch.get_num_threads(), total // _FEWEST))
+        own, *others = pairwise(total * at // num_threads for at in range(num_threads + 1))
+        begun = [_pool(os.getpid(), num_threads - 1).submit(_do, ranges, *part) for part in others]
+        try:
+            _do(ranges, *own)
+        finally:
+            errors = [other.exception() for other in begun]  # none may still write when this returns
+        if error := next(filter(None, errors), None):
+            raise error
+        for end in ends:
+            end()
+
+
+def _do(ranges: Sequence[tuple[Work, int]], first: int, last: int) -> None:
+    """Do the blocks from first to before last, counted through all ranges."""
+    for work, size in ranges:
+        if max(first, 0) < min(last, size):
+            work(max(first, 0), min(last, size))
+        first, last = first - size, last - size
+
+
+@cache
+def _pool(process: int, num_threads: int) -> ThreadPoolExecutor:
+    """One for each process: threads don't survive a fork."""
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="zeroshard-optimizer")
 
 
 def take_step(
