@@ -340,12 +340,11 @@ class _NamedState:
 def _read_states(optimizer: Optimizer, place: Whole) -> dict[str, _NamedState]:
     """Return the states of this rank's slice by their common names, without scales of quantized states."""
     saved = to_common(optimizer, optimizer.state.get(place.sharded, {}))
-    dtypes = {key: value.dtype for key, value in saved.items() if isinstance(value, Tensor)}
     states: dict[str, _NamedState] = {}
     for key, value in saved.items():
-        if is_scales(key, dtypes):
+        if is_scales(key, saved):
             continue
-        if is_codes(key, dtypes):
+        if is_codes(key, saved):
             rule = rule_of(optimizer)
             book = codebook(rule is None or rule.states[key], value.device)
             scales = saved[key + ABSMAX]

@@ -15,7 +15,7 @@ from tests.checkpoint.test_faults import damaged, message_of
 from tests.checkpoint.test_memory import SLACK, Rows, growth
 from tests.optim.eightbit.reference import SIGNED, UNSIGNED, Blocks
 from zeroshard import initialize, optim
-from zeroshard.checkpoint import states as loading
+from zeroshard.checkpoint import optimizers as loading
 from zeroshard.checkpoint.files import MANIFEST, find
 from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.cli.checkpoints import to_json
@@ -381,12 +381,12 @@ def set_dtype(name, dtype):
 CRAFTED = {
     "scales of another shape": (
         swap_scales,
-        "state 'exp_avg_absmax' of 'mix' is torch.float32 of shape (3,)",
+        "state 'exp_avg_absmax' of 'mix': expected (torch.float32, (6,)), got (torch.float32, (3,))",
     ),
-    "scales of another dtype": (set_dtype(SCALES, "int32"), "'exp_avg_absmax' of 'mix' is torch.int32"),
-    "codes of another dtype": (set_dtype(CODES, "int8"), "state 'exp_avg_absmax' of 'mix' is"),
+    "scales of another dtype": (set_dtype(SCALES, "int32"), "'exp_avg_absmax' of 'mix': expected (torch.f"),
+    "codes of another dtype": (set_dtype(CODES, "int8"), "state 'exp_avg' of 'mix': expected (torch.uint8"),
     "no scales": (drop(SCALES), "'mix' has codes or scales alone, 'exp_avg'"),
-    "no codes": (drop(CODES), "state 'exp_avg_absmax' of 'mix' is"),
+    "no codes": (drop(CODES), "state 'exp_avg_absmax' of 'mix': expected"),
     "neither": (drop(CODES, SCALES), "expected state 'exp_avg' of 'mix', found none"),
 }
 

@@ -8,13 +8,9 @@ import torch
 from torch import nn
 
 from tests.checkpoint.runs import differences, start, state, train
-from zeroshard.checkpoint.frozen import crc_of_zeros, join_pieces, measure
 from zeroshard.checkpoint.manifest import read_manifest
-from zeroshard.checkpoint.tensors import TensorPart, TensorSlice, open_checkpoint
+from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.cli.main import main
-from zeroshard.parameters.parts import part_of
-from zeroshard.plan.cuts import Cut, Section
-from zeroshard.stores.store import TierMemory
 
 
 def schedule(optimizer):
@@ -170,29 +166,3 @@ def test_a_base_of_another_dtype_is_another_base(ranks, tmp_path, capsys):
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "the checkpoint leaves out 5 frozen parameters" in capsys.readouterr().err
     assert read_manifest(tmp_path / "run" / "step-2.0").frozen
-
-
-WHOLE = torch.arange(6 * 8 * 4, dtype=torch.float32).view(6, 8, 4).cos()
-CUTS = [
-    None,
-    *(Cut("w", (6, 8, 4), dim, 2) for dim in range(3)),
-    Cut("w", (6, 8, 4), 1, 2, (Section(4, 2), Section(4, 1))),
-]
-
-
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("num_slices", [1, 2, 5])
-def test_checksums_of_slices_are_joined_to_that_of_the_whole(cut, num_slices):
-    memory, pieces = TierMemory(torch.device("cpu"), None, 0), []
-    for rank in range(1 if cut is None else cut.num_ranks):
-        held = (WHOLE if cut is None else part_of(WHOLE, cut, rank)).reshape(-1)
-        part, start = cut and TensorPart(cut, rank), 0
-        for values in held.tensor_split(num_slices):
-            pieces.append(measure(TensorSlice("w", tuple(WHOLE.shape), start, values, part), memory))
-            start += values.numel()
-    assert join_pieces(pieces) == {"w": zlib.crc32(WHOLE.numpy().tobytes())}
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 7, 4096, 100_001])
-def test_the_checksum_of_zeros_is_that_of_zlib(num_bytes):
-    assert crc_of_zeros(num_bytes) == zlib.crc32(bytes(num_bytes))

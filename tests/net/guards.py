@@ -452,8 +452,8 @@ GUARDS = (
     Break(
         name="frozen_parameters_of_another_base",
         says="A checkpoint without its frozen parameters loads over a model with other ones.",
-        file="zeroshard/checkpoint/frozen.py",
-        find="elif present.get(parameter.fqn, 0) != saved[name]:",
+        file="zeroshard/checkpoint/load.py",
+        find="elif present[parameter.fqn] != saved[name]:",
         replace="elif False:",
         tests=(
             "tests/checkpoint/test_parts.py::"

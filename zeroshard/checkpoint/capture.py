@@ -9,8 +9,9 @@ whoever loads finds hyperparameters by the names of parameters.
 from __future__ import annotations
 
 import os
+import zlib
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,12 +23,11 @@ from torch.optim import Optimizer
 from zeroshard.agreement import require_equal
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.files import as_folder, check_free, check_tag
-from zeroshard.checkpoint.frozen import SliceSum, frozen_names, join_pieces, measure_pieces
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, describe_model
-from zeroshard.checkpoint.optimizers import PER_GROUP, OptimizerState, read_optimizer
+from zeroshard.checkpoint.optimizers import PER_GROUP, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import ModelState, States, TensorSlice, blocks_by_name, read_model, slices
-from zeroshard.checkpoint.values import Given, check_plain, to_files
+from zeroshard.checkpoint.values import Given, SavedValues, check_plain, to_files
 from zeroshard.comm.collectives import on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.given import GivenLoader
@@ -85,32 +85,14 @@ class EngineState:
     """Moving averages of the parameters, by name; `EMA` adds its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedValues:
-    """The values of a checkpoint that are neither in tensors nor in the manifest."""
-
-    groups: list[dict[str, Any]]
-    scalars: dict[str, dict[Any, Any]]
-    other: dict[str, Any]
-    lr_scheduler: dict[Any, Any] | None
-    rng: list[dict[str, Any]]
-    """The generators of each data-parallel rank: of the first of its tensor ranks."""
-    places_in_data: list[Any] = field(default_factory=list)
-    """The places in the user's DataLoader, of the same ranks. Older checkpoints have none."""
-    extra: dict[str, Any]
-    """The values that modules' get_extra_state() gave."""
-    client_state: dict[Any, Any]
-
-
 class _Answer(NamedTuple):
     """A rank's message to the others about its part of a checkpoint."""
 
     place: str
-    frozen: list[SliceSum]
-    """Slices of the parameters that are left out."""
-    manifest: Manifest | None
-    """None from a rank that has no more to tell of its part of the model than values of its own."""
-    values: SavedValues
+    rng: list[dict[str, Any]]
+    places_in_data: list[Any]
+    part: tuple[Manifest, SavedValues] | None
+    """From the first rank of each part, if pipeline ranks have parts of the model."""
 
 
 class _Reading(NamedTuple):
@@ -180,20 +162,17 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     runtime, axes = parts.runtime, parts.runtime.context.axes
     axis, tells_part = axes.world, axes.pp.size > 1 and axes.everyone.rank == 0
     _check_moment(runtime)
-    left_out = [] if parts.config.checkpoint.frozen else frozen_names(runtime)
+    keeps_frozen = parts.config.checkpoint.frozen
+    left_out = [] if keeps_frozen else frozen_names(runtime)
     readings: list[_Reading] = []
 
     def read() -> _Answer:
         """Read and check this rank's part, before any rank writes."""
         reading = _read(engine, parts, dir, tag, client_state, left_out)
         readings.append(reading)
-        values, manifest = replace(reading.values, client_state={}), None
-        if tells_part:
-            manifest = replace(reading.manifest, model={}, config={})
-        else:
-            values = replace(values, groups=[], scalars={}, other={}, lr_scheduler=None, extra={})
+        part = replace(reading.manifest, model={}, config={}), replace(reading.values, client_state={})
         place = f"'{reading.folder}' with tag '{tag}'"
-        return _Answer(place, measure_pieces(runtime, left_out), manifest, values)
+        return _Answer(place, reading.values.rng, reading.values.places_in_data, part if tells_part else None)
 
     answers = on_all(axis, "agreement on a checkpoint", read)
     require_equal(
@@ -201,11 +180,10 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
         lambda found: ValueError(f"save_checkpoint: expected one place on all ranks, got: {found}"),
     )
     [reading] = readings
-    earlier = [answer.manifest for answer in answers[: axis.rank] if answer.manifest is not None]
-    before = {name for manifest in earlier for name in manifest.buffers}
+    earlier = [answer.part for answer in answers[: axis.rank] if answer.part is not None]
+    before = {name for manifest, _ in earlier for name in manifest.buffers}
     buffers = {name: buffer for name, buffer in reading.buffers.items() if name not in before}
-    answers[axis.rank] = answers[axis.rank]._replace(manifest=reading.manifest, values=reading.values)
-    manifest, values = _join(answers, reading.manifest)
+    manifest, values = _join(answers, reading, {} if keeps_frozen else sums_of(runtime, left_out))
     names = {p.fqn: p.fqn for p in runtime.parameters if p.fqn not in left_out}
     written = list(slices(runtime, names, with_averages(reading.states, parts.averages), written=True))
     if axes.everyone.rank == 0:
@@ -255,24 +233,24 @@ def _read(
             f"their optimizer states: {', '.join(map(repr, model.ignored))}. Give them as client_state "
             "if they are the same on all ranks, or write a file for each rank"
         )
-    state = OptimizerState([], {}, {}, {}) if parts.optimizer is None else read_optimizer(parts.optimizer)
     place = parts.loader.state_dict() if isinstance(parts.loader, GivenLoader) else None
     values = SavedValues(
-        groups=state.groups,
-        scalars=state.scalars,
-        other=state.other,
+        groups=[],
+        scalars={},
+        other={},
         lr_scheduler=None if parts.lr_scheduler is None else parts.lr_scheduler.state_dict(),
         extra=model.extra,
         rng=[rng.capture(runtime.context.device)] if axes.tp.rank == 0 else [],
         places_in_data=[] if place is None or axes.tp.rank else [Given(place)],
         client_state=dict(client_state or {}),
     )
+    states = {} if parts.optimizer is None else read_optimizer(parts.optimizer, values)
     own = ("groups", "scalars", "other", "lr_scheduler", "extra")
     check_plain({key: getattr(values, key) for key in own}, "checkpoint")
     check_plain(Given(place), "state of training_data")
     check_plain(Given(values.client_state), "client_state")
     manifest = _describe(engine, parts, model, left_out)
-    return _Reading(folder, model.buffers, state.tensors, manifest, values)
+    return _Reading(folder, model.buffers, states, manifest, values)
 
 
 def _describe(engine: Engine, parts: EngineState, model: ModelState, left_out: list[str]) -> Manifest:
@@ -303,35 +281,58 @@ def _describe(engine: Engine, parts: EngineState, model: ModelState, left_out: l
     )
 
 
+# --------------------------------------------------------------------------- frozen parameters, left out
+
+# A parameter is known by the crc32 of its whole bytes: the same at any number of ranks and stage. The ranks
+# gather a unit at a time, and share the checksums of its parameters among each other.
+
+
+def frozen_names(runtime: Runtime) -> list[str]:
+    """The parameters that were frozen at initialize: no optimizer can have changed them."""
+    return [p.fqn for buffer in runtime.buffers if not buffer.trainable for p in buffer.sharded]
+
+
+def sums_of(runtime: Runtime, names: Collection[str]) -> dict[str, int]:
+    """Return the crc32 of parameters by name, the parameters of all pipeline ranks together; collective."""
+    axes, sums = runtime.context.axes, dict[str, int]()
+    for buffer in runtime.buffers:
+        if names and not buffer.trainable:
+            for number, (p, whole) in enumerate(zip(buffer.sharded, buffer.gather_wholes(), strict=True)):
+                if p.fqn in names and number % axes.everyone.size == axes.everyone.rank:
+                    own = whole.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                    sums[p.fqn] = zlib.crc32(own.numpy().data)
+    everyone = axes.world.all_gather_object(sums, "checksums of frozen parameters")
+    return {name: crc for each in everyone for name, crc in each.items()}
+
+
 # ----------------------------------------------------------------------------------- parts of pipelines
 
 
-def _join(answers: Sequence[_Answer], own: Manifest) -> tuple[Manifest, SavedValues]:
+def _join(answers: Sequence[_Answer], own: _Reading, sums: Mapping[str, int]) -> tuple[Manifest, SavedValues]:
     """Put the parts of a model together, in their order; other facts come from the manifest of this rank."""
-    manifests = [answer.manifest for answer in answers if answer.manifest is not None]
-    sums = join_pieces(piece for answer in answers for piece in answer.frozen)
+    parts = [answer.part for answer in answers if answer.part is not None] or [(own.manifest, own.values)]
     parameters: dict[str, ParameterRecord] = {}
-    for name, record in (item for each in manifests for item in each.parameters.items()):
+    for name, record in (item for each, _ in parts for item in each.parameters.items()):
         known = parameters.get(name, record)
         aliases = dict.fromkeys((*known.aliases, *record.aliases))
         parameters[name] = replace(known, aliases=tuple(aliases))
     manifest = replace(
-        own,
+        own.manifest,
         parameters=parameters,
-        buffers=tuple(dict.fromkeys(name for each in manifests for name in each.buffers)),
-        frozen={name: sums.get(name, 0) for each in manifests for name in each.frozen},
-        optimizer=next((each.optimizer for each in manifests if each.optimizer is not None), None),
+        buffers=tuple(dict.fromkeys(name for each, _ in parts for name in each.buffers)),
+        frozen={name: sums[name] for each, _ in parts for name in each.frozen},
+        optimizer=next((each.optimizer for each, _ in parts if each.optimizer is not None), None),
     )
-    values = [answer.values for answer in answers]
+    values = [each for _, each in parts]
     return manifest, SavedValues(
         groups=[group for each in values for group in each.groups],
         scalars=dict(ChainMap(*(each.scalars for each in values))),
         other=dict(ChainMap(*(each.other for each in values))),
         lr_scheduler=_join_schedules([e.lr_scheduler for e in values if e.lr_scheduler is not None]),
-        rng=[states for each in values for states in each.rng],
-        places_in_data=[place for each in values for place in each.places_in_data],
+        rng=[states for answer in answers for states in answer.rng],
+        places_in_data=[place for answer in answers for place in answer.places_in_data],
         extra=dict(ChainMap(*(each.extra for each in values))),
-        client_state=values[0].client_state,
+        client_state=own.values.client_state,
     )
 
 

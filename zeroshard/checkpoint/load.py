@@ -14,20 +14,23 @@ from torch.optim import Optimizer
 
 from zeroshard.agreement import require_equal
 from zeroshard.checkpoint import rng
-from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, SavedValues, averaged_buffers, with_averages
-from zeroshard.checkpoint.codec import Count, naming_damage, typed
+from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, averaged_buffers, sums_of, with_averages
+from zeroshard.checkpoint.codec import Count, dtype_name, naming_damage, typed
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
-from zeroshard.checkpoint.frozen import check_frozen
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.optimizers import (
     HOW,
+    SavedStates,
+    Targets,
     convert_groups,
+    make_targets,
     match_groups,
     match_schedule,
+    match_states,
     place_scalar,
+    read_converted,
     restore_groups,
 )
-from zeroshard.checkpoint.states import SavedStates, Targets, make_targets, match_states, read_converted
 from zeroshard.checkpoint.tensors import (
     Stored,
     TensorReader,
@@ -38,7 +41,7 @@ from zeroshard.checkpoint.tensors import (
     read_model,
     slices,
 )
-from zeroshard.checkpoint.values import read_values
+from zeroshard.checkpoint.values import SavedValues, read_values
 from zeroshard.comm.collectives import on_all
 from zeroshard.data.given import GivenLoader, parse_place
 from zeroshard.data.loader import parse_state
@@ -48,6 +51,7 @@ from zeroshard.optim.eightbit.rule import rule_named
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.parameters.state import IN_BATCH, Moment
+from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
 
 if TYPE_CHECKING:
@@ -131,7 +135,7 @@ def _load(
     if parts.config.checkpoint.verify:
         share = sorted(stored.manifest.files)[axis.rank :: axis.size]
         on_all(axis, "verifying a checkpoint", lambda: check_sums(stored.directory, stored.manifest, share))
-    check_frozen(runtime, stored, loading.names)
+    _check_frozen(runtime, stored, loading.names)
     try:
         on_all(axis, "loading a checkpoint", loading.restore)
     except (RuntimeError, ValueError) as error:
@@ -403,18 +407,46 @@ def _check_optimizer(stored: Stored, parts: EngineState, convert_states: bool, h
         )
 
 
+def _check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) -> None:
+    """Compare the parameters that a checkpoint leaves out with the present ones; collective if there are any.
+
+    Args:
+        runtime: of the model.
+        stored: the checkpoint.
+        names: the stored name of each parameter.
+
+    Raises:
+        ValueError: naming the first one that is not.
+    """
+    saved, records = stored.manifest.frozen, stored.manifest.parameters
+    if not saved:
+        return
+    left_out = [parameter for parameter in runtime.parameters if names[parameter.fqn] in saved]
+    present = sums_of(runtime, [parameter.fqn for parameter in left_out])
+    for parameter in left_out:
+        name = names[parameter.fqn]
+        if records[name].dtype != parameter.dtype:
+            found = f"are {dtype_name(parameter.dtype)}, not {dtype_name(records[name].dtype)}"
+        elif present[parameter.fqn] != saved[name]:
+            found = "are others"
+        else:
+            continue
+        raise ValueError(
+            f"'{stored.directory}' leaves out the frozen parameter '{parameter.fqn}', and its present "
+            f"values {found}: expected a model with the same frozen parameters as at saving. Build it from "
+            "the same base, or save with Checkpoint(frozen=True)"
+        )
+
+
 # --------------------------------------------------------------------------------------------- averages
 
 
 def check_averages(stored: Stored, averages: Mapping[str, Averages]) -> None:
     """Warn of averages that only the checkpoint has, or only the engine."""
-    saved = stored.manifest.averages
-    if unknown := sorted(saved.keys() - averages.keys()):
+    for name in sorted(stored.manifest.averages.keys() - averages.keys())[:1]:
         warn_user(
-            f"'{stored.directory}' holds the average '{unknown[0]}', and the engine has none of this name: "
+            f"'{stored.directory}' holds the average '{name}', and the engine has none of this name: "
             "it is not loaded. Make the zeroshard.EMA of the engine before load_checkpoint()"
         )
-    if missing := sorted(averages.keys() - saved.keys()):
-        warn_user(
-            f"'{stored.directory}' holds no average '{missing[0]}': it begins anew with the loaded values"
-        )
+    for name in sorted(averages.keys() - stored.manifest.averages.keys())[:1]:
+        warn_user(f"'{stored.directory}' holds no average '{name}': it begins anew with the loaded values")

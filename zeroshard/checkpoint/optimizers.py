@@ -1,9 +1,10 @@
-"""The state of an optimizer by the names of its parameters.
+"""The state of an optimizer by the names of its parameters, and what a checkpoint has in its place.
 
-Saved values that take the place of present ones: of the same kind, told before anything is loaded.
-
+Saved values that take the place of present ones are of the same kind, told before anything is loaded.
 Checksums find accidents. But a file that a person or another program wrote, with checksums that fit, may say
 lr="x". An optimizer would find out in the middle of its next step, with the old run gone.
+
+States become the states of the present optimizer, to the bit or converted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -19,32 +19,42 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zeroshard.checkpoint.codec import MAX_STEPS
-from zeroshard.checkpoint.tensors import shape_of
+from zeroshard.checkpoint.codec import described, is_count, is_number, misfit, naming_damage
+from zeroshard.checkpoint.files import MANIFEST, VALUES
+from zeroshard.checkpoint.places import StoredTensor
+from zeroshard.checkpoint.tensors import (
+    States,
+    Stored,
+    TensorReader,
+    TensorSlice,
+    block_numbers,
+    blocks_of,
+    have_same_blocks,
+    is_codes,
+    is_scales,
+    num_scales,
+    shape_of,
+    state_name,
+)
+from zeroshard.checkpoint.values import SavedValues
+from zeroshard.config.pipeline import NOTED_CHANGES
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.pytree import tree_leaves
-from zeroshard.optim.adopted import is_bitsandbytes, to_common
+from zeroshard.optim.adopted import is_bitsandbytes, num_bits, to_common
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.rule import rule_named
-from zeroshard.optim.layerwise import LayerWise
+from zeroshard.optim.eightbit.blocks import ABSMAX, QuantizedState, codebook
+from zeroshard.optim.eightbit.rule import Rule, rule_named
+from zeroshard.optim.ranges import ChecksRanges
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
+from zeroshard.plan.cuts import Cut
+from zeroshard.plan.layout import Span
+from zeroshard.plan.tiers import Tier
+from zeroshard.stores.store import TierMemory
 
 SMALL = 64
 """Elements of a state that older checkpoints may have as a few values for a whole parameter."""
 _NONE_IS_A_VALUE = ("t_alpha", "t_beta3")
 """Hyperparameters of AdEMAMix that are numbers or None."""
-
-
-def _check_group(number: int, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first hyperparameter of a group that is of another kind than the present one.
-
-    Args:
-        number: of the group.
-        saved: under the keys that the present optimizer has for them.
-        present: the group that they are for.
-    """
-    values = {key: one for key, one in saved.items() if one is not None or key not in _NONE_IS_A_VALUE}
-    if problem := misfit(values, present, same_length=True):
-        raise ValueError(f"hyperparameters of parameter group {number}: {problem}")
 
 
 def _check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
@@ -59,7 +69,7 @@ def _check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
     if problem := misfit(saved, present if is_known else {key: present.get(key) for key in _COMMON}):
         raise ValueError(f"the LR schedule: {problem}")
     for key in _COUNTS:
-        if key in saved and key in present and not _is_count(saved[key], -1):
+        if key in saved and key in present and not is_count(saved[key], -1):
             raise ValueError(f"the LR schedule: '{key}': expected a count of steps, got {saved[key]!r}")
     parts, own = saved.get("_schedulers"), getattr(scheduler, "_schedulers", None)
     if isinstance(parts, list | tuple) and isinstance(own, list | tuple):
@@ -92,67 +102,12 @@ def check_scalars(optimizer: Optimizer, name: str, saved: Mapping[Any, Any]) -> 
         problem = None if isinstance(key, str) else "expected a name"
         if is_known and value is not None:
             problem = problem or misfit(value, 0.0)
-        elif isinstance(value, Tensor) and not _is_number(value, SMALL):
-            problem = f"expected a number, got {_described(value)}"
-        if is_counted and key == "step" and not problem and not (_is_number(value) and _is_count(value, 0)):
-            problem = f"expected a count of steps, got {_described(value)}"
+        elif isinstance(value, Tensor) and not is_number(value, SMALL):
+            problem = f"expected a number, got {described(value)}"
+        if is_counted and key == "step" and not problem and not (is_number(value) and is_count(value, 0)):
+            problem = f"expected a count of steps, got {described(value)}"
         if problem:
             raise ValueError(f"state {key!r} of '{name}': {problem}")
-
-
-def misfit(saved: Any, present: Any, *, same_length: bool = False) -> str | None:
-    """Tell in words why a saved value cannot take the place of a present one; None where it can.
-
-    Args:
-        saved: a plain value.
-        present: where it is None, or of a kind that is not known here, anything can.
-        same_length: whether sequences must have as many elements.
-    """
-    if _is_number(present) and (not _is_number(saved) or math.isnan(float(saved))):
-        return f"expected a number like the present {_described(present)}, got {_described(saved)}"
-    for kinds, expected in _EXPECTED:
-        if isinstance(present, kinds) and not isinstance(saved, kinds):
-            return f"expected {expected}, got {_described(saved)}"
-    if isinstance(present, Mapping):
-        for key in saved:
-            if key in present and (problem := misfit(saved[key], present[key], same_length=same_length)):
-                return f"'{key}': {problem}"
-    elif isinstance(present, list | tuple):
-        if same_length and len(saved) != len(present):
-            return f"expected a sequence of {len(present)}, got {_described(saved)}"
-        fill = present[-1:] * max(0, len(saved) - len(present))
-        pairs = zip(saved, [*present, *fill], strict=False)
-        found = (misfit(one, other, same_length=same_length) for one, other in pairs)
-        return next((problem for problem in found if problem is not None), None)
-    return None
-
-
-_EXPECTED: tuple[tuple[Any, str], ...] = (
-    (bool, "True or False"),
-    (str, "a string"),
-    (Mapping, "a dict"),
-    (list | tuple, "a sequence"),
-)
-
-
-def _is_number(value: Any, most: int = 1) -> bool:
-    """True for a real number, and for a tensor of some of them."""
-    if isinstance(value, Tensor):
-        is_plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
-        return is_plain and 0 < value.numel() <= most and not value.is_complex()
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return bool(least <= value < MAX_STEPS and value == int(value))
-
-
-def _described(value: Any) -> str:
-    """A value in an error: what a file says may be long."""
-    if isinstance(value, Tensor) and value.numel() != 1:
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 HOW = frozenset(
@@ -167,42 +122,30 @@ PER_GROUP = frozenset(
 """The lists that LR schedulers keep in the order of the parameter groups."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerState:
-    """The state of an optimizer, by kind."""
+def read_optimizer(optimizer: Optimizer, to: SavedValues) -> States:
+    """Return the states with a value for each element, or each block, of a slice.
 
-    groups: list[dict[str, Any]]
-    """Hyperparameters of each parameter group, and under "names" its parameters."""
-    scalars: dict[str, dict[str, Any]]
-    """States with one value for all elements of a parameter, such as "step", by the name of the parameter."""
-    tensors: dict[ShardedParameter, dict[str, Tensor]]
-    """States with a value for each element, or each block, of the slice, by parameter and common name."""
-    other: dict[str, Any]
-    """States that belong to no parameter."""
-
-
-def read_optimizer(optimizer: Optimizer) -> OptimizerState:
-    """The state of an optimizer over sharded parameters.
+    Args:
+        optimizer: an optimizer over sharded parameters.
+        to: gets hyperparameters, states of one value, and states that belong to no parameter.
 
     Raises:
         ValueError: a state that is neither element-wise nor one value.
     """
-    state = OptimizerState([], {}, {}, {})
+    states: dict[ShardedParameter, dict[str, Tensor]] = {}
     for group in optimizer.param_groups:
         hyperparameters = {key: value for key, value in group.items() if key not in HOW}
-        state.groups.append({"names": [p.fqn for p in only_sharded(group["params"])], **hyperparameters})
+        to.groups.append({"names": [p.fqn for p in only_sharded(group["params"])], **hyperparameters})
     saved: Mapping[Any, Any] = optimizer.state
     for parameter, values in saved.items():
         if isinstance(parameter, nn.Parameter) and not isinstance(parameter, ShardedParameter):
             continue  # an ignored one
         if not isinstance(parameter, ShardedParameter):
             _check_key(optimizer, parameter)
-            state.other[parameter] = values
+            to.other[parameter] = values
             continue
-        scalars = state.scalars.setdefault(parameter.fqn, {})
-        tensors = state.tensors.setdefault(parameter, {})
+        scalars, tensors = to.scalars.setdefault(parameter.fqn, {}), states.setdefault(parameter, {})
         values = to_common(optimizer, values)
-        dtypes = {key: value.dtype for key, value in values.items() if isinstance(value, Tensor)}
         for key, value in values.items():
             _check_key(optimizer, key)
             if not isinstance(value, Tensor):
@@ -214,7 +157,7 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
                 scalars[key] = value
             elif not value.dim() or (key == "step" and value.numel() == 1):
                 scalars[key] = value.detach().cpu()
-            elif value.shape == shape_of(key, dtypes, parameter.shape):
+            elif value.shape == shape_of(key, values, parameter.shape):
                 tensors[key] = value
             else:
                 raise ValueError(
@@ -222,7 +165,7 @@ def read_optimizer(optimizer: Optimizer) -> OptimizerState:
                     f"{tuple(value.shape)}; expected a number, a tensor without dimensions, or one value for "
                     f"each of the {parameter.numel()} elements of this rank's slice"
                 )
-    return state
+    return states
 
 
 def _check_key(optimizer: Optimizer, key: object) -> None:
@@ -280,8 +223,10 @@ def convert_groups(
     groups: list[dict[str, Any] | None] = []
     for number, (group, source) in enumerate(zip(optimizer.param_groups, matches, strict=True)):
         values = {} if source is None else _convert_group(optimizer, saved[source], group)
-        _check_group(number, values, group)
-        if isinstance(optimizer, BlockwiseOptimizer | LayerWise):
+        given = {key: one for key, one in values.items() if one is not None or key not in _NONE_IS_A_VALUE}
+        if problem := misfit(given, group, same_length=True):
+            raise ValueError(f"hyperparameters of parameter group {number}: {problem}")
+        if isinstance(optimizer, ChecksRanges):
             optimizer.check_group({**group, **values})
         groups.append(None if source is None else values)
     return groups
@@ -372,3 +317,246 @@ def place_scalar(key: str, value: Any, parameter: ShardedParameter, group: Mappi
         return value
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return value.to(parameter.device) if on_device else value.clone()
+
+
+# ------------------------------------------------------------------------------- states that are loaded
+
+
+_OF_PIPELINES = frozenset(NOTED_CHANGES.values())
+"""The states that asynchronous pipelines add to the states of optimizers."""
+_PIECE = 1 << 16
+"""Elements that are converted together, a multiple of BLOCK: a rank never holds more in both forms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """The states in a checkpoint for one parameter of the present optimizer."""
+
+    tensors: Mapping[str, StoredTensor]
+    scalars: Mapping[str, Any]
+    """States of one value, in the form in which the present optimizer keeps them."""
+    dtypes: Mapping[str, torch.dtype]
+    """The dtypes of the states that are made of `tensors`."""
+    converted: Rule | None
+    """The family of states that are to have another number of bits, or other blocks; None: they are read as
+    they are."""
+
+
+SavedStates = dict[ShardedParameter, SavedState]
+
+Targets = dict[ShardedParameter, dict[str, Tensor]]
+"""Memory that states are read into, under their common names."""
+
+
+# -------------------------------------------------------------------------------------------- checking
+
+
+def match_states(
+    optimizer: Optimizer,
+    stored: Stored,
+    scalars: Mapping[str, Mapping[str, Any]],
+    names: Mapping[str, str],
+    own_blocks: Mapping[str, Cut | None],
+    convert_states: bool,
+    noted: str | None = None,
+) -> SavedStates:
+    """Return the states to be loaded for each parameter of the optimizer; nothing is read.
+
+    Args:
+        scalars: by stored name.
+        names: the stored name of each parameter.
+        own_blocks: the cuts whose parts have the blocks here, by the name of the parameter.
+        convert_states: whether states may get another number of bits, or other blocks.
+        noted: the state that an asynchronous pipeline adds here to the optimizer's, if it does. Other states
+            of that kind are not read; nor is this one if states are converted, so that it begins anew.
+
+    Raises:
+        ValueError: states that the optimizer can't have, by their parameter.
+        RuntimeError: states that belong together are not all there, or not as they should be.
+    """
+    states: SavedStates = {}
+    for parameter in (p for group in optimizer.param_groups for p in only_sharded(group["params"])):
+        name, bits = names[parameter.fqn], num_bits(optimizer, parameter)
+        blocks = stored.manifest.parameters[name].blocks
+        has_same_blocks = have_same_blocks(blocks, own_blocks[parameter.fqn])
+        tensors = {
+            key: one
+            for key, one in stored.states.get(name, {}).items()
+            if key == noted or (key not in _OF_PIPELINES and "/" not in key)
+        }
+        own: Mapping[str, Any] = {}
+        if (saved := scalars.get(name, {})) or tensors:  # else the parameter has had no step
+            with naming_damage(stored.directory / VALUES):
+                check_scalars(optimizer, name, saved)
+                own = convert_scalars(optimizer, saved, stored.manifest.global_step)
+        found = {key: one for key, one in tensors.items() if key not in _OF_PIPELINES}
+        converted = None
+        if found or "step" in own:
+            converted = _check_states(optimizer, parameter.fqn, bits, stored, found, has_same_blocks)
+        if converted is not None and not convert_states:
+            raise ValueError(
+                f"'{stored.directory}': expected states of '{parameter.fqn}' in the {bits} bits that "
+                f"{type(optimizer).__name__} keeps, and in the blocks of this layout if these are 8, got "
+                "others. Use the same threshold, overrides and mesh.tp as at saving, or convert_states=True, "
+                "which rounds values to 8 bits once more"
+            )
+        states[parameter] = SavedState(
+            tensors=tensors if converted is None else found,
+            scalars=own,
+            dtypes=_new_dtypes(optimizer, parameter, tensors, stored.tensors.get(name), converted, bits),
+            converted=converted,
+        )
+    return states
+
+
+def _check_states(
+    optimizer: Optimizer,
+    name: str,
+    bits: int,
+    stored: Stored,
+    tensors: Mapping[str, StoredTensor],
+    has_same_blocks: bool,
+) -> Rule | None:
+    """Return the family to convert from, if the checkpoint has other bits or blocks; None if not."""
+    kind, manifest = type(optimizer).__name__, stored.directory / MANIFEST
+    family = rule_named(kind)
+    if family is None:
+        if not has_same_blocks and any(is_scales(key, tensors) for key in tensors):
+            raise ValueError(
+                f"'{stored.directory}': states of '{name}' have scales for blocks of other tensor ranks, and "
+                f"states of {kind} cannot be converted: expected the same mesh.tp as at saving"
+            )
+        return None
+    for key, tensor in tensors.items():
+        is_half = tensor.dtype == torch.uint8 or key.endswith(ABSMAX)
+        if is_half and not is_codes(key, tensors) and not is_scales(key, tensors):
+            raise RuntimeError(f"{manifest}: '{name}' has codes or scales alone, '{key}'")
+    found = {key: 8 if is_codes(key, tensors) else 32 for key in tensors if not is_scales(key, tensors)}
+    if missing := sorted(family.states.keys() - found.keys()):
+        raise RuntimeError(f"{manifest}: expected state '{missing[0]}' of '{name}', found none")
+    is_converted = set(found.values()) != {bits} or (bits == 8 and not has_same_blocks)
+    unknown = sorted(found.keys() - family.states.keys())
+    if unknown and (is_converted or stored.manifest.optimizer != kind):
+        raise ValueError(
+            f"'{stored.directory}': holds state '{unknown[0]}' of '{name}', but {kind} has no such state"
+        )
+    return family if is_converted else None
+
+
+def _new_dtypes(
+    optimizer: Optimizer,
+    parameter: ShardedParameter,
+    tensors: Mapping[str, StoredTensor],
+    main: StoredTensor | None,
+    converted: Rule | None,
+    bits: int,
+) -> dict[str, torch.dtype]:
+    """Return the dtypes in which the optimizer gets its states.
+
+    Args:
+        tensors: the states in the checkpoint.
+        main: the parameter there; None where it was frozen and left out.
+        converted: the family, if states are converted.
+        bits: the bits that states are to have.
+    """
+    keeps_float32 = isinstance(optimizer, BlockwiseOptimizer) or is_bitsandbytes(optimizer)
+    plain = torch.float32 if keeps_float32 else torch.promote_types(parameter.dtype, torch.float32)
+    if converted is not None and bits == 32:
+        return dict.fromkeys(converted.states, plain)
+    if converted is not None:
+        scales = {key + ABSMAX: torch.float32 for key in converted.states}
+        return dict.fromkeys(converted.states, torch.uint8) | scales
+    there = {key: tensor.dtype for key, tensor in tensors.items()}
+    wide = torch.promote_types((main or parameter).dtype, torch.float32)
+    numbers = {key for key in there if not is_codes(key, there) and not is_scales(key, there)}
+    changed = {key for key in numbers if keeps_float32 or there[key] == wide}
+    return (
+        there | dict.fromkeys(changed, plain) | dict.fromkeys(there.keys() & _OF_PIPELINES, parameter.dtype)
+    )
+
+
+# ------------------------------------------------------------------------------------------- restoring
+
+
+def make_targets(
+    optimizer: Optimizer, states: SavedStates, memory: TierMemory, tiers: Mapping[Any, Tier]
+) -> Targets:
+    """Memory for all states of this rank; the memory of the present states where they have the same form.
+
+    Args:
+        tiers: the tier of new memory for each parameter; parameters without one have it where they are.
+    """
+    targets: Targets = {}
+    for parameter, saved in states.items():
+        present, targets[parameter] = to_common(optimizer, optimizer.state.get(parameter, {})), {}
+        for key, dtype in saved.dtypes.items():
+            shape = shape_of(key, saved.dtypes, parameter.shape)
+            own: Any = present.get(key)
+            is_fit = isinstance(own, Tensor) and own.shape == shape
+            if not is_fit or (own.dtype == torch.uint8) != (dtype == torch.uint8):
+                with past_guards():
+                    tier = tiers.get(parameter) or memory.tier_of(parameter.detach())
+                own = memory.empty(math.prod(shape), dtype, tier).view(shape)
+            targets[parameter][key] = own
+    return targets
+
+
+def read_converted(
+    reader: TensorReader, part: TensorSlice, saved: SavedState, targets: Mapping[str, Tensor]
+) -> None:
+    """Read the states of a slice of a parameter, and quantize or dequantize them.
+
+    Args:
+        part: the slice of the parameter itself.
+        saved: is to be converted.
+        targets: the states of the slice.
+
+    Raises:
+        RuntimeError: as `TensorReader.read` does.
+    """
+    assert saved.converted is not None, "only these are read so"
+    num, device = part.data.numel(), part.data.device
+    blocks = reader.stored.manifest.parameters[part.name].blocks
+    for key, is_signed in saved.converted.states.items():
+        book, has_codes = codebook(is_signed, device), is_codes(key, saved.tensors)
+        scales = torch.empty(num_scales(part.shape, blocks) if has_codes else 0, device=device)
+        if has_codes:
+            reader.read_into(state_name(part.name, key + ABSMAX), scales)
+        for start in range(0, num, _PIECE):
+            span = Span(start, min(start + _PIECE, num))
+            values = torch.empty(span.size, dtype=torch.uint8 if has_codes else torch.float32, device=device)
+            reader.read(part.state(key, values, start))
+            if has_codes:
+                numbers = block_numbers(part.shape, span.shifted(part.start), part.part, blocks)
+                values = book.values.index_select(0, values.int()) * scales[numbers.to(device)]
+            target = targets[key][span.slice]
+            if is_codes(key, saved.dtypes):
+                QuantizedState(target, targets[key + ABSMAX][blocks_of(span).slice], book).store(values)
+            else:
+                target.copy_(values)
+            reader.evict(target)
+
+
+def convert_scalars(optimizer: Optimizer, saved: Mapping[str, Any], global_step: int) -> dict[str, Any]:
+    """Return the scalars of a parameter that has a state, with `step` in the form of the present optimizer.
+
+    Torch's optimizers count in a tensor, others in an integer, and SGD and LARS not at all.
+
+    Args:
+        optimizer: the present optimizer.
+        saved: the scalars in the checkpoint, by name.
+        global_step: the count for an optimizer that counts, if the saved one did not.
+    """
+    kind = type(optimizer)
+    family = rule_named(kind.__name__)
+    if family is None:
+        return dict(saved)
+    scalars = {key: value for key, value in saved.items() if key != "step"}
+    step = saved.get("step", global_step)
+    if kind in family.without_step:
+        return scalars
+    if kind.__module__.startswith("torch."):
+        return scalars | {
+            "step": step if isinstance(step, Tensor) else torch.tensor(float(step), dtype=torch.float32)
+        }
+    return scalars | {"step": int(step)}

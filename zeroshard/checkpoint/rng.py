@@ -21,29 +21,32 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
-    """Go on where `capture` was called; a generator whose state was not captured goes on as it is."""
+    """Go on where `capture` was called; a generator whose state was not captured goes on as it is.
+
+    Raises:
+        Exception: of any kind, if they are no states of generators; then some generators may have them.
+    """
+    if not isinstance(states["python"][2], float | None):
+        raise ValueError("expected the next number of Python's generator, or None")
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if device.type != "cpu" and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
     if "numpy" in states:
-        numpy.random.set_state(tuple(states["numpy"]))
-
-
-def check(states: dict[str, Any], device: torch.device) -> None:
-    """Raise an error of any kind unless they are states of generators; no generator changes."""
-    random.Random().setstate(states["python"])
-    if not isinstance(states["python"][2], float | None):
-        raise ValueError("expected the next number of Python's generator, or None")
-    torch.Generator().set_state(states["torch"])
-    if device.type != "cpu" and device.type in states:
-        torch.Generator(device).set_state(states[device.type])
-    if "numpy" in states:
         kind, keys, position, has_gauss, gauss = states["numpy"]
         # NumPy reads its words at any position that it is given.
         if type(position) is not int or not 0 <= position <= len(keys) or has_gauss not in (0, 1):
             raise ValueError(f"expected a position among the words of NumPy's generator, got {position!r}")
-        numpy.random.RandomState().set_state((kind, keys, position, has_gauss, float(gauss)))
+        numpy.random.set_state((kind, keys, position, has_gauss, float(gauss)))
+
+
+def check(states: dict[str, Any], device: torch.device) -> None:
+    """Raise an error of any kind unless they are states of generators, which go on as they are."""
+    before = capture(device)
+    try:
+        restore(states, device)
+    finally:
+        restore(before, device)
 
 
 def derive(seed: int, rank: int, step: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,28 +35,31 @@ from zeroshard.plan.originals import counts
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 
-Dtypes = Mapping[str, torch.dtype]
-"""The dtypes of all states of a parameter, by key. They tell which states belong together."""
+# The keys of all states of a parameter tell which of them belong together: codes and their scales.
 
 
-def is_codes(key: str, dtypes: Dtypes) -> bool:
+def is_codes(key: str, keys: Container[str]) -> bool:
     """Return True for a quantized state."""
-    return dtypes.get(key) == torch.uint8 and key + ABSMAX in dtypes
+    return key + ABSMAX in keys
 
 
-def is_scales(key: str, dtypes: Dtypes) -> bool:
+def is_scales(key: str, keys: Container[str]) -> bool:
     """Return True for a state that holds the scales of another state."""
-    return key.endswith(ABSMAX) and is_codes(key.removesuffix(ABSMAX), dtypes)
+    return key.endswith(ABSMAX) and key.removesuffix(ABSMAX) in keys
 
 
-def shape_of(key: str, dtypes: Dtypes, shape: Sequence[int], blocks: Cut | None = None) -> tuple[int, ...]:
+def shape_of(
+    key: str, keys: Container[str], shape: Sequence[int], blocks: Cut | None = None
+) -> tuple[int, ...]:
     """The shape of a state.
 
     Args:
+        key: of the state.
+        keys: of all states of the parameter.
         shape: of the parameter, or of a slice of it that starts on a block.
         blocks: the cut of the parameter, if each part of it has blocks of its own.
     """
-    return (num_scales(shape, blocks),) if is_scales(key, dtypes) else tuple(shape)
+    return (num_scales(shape, blocks),) if is_scales(key, keys) else tuple(shape)
 
 
 def num_scales(shape: Sequence[int], cut: Cut | None = None) -> int:
@@ -260,9 +263,8 @@ def slices(
             )
             yield part
             own = states.get(sharded, {})
-            dtypes = {key: value.dtype for key, value in own.items()}
             for key, value in own.items():
-                if is_scales(key, dtypes):
+                if is_scales(key, own):
                     yield part.scales(key, value.detach()[blocks_of(inside).slice])
                 else:
                     yield part.state(key, value.detach()[inside.slice])
@@ -309,13 +311,14 @@ def open_checkpoint(directory: Path) -> Stored:
         if fqn in manifest.parameters:
             states.setdefault(fqn, {})[key if kind == "optimizer" else f"{kind}/{key}"] = tensor
     for fqn, tensors in states.items():
-        record, dtypes = manifest.parameters[fqn], {key: tensor.dtype for key, tensor in tensors.items()}
+        record = manifest.parameters[fqn]
         for key, tensor in tensors.items():
-            expected = shape_of(key, dtypes, record.shape, record.blocks)
-            if tensor.shape != expected or (is_scales(key, dtypes) and tensor.dtype != torch.float32):
+            form = tensor.dtype, tensor.shape
+            dtype = torch.uint8 if is_codes(key, tensors) else tensor.dtype
+            dtype = torch.float32 if is_scales(key, tensors) else dtype
+            if form != (expected := (dtype, shape_of(key, tensors, record.shape, record.blocks))):
                 raise RuntimeError(
-                    f"{directory / MANIFEST}: state '{key}' of '{fqn}' is {tensor.dtype} of shape "
-                    f"{tensor.shape}; expected shape {expected}, and scales in torch.float32"
+                    f"{directory / MANIFEST}: state '{key}' of '{fqn}': expected {expected}, got {form}"
                 )
     return Stored(directory, manifest, states)
 

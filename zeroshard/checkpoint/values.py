@@ -34,7 +34,7 @@ import math
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -61,6 +61,26 @@ _SPARSE: dict[torch.layout, tuple[str, ...]] = {
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
 """The methods that give the dense parts of a sparse tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedValues:
+    """The values of a checkpoint that are neither in tensors nor in the manifest."""
+
+    groups: list[dict[str, Any]]
+    """Hyperparameters of each parameter group, and under "names" its parameters."""
+    scalars: dict[str, dict[Any, Any]]
+    """States with one value for all elements of a parameter, such as "step", by the name of the parameter."""
+    other: dict[str, Any]
+    """States that belong to no parameter."""
+    lr_scheduler: dict[Any, Any] | None
+    rng: list[dict[str, Any]]
+    """The generators of each data-parallel rank: of the first of its tensor ranks."""
+    places_in_data: list[Any] = field(default_factory=list)
+    """The places in the user's DataLoader, of the same ranks. Older checkpoints have none."""
+    extra: dict[str, Any]
+    """The values that modules' get_extra_state() gave."""
+    client_state: dict[Any, Any]
 
 
 def check_plain(value: Any, name: str) -> None:
