@@ -15,7 +15,7 @@ from tests.distributed.training import ALL_STAGES, numbers, square_loss, start, 
 from zeroshard.comm.counter import KINDS
 from zeroshard.config.sections import Config
 from zeroshard.memory.activations import typical_sizes
-from zeroshard.memory.planned import setting_of
+from zeroshard.memory.estimate import setting_of
 from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.optim import AdamW8bit
 from zeroshard.plan.buffers import UnitPlan, plan_buffer

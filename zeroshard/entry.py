@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, start_world
 from zeroshard.comm.mesh import Axes
-from zeroshard.comm.streams import has_streams
 from zeroshard.config.sections import Config, Loader
 from zeroshard.data.blocks import Blocks, collator
 from zeroshard.data.given import GivenLoader, is_loader, warn_of_same_samples
@@ -32,7 +30,7 @@ from zeroshard.engine import Engine
 from zeroshard.forwards.composed import form_of, taken_apart
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import record_resets, refuse_recording
-from zeroshard.memory.tiered import check_room, states_of
+from zeroshard.memory.tiered import check_room
 from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
 from zeroshard.parallel.pipeline.chunked import Absent, Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
@@ -132,12 +130,8 @@ def initialize(
         if part is not None:
             check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
         close_at_exit(axes, *axes.members)
+        check_room(specs, config, axes, optimizer, device)
         by_parts = optimizer is not None and is_known(optimizer)
-        if not config.offload.optimizer == config.offload.parameters == "none":
-            given, num_ranks = (specs, config, axes.sizes, states_of(optimizer)), axes.world.size
-            fits = partial(check_room, *given, steps_by_parts=by_parts, num_ranks=num_ranks)
-            computes = not has_streams(device)
-            on_all(axes.world, "check of the room for offload", partial(fits, host_computes=computes))
         runtime = shard_over(model, division, config, axes, device, steps_by_parts=by_parts)
         if optimizer is not None:
             pairs = (zip(buffer.originals, buffer.sharded, strict=True) for buffer in runtime.buffers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.assemble import read_setting
+from zeroshard.comm.collectives import on_all
+from zeroshard.comm.mesh import Axes
+from zeroshard.comm.streams import has_streams
 from zeroshard.config.sections import Config
 from zeroshard.memory.budget import check_budget
 from zeroshard.optim.adopted import num_bits, rule_of
@@ -23,6 +26,7 @@ from zeroshard.plan.placement import DP_SHARD
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.stepping.early import MOST_UNDER_WAY
+from zeroshard.stepping.parts import is_known
 from zeroshard.stores.pieces import NUM_PIECES
 
 
@@ -160,55 +164,52 @@ def _steppers(buffer: BufferPlan, index: int) -> range:
 # ----------------------------------------------------------------------------------- the check of a node
 
 
-def states_of(optimizer: Optimizer | None) -> States:
+def check_room(
+    specs: Sequence[UnitSpec], config: Config, axes: Axes, optimizer: Optimizer | None, device: torch.device
+) -> None:
+    """Refuse an offload for which the node of some rank has no room, on all ranks; collective.
+
+    Call it before a rank allocates.
+
+    Args:
+        specs: the units of the model.
+        config: the config of the job.
+        axes: the axes of the job.
+        optimizer: the optimizer, over the original parameters.
+        device: the device that computes.
+
+    Raises:
+        ValueError: a folder is not there.
+        RuntimeError: the node has less; the message has the bytes of each kind, and says what needs less.
+    """
+    if config.offload.optimizer == config.offload.parameters == "none":
+        return
+    by_parts = optimizer is not None and is_known(optimizer)
+    host_computes = not has_streams(device)
+    setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=by_parts)
+
+    def check() -> None:
+        num, states = config.gradient_accumulation_steps, _states_of(optimizer)
+        tiers = bytes_on_tiers(plan_units(specs, setting), setting, num, states)
+        host, disk = tiers[Tier.HOST], tiers[Tier.DISK].total
+        needed = {
+            "main parameters and copies of them": host.parameters,
+            "gradients": host.gradients,
+            "optimizer states": host.optimizer,
+            "buffers for the units in files": host.buffers,
+        }
+        needed = {kind: num_bytes for kind, num_bytes in needed.items() if num_bytes}
+        folders = (config.offload.nvme_path or "").split(":") if disk else []
+        if needed or disk:  # a launcher that does not tell the ranks on this node has all of them there
+            check_budget(needed, disk, folders, int(os.environ.get("LOCAL_WORLD_SIZE", axes.world.size)))
+
+    on_all(axes.world, "check of the room for offload", check)
+
+
+def _states_of(optimizer: Optimizer | None) -> States:
     """Return the states of an optimizer; none for one that is not known, as nobody can count them."""
     rule = None if optimizer is None else rule_of(optimizer)
     if optimizer is None or rule is None:
         return States(num=0)
     largest = max((p for group in optimizer.param_groups for p in group["params"]), key=Tensor.numel)
     return States(num=len(rule.states), bits=num_bits(optimizer, largest))
-
-
-def check_room(
-    specs: Sequence[UnitSpec],
-    config: Config,
-    sizes: Mapping[str, int],
-    states: States,
-    *,
-    host_computes: bool,
-    steps_by_parts: bool,
-    num_ranks: int,
-) -> None:
-    """Refuse a job that this node has no room for. Call it on all ranks before one of them allocates.
-
-    Args:
-        specs: the units of the model.
-        config: the config of the job.
-        sizes: the number of ranks of each axis.
-        states: the states of the optimizer.
-        host_computes: True for ranks on the CPU, whose device is host memory.
-        steps_by_parts: True if the optimizer may step some parameters after others.
-        num_ranks: the ranks of the job, for a launcher that does not tell those on this node.
-
-    Raises:
-        ValueError: a folder is not there.
-        RuntimeError: the node has less; the message has the bytes of each kind, and says what needs less.
-    """
-    setting = read_setting(config, sizes, host_computes=host_computes, steps_by_parts=steps_by_parts)
-    plans = plan_units(specs, setting)
-    tiers = bytes_on_tiers(plans, setting, config.gradient_accumulation_steps, states)
-    host, disk = tiers[Tier.HOST], tiers[Tier.DISK]
-    if not host.total and not disk.total:
-        return
-    needed = {
-        "main parameters and copies of them": host.parameters,
-        "gradients": host.gradients,
-        "optimizer states": host.optimizer,
-        "buffers for the units in files": host.buffers,
-    }
-    check_budget(
-        {kind: num_bytes for kind, num_bytes in needed.items() if num_bytes},
-        disk.total,
-        (config.offload.nvme_path or "").split(":") if disk.total else [],
-        int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)),
-    )
