@@ -280,13 +280,9 @@ def _has_bias(layer: Any, adapter: str) -> bool:
 
 def _shown_by(wrapper: Any) -> str:
     """The name, inside a wrapper of peft, of the module that it calls."""
-    if hasattr(wrapper, "modules_to_save"):
-        return (
-            f"modules_to_save.{wrapper.active_adapters[0]}."
-            if wrapper.active_adapters
-            else "original_module."
-        )
-    return "token_adapter."
+    if not hasattr(wrapper, "modules_to_save"):
+        return "token_adapter."
+    return f"modules_to_save.{active[0]}." if (active := wrapper.active_adapters) else "original_module."
 
 
 def _inside(place: str) -> _Rule:

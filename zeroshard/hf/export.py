@@ -177,17 +177,9 @@ class Format:
         self._tokenizer = tokenizer
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Save the tokenizer, if there is one.
-
-        Raises:
-            RuntimeError: the tokenizer has failed to save itself.
-        """
-        if self._tokenizer is None:
-            return
-        try:
+        """Save the tokenizer, if there is one."""
+        if self._tokenizer is not None:
             self._tokenizer.save_pretrained(str(folder))
-        except Exception as error:  # whatever it is: it must reach all ranks
-            raise RuntimeError(f"{folder}: the tokenizer could not be saved: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

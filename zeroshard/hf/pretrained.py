@@ -10,19 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.config.checked import parse_dtype
 from zeroshard.config.sections import Config, GivenConfig
-from zeroshard.hf.quantize import Prequantized, quantize
+from zeroshard.hf.quantize import Prequantized, quantize, read_quantization
 from zeroshard.lazy.deferred import defer
 from zeroshard.lazy.recording import recording
 from zeroshard.safetensors import FileTensor, find_tensors
-
-_IMPOSSIBLE = frozenset(
-    (
-        *("device_map", "ignore_mismatched_sizes", "max_memory", "offload_folder"),
-        *("revision", "state_dict", "variant"),
-    )
-)
-"""Arguments of transformers' `from_pretrained` that zeroshard refuses."""
 
 
 def from_pretrained(
@@ -55,11 +48,6 @@ def from_pretrained(
     from transformers import AutoConfig, GenerationConfig
     from transformers.utils import GENERATION_CONFIG_NAME
 
-    if impossible := sorted(_IMPOSSIBLE & kwargs.keys()):
-        raise ValueError(
-            f"from_pretrained: {', '.join(impossible)} cannot be asked for here: every rank reads its own "
-            "part of the safetensors files on this machine, onto its own device"
-        )
     for name in ("local_files_only", "low_cpu_mem_usage", "use_safetensors"):
         kwargs.pop(name, None)  # always so
     quantization = kwargs.pop("quantization_config", None)
@@ -70,7 +58,10 @@ def from_pretrained(
         path, local_files_only=True, return_unused_kwargs=True, **trust, **kwargs
     )
     if unknown:
-        raise ValueError(f"from_pretrained: expected fields of {type(model_config).__name__}, got {unknown}")
+        raise ValueError(
+            f"from_pretrained: expected fields of {type(model_config).__name__}, got {unknown}. Every rank "
+            "reads its own part of the safetensors files on this machine, onto its own device"
+        )
     prequantized = None
     if (how := getattr(model_config, "quantization_config", None)) is not None:
         if quantization is not None:
@@ -147,13 +138,8 @@ def _load(model: Any, tensors: dict[str, FileTensor], path: Any, dtype: torch.dt
 
 def _resolve_dtype(asked: Any, model_config: Any, tensors: dict[str, FileTensor]) -> torch.dtype:
     """Return the dtype that transformers means by its argument `dtype`."""
-    if isinstance(asked, torch.dtype):
-        return asked
     if asked != "auto":
-        named = getattr(torch, str(asked).removeprefix("torch."), None)
-        if not isinstance(named, torch.dtype):
-            raise ValueError(f"dtype: expected a torch.dtype, its name or 'auto', got {asked!r}")
-        return named
+        return parse_dtype(asked)
     stated = getattr(model_config, "dtype", None)
     if isinstance(stated, torch.dtype):
         return stated
@@ -185,8 +171,6 @@ def build_skeleton(path: Path) -> nn.Module:
         raise ImportError(
             f"'{path}': a model's config needs transformers: pip install zeroshard[hf]"
         ) from None
-    from zeroshard.hf.quantize import quantize, read_quantization
-
     try:
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
@@ -238,8 +222,6 @@ def with_codes(model: nn.Module, bits: int) -> nn.Module:
         bits: 4, with scales that are quantized, too (QLoRA, Dettmers et al. 2023, section 3); or 8.
     """
     from transformers import BitsAndBytesConfig
-
-    from zeroshard.hf.quantize import quantize
 
     config = BitsAndBytesConfig(
         load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_use_double_quant=True
