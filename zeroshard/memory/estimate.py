@@ -35,10 +35,11 @@ from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan import traffic
 from zeroshard.plan.arrangement import Arrangement
-from zeroshard.plan.buffers import Setting, UnitPlan, plan_buffer, plan_units, tiers_of_units
+from zeroshard.plan.buffers import Setting, UnitPlan, plan_units
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, SUMMANDS, TP
-from zeroshard.plan.tiers import Tier, Tiers
+from zeroshard.plan.tiers import Tier
+from zeroshard.plan.units import UnitSpec
 from zeroshard.tables import LINE, format_bytes, render
 
 
@@ -422,22 +423,13 @@ def _counts(sizes: Sizes, *runs: range, tp: int) -> tuple[list[int], bool]:
 
 
 def _units(sizes: Sequence[int], embeds: bool, setting: Setting) -> list[UnitPlan]:
-    """The units in order, the root first."""
-    planned: dict[tuple[int, Tiers], UnitPlan] = {}
-    plans = []
-    for key in zip(sizes, tiers_of_units(sizes, sizes, setting), strict=True):
-        if key not in planned:
-            planned[key] = _unit(key[0], replace(setting, tiers=key[1]))
-        plans.append(planned[key])
+    """The units in order, the root first: each of one float32 parameter with so many elements, or of none."""
+    weights = (nn.Parameter(torch.empty(num, device="meta")) for num in sizes)
+    originals = [[Original(weight, "", ())] if weight.numel() else [] for weight in weights]
+    modules = [nn.Module()] * len(sizes)
     if embeds:
-        plans[1] = replace(plans[1], needs_parameters_in_backward=False)
-    return plans
-
-
-def _unit(num_params: int, setting: Setting) -> UnitPlan:
-    """Plan a unit of one float32 parameter with so many elements, or of none."""
-    weight = nn.Parameter(torch.empty(num_params, device="meta"))
-    return UnitPlan("", (plan_buffer([Original(weight, "", ())], setting),) if num_params else ())
+        modules[1] = nn.Embedding(1, 1)
+    return plan_units([UnitSpec("", (m,), own) for m, own in zip(modules, originals, strict=True)], setting)
 
 
 # ------------------------------------------------------------------------- the activations of pipelines
