@@ -148,14 +148,11 @@ def take_over(
     """
     for group in optimizer.param_groups:
         group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
-    fresh = dict(optimizer.state)
-    optimizer.state.clear()
-    for parameter, state in fresh.items():  # Adagrad makes its state when it is built
-        if (sharded := replacements.get(parameter)) is None:  # an ignored one
-            optimizer.state[parameter] = state
-            continue
+    for parameter in [p for p in optimizer.state if p in replacements]:  # Adagrad's, from when it was built
+        sharded = replacements[parameter]
         optimizer.state[sharded] = {
-            key: value if key == "step" else _slice_state(value, sharded) for key, value in state.items()
+            key: value if key == "step" else _slice_state(value, sharded)
+            for key, value in optimizer.state.pop(parameter).items()
         }
     own: Overrides = {replacements[p]: settings for p, settings in overrides.items() if p in replacements}
     if (isinstance(optimizer, BlockwiseOptimizer) or is_bitsandbytes(optimizer)) and any(
