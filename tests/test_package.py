@@ -44,7 +44,7 @@ def test_the_smoke_test_knows_each_package_that_the_import_of_a_module_needs() -
                 names.add(node.names[0].name.partition(".")[0])
             elif isinstance(node, ast.ImportFrom):
                 names.add(str(node.module).partition(".")[0])
-    known = {"torch", "numpy", "psutil", "rich", "zeroshard", "llvmlite", "pyarrow", "triton"} | OPTIONAL
+    known = {"torch", "numpy", "psutil", "rich", "zeroshard", "pyarrow", "triton"} | OPTIONAL
     assert names - sys.stdlib_module_names <= known
 
 
@@ -56,8 +56,8 @@ def test_each_package_that_a_module_imports_is_required_or_in_an_extra() -> None
         for file in (ROOT / "zeroshard").rglob("*.py")
         for name in imported(ast.parse(file.read_text(encoding="utf-8")))
     }
-    # The compiler of numba, the file systems of Ray, and what torch brings for NVIDIA's GPUs.
-    with_them = {"llvmlite", "pyarrow", "triton"}
+    # The file systems of Ray, and what torch brings for NVIDIA's GPUs.
+    with_them = {"pyarrow", "triton"}
     assert roots - known - set(sys.stdlib_module_names) - {"zeroshard"} == with_them
 
 

@@ -4,38 +4,30 @@ A block of 256 is taken through dequantization, update and quantization in the f
 is the rule's own function, compiled for single numbers: without fastmath it gives the bits that it gives for
 tensors.
 
-LLVM does not vectorize table lookups by itself. They are written in LLVM's own terms, in vectors of 16 lanes;
-LLVM maps them to what the processor has.
-
 numba has no bfloat16: functions see it as uint16 and float32 as uint32, over the same memory. The torch
 operations in `stepping/rounding.py` give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zeroshard.optim.eightbit.blocks import QuantizedState
+from zeroshard.optim.eightbit.blocks import QuantizedState, num_blocks
 from zeroshard.optim.eightbit.rule import Rule, Scalars, quotient, root, sign
 from zeroshard.optim.eightbit.step import BlockBatch
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.rounding import Bits
 
 compiled = numba.njit(nogil=True, error_model="numpy", boundscheck=False)
-
-_LANES = 16
-_FLOAT, _BYTE, _INT, _LONG, _BIT = ir.FloatType(), *map(ir.IntType, (8, 32, 64, 1))
 
 NUM_WORDS = BLOCK // 4 + 1
 """Words with the random bits of a block; one more, since a block may start in the middle of a word."""
@@ -77,96 +69,32 @@ def round_block(out: Any, values: Any, words: Any, key: Any, start: int) -> None
         out[i] = _NAN if magnitude > _INFINITY else np.uint16(carried >> np.uint32(16))
 
 
-def _lanes(element: ir.Type) -> ir.VectorType:
-    return ir.VectorType(element, _LANES)
-
-
-def _all(element: ir.Type, value: int) -> ir.Constant:
-    """A number in each lane."""
-    return ir.Constant(_lanes(element), [value] * _LANES)
-
-
-class _Emitter:
-    """Writes instructions; arrays are contiguous and of one dimension."""
-
-    def __init__(self, context: Any, builder: Any, signature: Any) -> None:
-        self._context, self._builder, self._kinds = context, builder, iter(signature.args)
-
-    def start(self, array: Any) -> Any:
-        """The address of an array's first element; for each argument in turn."""
-        return self._context.make_array(next(self._kinds))(self._context, self._builder, array).data
-
-    def at(self, start: Any, lane: int, element: ir.Type) -> Any:
-        """The address of the vector that begins at an element."""
-        return self._builder.bitcast(self._builder.gep(start, [_LONG(lane)]), _lanes(element).as_pointer())
-
-    def spread(self, value: Any) -> Any:
-        """A value in each lane."""
-        nothing = ir.Constant(_lanes(value.type), ir.Undefined)
-        first = self._builder.insert_element(nothing, value, _INT(0))
-        return self._builder.shuffle_vector(first, nothing, _all(_INT, 0))
-
-    def gather(self, start: Any, indices: Any, element: ir.Type) -> Any:
-        """table[index] in each lane, of 4 bytes."""
-        builder, pointers = self._builder, _lanes(element.as_pointer())
-        offsets = builder.shl(builder.zext(indices, _lanes(_LONG)), _all(_LONG, 2))
-        addresses = builder.add(offsets, self.spread(builder.ptrtoint(start, _LONG)))
-        name = f"llvm.masked.gather.v{_LANES}{'f32' if element is _FLOAT else 'i32'}.v{_LANES}p0"
-        kind = ir.FunctionType(_lanes(element), [pointers, _INT, _lanes(_BIT), _lanes(element)])
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        nothing = ir.Constant(_lanes(element), ir.Undefined)
-        return builder.call(
-            function, [builder.inttoptr(addresses, pointers), _INT(4), _all(_BIT, 1), nothing]
-        )
-
-
-# Arrays may start anywhere that suits one element: hence the alignments, in bytes.
-
-
-@intrinsic
-def dequantize_block(typing: Any, out: Any, codes: Any, values: Any, scale: Any) -> Any:
+@compiled
+def dequantize_block(out: Any, codes: Any, values: Any, scale: Any) -> None:
     """out[i] = values[codes[i]] * scale."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to = _Emitter(context, builder, signature)
-        target, source, table = map(to.start, args[:3])
-        factor = to.spread(args[3])
-        for lane in range(0, BLOCK, _LANES):
-            found = to.gather(table, builder.load(to.at(source, lane, _BYTE), align=1), _FLOAT)
-            builder.store(builder.fmul(found, factor), to.at(target, lane, _FLOAT), align=4)
-        return context.get_dummy_value()
-
-    return types.void(out, codes, values, scale), emit
+    for i in range(out.size):
+        out[i] = values[codes[i]] * scale
 
 
 @compiled
 def largest_of_block(x: Any) -> Any:
     """The bits of max |x[i]|; of NaN where there is one."""
     bits, largest = x.view(np.int32), np.int32(0)
-    for i in range(BLOCK):  # magnitudes of floats compare as integers, NaN above infinity
+    for i in range(bits.size):  # magnitudes of floats compare as integers, NaN above infinity
         largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
     return largest
 
 
-@intrinsic
-def quantize_block(typing: Any, codes: Any, x: Any, table: Any, inverse: Any, num_lower: Any) -> Any:
+@compiled
+def quantize_block(codes: Any, x: Any, table: Any, inverse: Any, num_lower: Any) -> None:
     """codes[i] = the nearest one to x[i] * inverse, by the table of a codebook; blocks.py shows how."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to = _Emitter(context, builder, signature)
-        target, source, table = map(to.start, args[:3])
-        factor, num_bits = to.spread(args[3]), to.spread(args[4])
-        mask = builder.sub(builder.shl(_all(_INT, 1), num_bits), _all(_INT, 1))
-        for lane in range(0, BLOCK, _LANES):
-            value = builder.fmul(builder.load(to.at(source, lane, _FLOAT), align=4), factor)
-            bits = builder.bitcast(value, _lanes(_INT))
-            lower = builder.and_(builder.xor(bits, builder.ashr(bits, _all(_INT, 31))), mask)
-            entry = to.gather(table, builder.lshr(bits, num_bits), _INT)
-            code = builder.lshr(builder.add(entry, lower), num_bits)
-            builder.store(builder.trunc(code, _lanes(_BYTE)), to.at(target, lane, _BYTE), align=1)
-        return context.get_dummy_value()
-
-    return types.void(codes, x, table, inverse, num_lower), emit
+    for i in range(x.size):
+        x[i] *= inverse
+    bits, mask = x.view(np.int32), (np.int32(1) << num_lower) - np.int32(1)
+    for i in range(x.size):
+        entry = table[np.uint32(bits[i]) >> np.uint32(num_lower)]
+        lower = (bits[i] ^ (bits[i] >> np.int32(31))) & mask
+        codes[i] = np.uint32(entry + lower) >> np.uint32(num_lower)
 
 
 # Their forms for numbers, in the same roundings.
@@ -180,7 +108,7 @@ overload(sign)(lambda x: lambda x: np.sign(x))
 def _loop_1(update: Any) -> Any:
     def loop(changed: Any, other: Any, states: Any, scalars: Any) -> None:
         one = states[0]
-        for i in range(BLOCK):
+        for i in range(changed.size):
             changed[i], (one[i],) = update(changed[i], other[i], (one[i],), scalars)
 
     return loop
@@ -189,7 +117,7 @@ def _loop_1(update: Any) -> Any:
 def _loop_2(update: Any) -> Any:
     def loop(changed: Any, other: Any, states: Any, scalars: Any) -> None:
         one, two = states[0], states[1]
-        for i in range(BLOCK):
+        for i in range(changed.size):
             changed[i], (one[i], two[i]) = update(changed[i], other[i], (one[i], two[i]), scalars)
 
     return loop
@@ -198,7 +126,7 @@ def _loop_2(update: Any) -> Any:
 def _loop_3(update: Any) -> Any:
     def loop(changed: Any, other: Any, states: Any, scalars: Any) -> None:
         one, two, three = states[0], states[1], states[2]
-        for i in range(BLOCK):
+        for i in range(changed.size):
             new = update(changed[i], other[i], (one[i], two[i], three[i]), scalars)
             changed[i], (one[i], two[i], three[i]) = new
 
@@ -221,32 +149,34 @@ def _compile(rule: Rule) -> Any:
 def _step_block(
     update: Any, changed: Any, other: Any, scalars: Any, states: Any, quantized: Any, at: int
 ) -> None:
-    """Step one block of parameter and gradient, both [256], float32."""
+    """Step one block of parameter and gradient, both of at most 256, float32."""
     codes, absmax, values, tables, num_lower = quantized
-    start, end = at * BLOCK, (at + 1) * BLOCK
+    start, end, size = at * BLOCK, at * BLOCK + changed.size, changed.size
     for state in range(len(codes)):
-        dequantize_block(states[state], codes[state][start:end], values[state], absmax[state][at])
+        dequantize_block(states[state][:size], codes[state][start:end], values[state], absmax[state][at])
     update(changed, other, states, scalars)
     for state in range(len(codes)):
-        absmax[state][at : at + 1].view(np.int32)[0] = largest_of_block(states[state])
+        new = states[state][:size]
+        absmax[state][at : at + 1].view(np.int32)[0] = largest_of_block(new)
         inverse = np.float32(1) / absmax[state][at]
         if np.isinf(inverse):
             inverse = np.float32(0)
-        quantize_block(codes[state][start:end], states[state], tables[state], inverse, num_lower[state])
+        quantize_block(codes[state][start:end], new, tables[state], inverse, num_lower[state])
 
 
 @compiled
 def _step_blocks(
     update: Any, changed: Any, other: Any, scalars: Any, quantized: Any, bits: Any, first: int, last: int
 ) -> None:
-    """Step whole blocks from first to before last; with bits: of bfloat16, widened and rounded in caches."""
+    """Step blocks from first to before last; with bits: of bfloat16, widened and rounded in caches."""
     states, words = np.empty((len(quantized[0]), BLOCK), np.float32), np.empty(NUM_WORDS, np.uint64)
-    p, g = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    wide_p, wide_g = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     for block in range(first, last):
-        start, end = block * BLOCK, (block + 1) * BLOCK
+        start, end = block * BLOCK, min((block + 1) * BLOCK, changed.size)
         if bits is None:  # numba compiles one of the two ways
             _step_block(update, changed[start:end], other[start:end], scalars, states, quantized, block)
         else:
+            p, g = wide_p[: end - start], wide_g[: end - start]
             widen_block(p.view(np.uint32), changed[start:end])
             widen_block(g.view(np.uint32), other[start:end])
             _step_block(update, p, g, scalars, states, quantized, block)
@@ -276,54 +206,14 @@ def step(
     assert bits is None or not rule.gives_update, "an update is not rounded"
     update, numbers = _compile(rule), tuple(map(np.float32, scalars))
     changed, other = (g, p) if rule.gives_update else (p, g)
-    whole = p.numel() // BLOCK
-    later = BlockBatch() if batch is None else batch
-    if whole:
-        later.add(_work(update, changed, other, numbers, states, bits), whole)
-    if p.numel() % BLOCK:
-        rest, last = slice(whole * BLOCK, None), [state.part(whole, whole + 1) for state in states]
-        bits = bits and bits._replace(start=bits.start + whole * BLOCK)
-        _step_cut_block(update, changed[rest], other[rest], numbers, last, bits)
-    if batch is None:
-        later.run()
-    increment_version(changed)  # numpy does not count changes, by which replicated parameters are followed
-
-
-def _work(
-    update: Any,
-    changed: Tensor,
-    other: Tensor,
-    numbers: Any,
-    states: Sequence[QuantizedState],
-    bits: Bits | None,
-) -> Callable[[int, int], None]:
-    """The function that steps whole blocks, (first, last)."""
     pair = (changed, other) if bits is None else (changed.view(torch.uint16), other.view(torch.uint16))
     key = None if bits is None else (np.uint64(bits.key), bits.start)
     fixed = (update, *(one.numpy() for one in pair), numbers, _arrays(states), key)
-    return lambda first, last: _step_blocks(*fixed, first, last)
-
-
-def _step_cut_block(
-    update: Any,
-    changed: Tensor,
-    other: Tensor,
-    numbers: Any,
-    states: Sequence[QuantizedState],
-    bits: Bits | None,
-) -> None:
-    """Step the last block of a parameter, filled up with zeros."""
-    filled, whole = _filled(changed, 0), [s._replace(codes=_filled(s.codes, s.book.zero)) for s in states]
-    _work(update, filled, _filled(other, 0), numbers, whole, bits)(0, 1)
-    changed.copy_(filled[: changed.numel()])
-    for state, one in zip(states, whole, strict=True):
-        state.codes.copy_(one.codes[: changed.numel()])
-
-
-def _filled(part: Tensor, value: int) -> Tensor:
-    filled = part.new_full((BLOCK,), value)
-    filled[: part.numel()] = part
-    return filled
+    later = BlockBatch() if batch is None else batch
+    later.add(lambda first, last: _step_blocks(*fixed, first, last), num_blocks(p.numel()))
+    if batch is None:
+        later.run()
+    increment_version(changed)  # numpy does not count changes, by which replicated parameters are followed
 
 
 def _arrays(states: Sequence[QuantizedState]) -> tuple[tuple[Any, ...], ...]:
