@@ -238,7 +238,7 @@ def _agree(
     Raises:
         ValueError: there is no parameter of that name, or the ranks give different names.
     """
-    runtime.wait(call, Moment.SHOWN)
+    runtime.wait(call, Moment.FAILED, Moment.SHOWN)
     if reduces:
         runtime.before_step()
     axes, places = runtime.context.axes, _places(runtime)

@@ -136,7 +136,7 @@ def initialize(
         if optimizer is not None:
             pairs = (zip(buffer.originals, buffer.sharded, strict=True) for buffer in runtime.buffers)
             sharded = {original.parameter: own for both in pairs for original, own in both}
-            take_over(optimizer, sharded, overrides)
+            take_over(optimizer, sharded, overrides, device)
         loader = _build_loader(training_data, collate_fn, config, axes, device)
         parts = EngineState(
             runtime=runtime,

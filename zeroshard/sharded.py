@@ -55,7 +55,7 @@ def restore_module(runtime: Runtime) -> None:
         RuntimeError: a forward, a backward or `unsharded()` is running; or a parameter was replaced on any
             rank since the module was sharded. Then nothing has changed.
     """
-    runtime.wait("close()", Moment.SHOWN, Moment.AVERAGED)
+    runtime.wait("close()", Moment.FAILED, Moment.SHOWN, Moment.AVERAGED)
 
     def check() -> None:
         for unit in runtime.units:
@@ -79,6 +79,7 @@ def restore_module(runtime: Runtime) -> None:
 
 def drop_module(runtime: Runtime) -> None:
     """Drop everything without an exchange; the module is not usable afterwards."""
+    runtime.state.before_look = runtime.state.gives_memory = None  # steps that wait are not taken
     runtime.context.axes.drain(DRAIN_S)  # a wait that ends too early would close connections of all engines
     runtime.context.streams.join()
     for unit in runtime.units:

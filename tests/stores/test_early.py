@@ -221,6 +221,12 @@ def mistakes():
     messages.append(str(caught.value))
     engine.step()
     engine.close(restore=False)
+    engine = runs.start(config, MAKERS["8-bit"])
+    engine.backward(runs.token_loss(engine, 0))
+    engine.optimizer.override(next(iter(engine.parameters())), {"lr": 0.5})
+    with pytest.raises(RuntimeError, match=r"'override\(\)' of single parameters .* was changed"):
+        engine.step()
+    engine.close(restore=False)
     with pytest.raises(ValueError, match=r".") as caught:
         runs.start(config, lambda model: LAMB(model.parameters(), lr=1e-2))
     messages.append(str(caught.value))

@@ -74,6 +74,12 @@ def change_rate_in_place(engine, _):
     engine.optimizer.param_groups[0]["lr"].mul_(0.5)
 
 
+def override(engine, _):
+    parameter = last(engine)
+    lr = engine.optimizer.settings(parameter, engine.optimizer.param_groups[0])["lr"]
+    engine.optimizer.override(parameter, {"lr": lr * 0.1})
+
+
 def read_parameter(engine, seen):
     seen.append(sum(p.norm().item() for p in engine.parameters()))
 
@@ -159,6 +165,7 @@ LOOKS = {
     "muon": (change_rate, muon, NARROW, True),
     "muon parameter": (read_parameter, muon, {}, False),
     "rate": (change_rate, fused, {}, True),
+    "override": (override, eight_bits, {}, True),
     "tensor rate": (change_rate_in_place, with_tensor_rate, {}, True),
     "parameter": (read_parameter, adamw, {}, False),
     "edit": (edit_parameter, adamw, NARROW, False),
@@ -596,9 +603,16 @@ def failing(how):
                 runs.token_loss(engine, 2).backward()
         with pytest.raises(RuntimeError, match="an exception has ended the last step") as caught:
             engine.save_checkpoint("never")
-        engine.backward(runs.token_loss(engine, 2))
-        with pytest.raises(RuntimeError, match="has ended the last step in a forward"):
-            engine.step()
+        refused = [
+            lambda: runs.token_loss(engine, 2),
+            engine.full_state_dict,
+            engine.unsharded().__enter__,
+            lambda: next(engine.named_full_parameters()),
+            engine.close,
+        ]
+        for call in refused:
+            with pytest.raises(RuntimeError, match="has ended the last step in a forward"):
+                call()
         engine.close(restore=False)
     return str(caught.value)
 
@@ -607,6 +621,22 @@ def failing(how):
 def test_after_a_step_that_failed_nothing_is_saved_or_stepped(ranks, how):
     for message in ranks(2, failing, how):
         assert "Load the last checkpoint" in message
+
+
+def dropped_before_its_step():
+    with waiting(True):
+        engine = runs.start({"stage": 3}, adamw)
+        runs.train(engine, range(2))
+        steps, optimizer = [], engine.optimizer
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LateSteps, "_step", lambda _, unit: steps.append(unit.name))
+            engine.close(restore=False)
+            list(optimizer.state)
+    return steps
+
+
+def test_an_engine_that_is_dropped_takes_no_step_that_waits(ranks):
+    assert ranks(2, dropped_before_its_step) == [[], []]
 
 
 class Branches(torch.nn.Module):

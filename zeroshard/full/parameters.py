@@ -191,7 +191,7 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         RuntimeError: `write_back`, and the ranks made different edits; then none is kept. Or parameters were
             added or removed.
     """
-    runtime.wait()
+    runtime.wait("unsharded()", Moment.FAILED)
     runtime.check_slots()
     names = _names(runtime)
     members = {member for module in modules for member in module.modules()}
@@ -405,7 +405,7 @@ def full_state_dict(
         dtype_of: chooses the dtype of parameters; the default is float32 or wider.
         wanted: the names in this rank's part that are returned; None: all.
     """
-    runtime.wait()
+    runtime.wait("full_state_dict()", Moment.FAILED)
     runtime.check_slots()
     axes = runtime.context.axes
     state = runtime.module.state_dict(keep_vars=True)

@@ -70,7 +70,7 @@ def save_pretrained(
             "save_pretrained(dequantize=True): the model has adapters, which are written alone: expected "
             "merge_adapters=True with it"
         )
-    runtime.wait("save_pretrained()", Moment.SHOWN)
+    runtime.wait("save_pretrained()", Moment.FAILED, Moment.SHOWN)
     if has_adapters(engine.module) and not merge_adapters:
         export_adapters(runtime, dir, how)
     else:
@@ -151,7 +151,7 @@ def _check_moment(runtime: Runtime, begun: int) -> None:
     Raises:
         RuntimeError: they have changed, or others stand in for them.
     """
-    runtime.wait("named_full_parameters()", Moment.SHOWN)
+    runtime.wait("named_full_parameters()", Moment.FAILED, Moment.SHOWN)
     if runtime.state.num_changes != begun:
         raise RuntimeError(
             "named_full_parameters(): parameters have changed since the stream began, which would mix old "

@@ -137,7 +137,10 @@ def _warn_unknown(optimizer: Optimizer) -> None:
 
 
 def take_over(
-    optimizer: Optimizer, replacements: Mapping[Any, ShardedParameter], overrides: Overrides
+    optimizer: Optimizer,
+    replacements: Mapping[Any, ShardedParameter],
+    overrides: Overrides,
+    device: torch.device,
 ) -> None:
     """Re-point parameter groups to the sharded parameters; every hyperparameter stays.
 
@@ -145,6 +148,7 @@ def take_over(
         optimizer: over original parameters.
         replacements: of the original parameters.
         overrides: as they were read.
+        device: the device that steps.
     """
     for group in optimizer.param_groups:
         group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
@@ -162,7 +166,7 @@ def take_over(
     if isinstance(optimizer, BlockwiseOptimizer):
         optimizer.overrides.clear()
         optimizer.overrides.update(own)
-        optimizer.compile_kernels()
+        optimizer.compile_kernels(device)
     elif is_bitsandbytes(optimizer):
         adopt(optimizer, own)
 

@@ -174,7 +174,7 @@ class Passes:
                 self._here.exit()
 
     def _begin_forward(self) -> None:
-        self._state.refuse("a forward", Moment.BETWEEN_STEPS)
+        self._state.refuse("a forward", Moment.BETWEEN_STEPS, Moment.FAILED)
         self.drop_forward()
         self.recover()
         self._state.move(_FORWARD)

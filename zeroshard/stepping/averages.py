@@ -12,6 +12,7 @@ transformers) then has averages, and knows nothing of it.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -58,6 +59,7 @@ class Averages:
         trained = [buffer for buffer in runtime.buffers if buffer.trainable]
         tiers = [buffer.plan.state_tier for buffer in trained]
         self._pieces = pieces_for(tiers, context.memory, context.streams)
+        weakref.finalize(self, self._pieces.end_copies).atexit = False
         with torch.inference_mode(False):
             for buffer in trained:
                 dtype = torch.promote_types(buffer.main.dtype, torch.float32)
@@ -176,7 +178,7 @@ class Averages:
         runtime, what = self._runtime, "EMA.applied()"
         if runtime.is_closed:
             raise RuntimeError(f"{what} after close(): the averages are of the engine's slices")
-        runtime.wait(what, Moment.SHOWN, Moment.AVERAGED)
+        runtime.wait(what, Moment.FAILED, Moment.SHOWN, Moment.AVERAGED)
         runtime.check_slots()
         with torch.inference_mode(False), torch.no_grad():
             trained = [self._copy_of_main(buffer) for buffer in self._values]

@@ -49,8 +49,8 @@ class EarlySteps:
             )
         self._reducer, self._optimizer, self._state = runtime.reducer, weakref.ref(optimizer), runtime.state
         (self._parts,) = parts
-        self._options: list[dict[str, Any]] = []
-        """The options of each group with which units were stepped."""
+        self._options: dict[str, dict[str, Any]] = {}
+        """The options of each group, and of single parameters, with which units were stepped."""
 
     def __enter__(self) -> None:
         self._state.refuse("a backward", Moment.FAILED)
@@ -81,11 +81,12 @@ class EarlySteps:
         optimizer = self._optimizer()
         if Moment.STEPPED not in self._state.moments or optimizer is None:
             return
-        for number, (before, now) in enumerate(zip(self._options, _options(optimizer), strict=False)):
+        now = _options(optimizer)
+        for owner, before in self._options.items():
             for name, value in before.items():
-                if now.get(name) != value:
+                if now[owner].get(name) != value:
                     raise RuntimeError(
-                        f"{name!r} of group {number} of the optimizer was changed between backward and "
+                        f"{name!r} of {owner} of the optimizer was changed between backward and "
                         "step(), and units have been stepped with the value before: change it before "
                         "backward, or set offload.step_in_backward=False"
                     )
@@ -104,13 +105,14 @@ class EarlySteps:
                 increment_version(gradients.buffer.unsharded)
 
 
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _options(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """The options of each group; of a tensor its identity and version, as its values may be on a device."""
-    return [
-        {
+    options = {
+        f"group {number}": {
             name: (id(value), value._version) if isinstance(value, Tensor) else value
             for name, value in group.items()
             if name != "params"
         }
-        for group in optimizer.param_groups
-    ]
+        for number, group in enumerate(optimizer.param_groups)
+    }
+    return options | {"single parameters": {"override()": getattr(optimizer, "overrides", None)}}

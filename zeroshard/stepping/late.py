@@ -161,6 +161,10 @@ class _LateStates(UserDict[Any, dict[str, Any]]):
     def __getitem__(self, key: Any) -> dict[str, Any]:
         return self.data[key]
 
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dict: a key that is not there is not made."""
+        return self.data.get(key, default)
+
     def copy(self) -> Any:
         """As of a dict."""
         return self.data.copy()

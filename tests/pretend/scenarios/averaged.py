@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,3 +79,25 @@ def _edited(offload: dict[str, Any], precision: dict[str, Any]) -> None:
 
 _edited({"optimizer": "cpu"}, BF16)
 _edited({"optimizer": "cpu", "parameters": "cpu"}, {})
+
+
+def _add_dropped(name: str, end: Callable[[zeroshard.Engine], None]) -> None:
+    """An engine ends while the last averages are copied to the host, whose memory goes then."""
+
+    def run(bench: Bench) -> None:
+        engine = bench.start(bench.gpt(), stage=3, precision=BF16, offload={"optimizer": "cpu"})
+        with bench.trace.syncs_allowed():
+            zeroshard.EMA(engine, 0.5)
+        bench.train(2, 0)
+        with bench.trace.syncs_allowed():
+            next(iter(engine.parameters())).norm().item()  # so no step waits
+            end(engine)
+            bench.engine = None
+            del engine
+            gc.collect()
+
+    add(name, run)
+
+
+_add_dropped("ema_dropped", lambda _: None)
+_add_dropped("ema_closed", lambda engine: engine.close())

@@ -56,7 +56,8 @@ class BlockwiseOptimizer(ChecksRanges):
             raise ValueError(
                 "min_8bit_size: expected an override before the parameter's first step, got one after it"
             )
-        self.overrides[parameter] = {**self.overrides.get(parameter, {}), **hyperparameters}
+        own = {**self.overrides.get(parameter, {}), **hyperparameters}
+        self._overrides = {**self.overrides, parameter: own}  # a step that waits keeps those before
 
     @property
     def overrides(self) -> dict[Tensor, dict[str, Any]]:
@@ -85,12 +86,12 @@ class BlockwiseOptimizer(ChecksRanges):
         super().check_group(group)
         check_ranges(group, {**RANGES, **self.rule.ranges})
 
-    def compile_kernels(self) -> None:
-        """Compile the step of parameters on a GPU, or warn that it cannot be: before the first backward."""
+    def compile_kernels(self, device: torch.device) -> None:
+        """Compile the steps of a GPU, or warn that they cannot be compiled: before the first backward."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 numbers = self.rule.numbers(self.settings(parameter, group), 1)
-                has_kernel(self.rule, parameter.device, len(self.rule.scalars(numbers)))
+                has_kernel(self.rule, device, len(self.rule.scalars(numbers)))
 
     def _step_by_rule(
         self,
