@@ -100,25 +100,24 @@ def bits(name, schedules, options):
     return found
 
 
-def compare_bits(ranks, num_ranks, name, schedules, options, *, rtol=0.0):
+def compare_bits(ranks, num_ranks, name, schedules, options):
     """The parameters of a rank differ between schedules, since the chunks do; together they are the model."""
     by_rank = ranks(num_ranks, bits, name, schedules, options)
     whole = [{} for _ in schedules]
     for runs in by_rank:
         for number, (numbers, state) in enumerate(runs):
-            torch.testing.assert_close(numbers, by_rank[0][0][0], rtol=rtol, atol=0.0)
+            assert numbers == by_rank[0][0][0]
             whole[number] |= state
     for state in whole[1:]:
         assert state.keys() == whole[0].keys()
         for parameter, value in state.items():
-            torch.testing.assert_close(value, whole[0][parameter], rtol=rtol, atol=0.1 * rtol, msg=parameter)
+            assert torch.equal(value, whole[0][parameter]), parameter
 
 
 @pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize(("name", "stage"), [("llama", 0), ("tied gpt", 3)])
 def test_all_synchronous_schedules_give_the_same_bits(ranks, name, stage):
-    of_two_ranks = ["zbv"] if name == "llama" else []  # a tied weight is on one rank of ZBV
-    schedules = ["1f1b", "gpipe", "interleaved", "zb-h1", "varuna", *of_two_ranks]
+    schedules = ["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"]
     compare_bits(ranks, 2, name, schedules, {"stage": stage})
 
 
@@ -126,10 +125,10 @@ def test_all_synchronous_schedules_give_the_same_bits(ranks, name, stage):
 @pytest.mark.parametrize(
     ("num_ranks", "precision"), [(2, {"main_dtype": "bf16"}), (6, {"reduce_dtype": "bf16"})]
 )
-def test_gradients_of_tied_parameters_are_close_on_one_rank_and_on_two(ranks, num_ranks, precision):
-    """ZBV has both on one rank, which adds them up in another order."""
+def test_gradients_of_tied_parameters_are_rounded_alike_on_one_rank_and_on_two(ranks, num_ranks, precision):
+    """ZBV has both on one rank. A third of a sum is scaled before it is rounded."""
     options = {"stage": 1, "precision": {"param_dtype": "bf16", **precision}}
-    compare_bits(ranks, num_ranks, "tied llama", ["1f1b", "zbv"], options, rtol=1e-2)
+    compare_bits(ranks, num_ranks, "tied llama", ["1f1b", "zbv"], options)
 
 
 # ----------------------------------------------------------------------------------------- evaluation

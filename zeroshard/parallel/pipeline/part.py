@@ -71,11 +71,10 @@ class ModelPart:
             return with_sharding(schedule)
         return schedule
 
-    @property
-    def names_of_several(self) -> set[str]:
-        """The names of the parameters that several chunks of this rank use."""
+    def chunks_of(self) -> dict[str, list[int]]:
+        """Return this rank's chunks that use a parameter, by name, for those that several chunks use."""
         own = set(self.chunks)
-        return {found.name for found in self.holders.values() if len(own.intersection(found.chunks)) > 1}
+        return {found.name: sorted(own.intersection(found.chunks)) for found in self.holders.values()}
 
     def named(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
         """Return units whose shared parameters have their names in the whole model, and their holders."""

@@ -221,17 +221,15 @@ class PipelineTraining:
         self._part, self._runtime, self._loss_fn = part, runtime, loss_fn
         self._axes = runtime.context.axes
         self._messages = Messages(self._axes.pp, open_pairs(self._axes, part.pairs))
-        self._shared = Shared(runtime, self._messages)
+        self._shared = Shared(runtime, self._messages, part.chunks_of())
         self._shared.start(optimizer)
         self._products: Products | None = None
         """Made for the first backward in two halves: without these, layers run as they are."""
         self._runners: dict[tuple[int, bool, int], Runner] = {}
         """By number of micro-batches; with backwards or without; by synchronous steps of the list."""
         self._units = {chunk: _units_of(part, runtime, chunk) for chunk in part.chunks}
-        uses = Counter(unit for own in self._units.values() for unit in own)
-        several = part.names_of_several
-        uses.update(u for u in uses if any(o.fqn in several for b in u.buffers for o in b.originals))
-        alone = {unit for unit, num in uses.items() if num == 1}
+        uses, aside = Counter(unit for own in self._units.values() for unit in own), runtime.reducer.set_aside
+        alone = {u for u, num in uses.items() if num == 1 and aside.keys().isdisjoint(u.gradients)}
         self._own_units = {chunk: frozenset(alone.intersection(own)) for chunk, own in self._units.items()}
         """The units of a chunk that are reduced with it: no other chunk gives them gradients."""
         self._signature = part.chunked.signature
@@ -293,6 +291,7 @@ class PipelineTraining:
             self._factor = (loss_scale or 1.0) / num
             runner = self._begin(num, has_backward=True)
             self._scales = [loss_scale or 1.0]
+            self._shared.drop()
             means = self._run(runner, batches, num_batches, num)
             self._shared.add_gradients()
             self._runtime.before_step()
@@ -420,6 +419,7 @@ class PipelineTraining:
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
         """Run the backward of a chunk, or a half; the last one reduces the units that end with it."""
         reducer, has_more = self._runtime.reducer, self._action not in self._runner.ends
+        self._shared.chunk = chunk
         name = chunk, self._action.microbatch
         comes_through_units = self._action.kind is not Kind.WEIGHT_GRADIENT
         delivering = nullcontext() if comes_through_units else self._runtime.passes.delivering()
