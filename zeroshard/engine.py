@@ -25,7 +25,7 @@ from zeroshard.hf import live
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.memory.report import MemoryReport, measure
-from zeroshard.optim.asynchronous import chosen_by
+from zeroshard.optim.asynchronous import method_of
 from zeroshard.parallel.pipeline.cut import PipelineReport, report_cut
 from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.schedules import schedule_of
@@ -91,9 +91,8 @@ class Engine(NotCopied, nn.Module):
         """True or False if the next `step()` is said to step, or not to; None: micro-batches are counted."""
         if part is not None:
             self._num_micro_batches = config.pipeline.num_microbatches
-            trained = [buffer for buffer in parts.runtime.buffers if buffer.trainable]
-            chosen = chosen_by(config.pipeline, parts.optimizer, trained)
-            self._pipeline = PipelineTraining(part, parts.runtime, loss_fn, parts.optimizer, *chosen)
+            method = method_of(part, parts.runtime, parts.optimizer)
+            self._pipeline = PipelineTraining(part, parts.runtime, loss_fn, parts.optimizer, method)
         self._is_ready = False
         """True if `step()` has made the gradients ready for the optimizer."""
         weakref.finalize(self, self._saver.run_alone)

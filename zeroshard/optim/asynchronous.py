@@ -19,28 +19,30 @@ Steps are corrected for stale gradients around the optimizer's own step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from zeroshard.config.pipeline import MOVED_WEIGHTS, NOTED_CHANGES, Pipeline
+from zeroshard.config.pipeline import MOVED_WEIGHTS, NOTED_CHANGES
 from zeroshard.optim.eightbit import blocks, rules
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.ranges import RANGES, Range, Ranges, check_ranges
 from zeroshard.parallel.pipeline.asynchronous.method import (
+    AsynchronousMethod,
     Change,
     Corrected,
     NotedChange,
     compensate,
     lr_factor,
 )
+from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
-from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.runtime import Runtime
 
 Update = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any], int, Tensor], None]
 """(weights, group, state, ahead, out): write weights + ahead * change into `out`, which is like the weights.
@@ -203,15 +205,6 @@ def _compensate_group(optimizer: Optimizer, group: dict[str, Any], tau: int) -> 
         compensate(weights, velocity, gradient, float(group["lr"]), group["momentum"], tau)
 
 
-class OptimizerParts(NamedTuple):
-    """The parts of a method that depend on the optimizer."""
-
-    change: Change | None = None
-    """The change of a step, along which weights are moved; None if they never are."""
-    corrected: Corrected | None = None
-    """The correction of each step; None for none."""
-
-
 class UpdateChange:
     """The next update of the optimizer; see the head of this file.
 
@@ -246,29 +239,33 @@ class UpdateChange:
         self._places = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
 
 
-def chosen_by(config: Pipeline, optimizer: Optimizer | None, buffers: Sequence[FlatBuffer]) -> OptimizerParts:
-    """Return the parts that a config chooses.
+def method_of(part: ModelPart, runtime: Runtime, optimizer: Optimizer | None) -> AsynchronousMethod | None:
+    """Return the method of an asynchronous pipeline, for its optimizer; None for a synchronous pipeline.
 
     Args:
-        config: the config of a pipeline.
+        part: the part of this rank.
+        runtime: the runtime of its units.
         optimizer: the optimizer of this rank; None if all of its parameters are frozen.
-        buffers: the trained buffers.
 
     Raises:
         ValueError: the method does not go with the optimizer; see `update_of`, `rescaled` and
-            `spike_compensated`.
+            `spike_compensated`. Or with the lists; see `AsynchronousMethod`.
     """
-    if optimizer is None or not config.is_asynchronous:
-        return OptimizerParts()
-    corrected: Corrected | None = None
-    if config.chosen_correction == "rescale":
-        corrected = rescaled(optimizer, config.anneal_steps)
-    elif config.chosen_correction == "spike":
-        corrected = spike_compensated(optimizer)
+    config = part.config.pipeline
+    if not config.is_asynchronous:
+        return None
     change: Change | None = None
-    weights = config.chosen_weights
-    if weights in NOTED_CHANGES:
-        change = NotedChange(optimizer, buffers, NOTED_CHANGES[weights], is_mean=weights == "estimate")
-    elif weights in MOVED_WEIGHTS:
-        change = UpdateChange(optimizer, f"pipeline.weights={weights!r}")
-    return OptimizerParts(change, corrected)
+    corrected: Corrected | None = None
+    if optimizer is not None:
+        weights = config.chosen_weights
+        if config.chosen_correction == "rescale":
+            corrected = rescaled(optimizer, config.anneal_steps)
+        elif config.chosen_correction == "spike":
+            corrected = spike_compensated(optimizer)
+        if (name := NOTED_CHANGES.get(weights)) is not None:
+            trained = [buffer for buffer in runtime.buffers if buffer.trainable]
+            change = NotedChange(optimizer, trained, name, is_mean=weights == "estimate")
+        elif weights in MOVED_WEIGHTS:
+            change = UpdateChange(optimizer, f"pipeline.weights={weights!r}")
+    lists = part.schedule(config.num_microbatches, has_backward=True)
+    return AsynchronousMethod(runtime, part.config, lists, change, corrected)

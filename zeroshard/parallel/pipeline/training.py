@@ -42,7 +42,7 @@ from zeroshard.parallel.pipeline.actions import (
     Action,
     Kind,
 )
-from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod, Change, Corrected
+from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
 from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
 from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.runner import Runner
@@ -202,8 +202,7 @@ class PipelineTraining:
         runtime: the runtime of their sharding.
         loss_fn: (output, targets) -> loss; None: the model has one.
         optimizer: the optimizer, if there is one.
-        change: the change of a step, if an asynchronous method moves weights along it.
-        corrected: the correction of the steps of an asynchronous pipeline, if there is one.
+        method: the method of an asynchronous pipeline; None for a synchronous one.
 
     Raises:
         ValueError: pipeline ranks step a parameter that they share with other hyperparameters.
@@ -215,10 +214,9 @@ class PipelineTraining:
         runtime: Runtime,
         loss_fn: LossFunction | None,
         optimizer: Optimizer | None,
-        change: Change | None = None,
-        corrected: Corrected | None = None,
+        method: AsynchronousMethod | None,
     ) -> None:
-        self._part, self._runtime, self._loss_fn = part, runtime, loss_fn
+        self._part, self._runtime, self._loss_fn, self.method = part, runtime, loss_fn, method
         self._axes = runtime.context.axes
         self._messages = Messages(self._axes.pp, open_pairs(self._axes, part.pairs))
         self._shared = Shared(runtime, self._messages, part.chunks_of())
@@ -248,12 +246,6 @@ class PipelineTraining:
         self._due: set[int] = set()
         """The chunks with an own action for their reductions that have had their last backward."""
         self._comparison = BatchComparison(self._axes.pp, runtime.parameters, part.chunked.containers)
-        config = part.config.pipeline
-        self.method = None
-        """The method of an asynchronous pipeline; None for a synchronous one."""
-        if config.is_asynchronous:
-            lists = part.schedule(config.num_microbatches, has_backward=True)
-            self.method = AsynchronousMethod(runtime, part.config, lists, change, corrected)
         self._take_step: TakeStep | None = None
         """Takes a step in the middle of a list."""
 
