@@ -280,17 +280,12 @@ class DividedLogits:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"no attribute {name!r}: {_REFUSAL}")
 
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise TypeError(_REFUSAL)
-
     @classmethod
-    def __torch_function__(cls, *_: Any) -> NoReturn:
+    def _refuse(cls, *_: Any) -> NoReturn:
         raise TypeError(_REFUSAL)
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise TypeError(_REFUSAL)
-
-    __len__ = __bool__ = __iter__ = __array__ = _refuse
+    __torch_function__ = _refuse
+    __getitem__ = __len__ = __bool__ = __iter__ = __array__ = _refuse
     __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __matmul__ = _refuse
 
 
@@ -314,7 +309,6 @@ class ModelLoss:
 
     def __init__(self, model: Any, classes: Classes, head: nn.Module, changes: Changes) -> None:
         self._classes, self._divided_head, self._whole = classes, head, model.loss_function
-        self._names = list(inspect.signature(model.forward).parameters)
         self._is_divided = self._was_called = False
         changes.set(head, "forward", functools.partial(self._head, head.forward))
         changes.set(model, "_loss_function", self)
@@ -364,9 +358,9 @@ class ModelLoss:
         return part if self._is_divided else self._classes.gather(part)
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        has_labels = given.get("labels") is not None
-        self._is_divided, self._was_called = model.training and has_labels, False
+        # Labels by their place leave logits whole.
+        self._is_divided = model.training and kwargs.get("labels") is not None
+        self._was_called = False
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
         if not self._is_divided:
