@@ -75,10 +75,8 @@ def plan(options: PlanOptions) -> None:
 
 
 def _schedule(name: str, options: PlanOptions) -> Schedule:
-    if name in SCHEDULES:
+    if name in SCHEDULES or name in ASYNCHRONOUS:
         return _built(name, options)
-    if name in ASYNCHRONOUS:
-        return _steady(name, options)
     if not Path(name).is_file():
         known = ", ".join((*SCHEDULES, *ASYNCHRONOUS))
         raise ValueError(f"--schedule: expected one of {known}, or a file with lists, got {name!r}")
@@ -93,40 +91,30 @@ def _schedule(name: str, options: PlanOptions) -> Schedule:
     return schedule
 
 
-def _steady(name: str, options: PlanOptions) -> Schedule:
-    stages, microbatches = _read_numbers(name, options, 1)
-    if options.recompute is not None:
-        raise ValueError(f"--recompute: expected synchronous schedules, got {name}")
-    if options.per_step is not None and options.per_step < 1:
-        raise ValueError(f"--per-step: expected at least 1, got {options.per_step}")
-    per_step = options.per_step or Pipeline(schedule=name).step_size(stages)
-    return steady(stages, microbatches, per_step)
-
-
-def _read_numbers(name: str, options: PlanOptions, chunks: int) -> tuple[int, int]:
-    """Return the ranks and the micro-batches of a schedule."""
-    if options.stages is None or options.microbatches is None:
-        raise ValueError(f"--schedule {name} needs --stages and --microbatches")
-    for option, number in (("--stages", options.stages), ("--microbatches", options.microbatches)):
-        if number < 1 and name in ASYNCHRONOUS:  # builders of the others name their limits
-            raise ValueError(f"{option}: expected at least 1, got {number}")
-    size = options.stages * options.microbatches * chunks
-    if size > _MAX_ACTIONS:
-        raise ValueError(
-            f"expected at most {_MAX_ACTIONS:,} chunks times micro-batches, got {size:,} for {name}"
-        )
-    return options.stages, options.microbatches
-
-
 def _built(name: str, options: PlanOptions) -> Schedule:
-    builder = SCHEDULES[name]
+    stages, microbatches = options.stages, options.microbatches
+    if stages is None or microbatches is None:
+        raise ValueError(f"--schedule {name} needs --stages and --microbatches")
+    builder = SCHEDULES.get(name, SCHEDULES["1f1b"])
     # Among several schedules, a schedule with a fixed number of chunks keeps it.
     is_fixed = builder.max_chunks is not None and len(options.schedule) > 1
     chunks = None if is_fixed else options.chunks
-    stages, microbatches = _read_numbers(name, options, chunks or builder.min_chunks)
+    if (size := stages * microbatches * (chunks or builder.min_chunks)) > _MAX_ACTIONS:
+        raise ValueError(
+            f"expected at most {_MAX_ACTIONS:,} chunks times micro-batches, got {size:,} for {name}"
+        )
     recompute = options.recompute is not None
-    costs = _costs(options, 1)
-    return build_schedule(name, stages, microbatches, chunks, recompute=recompute, costs=costs)
+    if name in SCHEDULES:
+        costs = _costs(options, 1)
+        return build_schedule(name, stages, microbatches, chunks, recompute=recompute, costs=costs)
+    if recompute:
+        raise ValueError(f"--recompute: expected synchronous schedules, got {name}")
+    per_step = Pipeline(schedule=name).step_size(stages) if options.per_step is None else options.per_step
+    numbers = {"--stages": stages, "--microbatches": microbatches, "--per-step": per_step}
+    for option, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{option}: expected at least 1, got {number}")
+    return steady(stages, microbatches, per_step)
 
 
 def _costs(options: PlanOptions, chunks_per_rank: float) -> ActionCosts:
