@@ -108,7 +108,7 @@ def initialize(
         world = start_world(device, config.watchdog_s) if config.mesh.pp * config.mesh.tp > 1 else None
         if world is not None and config.mesh.pp > 1:
             part, described = _part_of_model(
-                model, optimizer, config, world, SampleSource(dataset, collate_fn, loss_fn)
+                model, optimizer, config, world, SampleSource(dataset, collate_fn)
             )
             model, config = part.chunked.model, part.narrowed
             if part.is_frozen:  # an optimizer over nothing would be an error of torch
@@ -161,7 +161,7 @@ def _part_of_model(
         optimizer: as `initialize` was given it.
         config: the config.
         world: all ranks.
-        source: the samples and the loss, with which blocks are measured.
+        source: the samples, with which operations are counted.
 
     Returns:
         The part, and the description of the whole model, see `describe_model`.

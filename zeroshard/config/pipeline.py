@@ -62,7 +62,7 @@ class Pipeline(Checked):
     num_chunks: Annotated[int | None, checked.integer(1)] = None
     """Chunks of the model on each rank. None: the smallest number that the schedule allows."""
     balance: Annotated[str, checked.choice("time", "memory", "bottleneck")] = "time"
-    """Chunks are cut to have about the same "time", measured, or parameters ("memory").
+    """Chunks are cut to have about the same "time", by operations, or parameters ("memory").
 
     "bottleneck": the largest time of a chunk is as small as possible.
     """

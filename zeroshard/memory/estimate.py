@@ -332,7 +332,7 @@ def _plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Pla
         raise ValueError(
             "pipeline.trace: an estimate cannot trace a model, whose samples it does not have: expected False"
         )
-    cut = cut_model(Chunked(without_memory(model)), config, SampleSource(), _CPU, measures=False)
+    cut = cut_model(Chunked(without_memory(model)), config, SampleSource(), _CPU, counts=False)
     config = with_schedule(config, cut.schedule)
     ranks, scales = [], []
     for rank in range(config.mesh.pp):

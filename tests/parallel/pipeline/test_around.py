@@ -180,7 +180,7 @@ def test_hooks_are_refused_in_a_trace(name):
     model = Plain()
     HOOKS["forward"](model.get_submodule(name))
     with pytest.raises(ValueError, match=r"with pipeline\.trace, write it into a forward"):
-        trace(model, SampleBatch((torch.rand(2, WIDTH),), {}, None), ["b"])
+        trace(model, SampleBatch((torch.rand(2, WIDTH),), {}), ["b"])
 
 
 def with_hooks_on_a_trace():
@@ -293,7 +293,7 @@ def test_a_trace_cuts_mamba_that_returns_one_tensor():
     torch.manual_seed(0)
     model, tokens = Logits(), tokens_of(0, rows=2)
     want = model(tokens)
-    found = trace(model, SampleBatch((tokens,), {}, None), ["model.backbone.layers.1"])
+    found = trace(model, SampleBatch((tokens,), {}), ["model.backbone.layers.1"])
     torch.testing.assert_close(found(1, found(0, (), {"tokens": tokens}), {"tokens": tokens}), want)
 
 
@@ -346,7 +346,7 @@ def test_a_buffer_that_two_chunks_may_write_is_refused_and_a_table_is_not(ranks)
 @pytest.mark.parametrize("use", ["read first", pytest.param("assigned", marks=pytest.mark.long)])
 def test_a_traced_buffer_that_one_chunk_writes_and_another_one_reads_is_refused(use):
     with pytest.raises(ValueError, match=r"a written buffer in one chunk, got 'step' in \[0, 1\]"):
-        trace(Plain(use), SampleBatch((torch.rand(2, WIDTH),), {}, None), ["b"])
+        trace(Plain(use), SampleBatch((torch.rand(2, WIDTH),), {}), ["b"])
 
 
 @pytest.mark.long_where(use=["read", "copied"])
@@ -357,7 +357,7 @@ def test_a_traced_chunk_hands_on_the_value_that_a_buffer_has(use):
     want, found = made(lambda: Plain(use)), []
     for own in range(2):
         model = made(lambda: Plain(use))
-        found.append(trace(model, SampleBatch((pieces[0],), {}, None), ["b"]))
+        found.append(trace(model, SampleBatch((pieces[0],), {}), ["b"]))
         found[own].keep([], [own])
     values = [found[0](0, (), {"x": piece}) for piece in pieces]
     for piece, value in zip(pieces, values, strict=True):

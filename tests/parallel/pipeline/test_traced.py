@@ -194,7 +194,7 @@ def test_a_checkpoint_goes_on_under_another_cut(ranks, tmp_path, stage):
 def test_chunks_compute_the_model_and_its_gradients_with_its_own_parameters():
     model, want = build(), build()
     named, _ = batch_of(0)
-    found = trace(model, SampleBatch((), named, None), ["inner.layers.1", "inner.layers.3"])
+    found = trace(model, SampleBatch((), named), ["inner.layers.1", "inner.layers.3"])
     values = ()
     for chunk in range(3):
         values = found(chunk, values, named)
@@ -224,7 +224,7 @@ class Aliased(nn.Module):
 def test_a_module_with_two_names_stays_on_the_ranks_that_compute_it(own):
     model, x = Aliased().double(), torch.rand(2, 4, dtype=torch.float64)
     output = model(x)
-    found = trace(model, SampleBatch((x,), {}, None), ["middle"])
+    found = trace(model, SampleBatch((x,), {}), ["middle"])
     values = found(0, (), {"x": x})
     found.keep([], [own])
     assert ("middle.weight" in dict(found.model.named_parameters())) == (own == 1)
@@ -245,13 +245,13 @@ class Twice(nn.Module):
 
 def test_a_module_that_runs_twice_is_refused():
     with pytest.raises(ValueError, match="to run once in a forward, but 'one' runs"):
-        trace(Twice(), SampleBatch((torch.rand(2, 4),), {}, None), ["other"])
+        trace(Twice(), SampleBatch((torch.rand(2, 4),), {}), ["other"])
 
 
 def test_a_trace_leaves_the_model_as_it_is():
     model = build(dropout=0.1).eval()
     before = [dict(vars(module)) for module in model.modules()]
-    trace(model, SampleBatch((), batch_of(0)[0], None), ["inner.layers.1"])
+    trace(model, SampleBatch((), batch_of(0)[0]), ["inner.layers.1"])
     for module, attributes in zip(model.modules(), before, strict=True):
         assert vars(module).keys() == attributes.keys()
         assert module.training is attributes["training"]

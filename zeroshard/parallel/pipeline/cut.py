@@ -1,8 +1,8 @@
 """The cut of a model into chunks, and its report: at modules that are named, or by a balance of its blocks.
 
 split    ["layers.3"]       blocks 0 1 2 | 3 4 5 6
-balance  "time"             runs of blocks with about the same measured time
-         "bottleneck"       the same, with the least time of the slowest run
+balance  "time"             runs of blocks with about the same number of operations
+         "bottleneck"       the same, with the fewest operations in the largest run
          "memory"           runs with about the same bytes of parameters
 """
 
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
+from zeroshard.lazy.deferred import is_known, values_of
 from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline, base_of, unknown_model, without_adapters
 from zeroshard.parallel.pipeline.partition import Balance, BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import (
-    Profiler,
     SampleSource,
-    measure_blocks,
+    call_with,
+    count_blocks,
     same_random_numbers,
     sample_of,
     weigh_blocks,
@@ -46,7 +47,7 @@ class ModelCut(NamedTuple):
     """The blocks of each chunk."""
     blocks: tuple[BlockProfile, ...]
     is_measured: bool
-    """True if times are seconds; False if they are numbers of parameters."""
+    """True if times are operations; False if they are numbers of parameters."""
 
 
 def cut_model(
@@ -55,16 +56,16 @@ def cut_model(
     source: SampleSource,
     device: torch.device,
     *,
-    measures: bool = True,
+    counts: bool = True,
 ) -> ModelCut:
-    """Return the cut that a config asks for; the blocks are measured if it depends on their times.
+    """Return the cut that a config asks for; operations are counted if it depends on them.
 
     Args:
         chunks: the whole model; it does not change.
         config: the config.
-        source: the samples of a micro-batch, and the loss.
-        device: the device on which blocks are measured, one at a time.
-        measures: False takes numbers of parameters in place of times.
+        source: the samples of a micro-batch.
+        device: the device of a check, see `require_handed_on`.
+        counts: False takes numbers of parameters in place of operations.
 
     Raises:
         ValueError: there is no such schedule or no such block, their numbers do not fit, or the model
@@ -74,16 +75,16 @@ def cut_model(
     config = with_schedule(config, schedule)
     num_chunks = schedule_of(config, config.pipeline.num_microbatches).num_chunks
     outline, split = chunks.outline, config.pipeline.split
-    weighed = measured = weigh_blocks(chunks)
+    weighed = counted = weigh_blocks(chunks)
     if isinstance(chunks, Chunked):
         require_handed_on(chunks, device)
-        if split is None and measures and config.pipeline.balance != "memory":
-            measured = _measure(chunks, config, source, device) or weighed
+        if split is None and counts and config.pipeline.balance != "memory":
+            counted = _count(chunks, config, source) or weighed
     if split is None:
-        runs = partition(measured, num_chunks, cast(Balance, config.pipeline.balance))
+        runs = partition(counted, num_chunks, cast(Balance, config.pipeline.balance))
     else:
         runs = split_at(split, outline, num_chunks)
-    return ModelCut(outline, schedule, runs, measured, measured is not weighed)
+    return ModelCut(outline, schedule, runs, counted, counted is not weighed)
 
 
 def require_handed_on(chunks: Chunked, device: torch.device) -> None:
@@ -108,12 +109,18 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
         raise unknown_model(model, f"its parameter '{outside[0]}' is in none of these")
     causal: Any = without_adapters(model)
     embedding = causal.get_input_embeddings()
-    with same_random_numbers(device), torch.no_grad(), Profiler(device, None).inside(model, outline):
+    with same_random_numbers(device), torch.no_grad():
+        placed = {
+            name: (values_of(one) if is_known(one) else torch.zeros_like(one, device="cpu")).to(
+                device, copy=True
+            )
+            for name, one in model.named_buffers()
+        }
         value = torch.rand(1, _LENGTH, embedding.weight.shape[-1], device=device)
         whole = Chunked(model)
         whole.keep([range(len(outline.blocks))], [0])
         try:  # all modules are in chunk 0, so in any other chunk all of them hand on
-            found = whole(1, [value.clone()], {})[0]
+            found = call_with(model, placed, lambda: whole(1, [value.clone()], {}))[0]
         except Exception as error:  # of any kind: the model takes apart what its blocks return
             why = f"its forward does not run without its blocks ({type(error).__name__}: {error})"
             raise unknown_model(model, why) from error
@@ -126,20 +133,15 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
             raise unknown_model(model, why)
 
 
-def _measure(
-    chunks: Chunked, config: Config, source: SampleSource, device: torch.device
-) -> tuple[BlockProfile, ...] | None:
-    """Return the measured profile of the blocks; None without samples, or if they cannot be measured."""
-    dtype = config.precision.param_dtype
+def _count(chunks: Chunked, config: Config, source: SampleSource) -> tuple[BlockProfile, ...] | None:
+    """Return the profile of the blocks; None without samples, or if their operations cannot be counted."""
     try:
         sample = sample_of(chunks.model, source, config.micro_batch_size)
-        if sample is None:
-            return None
-        return measure_blocks(chunks, sample, source.loss_fn, device=device, dtype=dtype)
-    except Exception as error:  # of any kind: training can do without times
+        return None if sample is None else count_blocks(chunks, sample)
+    except Exception as error:  # of any kind: training can do without
         warn_user(
-            f"pipeline.balance='{config.pipeline.balance}': the blocks of the model could not be measured; "
-            f"their numbers of parameters stand for their times: {type(error).__name__}: {error}"
+            f"pipeline.balance='{config.pipeline.balance}': the operations of the blocks could not be "
+            f"counted; their numbers of parameters stand for these: {type(error).__name__}: {error}"
         )
         return None
 
@@ -176,7 +178,7 @@ class ChunkReport(NamedTuple):
     rank: int
     blocks: tuple[str, ...]
     time_share: float
-    """Its part of the time of all chunks, 0 to 1. Without a measurement parameters stand for time."""
+    """Its part of the operations of all chunks, 0 to 1. Without a count parameters stand for these."""
     parameter_bytes: int
     """Bytes of its parameters, as the model has them; with modules before or after the blocks."""
 
@@ -186,10 +188,10 @@ class PipelineReport(NamedTuple):
 
     chunks: tuple[ChunkReport, ...]
     is_measured: bool
-    """True if times were measured. False: parameters stand for them."""
+    """True if operations were counted. False: parameters stand for them."""
 
     def __str__(self) -> str:
-        origin = "measured" if self.is_measured else "by number of parameters"
+        origin = "by operations" if self.is_measured else "by number of parameters"
         rows = [
             (
                 f"chunk {number}",

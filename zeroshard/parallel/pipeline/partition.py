@@ -6,8 +6,7 @@
 The measures are the variance of the chunks' compute time, the variance of their parameter bytes, and the
 largest compute time, which limits the speed of a full pipeline. As the total is the same for every division,
 the least variance is the least sum of squares, and a sum over chunks can be minimized from the last chunk on
-(dynamic programming): for n blocks and k chunks in O(n^2 k). Numbers are integers inside, so the result is
-exact.
+(dynamic programming): for n blocks and k chunks in O(n^2 k). Numbers are integers, so the result is exact.
 
 Several divisions may have the same measure. Of those with the same largest time, the ones with the least
 variance of time are taken. Of those that are left, the one with the fewest blocks in the first chunk, then in
@@ -18,10 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cache
 from itertools import accumulate
-from math import lcm
 from operator import add
 from typing import Literal
 
@@ -30,9 +27,9 @@ Balance = Literal["time", "memory", "bottleneck"]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """The measured profile of a block of the model."""
+    """The profile of a block of the model."""
 
-    time: float
+    time: int
     """Compute time of one micro-batch, forward and backward, in any unit."""
     parameter_bytes: int = 0
     """Bytes of the parameters, with all that is held for them."""
@@ -58,7 +55,11 @@ def partition(
             f"{num_chunks}"
         )
     numbers = [block.parameter_bytes if balance == "memory" else block.time for block in blocks]
-    weight, num_blocks = _sums(numbers), len(blocks)
+    before, num_blocks = list(accumulate(numbers, initial=0)), len(blocks)
+
+    def weight(first: int, end: int) -> int:
+        return before[end] - before[first]
+
     most = weight(0, num_blocks)
     if balance == "bottleneck":
         most, _ = _best_ends(num_blocks, num_chunks, weight, max, most)
@@ -101,11 +102,3 @@ def _best_ends(
     found = best(0, num_chunks)
     assert found is not None, "some division costs no more"
     return found
-
-
-def _sums(numbers: Sequence[float]) -> Callable[[int, int], int]:
-    """Return the function that gives the sum of a range of numbers, as integers in the same proportions."""
-    exact = [Fraction(number) for number in numbers]
-    scale = lcm(*(number.denominator for number in exact))
-    before = list(accumulate((int(number * scale) for number in exact), initial=0))
-    return lambda first, end: before[end] - before[first]
