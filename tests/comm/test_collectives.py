@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.collectives import Axis, GatherPart
+from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import KINDS, Counter
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.status import REDUCE
@@ -513,29 +513,3 @@ def close_with_a_rank_that_stays_away():
 
 def test_closing_an_axis_does_not_wait_for_ever_for_a_rank_that_stays_away(ranks):
     assert ranks(2, close_with_a_rank_that_stays_away, timeout=20) == [0, 0]
-
-
-# ----------------------------------------------------------------------------------- several all-gathers
-
-
-def gather_together(size):
-    """Two tensors of different dtypes, by our call and by torch's manager that accelerators use."""
-    axis, results = world(), []
-    owns = [values_of(axis.rank, size, dtype, salt=salt) for salt, dtype in enumerate((FP32, BF16))]
-    flats = [torch.full((axis.size * size,), -1.0, dtype=own.dtype) for own in owns]
-    parts = [GatherPart(flat, own, tag) for tag, (flat, own) in enumerate(zip(flats, owns, strict=True))]
-    axis.all_gather_together(parts, label="test").wait()
-    expected = [torch.empty_like(flat) for flat in flats]
-    with dist._coalescing_manager(group=dist.group.WORLD, async_ops=False):
-        for flat, own in zip(expected, owns, strict=True):
-            dist.all_gather_into_tensor(flat, own, async_op=False)
-    results += zip(flats, expected, strict=True)
-    return results, axis.counter.report().calls["all_gather"]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_tensors_of_other_dtypes_are_gathered_together_as_torch_does(ranks, num_ranks):
-    for results, num_calls in ranks(num_ranks, gather_together, 7):
-        assert num_calls == (2 if num_ranks > 1 else 0)
-        for flat, expected in results:
-            assert_same_bits(flat, expected)

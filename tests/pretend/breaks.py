@@ -341,10 +341,12 @@ def _hold_back(bench: Bench, patch: pytest.MonkeyPatch, behind: str, every: int 
         return
     held: list[_Late] = []
     number = 0
-    gather, other = Axis.all_gather_together, getattr(Axis, behind)
+    gather, other = Axis.all_gather, getattr(Axis, behind)
 
     def gathers(axis: Axis, *args: Any, **kwargs: Any) -> Handle:
         nonlocal number
+        if kwargs.get("channel", GATHER) != GATHER:  # a half of an all-reduce
+            return gather(axis, *args, **kwargs)
         number += 1
         if number % every == 0 and axis.size > 1:
             held.append(_Late(bench, lambda: gather(axis, *args, **kwargs)))
@@ -353,19 +355,19 @@ def _hold_back(bench: Bench, patch: pytest.MonkeyPatch, behind: str, every: int 
 
     def passes(axis: Axis, *args: Any, **kwargs: Any) -> Any:
         waiting, held[:] = held[:], []
-        result = (gathers if behind == "all_gather_together" else other)(axis, *args, **kwargs)
+        result = (gathers if behind == "all_gather" else other)(axis, *args, **kwargs)
         for late in waiting:
             late.issue()
         return result
 
-    patch.setattr(Axis, "all_gather_together", gathers)
+    patch.setattr(Axis, "all_gather", gathers)
     patch.setattr(Axis, behind, passes)
 
 
 @_must_show(Kind.ORDER, scenarios=("stage3_prefetch3", "second_copy"))
 def _another_order(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """One rank gathers two units in the other order."""
-    _hold_back(bench, patch, behind="all_gather_together", every=7)
+    _hold_back(bench, patch, behind="all_gather", every=7)
 
 
 def _one_communicator_for_both(patch: pytest.MonkeyPatch) -> None:
@@ -411,7 +413,7 @@ def _cycle(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 
         return called
 
-    for name in ("all_gather_together", "reduce_scatter"):
+    for name in ("all_gather", "reduce_scatter"):
         patch.setattr(Axis, name, in_line(getattr(Axis, name)))
     _hold_back(bench, patch, behind="reduce_scatter")
 

@@ -99,12 +99,6 @@ class Transport:
         self._send("all-gather", group, dict.fromkeys(range(group.size()), own), dict(enumerate(chunks)))
         return work
 
-    @contextmanager
-    def _coalescing_manager(self, group: dist.ProcessGroup, async_ops: bool) -> Iterator[None]:
-        """All-gathers inside are one launch: noted one by one, as they are of one stream and communicator."""
-        assert not async_ops, "the engine's own streams order collectives"
-        yield
-
     def all_gather(
         self,
         parts: Sequence[Tensor],

@@ -16,9 +16,9 @@ import functools
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from zeroshard.comm.watch.status import (
     REDUCE,
     TENSOR,
     Ledger,
-    RankStatus,
     find_difference,
     is_proven,
 )
@@ -90,16 +89,6 @@ Parts = Mapping[int, Tensor] | Sequence[Tensor]
 """A tensor for each rank."""
 
 
-class GatherPart(NamedTuple):
-    """One tensor of an all-gather of several."""
-
-    flat: Tensor
-    """[size * K], the result."""
-    own: Tensor
-    """[K], this rank's shard."""
-    tag: int
-
-
 class Axis:
     """One axis of the device mesh, as this rank sees it.
 
@@ -149,11 +138,6 @@ class Axis:
         )
         axis.waits = self.waits
         return axis
-
-    @property
-    def rank_status(self) -> RankStatus:
-        """The status of this rank; the watchdog's, once there is a watchdog."""
-        return self.waits.rank_status
 
     @property
     def ledger(self) -> Ledger:
@@ -213,43 +197,18 @@ class Axis:
             label: the name of the collective in error messages.
             channel: the communicator, GATHER or REDUCE; both halves of an all-reduce use the same one.
         """
-        return self.all_gather_together([GatherPart(flat, own, tag)], label=label, channel=channel)
-
-    def all_gather_together(
-        self, parts: Sequence[GatherPart], *, label: str, channel: str = GATHER
-    ) -> Handle:
-        """All-gather several tensors, of any dtypes; on an accelerator as one launch.
-
-        Args:
-            parts: arguments of `all_gather`, in the same order on all ranks.
-            label, channel: as in `all_gather`.
-        """
-        works: list[dist.Work | None] = []
-        together: AbstractContextManager[Any] = nullcontext()
-        exchanged = [part for part in parts if self.size > 1 and part.flat.numel()]
-        if not exchanged:
-            for flat, own, _ in parts:
-                if flat.data_ptr() != own.data_ptr():
-                    flat.copy_(own)
+        chunks = flat.chunk(self.size)
+        if self.size == 1 or not flat.numel():
+            _copy(own, flat)
             return streams.mark_here(self.device)
-        for _, own, _ in exchanged:
-            name = self.note("all_gather", own.nbytes * (self.size - 1), label, channel)
-        if self.exchanges:
-            for flat, own, tag in exchanged:
-                chunks = flat.chunk(self.size)
-                works += self.exchange(dict.fromkeys(self._peers, own), chunks, tag, name)
-                if chunks[self.rank].data_ptr() != own.data_ptr():
-                    chunks[self.rank].copy_(own)  # while the exchange runs
-            return Pending(self, name, "all_gather", works)
-        group = self.groups[channel]
-        if len(exchanged) > 1:
-            # Private to torch, which has nothing public that gathers several tensors at once; tests/comm
-            # shows when it changes.
-            together = dist._coalescing_manager(group=group, async_ops=False)
-        with self.waits.naming(name), together:
-            for flat, own, _ in exchanged:
-                dist.all_gather_into_tensor(flat, own, group=group, async_op=False)
-        return self.waits.issue(name)
+        label = self.note("all_gather", own.nbytes * (self.size - 1), label, channel)
+        if not self.exchanges:
+            with self.waits.naming(label):
+                dist.all_gather_into_tensor(flat, own, group=self.groups[channel], async_op=False)
+            return self.waits.issue(label)
+        works = self.exchange(dict.fromkeys(self._peers, own), chunks, tag, label)
+        _copy(own, chunks[self.rank])  # while the exchange runs
+        return Pending(self, label, "all_gather", works)
 
     def reduce_scatter(self, flat: Tensor, out: Tensor, pool: BufferPool, *, tag: int, label: str) -> Handle:
         """Sum `flat` over the ranks in rank order and leave this rank's part in `out`.
@@ -296,11 +255,8 @@ class Axis:
             data = tensor.contiguous()
             raw = data.view(-1).view(torch.uint8)  # Gloo knows few dtypes
             broadcast = functools.partial(dist.broadcast, raw, group=self.groups[GATHER], group_src=0)
-            handle = self.start(broadcast, label)
-            if isinstance(handle, streams.Mark):
-                self.waits.wait_for_device(handle, label)
-            else:
-                handle.wait()
+            self.start(broadcast, label).wait()
+            streams.mark_here(self.device).synchronize()
             if data is not tensor:
                 tensor.copy_(data)
 
@@ -324,7 +280,7 @@ class Axis:
         work = dist.all_reduce(bitmap, dist.ReduceOp.MAX, group=self.control, async_op=True)
 
         def answer() -> list[bool]:
-            self.waits.wait_for_agreement(work, label)
+            self.waits.wait_for([work], label)
             maxima = bitmap.tolist()
             if entries is not None and not is_proven(maxima[len(flags) :]):
                 everyone = self.all_gather_object(entries, "comparison of collectives")
@@ -381,7 +337,7 @@ class Axis:
     def _gather_small(self, value: Tensor, label: str) -> list[Tensor]:
         """Return a CPU tensor of every rank; all have the same shape."""
         parts = [torch.empty_like(value) for _ in range(self.size)]
-        self.waits.wait_for_agreement(dist.all_gather(parts, value, group=self.control, async_op=True), label)
+        self.waits.wait_for([dist.all_gather(parts, value, group=self.control, async_op=True)], label)
         return parts
 
     def note(self, kind: str, num_bytes: int, label: str, line: str = CONTROL) -> str:
@@ -397,7 +353,7 @@ class Axis:
         themselves, and destroying a communicator waits for them.
         """
         self.drain(drain_s)
-        if not self.exchanges and (self.waits.have_failed or self.rank_status.is_interrupted):
+        if not self.exchanges and self.waits.rank_status.is_interrupted:
             for group in filter(None, self.groups.values()):
                 group.abort()
         self.groups = dict.fromkeys(self.groups)
@@ -427,6 +383,11 @@ class Axis:
         except RuntimeError as error:
             raise self.waits.error(label, error) from None
         return works
+
+
+def _copy(values: Tensor, out: Tensor) -> None:
+    if out.data_ptr() != values.data_ptr():
+        out.copy_(values)
 
 
 def _sum(parts: Sequence[Tensor], own: Tensor, out: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from zeroshard.comm.collectives import Axis, GatherPart
+from zeroshard.comm.collectives import Handle
 from zeroshard.comm.streams import Mark, mark_here
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
@@ -28,15 +28,13 @@ from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, des
 from zeroshard.parameters.state import Phase
 from zeroshard.parameters.unsharded import UnshardedParameter, refuse_gradient, retire, set_data
 from zeroshard.plan.buffers import BufferPlan
+from zeroshard.plan.exchange import Exchange
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original, counts
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.context import Context
 from zeroshard.stores.storage import allocate, release
 from zeroshard.stores.store import Store, Values
-
-Gather = tuple[Axis, GatherPart]
-"""An all-gather that fills a buffer."""
 
 
 class Source:
@@ -366,11 +364,11 @@ class FlatBuffer:
         for index in own:
             self.versions[index] += 1
 
-    def begin_gather(self) -> Gather | None:
+    def begin_gather(self, label: str) -> Handle | None:
         """Allocate `full` and write this rank's part, on the current stream.
 
         Returns:
-            The exchange that fills the rest; None if there is none.
+            The exchange that fills the rest, with this label; None if there is none.
         """
         self.source.await_stepped()
         if self.is_stale:
@@ -383,10 +381,12 @@ class FlatBuffer:
             allocate(self.full, self.full_bytes)
             self._context.meter.add(self.full_bytes)
         if self._second is not None:
-            return axes[self.plan.regathers[0].axis], GatherPart(self.full, self._second, self.tag)
-        own = self.source.begin(self.full[self.main_span.slice])
-        (exchange,) = self.plan.gathers or (None,)
-        return (axes[exchange.axis], GatherPart(self.full, own, self.tag)) if exchange else None
+            exchange: Exchange | None = self.plan.regathers[0]
+            own = self._second
+        else:
+            own = self.source.begin(self.full[self.main_span.slice])
+            (exchange,) = self.plan.gathers or (None,)
+        return axes[exchange.axis].all_gather(self.full, own, tag=self.tag, label=label) if exchange else None
 
     def free(self, keep_second: bool) -> None:
         """Give the storage of `full` back; nothing may still be writing to it.

@@ -58,7 +58,7 @@ class Passes:
     def __init__(self, units: Sequence[Unit], context: Context, order: UnitOrder, reducer: Reducer) -> None:
         self._root, self._units = units[0], tuple(units)
         self._context, self._order, self._reducer = context, order, reducer
-        self._state, self._here = context.state, context.axes.dp.rank_status
+        self._state, self._here = context.state, context.axes.dp.waits.rank_status
         walked = [unit for unit in units if unit in order.reductions]
         self.quiet = dict.fromkeys(unit for unit in units if unit not in walked)
         """Units without turns in a backward: nothing of them is freed, exchanged or stepped there."""

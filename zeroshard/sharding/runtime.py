@@ -51,7 +51,7 @@ class Runtime:
 
     def __init__(self, units: Sequence[Unit], context: Context, pool: BufferPool, changes: Changes) -> None:
         self.root, self.units, self.context, self.changes = units[0], tuple(units), context, changes
-        self.state, self.here = context.state, context.axes.dp.rank_status
+        self.state, self.here = context.state, context.axes.dp.waits.rank_status
         self.ignored: Mapping[nn.Parameter, str] = {}
         """Parameters that are not sharded; optimizers may step them along with the others."""
         self.casts: Mapping[nn.Module, Cast] = {}

@@ -295,12 +295,8 @@ class Unit:
             buffer.source.check()
         self._move(UnitState.GATHERING)
         with torch.no_grad(), self._stream.after_compute():
-            gathers = [gather for buffer in needed if (gather := buffer.begin_gather()) is not None]
-            for axis in dict.fromkeys(axis for axis, _ in gathers):
-                parts = [part for own, part in gathers if own is axis]
-                self._handles.append(axis.all_gather_together(parts, label=f"all-gather of {self.described}"))
-            if not gathers:  # at most a cast; the handles of gathers cover casts too
-                self._handles.append(self._stream.mark())
+            begun = [buffer.begin_gather(f"all-gather of {self.described}") for buffer in needed]
+            self._handles += [handle or self._stream.mark() for handle in begun]  # no handle: at most a cast
 
     def read_ahead(self) -> None:
         """Let the system read what the next gather starts from, if it lies in files."""

@@ -263,7 +263,7 @@ class RankStatus:
         self._issued: deque[Wait] = deque()
         """Collectives that the host left to the device, the oldest first; some may be over."""
         self.is_interrupted = False
-        """True from an alarm on: a wait that begins later raises an error."""
+        """True from an alarm or an error on: a wait that begins later raises an error."""
         self.exit()
 
     def enter(self, phase: str, where: str = "") -> None:

@@ -24,7 +24,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 from uuid import uuid4
@@ -297,18 +296,6 @@ def _stacks(of: str) -> str:
     return "".join(texts)
 
 
-def _loopback() -> list[str]:
-    """Return a name of the network that 127.0.0.1 stands for: of this machine, and of a namespace there.
-
-    A host's name is not enough: containers, and the hosts of some clusters, have the same one.
-    """
-    parts = [socket.gethostname()]
-    with suppress(OSError):  # on Linux
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-        parts.append(os.readlink("/proc/self/ns/net"))
-    return parts
-
-
 def open_watchdog(
     rank: int, size: int, gather: Callable[[Any, str], list[Any]], timeout_s: float, running: Watchdog | None
 ) -> Watchdog | None:
@@ -335,10 +322,9 @@ def open_watchdog(
     store: dist.TCPStore | None = None
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    own = (_loopback(), store.port if store is not None else 0, uuid4().hex)
-    loopbacks, ports, names = zip(*gather(own, label), strict=True)
-    is_one_machine = all(loopback == loopbacks[0] for loopback in loopbacks)
-    address = "127.0.0.1" if is_one_machine else os.environ.get("MASTER_ADDR", loopbacks[0][0])
+    own = (socket.gethostname(), store.port if store is not None else 0, uuid4().hex)
+    hosts, ports, names = zip(*gather(own, label), strict=True)
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1" if len(set(hosts)) == 1 else hosts[0])
     try:
         store = store or dist.TCPStore(address, ports[0], is_master=False, timeout=timeout)
         store.set_timeout(timedelta(seconds=_STORE_S))
@@ -358,8 +344,8 @@ _SHORTEST_S = 0.001
 """The shortest timeout: to Gloo, 0 means no timeout."""
 _LONGEST_S = 0.5
 """Seconds after which a wait for an agreement checks for an alarm."""
-_POLL_S = 0.0005
-"""Seconds between two checks that a device has come past a mark."""
+_SOURCE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*")
+"""The place in a backend's code that it puts before a message."""
 
 
 class Waits:
@@ -382,75 +368,31 @@ class Waits:
         self.ledger = Ledger()
         """The collectives that this rank has issued."""
         self.watchdog: Watchdog | None = None
-        self.have_failed = False
-        """True when a collective has ended in an error, also because of an alarm."""
 
     def wait_for(self, works: Sequence[dist.Work | None], label: str, kind: str = CONTROL) -> None:
         """Wait for works of a group that serves CPU tensors.
 
+        A wait for an agreement may be repeated, unlike one for a send or a receive: so an alarm ends it.
+
         Args:
             works: the works of one collective.
             label: the name of the collective in error messages.
-            kind: one of the kinds of a counter, which the time of the wait is added to.
+            kind: the kind of a counter that the time of the wait is added to; CONTROL for agreements.
 
         Raises:
             RuntimeError: naming this rank and the collective, when a rank is lost or too late.
         """
-
-        def end(until: float) -> None:
-            for work in works:
-                assert work is not None, "this rank is a member of the group"
-                work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
-
-        self._wait(end, label, kind, works)
-
-    def wait_for_agreement(self, work: dist.Work | None, label: str) -> None:
-        """Wait for a collective of the control group; ends at an alarm too, as `wait_for` does."""
-        assert work is not None, "this rank is a member of the group"
-
-        def end(until: float) -> None:
-            while True:
-                left_s = max(_SHORTEST_S, until - time.monotonic())
-                try:
-                    work.wait(timedelta(seconds=min(left_s, _LONGEST_S)))
-                    return
-                except RuntimeError:  # this wait may be repeated, unlike the wait of a send or receive
-                    if work.is_completed():
-                        work.wait(timedelta(seconds=_SHORTEST_S))  # raises its own error, if it has one
-                        return
-                    if left_s <= _LONGEST_S or self.rank_status.is_interrupted:
-                        raise
-
-        self._wait(end, label)
-
-    def wait_for_device(self, mark: streams.Mark, label: str) -> None:
-        """Have the host wait until the device has come past a collective.
-
-        Raises:
-            RuntimeError: naming this rank and the collective, when a rank is lost or too late.
-        """
-
-        def end(until: float) -> None:
-            while not mark.is_over():
-                if self.rank_status.is_interrupted or time.monotonic() > until:
-                    raise RuntimeError("the device did not reach the end of the collective")
-                time.sleep(_POLL_S)
-
-        self._wait(end, label)
-
-    def _wait(
-        self,
-        end: Callable[[float], None],
-        label: str,
-        kind: str = CONTROL,
-        works: Sequence[dist.Work | None] = (),
-    ) -> None:
-        """Call `end`, which waits until a time at most, and note that the host waits."""
         wait = Wait(label, time.monotonic(), self._timeout_s, ledger=self.ledger, works=works)
-        self.rank_status.wait = wait
+        self.rank_status.wait, until = wait, wait.since + wait.limit_s
         try:  # on the hot path, where a context manager costs more than all else here
             self.check()
-            end(wait.since + wait.limit_s)
+            for work in works:
+                assert work is not None, "this rank is a member of the group"
+                while kind == CONTROL and time.monotonic() < until - _LONGEST_S and not work.is_completed():
+                    with suppress(RuntimeError):
+                        work.wait(timedelta(seconds=_LONGEST_S))
+                    self.check()
+                work.wait(timedelta(seconds=max(_SHORTEST_S, until - time.monotonic())))
         except RuntimeError as error:
             raise self.error(label, error) from None
         finally:
@@ -479,13 +421,14 @@ class Waits:
 
     def error(self, label: str, error: RuntimeError) -> RuntimeError:
         """Return the error to raise for one in a collective, with this rank and the status of the others."""
-        self.have_failed = True
+        reason = _SOURCE.sub("", str(error).strip()).splitlines()[0]
         text = (
             f"{self.who} gave up in the {label} after at most {self._timeout_s:g} s: another rank has "
-            f"failed, has ended, or did not reach the same point ({_in_our_words(error)})"
+            f"failed, has ended, or did not reach the same point ({reason})"
         )
         if self.rank_status.is_interrupted:
             text = f"{self.who} gave up in the {label}, because a rank has raised an alarm"
+        self.rank_status.is_interrupted = True
         if self.watchdog is not None:
             wait = self.rank_status.wait
             if wait is None:  # the connection was closed before: for the others this rank is in it as well
@@ -493,19 +436,3 @@ class Waits:
             text += f"; {self.watchdog.raise_alarm(f'{self.who} gave up in the {label}')}"
             self.rank_status.wait = wait
         return RuntimeError(text)
-
-
-_REASONS = {
-    r"[Cc]onnection (closed|reset) by peer|Broken pipe": "the connection to it is closed",
-    r"Application timeout caused pair closure|[Tt]imed out": "no answer in time",
-}
-"""Errors of Gloo that mean no more than that another rank is not there, in our words."""
-
-_SOURCE = re.compile(r"\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*")
-"""The place in a backend's code that it puts before a message."""
-
-
-def _in_our_words(error: RuntimeError) -> str:
-    text = str(error).strip()
-    known = (ours for theirs, ours in _REASONS.items() if re.search(theirs, text))
-    return next(known, None) or _SOURCE.sub("", text).splitlines()[0]
