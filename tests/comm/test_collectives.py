@@ -459,7 +459,7 @@ def test_an_exchange_with_a_lost_rank_names_rank_and_label_the_first_time_and_la
     for error, label in zip(errors, ("first thing", "second thing"), strict=True):
         assert "rank 0 of 2" in error
         assert label in error
-        assert "0.3 s" in error
+    assert "0.3 s" in errors[0]
 
 
 def small_messages_to_a_rank_that_ended():

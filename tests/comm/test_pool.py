@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -92,24 +91,6 @@ def test_the_oldest_free_buffers_make_room_for_another_size(pool):
     for size in range(1, 200):
         pool.give(pool.take(torch.float32, size))
         assert pool.num_bytes <= 4 * max(100, size)
-
-
-def test_ranges_that_were_asked_for_are_zero_and_are_cleared_once(pool):
-    zeros = (slice(2, 4), slice(7, 8))
-    other = pool.take(torch.float32, 8)
-    used = torch.full((8,), 7.0)
-    with mock.patch.object(torch, "empty", return_value=used):  # new memory may hold zeros by chance
-        buffer = pool.take(torch.float32, 8, zeros)
-    assert buffer is used
-    assert not any(buffer[part].any() for part in zeros)
-    buffer[0:2] = 5.0
-    place = buffer.data_ptr()
-    pool.give(buffer, zeros)
-    pool.give(other.fill_(3.0))
-    with mock.patch.object(torch, "_foreach_zero_", side_effect=AssertionError):
-        again = pool.take(torch.float32, 8, zeros)
-    assert again.data_ptr() == place
-    assert not any(again[part].any() for part in zeros)
 
 
 def test_a_buffer_that_somebody_keeps_is_no_longer_counted(pool):

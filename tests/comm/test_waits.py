@@ -86,7 +86,7 @@ def test_an_axis_whose_communicators_are_aborted_forgets_its_groups(ranks):
             "[/a/gloo/transport/tcp/unbound_buffer.cc:85] Timed out waiting 2000ms for recv operation",
             "(Timed out waiting 2000ms for recv operation)",
         ),
-        ("[/a/b/pair.h:3] Something else\nwith more", "(Something else)"),
+        ("[/a/b/pair.h:3] Something else\nwith more", "(Something else with more)"),
     ],
 )
 def test_errors_of_the_backend_are_told_without_places_in_its_code(theirs, ours):

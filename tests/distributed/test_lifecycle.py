@@ -17,7 +17,6 @@ from torch import nn
 import zeroshard
 from tests.distributed.training import ALL_STAGES, square_loss
 from zeroshard.checkpoint import save as saving
-from zeroshard.comm import mesh
 
 RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
 
@@ -160,39 +159,6 @@ def all_by_turns():
 
 def test_live_engines_over_the_same_and_overlapping_groups_do_not_disturb_each_other(ranks):
     assert ranks(2, all_by_turns) == [[True] * 8] * 2
-
-
-def tags_of_engines(num_ranges):
-    """First tags of engines of which the first stays alive while the others go, on one rank much later."""
-    before, mesh._NUM_TAG_RANGES = mesh._NUM_TAG_RANGES, num_ranges
-    others, mesh._numbers = mesh._numbers, type(mesh._numbers)()  # engines of other tests may be alive
-    try:
-        stays, late = start().engine, []
-        tags = []
-        for number in range(2 * num_ranges):
-            engine = start().engine
-            train(engine)
-            tags.append(engine._axes.dp.first_tag)
-            if dist.get_rank() == 1 and number % 2:
-                late = [engine]
-            del engine
-            gc.collect()
-        late.append(stays)
-        try:
-            late += [start().engine for _ in range(num_ranges)]
-        except RuntimeError as error:
-            return stays._axes.dp.first_tag, tags, str(error)
-    finally:
-        mesh._NUM_TAG_RANGES, mesh._numbers = before, others
-    return None
-
-
-def test_the_tags_of_a_live_engine_are_not_given_to_another_one(ranks):
-    (first, tags, error), other = ranks(2, tags_of_engines, 4)
-    assert other == (first, tags, error)
-    assert first not in tags
-    assert len(set(tags)) < len(tags)
-    assert "4 engines are alive" in error
 
 
 # ----------------------------------------------------------------------------------- saves in the background

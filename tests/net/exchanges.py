@@ -56,10 +56,10 @@ EXCHANGES = (
     Break(
         name="padding_is_not_zeroed",
         says="The padding of a packed buffer is not cleared.",
-        file="zeroshard/comm/pool.py",
-        find="torch._foreach_zero_([buffer[part] for part in zeros])",
+        file="zeroshard/sharding/gradients.py",
+        find="torch._foreach_zero_([flat[gap] for gap in self._gaps])",
         replace="pass",
-        tests=("tests/comm/test_pool.py::test_ranges_that_were_asked_for_are_zero_and_are_cleared_once",),
+        tests=("tests/sharding/test_unit_states.py::test_the_padding_of_packed_gradients_is_zero",),
     ),
     Break(
         name="a_gather_mixes_up_the_senders",

@@ -23,6 +23,7 @@ from zeroshard.comm.collectives import Axis, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.comm.watch.status import GATHER
+from zeroshard.parallel.pipeline import training
 from zeroshard.sharding import runtime
 from zeroshard.sharding.buffer import Source
 from zeroshard.sharding.unit import Unit
@@ -114,8 +115,10 @@ def _free_without_wait(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 def _no_wait_for_messages(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Compute does not wait until activations and gradients are there."""
 
-    def wait(messages: Messages, works: Any, label: str) -> None:
-        messages.wait_on_host([work for work in works if isinstance(work, HostWork)], label)
+    own_wait = Messages.wait
+
+    def wait(messages: Messages, works: Any, label: str, *, on_host: bool = False) -> None:
+        own_wait(messages, [work for work in works if isinstance(work, HostWork)], label, on_host=True)
 
     patch.setattr(Messages, "wait", wait)
 
@@ -123,7 +126,7 @@ def _no_wait_for_messages(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 @_must_show(Kind.CYCLE, scenarios=("pipeline_stage0", "pipeline_interleaved", "pipeline_of_4"))
 def _one_communicator_for_all_messages(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Messages of all pairs of pipeline ranks share a communicator; receives are posted ahead."""
-    patch.setattr(Messages, "_group", lambda messages, source, target: messages._axis.groups[GATHER])
+    patch.setattr(training, "open_pairs", lambda axes, pairs: {})
 
 
 # -- streams -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -110,6 +111,16 @@ def test_the_error_of_an_illegal_move_of_the_root_calls_it_the_root(freed):
     unit = sharded.root
     with pytest.raises(AssertionError, match="root"):
         unit._move(UNSHARDED)
+
+
+def test_the_padding_of_packed_gradients_is_zero(freed):
+    sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
+    (gradients,) = sharded.inner.gradients
+    used = torch.full((gradients.buffer.layout.total,), 7.0)
+    with mock.patch.object(gradients._pool, "take", return_value=used):
+        flat = gradients._take(torch.float32)
+    assert gradients.buffer.layout.gaps
+    assert not any(flat[gap.slice].any() for gap in gradients.buffer.layout.gaps)
 
 
 LEGAL_GRADIENT_MOVES = [

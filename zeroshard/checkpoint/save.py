@@ -31,7 +31,7 @@ from zeroshard.checkpoint.manifest import FileRecord, Manifest, ParameterRecord
 from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, tile
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 from zeroshard.comm.collectives import Axis, on_all, on_first
-from zeroshard.comm.lifecycle import BackgroundGroup, open_background_group
+from zeroshard.comm.lifecycle import start_in_background
 from zeroshard.comm.streams import mark_here
 from zeroshard.stores.host import HostBuffer
 from zeroshard.stores.store import TierMemory
@@ -295,8 +295,6 @@ class Saver:
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self._copies = SnapshotMemory()
-        self._background: BackgroundGroup | None = None
-        """The process group of a thread that saves; None before the first save in the background."""
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._is_alone = False
@@ -325,17 +323,16 @@ class Saver:
         import torch.distributed.checkpoint  # noqa: F401
 
         on_all(self._axis, "copy of what is to be saved", copy)
-        background = self._background = self._background or open_background_group(self._axis)
 
-        def run() -> None:
+        def run(axis: Axis) -> None:
             try:
-                write(snapshot, background.axis)
+                write(snapshot, axis)
             except Exception as error:  # whatever it is, it is told to whoever trains on
                 self._failure = error
                 if self._is_alone or not threading.main_thread().is_alive():
                     self._warn()
 
-        self._thread = background.start(run, "zeroshard-checkpoint")
+        self._thread = start_in_background(self._axis, run, "zeroshard-checkpoint")
 
     def run_alone(self) -> None:
         """Let the save in the background go on when its engine is gone; a failure becomes a warning."""

@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.comm import streams
 from zeroshard.comm.counter import ALL_TO_ALL, Counter
@@ -32,18 +32,10 @@ from zeroshard.comm.watch.status import (
     GATHER,
     REDUCE,
     TENSOR,
-    Ledger,
     find_difference,
     is_proven,
 )
 from zeroshard.comm.watch.watchdog import Waits, Watchdog
-
-
-class Handle(Protocol):
-    """A collective under way; on an accelerator, its mark."""
-
-    def wait(self) -> None:
-        """Return when the result may be used by the current stream; it may be called again."""
 
 
 class Pending:
@@ -83,6 +75,9 @@ class Pending:
             then()
 
 
+Handle = Pending | streams.Mark
+"""A collective under way; on an accelerator, its mark. `wait` may be called again."""
+
 _OLDER = "the ranks have issued different collectives, the first one longer ago than what is kept"
 
 Parts = Mapping[int, Tensor] | Sequence[Tensor]
@@ -98,6 +93,7 @@ class Axis:
         counter: counts the traffic.
         timeout_s: seconds that a rank waits in a collective before it gives up.
         control: a group for small CPU tensors; None uses `group`, which must then be a Gloo one.
+        waits: the waits of another axis, if both share the ledger and the watchdog.
     """
 
     def __init__(
@@ -108,11 +104,14 @@ class Axis:
         counter: Counter,
         timeout_s: float,
         control: dist.ProcessGroup | None = None,
+        waits: Waits | None = None,
     ) -> None:
         self.rank: int = dist.get_rank(group) if group is not None else 0
         self.size: int = dist.get_world_size(group) if group is not None else 1
-        self.waits = Waits(f"rank {self.rank} of {self.size}", device, timeout_s, counter)
-        """Waits are shared with derived axes, so messages name the rank in this axis."""
+        self.waits = waits or Waits(f"rank {self.rank} of {self.size}", device, timeout_s, counter)
+        """Waits are shared with derived axes, so messages name the rank in the first one."""
+        self.ledger = self.waits.ledger
+        """The collectives that this rank has issued over this axis and axes that were derived from it."""
         self.counter = counter
         self.under_way: set[Pending] = set()
         self.groups = dict.fromkeys((GATHER, REDUCE), group)
@@ -133,16 +132,8 @@ class Axis:
 
     def over(self, group: dist.ProcessGroup | None, control: dist.ProcessGroup | None = None) -> Axis:
         """Return an axis over other ranks, on the same device, with the same counter, ledger and watchdog."""
-        axis = Axis(
-            group, device=self.device, counter=self.counter, timeout_s=self.timeout_s, control=control
-        )
-        axis.waits = self.waits
-        return axis
-
-    @property
-    def ledger(self) -> Ledger:
-        """The collectives that this rank has issued over this axis and axes that were derived from it."""
-        return self.waits.ledger
+        shared: dict[str, Any] = {"device": self.device, "counter": self.counter, "waits": self.waits}
+        return Axis(group, timeout_s=self.timeout_s, control=control, **shared)
 
     @property
     def global_ranks(self) -> list[int]:
@@ -169,9 +160,7 @@ class Axis:
         if self.waits.watchdog is not None:
             self.waits.watchdog.unwatch(self)
 
-    def start(
-        self, collective: Callable[..., Any], label: str, kind: str = CONTROL
-    ) -> Pending | streams.Mark:
+    def start(self, collective: Callable[..., Any], label: str, kind: str = CONTROL) -> Handle:
         """Start a collective of the backend; on an accelerator, on the current stream.
 
         Args:
@@ -203,9 +192,8 @@ class Axis:
             return streams.mark_here(self.device)
         label = self.note("all_gather", own.nbytes * (self.size - 1), label, channel)
         if not self.exchanges:
-            with self.waits.naming(label):
-                dist.all_gather_into_tensor(flat, own, group=self.groups[channel], async_op=False)
-            return self.waits.issue(label)
+            gather = functools.partial(dist.all_gather_into_tensor, flat, own, group=self.groups[channel])
+            return self.start(gather, label)
         works = self.exchange(dict.fromkeys(self._peers, own), chunks, tag, label)
         _copy(own, chunks[self.rank])  # while the exchange runs
         return Pending(self, label, "all_gather", works)
@@ -228,11 +216,12 @@ class Axis:
         label = self.note("reduce_scatter", own.nbytes * (self.size - 1), label, REDUCE)
         if not self.exchanges:
             target = out if out.dtype == flat.dtype else torch.empty_like(own)
-            with self.waits.naming(label):
-                dist.reduce_scatter_tensor(target, flat, group=self.groups[REDUCE], async_op=False)
-            if target is not out:
-                out.copy_(target)  # on the same stream, where `target` is freed as well
-            return self.waits.issue(label)
+            scatter = functools.partial(dist.reduce_scatter_tensor, target, flat, group=self.groups[REDUCE])
+            handle = self.start(scatter, label)
+            if target is out:
+                return handle
+            out.copy_(target)  # on the same stream, where `target` is freed as well
+            return streams.mark_here(self.device)
         received = {peer: pool.take(flat.dtype, own.numel()) for peer in self._peers}
         works = self.exchange(chunks, received, tag, label)
 
@@ -324,15 +313,9 @@ class Axis:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         label = self.note("control", own.numel(), label)
-        sizes = self._gather_small(torch.tensor([own.numel()], device="cpu"), label)
-        longest = int(torch.stack(sizes).max())
-        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-        padded[: own.numel()] = own
-        everyone = self._gather_small(padded, label)
-        return [
-            pickle.loads(part[: int(size)].numpy().tobytes())
-            for part, size in zip(everyone, sizes, strict=True)
-        ]
+        sizes = torch.cat(self._gather_small(torch.tensor([own.numel()], device="cpu"), label)).tolist()
+        everyone = self._gather_small(nn.functional.pad(own, (0, max(sizes) - own.numel())), label)
+        return [pickle.loads(part.numpy().tobytes()) for part in everyone]  # it reads no padding
 
     def _gather_small(self, value: Tensor, label: str) -> list[Tensor]:
         """Return a CPU tensor of every rank; all have the same shape."""

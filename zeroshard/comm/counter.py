@@ -14,7 +14,7 @@ KINDS = ("all_gather", "reduce_scatter", ALL_REDUCE, ALL_TO_ALL, "point_to_point
 traffic of pipelines; `control` are small agreements outside of the wire formula."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CommReport:
     """Traffic of this rank since the last reset, by collective, for any transport."""
 
@@ -67,11 +67,6 @@ class Counter:
 
     def report(self, *, rank: int = 0, num_ranks: int = 1) -> CommReport:
         """Return the sums so far, for a report that names one rank of so many."""
-        return CommReport(
-            bytes_sent=dict(self.bytes_sent),
-            calls=dict(self.calls),
-            waited_s=dict(self.waited_s),
-            elapsed_s=time.monotonic() - self.since,
-            rank=rank,
-            num_ranks=num_ranks,
-        )
+        elapsed_s = time.monotonic() - self.since
+        sums = dict(self.bytes_sent), dict(self.calls), dict(self.waited_s)
+        return CommReport(*sums, elapsed_s, rank, num_ranks)

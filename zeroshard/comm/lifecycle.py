@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from threading import Thread
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet
 
 import torch
 
@@ -29,6 +29,8 @@ class _Lifecycle:
         self.stop_group: Callable[[], object] = object
         """Stops the default group, if it is ours."""
         self.watchdog: Watchdog | None = None
+        self.background: Thread | None = None
+        """The thread that `start_in_background` has started last."""
 
     def close(self) -> None:
         """End everything in the order that the module describes; a second call does nothing."""
@@ -80,45 +82,28 @@ def watch(axis: Axis) -> None:
             axis.watch(_lifecycle.watchdog)
 
 
-class BackgroundGroup:
-    """A Gloo group of all ranks for the background threads of all engines, one after the other.
+def start_in_background(axis: Axis, work: Callable[[Axis], None], name: str) -> Thread:
+    """Start a thread that exchanges over a Gloo group of its own; collective over `axis`.
 
-    Main threads start these threads in the same order on all ranks, so the collectives of the group have one
-    order. The watchdog does not watch it.
+    It works once all threads that were started here before have ended. Main threads start them in the same
+    order on all ranks, so the collectives of the group have one order. The watchdog does not watch it.
 
     Args:
-        axis: the axis over that group.
+        axis: the ranks.
+        work: a function of the axis over the group.
+        name: the name of the thread.
     """
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-        self._last: Thread | None = None
-
-    def start(self, work: Callable[[], None], name: str) -> Thread:
-        """Start a thread that works once all earlier ones have ended; collective."""
-        before = self._last
-
-        def run() -> None:
-            if before is not None:
-                before.join()
-            work()
-
-        # Not a daemon: the interpreter waits for it, so that the last checkpoint of a run is written.
-        self._last = Thread(target=run, name=name)
-        self._last.start()
-        return self._last
-
-
-_open: WeakValueDictionary[int, BackgroundGroup] = WeakValueDictionary()
-"""The background groups by the id of the process group, which each of them holds."""
-
-
-def open_background_group(axis: Axis) -> BackgroundGroup:
-    """Return the background group of the ranks of `axis`; collective the first time."""
     group = open_group("background", [axis.global_ranks], axis.timeout_s, "gloo")
-    background = _open.get(id(group))
-    if background is None:
-        over = Axis(group, device=torch.device("cpu"), counter=Counter(), timeout_s=axis.timeout_s)
-        close_at_exit(over)
-        background = _open[id(group)] = BackgroundGroup(over)
-    return background
+    own = Axis(group, device=torch.device("cpu"), counter=Counter(), timeout_s=axis.timeout_s)
+    close_at_exit(own)
+    before = _lifecycle.background
+
+    def run() -> None:
+        if before is not None:
+            before.join()
+        work(own)
+
+    # Not a daemon: the interpreter waits for it, so that the last checkpoint of a run is written.
+    thread = _lifecycle.background = Thread(target=run, name=name)
+    thread.start()
+    return thread

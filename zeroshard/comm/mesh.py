@@ -27,7 +27,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from uuid import uuid4
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -46,9 +45,9 @@ _MARGIN_S = 30.0
 notice, some seconds to collect where all ranks are, and 2 s of grace."""
 
 _TAGS_PER_ENGINE, _NUM_TAG_RANGES = 1 << 16, 1 << 14
+"""Engines have ranges of tags in turn. Exchanges of two engines may be under way in other orders on other
+ranks, but not if so many engines were made between them."""
 _numbers_used = 0
-_numbers: WeakKeyDictionary[Axes, int] = WeakKeyDictionary()
-"""The numbers of the engines that are alive in this process."""
 
 
 _made: dict[tuple[object, ...], weakref.ref[dist.ProcessGroup]] = {}
@@ -271,8 +270,7 @@ class Axes:
 
     def close(self, drain_s: float) -> None:
         """Wait up to `drain_s` for exchanges under way and forget the process groups."""
-        for axis in self.members:
-            axis.close(drain_s)
+        self.drain(drain_s)
         self.mesh = None
 
 
@@ -332,7 +330,7 @@ def open_axes(mesh: DeviceMesh, world: Axis, inner_size: int = 1) -> Axes:
         axes.dp_shard.groups[REDUCE] = _shard_subgroup("reductions", axes, axes.dp_shard.size)
     if 1 < inner_size != axes.dp_shard.size:
         axes.dp_inner = world.over(_shard_subgroup("dp_inner", axes, inner_size))
-    number = _take_number(axes)
+    number = _take_number(axes.world)
     for axis in axes.members:
         axis.first_tag, axis.ledger.name = number % _NUM_TAG_RANGES * _TAGS_PER_ENGINE, number
     if axes.pp.size > 1:
@@ -418,21 +416,9 @@ def _parts_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[list[int]]:
     return [[ranks[number] for number in group] for group in groups_along(mesh.mesh.shape, names, axes)]
 
 
-def _take_number(axes: Axes) -> int:
-    """Return a number that no engine of any of these ranks has had; they may have had other groups before.
-
-    No engine that is alive on one of the ranks has the same range of tags.
-
-    Raises:
-        RuntimeError: too many engines are alive.
-    """
+def _take_number(world: Axis) -> int:
+    """Return a number that no engine of any of these ranks has had; they may have had other groups before."""
     global _numbers_used
-    number, taken = _numbers_used, {number % _NUM_TAG_RANGES for number in _numbers.values()}
-    everyone: list[tuple[int, set[int]]] = axes.world.all_gather_object((number, taken), "agreement on tags")
-    number, taken = max(used for used, _ in everyone), {tags for _, alive in everyone for tags in alive}
-    if len(taken) == _NUM_TAG_RANGES:
-        raise RuntimeError(f"{_NUM_TAG_RANGES} engines are alive: close() or delete those that are not used")
-    while number % _NUM_TAG_RANGES in taken:
-        number += 1
-    _numbers_used, _numbers[axes] = number + 1, number
+    number: int = max(world.all_gather_object(_numbers_used, "agreement on tags"))
+    _numbers_used = number + 1
     return number

@@ -1,8 +1,8 @@
 """Messages between the ranks of a pipeline: tensors from one rank to another, in the order of the sends.
 
 A message is a list of tensors. Their forms (dtype, shape, and if they need a gradient) go ahead of them, on
-the CPU, unless the receiver knows them already. A sender keeps a few messages until they are gone; then it
-waits for the oldest.
+the CPU, unless the receiver knows them already: the number of their bytes, which a receiver may await early,
+and the bytes. A sender keeps a few messages until they are gone; then it waits for the oldest.
 
 [Note: A communicator for each sender and receiver]
 On an accelerator a communicator runs its sends and receives one after another, in the order in which a rank
@@ -28,8 +28,6 @@ from zeroshard.comm.watch.status import GATHER
 POINT_TO_POINT = "point_to_point"
 _LAST_TAGS = (1 << 16) - 2
 """The last two tags of an engine's range, which serve all of its messages; buffers take the first tags."""
-_HEADER_BYTES = 4096
-"""The forms of a message as bytes: some fifty tensors. Larger ones follow in a message of their own."""
 
 
 class Form(NamedTuple):
@@ -64,10 +62,10 @@ class Receipt:
 
     def __init__(self, messages: Messages, source: int, label: str, forms: Forms | None) -> None:
         self._messages, self._source, self._label = messages, source, label
-        self._works: Sequence[dist.Work | None] = ()
         self.forms = forms
+        self._num_bytes = torch.empty(1, dtype=torch.int64, device="cpu")
         if forms is None:
-            self._receive_header(_HEADER_BYTES)
+            self._works = [messages.transfer(self._num_bytes, source, on_host=True, is_number=True)]
         else:
             self._receive(forms)
 
@@ -77,25 +75,19 @@ class Receipt:
         Raises:
             RuntimeError: the sender is lost or too late.
         """
-        while self.forms is None:
-            self._messages.wait_on_host(self._works, f"forms of the {self._label}")
-            found: Forms | int = pickle.loads(self._header.numpy().tobytes())
-            if isinstance(found, int):
-                self._receive_header(found)
-            else:
-                self.forms = found
-                self._receive(found)
-        self._messages.wait(self._works, self._label)
-        self._works = ()
+        messages = self._messages
+        if self.forms is None:
+            label = f"forms of the {self._label}"
+            messages.wait(self._works, label, on_host=True)
+            data = torch.empty(int(self._num_bytes), dtype=torch.uint8, device="cpu")
+            messages.wait([messages.transfer(data, self._source, on_host=True)], label, on_host=True)
+            self._receive(pickle.loads(data.numpy().tobytes()))
+        messages.wait(self._works, self._label)
+        self._works = []
         return self._tensors
 
-    def _receive_header(self, num_bytes: int) -> None:
-        """Begin to receive the forms, or the number of bytes of another header that has them."""
-        self._header = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        self._works = [self._messages.transfer(self._header, self._source, is_header=True)]
-
     def _receive(self, forms: Forms) -> None:
-        messages = self._messages
+        messages, self.forms = self._messages, forms
         self._tensors = [torch.empty(form.shape, dtype=form.dtype, device=messages.device) for form in forms]
         self._works = [
             messages.transfer(_bytes_of(tensor), self._source) for tensor in self._tensors if tensor.numel()
@@ -130,10 +122,14 @@ class Messages:
         """
         under_way = self._sent.setdefault(target, deque())
         while len(under_way) >= self.most_sends:
-            self._end(*under_way.popleft())
-        headers = _written(tuple(map(Form.of, tensors))) if with_forms else []
+            self._end_first(under_way)
         values = [tensor.detach().contiguous() for tensor in tensors]
-        works = [self.transfer(header, self.rank, target, is_header=True) for header in headers]
+        works, headers = [], []
+        if with_forms:
+            data = torch.frombuffer(bytearray(pickle.dumps(tuple(map(Form.of, tensors)))), dtype=torch.uint8)
+            headers = [torch.tensor([data.numel()], device="cpu"), data]
+            works.append(self.transfer(headers[0], self.rank, target, on_host=True, is_number=True))
+            works.append(self.transfer(data, self.rank, target, on_host=True))
         works += [self.transfer(_bytes_of(value), self.rank, target) for value in values if value.numel()]
         self._axis.counter.add(POINT_TO_POINT, sum(memory.nbytes for memory in (*headers, *values)))
         under_way.append((works, (*headers, *values), label))
@@ -146,50 +142,50 @@ class Messages:
         """Wait until all messages of this rank are gone."""
         for under_way in self._sent.values():
             while under_way:
-                self._end(*under_way.popleft())
+                self._end_first(under_way)
 
-    def _end(self, works: Sequence[dist.Work | None], memory: Sequence[Tensor], label: str) -> None:
+    def _end_first(self, under_way: deque[_Sent]) -> None:
+        works, _, label = under_way[0]
         self.wait(works, f"send of the {label}")
+        under_way.popleft()  # its memory may go now
 
-    def wait(self, works: Sequence[dist.Work | None], label: str) -> None:
-        """Wait for works: the host on CPUs, the current stream on an accelerator."""
-        if self._axis.exchanges:
-            self.wait_on_host(works, label)
+    def wait(self, works: Sequence[dist.Work | None], label: str, *, on_host: bool = False) -> None:
+        """Wait for works: the host on CPUs and for forms, the current stream on an accelerator."""
+        if self._axis.exchanges or on_host:
+            self._axis.waits.wait_for(works, label, POINT_TO_POINT)
             return
-        with self._axis.waits.naming(label):
+
+        def wait_on_stream(*, async_op: bool) -> None:
             for work in works:
                 assert work is not None, "this rank is a member of the group"
                 work.wait()
-        self._axis.waits.issue(label)
 
-    def wait_on_host(self, works: Sequence[dist.Work | None], label: str) -> None:
-        """Have the host wait for works of CPU tensors."""
-        self._axis.waits.wait_for(works, label, POINT_TO_POINT)
+        self._axis.start(wait_on_stream, label)
 
     def transfer(
-        self, values: Tensor, source: int, target: int | None = None, *, is_header: bool = False
+        self,
+        values: Tensor,
+        source: int,
+        target: int | None = None,
+        *,
+        on_host: bool = False,
+        is_number: bool = False,
     ) -> dist.Work | None:
-        """Begin to send bytes to another pipeline rank, or to receive them; a header lies on the CPU."""
+        """Begin to send values to another pipeline rank, or to receive them.
+
+        Args:
+            values: the memory.
+            source, target: the pipeline ranks; without a target, this rank receives.
+            on_host: True for forms, which lie on the CPU.
+            is_number: True for the number of their bytes, which has an order of its own.
+        """
         target = self.rank if target is None else target
         call, peer = (dist.isend, target) if source == self.rank else (dist.irecv, source)
-        group = self._axis.control if is_header else self._group(source, target)
-        return call(values, self._axis.global_ranks[peer], group=group, tag=self._tag + is_header)
-
-    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
-        """Return the communicator of the messages from one pipeline rank to another."""
-        return self._groups.get((source, target), self._axis.groups[GATHER])
+        own = self._groups.get((source, target), self._axis.groups[GATHER])
+        group = self._axis.control if on_host else own
+        return call(values, self._axis.global_ranks[peer], group=group, tag=self._tag + is_number)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as bytes: Gloo knows few dtypes."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _written(forms: Forms) -> list[Tensor]:
-    """Return the headers that have the forms."""
-    data = pickle.dumps(forms)
-    first = data if len(data) <= _HEADER_BYTES else pickle.dumps(len(data))
-    header = torch.frombuffer(bytearray(first.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
-    if first is data:
-        return [header]
-    return [header, torch.frombuffer(bytearray(data), dtype=torch.uint8)]

@@ -70,8 +70,8 @@ class Gradients:
         self._factor: Tensor | None = None
         """[1], on the device: the value of `_scale`."""
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
-        self._zeros = tuple(gap.slice for gap in buffer.layout.gaps)
-        """The padding of `flat`: zeros from the pool, and nothing else is written there."""
+        self._gaps = tuple(gap.slice for gap in buffer.layout.gaps)
+        """The padding of `flat`."""
         leaves = plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
         self.landing = landing if leaves else None
         """The host memory of gradients that leave the device; None if they do not."""
@@ -225,7 +225,7 @@ class Gradients:
             result = torch.empty(plan.main_size, dtype=plan.wide_dtype, device=flat.device)
             if not plan.reductions:  # it only leaves the device
                 result.copy_(flat)
-                self._pool.give(flat, self._zeros)
+                self._pool.give(flat)
         parts = [result]
         """This rank's parts of `result`, each inside the one before it."""
         for number, exchange in enumerate(plan.reductions):
@@ -237,7 +237,7 @@ class Gradients:
                 part = result if plan.is_partial and not number else parts[-1].chunk(axis.size)[axis.rank]
                 yield from self._start(exchange, whole, part)
                 if not number and not in_place:
-                    self._pool.give(flat, self._zeros)
+                    self._pool.give(flat)
                 parts.append(part)
             else:
                 part = parts.pop()
@@ -258,7 +258,10 @@ class Gradients:
 
     def _take(self, dtype: torch.dtype) -> Tensor:
         """A flat buffer whose padding is zero."""
-        return self._pool.take(dtype, self.buffer.layout.total, self._zeros)
+        flat = self._pool.take(dtype, self.buffer.layout.total)
+        if self._gaps:
+            torch._foreach_zero_([flat[gap] for gap in self._gaps])  # one kernel for all of them
+        return flat
 
     def _finish_packing(self) -> Tensor:
         """The flat gradients, scaled, in the reduce dtype, with zeros where none arrived."""
@@ -274,7 +277,7 @@ class Gradients:
         if flat.dtype == self._reduce_dtype:
             return flat
         reduced = self._take(self._reduce_dtype).copy_(flat)
-        self._pool.give(flat, self._zeros)
+        self._pool.give(flat)
         return reduced
 
     def wait(self) -> None:

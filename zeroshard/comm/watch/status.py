@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import torch.distributed as dist
@@ -33,7 +33,7 @@ _FACTOR = 6364136223846793005
 _MASK = (1 << 8 * _DIGEST_BYTES) - 1
 
 
-Entries = tuple[int, Sequence[Sequence[int | str]]]
+Entries = tuple[int, Sequence[tuple[str, int, str]]]
 """The last collectives of a ledger, as one rank sends them to another: the ledger's name; and (line, number,
 label) of each collective, on each line the oldest first."""
 
@@ -109,21 +109,20 @@ def find_difference(by_rank: Mapping[int, Entries]) -> str | None:
     if not by_rank:
         return None
     (first, (ledger, expected)), *others = by_rank.items()
-    labels = _by_number(expected)
-    found: list[tuple[bool, int, str, int, str]] = []
-    for rank, (of, entries) in others:
-        if of == ledger:
-            theirs = _by_number(entries)
-            different = [key for key in theirs.keys() & labels.keys() if theirs[key] != labels[key]]
-            if different:
-                # Forwards only gather: where these differ, other lines do because of it.
-                is_later, number, line = min((not key[0].startswith(GATHER), *key[::-1]) for key in different)
-                found.append((is_later, number, line, rank, theirs[line, number]))
+    labels = {(line, number): label for line, number, label in expected}
+    found = [
+        # Forwards only gather: where these differ, other lines do because of it.
+        (not line.startswith(GATHER), number, line, rank, label)
+        for rank, (of, entries) in others
+        for line, number, label in entries
+        if of == ledger and labels.get((line, number), label) != label
+    ]
     if not found:
         return None
     _, number, line, rank, label = min(found)
-    own = labels[line, number]
-    text = f"collective {number} of rank {first} is the {own}, on rank {rank} it is the {label}"
+    text = (
+        f"collective {number} of rank {first} is the {labels[line, number]}, on rank {rank} it is the {label}"
+    )
     return text + next((f": {advice}" for part, advice in _ADVICE.items() if part in text), "")
 
 
@@ -144,10 +143,6 @@ _ADVICE = {
     ),
 }
 """The advice for a difference, by a part of its description; the first that fits holds."""
-
-
-def _by_number(entries: Sequence[Sequence[int | str]]) -> dict[tuple[str, int], str]:
-    return {(str(line), int(number)): str(label) for line, number, label in entries}
 
 
 _AT_ONCE = timedelta(milliseconds=1)
@@ -188,11 +183,6 @@ class Status(NamedTuple):
         """Seconds since the heartbeat came."""
         return time.monotonic() - self.heard_at
 
-    @staticmethod
-    def parse(values: Sequence[Any]) -> Status:
-        """Return a status that was sent as JSON and comes now."""
-        return Status(*values)._replace(heard_at=time.monotonic())
-
 
 Statuses = Mapping[int, Status | None]
 """The last heartbeat of each rank; None for a rank that has sent none."""
@@ -232,18 +222,14 @@ def find_lost(statuses: Statuses, limit_s: float) -> str | None:
     return None
 
 
-def _never() -> bool:
-    return False
-
-
 class Wait(NamedTuple):
     """A collective that this rank waits in: its host, or its device."""
 
     label: str
     since: float
     limit_s: float
-    is_over: Callable[[], bool] = _never
-    """True, for a collective that was left to the device, once the device has come past it."""
+    is_over: Callable[[], bool] = bool
+    """True, for a collective that was left to the device, once the device has come past it; else False."""
     ledger: Ledger | None = None
     """The ledger in which the collective was noted."""
     works: Sequence[dist.Work | None] = ()

@@ -12,6 +12,7 @@ alarm         raised by a rank that gave up in a collective, is late in one, wat
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
@@ -20,14 +21,14 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from itertools import starmap
 from textwrap import shorten
 from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -81,9 +82,8 @@ class Watchdog:
         self.name, self.rank_status = name, RankStatus()
         self._store: dist.Store | None = store
         self._rank, self._size = rank, size
-        self._limits: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
-        """The seconds that the ranks of each watched engine may wait."""
-        self._limits_lock = threading.Lock()
+        self._limits: list[tuple[weakref.ref[object], float]] = []
+        """Each watched engine, and the seconds that its ranks may wait; a new list for each change."""
         self._pause_s = _MAX_PAUSE_S
         self._heard: dict[int, Status | None] = dict.fromkeys(range(size))
         """The last status of each rank."""
@@ -105,8 +105,7 @@ class Watchdog:
 
     def watch(self, engine: object, limit_s: float) -> None:
         """Watch an engine as long as it exists; its ranks may wait `limit_s`."""
-        with self._limits_lock:
-            self._limits[engine] = limit_s
+        self._limits = [*self._limits, (weakref.ref(engine), limit_s)]
         # Never longer again: on other ranks an engine may live on that is gone here, with the same pause.
         self._pause_s = min(self._pause_s, limit_s / _PAUSES_PER_LIMIT)
         if not self._thread.is_alive():
@@ -115,8 +114,7 @@ class Watchdog:
 
     def unwatch(self, engine: object) -> None:
         """Stop to watch an engine that was closed."""
-        with self._limits_lock:
-            self._limits.pop(engine, None)
+        self._limits = [entry for entry in self._limits if entry[0]() not in (engine, None)]
 
     def raise_alarm(self, reason: str) -> str:
         """Have all ranks end; the caller raises an error.
@@ -159,8 +157,7 @@ class Watchdog:
     @property
     def _limit_s(self) -> float | None:
         """The shortest limit of the watched engines; None if no engine is watched."""
-        with self._limits_lock:
-            return min(self._limits.values(), default=None)
+        return min((limit_s for engine, limit_s in self._limits if engine() is not None), default=None)
 
     @property
     def _silence_s(self) -> float:
@@ -217,9 +214,9 @@ class Watchdog:
                 self._store = None  # rank 0 may end now
                 return
             for rank in set(ranks) - {self._rank}:
-                status, before = Status.parse(json.loads(store.get(str(rank)))), self._heard[rank]
+                status, before = Status(*json.loads(store.get(str(rank)))), self._heard[rank]
                 if before is None or (status.beat != before.beat and before.end is None):
-                    self._heard[rank] = status
+                    self._heard[rank] = status._replace(heard_at=time.monotonic())
         except RuntimeError:
             self._drop_store()
             return
@@ -252,48 +249,31 @@ class Watchdog:
         """Read the status of all ranks, once each has sent one after it read the alarm, or is silent."""
         everyone = range(self._size)
         self._exchange(everyone)
-        first_beats = {rank: one.beat for rank, one in self._heard.items() if one is not None}
+        beats = {rank: 2 + one.beat for rank, one in self._heard.items() if one is not None}
 
-        def is_awaited(rank: int) -> bool:
-            status = self._heard[rank]
+        def is_awaited(rank: int, status: Status | None) -> bool:
             if status is None or rank == self._rank or self._is_over(status):
                 return False
-            return status.beat < first_beats.get(rank, 0) + 2
+            return status.beat < beats.get(rank, 2)
 
-        def go_on() -> None:
+        num_extra = 0
+        while num_extra < _EXTRA_BEATS:
             self._pause()
             self._exchange(everyone)
-
-        while any(map(is_awaited, everyone)):
-            go_on()
-        self._report = report(self._statuses(), self._silence_s)
-        for _ in range(_EXTRA_BEATS):
-            go_on()
+            num_extra += self._report is not None
+            if self._report is None and not any(starmap(is_awaited, self._heard.items())):
+                self._report = report(self._statuses(), self._silence_s)
         self._has_report.set()
 
     def _end_process(self) -> None:
         """End the process, whose main thread does not come to an error of its own."""
         sys.stderr.write(
             f"zeroshard ends rank {self._rank} of {self._size}: {self._alarm}. {self._report}\n"
-            f"{_stacks(f'rank {self._rank}')}"
+            "The stacks of its threads, the last call first:\n"
         )
         sys.stderr.flush()
+        faulthandler.dump_traceback(2)
         os._exit(1)
-
-
-def _stacks(of: str) -> str:
-    """Return the stacks of all other threads, the main thread last: hooks may run in autograd's threads."""
-    names = {thread.ident: f"thread '{thread.name}'" for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    names[main] = "main thread"
-    frames = {
-        ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()
-    }
-    texts = []
-    for ident, frame in sorted(frames.items(), key=lambda item: item[0] == main):
-        name = names.get(ident, "thread of autograd or another library")
-        texts.append(f"The {name} of {of} is here:\n{''.join(traceback.format_stack(frame))}")
-    return "".join(texts)
 
 
 def open_watchdog(
@@ -405,15 +385,6 @@ class Waits:
         self.rank_status.issue(Wait(label, time.monotonic(), self._timeout_s, mark.is_over, self.ledger))
         return mark
 
-    @contextmanager
-    def naming(self, label: str) -> Iterator[None]:
-        """Raise errors inside as errors of this collective; after an alarm, raise one at once."""
-        try:
-            self.check()
-            yield
-        except RuntimeError as error:
-            raise self.error(label, error) from None
-
     def check(self) -> None:
         """Raise an error once there has been an alarm."""
         if self.rank_status.is_interrupted:
@@ -421,7 +392,7 @@ class Waits:
 
     def error(self, label: str, error: RuntimeError) -> RuntimeError:
         """Return the error to raise for one in a collective, with this rank and the status of the others."""
-        reason = _SOURCE.sub("", str(error).strip()).splitlines()[0]
+        reason = shorten(_SOURCE.sub("", str(error)), _ERROR_WIDTH)
         text = (
             f"{self.who} gave up in the {label} after at most {self._timeout_s:g} s: another rank has "
             f"failed, has ended, or did not reach the same point ({reason})"
