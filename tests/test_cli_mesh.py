@@ -135,16 +135,15 @@ def test_the_example_of_the_documentation_is_what_is_printed(capsys):
         (("--ranks", 8, "--shard-group-size", 0), "config key 'shard_group_size'"),
         (
             ("--ranks", 32, "--tp", 3, "--pp", 4),
-            "32 ranks cannot be arranged with mesh.pp=4 and mesh.tp=3: expected a multiple of 12",
+            "32 rank(s) cannot be arranged with mesh.pp=4, mesh.tp=3: expected a multiple of 12",
         ),
         (
             ("--ranks", 32, "--tp", 4, "--shard-group-size", 3),
-            "32 ranks cannot be arranged with mesh.pp=1 and mesh.tp=4 in groups of shard_group_size=3: "
-            "expected a multiple of 12",
+            "32 rank(s) cannot be arranged with mesh.tp=4, shard_group_size=3: expected a multiple of 12",
         ),
         (
             ("--ranks", 8, "--shard-group-size", 3),
-            "8 ranks cannot be arranged in groups of shard_group_size=3: expected a multiple of 3",
+            "8 rank(s) cannot be arranged with shard_group_size=3: expected a multiple of 3",
         ),
     ],
 )

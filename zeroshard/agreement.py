@@ -55,11 +55,8 @@ def check_agreement(
         *(*_override_facts(overrides, model), end),
         *_data_facts(training_data),
     ]
-
-    def differing(found: str) -> RuntimeError:
-        return RuntimeError(f"the ranks were given different models, configs, optimizers or data: {found}")
-
-    require_same(axis, facts, differing, "agreement on model and config")
+    problem = "the ranks were given different models, configs, optimizers or data"
+    require_same(axis, facts, lambda of: RuntimeError(f"{problem}: {of}"), "agreement on model and config")
 
 
 def _config_facts(config: Config) -> Iterator[str]:

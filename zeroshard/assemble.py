@@ -46,7 +46,7 @@ from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
 from zeroshard.plan.names import Cast, find_casts, find_ignored
 from zeroshard.plan.placement import DP_SHARD, place
-from zeroshard.plan.tiers import Tiers
+from zeroshard.plan.tiers import Tier, Tiers
 from zeroshard.plan.units import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Changes, Context, Meter
@@ -207,7 +207,7 @@ def read_setting(
         sizes=sizes,
         tiers=Tiers.of(offload.optimizer, offload.parameters, host_computes=host_computes),
         device_fraction=offload.device_fraction,
-        host_computes=host_computes,
+        host=Tier.DEVICE if host_computes else Tier.HOST,
         steps_in_backward=offload.step_in_backward,
         steps_by_parts=steps_by_parts,
         weights=config.pipeline.chosen_weights,

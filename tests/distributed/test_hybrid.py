@@ -337,7 +337,7 @@ def refusals():
 def test_groups_that_do_not_fit_are_refused_with_the_numbers(ranks):
     for groups, second, in_group, differing in ranks(4, refusals):
         assert groups == (
-            "ValueError: 4 ranks cannot be arranged in groups of shard_group_size=3: expected a multiple of 3"
+            "ValueError: 4 rank(s) cannot be arranged with shard_group_size=3: expected a multiple of 3"
         )
         assert second == (
             "ValueError: reshard_after_forward=3: expected a divisor of the 4 ranks over which parameters "

@@ -214,8 +214,8 @@ EXCHANGES = (
             "A parameter that each tensor rank uses for its part of the values keeps the gradient of that "
             "part."
         ),
-        file="zeroshard/plan/buffers.py",
-        find="summands = SUMMANDS_OF_PARTS if originals[0].is_summed else SUMMANDS",
+        file="zeroshard/parallel/tensor/division.py",
+        find="summands = SUMMANDS_OF_PARTS if o.parameter in summed else SUMMANDS",
         replace="summands = SUMMANDS",
         tests=("tests/parallel/test_sequence.py::test_a_model_trains_as_in_one_process",),
     ),

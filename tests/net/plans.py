@@ -69,8 +69,8 @@ PLANS = (
         name="owners_lack_a_range",
         says="The rank that computes with a whole tensor does not get the range that another rank holds.",
         file="zeroshard/plan/owners.py",
-        find="if rank != owner and found:",
-        replace="if rank > owner and found:",
+        find="if span.size and span != item.held[owner]:",
+        replace="if span.size and rank > owner and span != item.held[owner]:",
         tests=(
             "tests/sharding/test_owners.py::test_every_owner_gets_each_element_once_and_none_that_it_holds",
         ),
@@ -194,8 +194,8 @@ PLANS = (
         name="a_tied_parameter_belongs_to_its_first_unit",
         says="A parameter of two units lies in the first of them, so the second one computes without it.",
         file="zeroshard/plan/units.py",
-        find="lowest = [spec for spec in own[0].chain if all(spec in place.chain for place in own)][-1]",
-        replace="lowest = own[0].chain[-1]",
+        find="lowest = [spec for spec in chains[0] if all(spec in chain for chain in chains)][-1]",
+        replace="lowest = chains[0][-1]",
         tests=("tests/sharding/test_units.py::test_a_parameter_tied_across_blocks_goes_to_the_root",),
     ),
     Break(

@@ -199,24 +199,17 @@ def refusal(function, *args):
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused_and_all_others_are_not():
-    for num_ranks, pp, tp in itertools.product(range(1, 17), range(1, 9), range(1, 9)):
-        these_ranks = "1 rank cannot" if num_ranks == 1 else f"{num_ranks} ranks cannot"
-        if num_ranks % (pp * tp):
-            assert refusal(Arrangement, num_ranks, pp, tp) == (
-                f"{these_ranks} be arranged with mesh.pp={pp} and mesh.tp={tp}: "
-                f"expected a multiple of {pp * tp}"
+    for num_ranks, pp, tp, group_size in itertools.product(range(1, 17), range(1, 9), range(1, 9), range(18)):
+        divisor = pp * tp * (group_size or 1)
+        if num_ranks % divisor:
+            asked = {"mesh.pp": pp, "mesh.tp": tp, "shard_group_size": group_size}
+            keys = ", ".join(f"{key}={number}" for key, number in asked.items() if number > 1)
+            assert refusal(Arrangement, num_ranks, pp, tp, group_size or None) == (
+                f"{num_ranks} rank(s) cannot be arranged with {keys}: expected a multiple of {divisor}"
             )
-            continue
-        for group_size in range(1, 18):
-            if num_ranks // (pp * tp) % group_size == 0:
-                assert Arrangement(num_ranks, pp, tp, group_size).sizes.dp_shard == group_size
-                continue
-            message = refusal(Arrangement, num_ranks, pp, tp, group_size)
-            axes = "" if pp * tp == 1 else f"with mesh.pp={pp} and mesh.tp={tp} "
-            assert message == (
-                f"{these_ranks} be arranged {axes}in groups of shard_group_size={group_size}: "
-                f"expected a multiple of {pp * tp * group_size}"
-            )
+        else:
+            sizes = Arrangement(num_ranks, pp, tp, group_size or None).sizes
+            assert sizes.dp_shard == (group_size or num_ranks // (pp * tp))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ def half_frozen():
 
 
 def names(model, choice, left_out=()):
-    return set(find_replicated(model, choice, left_out).values())
+    found = find_replicated(model, choice, left_out)
+    return {name for name, parameter in model.named_parameters() if parameter in found}
 
 
 def test_a_choice_or_patterns_name_frozen_parameters():
@@ -82,4 +83,4 @@ def test_a_config_takes_a_word_or_patterns():
 
 def test_trained_parameters_are_never_replicated():
     specs = find_units(nn.Sequential(nn.Linear(2, 2)), None, frozen="replicate")
-    assert not any(original.is_replicated for spec in specs for original in spec.originals)
+    assert not any(original.placements for spec in specs for original in spec.originals)

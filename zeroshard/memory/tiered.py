@@ -87,21 +87,21 @@ def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier:
     if not is_early:
         return sum(each)
     # Of the units that are stepped or wait for it, and of the unit that is reduced.
-    num_units = 1 + (1 if setting.host_computes else MOST_UNDER_WAY)
+    num_units = 1 + (1 if setting.host is Tier.DEVICE else MOST_UNDER_WAY)
     return sum(sorted(each)[-num_units:])
 
 
 def _bytes_of_gradients(buffer: BufferPlan, setting: Setting, num: int, tier: Tier, *, is_early: bool) -> int:
     """Bytes on a tier; gradients with which the device steps in the backward stay there."""
     comes_near = buffer.main_tier is not Tier.DEVICE and pieces.near_parts(buffer)
-    if not is_early or setting.host_computes or not comes_near:
+    if not is_early or setting.host is Tier.DEVICE or not comes_near:
         return traffic.gradient_bytes(buffer, setting, num, tier)
     return traffic.gradient_bytes(buffer, setting, num, Tier.HOST) if tier is Tier.DEVICE else 0
 
 
 def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, tier: Tier) -> int:
     """Bytes of the pieces of memory on a tier through which values of farther tiers pass."""
-    if tier is Tier.DISK or (tier is Tier.DEVICE and setting.host_computes):
+    if tier is Tier.DISK or tier is Tier.DEVICE is setting.host:
         return 0
     parts = []
     for buffer in (b for u in units for b in u.buffers if tier.distance < b.state_tier.distance):

@@ -69,17 +69,13 @@ class Arrangement:
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
             raise ValueError(f"num_ranks: expected at least 1 rank, got {self.num_ranks}")
-        along_model = f"with mesh.pp={self.pp} and mesh.tp={self.tp}"
-        self._require_multiple(self.num_parts, along_model)
-        if self.shard_group_size is not None:
-            how = f"in groups of shard_group_size={self.shard_group_size}"
-            how = how if self.num_parts == 1 else f"{along_model} {how}"
-            self._require_multiple(self.num_parts * self.shard_group_size, how)
-
-    def _require_multiple(self, divisor: int, how: str) -> None:
+        divisor = self.num_parts * (self.shard_group_size or 1)
         if self.num_ranks % divisor:
-            these_ranks = f"{self.num_ranks} rank" + "s" * (self.num_ranks > 1)
-            raise ValueError(f"{these_ranks} cannot be arranged {how}: expected a multiple of {divisor}")
+            asked = {"mesh.pp": self.pp, "mesh.tp": self.tp, "shard_group_size": self.shard_group_size}
+            keys = ", ".join(f"{key}={number}" for key, number in asked.items() if number not in (1, None))
+            raise ValueError(
+                f"{self.num_ranks} rank(s) cannot be arranged with {keys}: expected a multiple of {divisor}"
+            )
 
     @property
     def num_parts(self) -> int:

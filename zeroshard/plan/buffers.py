@@ -20,9 +20,6 @@ from zeroshard.plan.originals import Original, computes_in_own_dtype, is_packed
 from zeroshard.plan.placement import (
     DP_REPLICATE,
     DP_SHARD,
-    REPLICATED,
-    SUMMANDS,
-    SUMMANDS_OF_PARTS,
     TP,
     Placement,
     Placements,
@@ -63,8 +60,8 @@ class Setting:
     tiers: Tiers = Tiers()  # noqa: RUF009 - it is frozen
     device_fraction: float = 0.0
     """The share of what is offloaded that stays on the device, 0 to 1; see `tiers_of_units`."""
-    host_computes: bool = False
-    """True for ranks on the CPU, whose device is host memory."""
+    host: Tier = Tier.HOST
+    """The tier of host memory; for ranks on the CPU, it is the device."""
     steps_in_backward: bool = False
     """True if units may step during the backward."""
     steps_by_parts: bool = False
@@ -188,7 +185,9 @@ def plan_units(specs: Iterable[UnitSpec], setting: Setting) -> list[UnitPlan]:
     for spec, tiers in zip(specs, tiers_of_units(sizes, trained, setting), strict=True):
         own = replace(setting, tiers=tiers)
         buffers = tuple(plan_buffer(originals, own) for originals in group(spec.originals, setting.dtypes))
-        plans.append(UnitPlan(spec.name, buffers, _is_saved(spec.modules), spec.reason))
+        # The backward of an embedding needs the indices alone.
+        is_saved = any(type(module) is not nn.Embedding for module in spec.modules)
+        plans.append(UnitPlan(spec.name, buffers, is_saved, spec.reason))
     return plans
 
 
@@ -229,7 +228,7 @@ def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Origi
         # A parameter of several pipeline ranks lies alone, so that its slices are the same on all of these:
         # the order of modules, and their units, may differ.
         shared = original.holders and original.fqn
-        placing = original.is_summed, original.is_replicated
+        placing = tuple(original.summands), original.placements is None
         key = (parameter.dtype, parameter.requires_grad, compute, is_packed(parameter), placing, shared)
         groups.setdefault(key, []).append(original)
     return list(groups.values())
@@ -238,9 +237,8 @@ def group(originals: Iterable[Original], dtypes: DtypePolicy) -> list[list[Origi
 def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     """Apply a stage, a precision and a mesh to parameters of one `group`."""
     first, dtypes = originals[0].parameter, setting.dtypes.of(originals[0])
-    placements, sizes = setting.placements, setting.sizes
-    if originals[0].is_replicated:
-        placements = REPLICATED
+    placements, sizes = originals[0].placements or setting.placements, setting.sizes
+    summands = originals[0].summands
     compute = dtypes.param_dtype or first.dtype
     wide = torch.promote_types(first.dtype, torch.float32)
     main = (dtypes.main_dtype or wide) if first.requires_grad else compute
@@ -256,8 +254,7 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     is_freed = is_sharded and (bool(gathers) or is_computed or far is not Tier.DEVICE)
     is_filled = bool(gathers) or is_freed or main_tier is not Tier.DEVICE
     has_versions = setting.weights not in NEWEST_WEIGHTS and first.requires_grad and is_filled
-    summands = SUMMANDS_OF_PARTS if originals[0].is_summed else SUMMANDS
-    num_replicas = sizes[DP_REPLICATE] * (sizes[TP] if originals[0].is_summed else 1)
+    num_replicas = sizes[DP_REPLICATE] * (sizes[TP] if TP in summands else 1)
     return BufferPlan(
         layout=Layout(tuple(original.numel for original in originals), sizes[DP_SHARD], num_replicas),
         trainable=first.requires_grad,
@@ -274,8 +271,3 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
         state_tier=state_tier,
         copy_tier=tier_of_copy(far, main_tier, main, compute),
     )
-
-
-def _is_saved(modules: Iterable[nn.Module]) -> bool:
-    """True if autograd saves parameters of modules; an embedding's backward needs the indices alone."""
-    return any(type(module) is not nn.Embedding for module in modules)

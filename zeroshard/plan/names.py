@@ -11,14 +11,13 @@ A pattern fits a parameter by its full name, or by the name of a module around i
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate
 
 import torch
 from torch import nn
-
-from zeroshard.config.checked import show
 
 Ignored = dict[nn.Parameter, str]
 """Parameters that are not sharded, with their names: each rank keeps its own, whole."""
@@ -28,8 +27,6 @@ FrozenChoice = str | Sequence[str]
 
 DtypesByName = Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...] | None
 """Compute dtypes by pattern, in order; None for no pattern."""
-
-_OVERRIDES = "precision.overrides"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,111 +56,82 @@ def fitting(pattern: str, names: Collection[str]) -> list[str]:
     if pattern in names:
         return [pattern]
     if any(letter in pattern for letter in "*?["):
-        return [n for n in names if any(fnmatchcase(part, pattern) for part in (n, *_modules_around(n)))]
+        return [n for n in names if any(fnmatchcase(part, pattern) for part in _beginnings(n))]
     return [name for name in names if f".{pattern}." in f".{name}."]
 
 
-def select(pattern: str, names: Collection[str], key: str) -> list[str]:
-    """Return the names that a pattern fits, as `fitting` does; raise ValueError where there is none.
+def _beginnings(name: str) -> Iterator[str]:
+    """The names on the way to a name, which is the last: "a", "a.b" and "a.b.c"."""
+    return accumulate(name.split("."), "{}.{}".format)
+
+
+def find_parameters(
+    root: nn.Module, patterns: Iterable[str] | None, key: str, left_out: Container[nn.Parameter] = ()
+) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Find each pattern, in order, with the name and the parameter of all that it fits.
 
     Args:
-        pattern: the pattern.
-        names: the full names of all parameters of the model.
-        key: the config key of the pattern, for the error.
+        root: the model.
+        patterns: the patterns; None for none.
+        key: the config key of the patterns, for the error.
+        left_out: parameters that no pattern fits.
+
+    Raises:
+        ValueError: a pattern fits none.
     """
-    if found := fitting(pattern, names):
-        return found
-    parts = (part for name in names for part in (name, *_modules_around(name), *name.split(".")))
-    close = difflib.get_close_matches(pattern, dict.fromkeys(parts), n=3)
-    known = ", ".join(map(repr, close)) or f"{next(iter(names), 'none')!r}, the first of all"
-    hint = f"close to it are {known}" if close else f"names are as in named_parameters(): {known}"
-    raise ValueError(
-        f"config key '{key}': the model has no parameter whose name fits '{pattern}'; {hint}. Expected the "
-        "name of a parameter or of a module, or a pattern such as '*.norm*'"
-    )
-
-
-def _modules_around(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[:count]) for count in range(1, len(parts)))
+    named = root.named_parameters(remove_duplicate=False)
+    names = {name: parameter for name, parameter in named if parameter not in left_out}
+    for pattern in patterns or ():
+        if not (found := fitting(pattern, names)):
+            parts = (part for name in names for part in (*_beginnings(name), *name.split(".")))
+            close = difflib.get_close_matches(pattern, dict.fromkeys(parts), n=3)
+            hint = f"; close to it are {', '.join(map(repr, close))}" if close else ""
+            raise ValueError(
+                f"config key '{key}': the model has no parameter whose name fits '{pattern}'{hint}. Expected "
+                "the name of a parameter, as in named_parameters(), or of a module, or a pattern such as "
+                "'*.norm*'"
+            )
+        yield from ((pattern, name, names[name]) for name in found)
 
 
 def find_ignored(root: nn.Module, patterns: Sequence[str] | None) -> Ignored:
-    """The parameters that patterns fit. Raises ValueError for a pattern that fits none."""
-    named = dict(root.named_parameters(remove_duplicate=False))
-    ignored: Ignored = {}
-    for pattern in patterns or ():
-        for name in select(pattern, named, "ignored"):
-            ignored.setdefault(named[name], name)
-    return ignored
+    """The parameters that patterns fit, with their first names; errors as in `find_parameters`."""
+    found: Ignored = {}
+    for _, name, parameter in find_parameters(root, patterns, "ignored"):
+        found.setdefault(parameter, name)
+    return found
 
 
 def find_replicated(
     root: nn.Module, choice: FrozenChoice, left_out: Container[nn.Parameter] = ()
-) -> dict[nn.Parameter, str]:
-    """The frozen parameters to replicate, with their first names.
-
-    Args:
-        root: the model.
-        choice: the choice.
-        left_out: parameters that are not sharded anyway.
+) -> set[nn.Parameter]:
+    """The frozen parameters to replicate.
 
     Raises:
         ValueError: a pattern fits no parameter, or trained ones alone.
     """
-    named = root.named_parameters(remove_duplicate=False)
-    names = {name: parameter for name, parameter in named if parameter not in left_out}
-    found: dict[nn.Parameter, str] = {}
-    if choice == "replicate":
-        patterns: Sequence[str] = [name for name in names if not names[name].requires_grad]
-    else:
-        patterns = () if isinstance(choice, str) else choice
-    for pattern in patterns:
-        own = select(pattern, names, "frozen")
-        if not (frozen := [name for name in own if not names[name].requires_grad]):
+    if isinstance(choice, str):
+        frozen = {p for p in root.parameters() if not (p.requires_grad or p in left_out)}
+        return frozen if choice == "replicate" else set()
+    found = list(find_parameters(root, choice, "frozen", left_out))
+    fits_frozen = {pattern for pattern, _, parameter in found if not parameter.requires_grad}
+    for pattern, name, _ in found:
+        if pattern not in fits_frozen:
             raise ValueError(
-                f"config key 'frozen': '{pattern}' fits trained parameters alone, such as '{own[0]}'; "
+                f"config key 'frozen': '{pattern}' fits trained parameters alone, such as '{name}'; "
                 "expected frozen ones, whose requires_grad is False before the model is sharded"
             )
-        for name in frozen:
-            found.setdefault(names[name], name)
-    return found
+    return {parameter for _, _, parameter in found if not parameter.requires_grad}
 
 
 def find_overrides(
     root: nn.Module, overrides: DtypesByName, left_out: Container[nn.Parameter] = ()
 ) -> dict[nn.Parameter, torch.dtype]:
-    """The compute dtypes of the parameters that patterns fit; for each name, the first pattern holds.
-
-    Args:
-        root: the model.
-        overrides: the dtypes by pattern.
-        left_out: parameters that keep their dtype.
-
-    Raises:
-        ValueError: a pattern fits no parameter, or the names of a tied parameter get different dtypes.
-    """
-    patterns = dict(overrides or ())
-    if not patterns:
-        return {}
-    named = root.named_parameters(remove_duplicate=False)
-    names = {name: parameter for name, parameter in named if parameter not in left_out}
-    by_name: dict[str, torch.dtype] = {}
-    for pattern, dtype in patterns.items():
-        for name in select(pattern, names, _OVERRIDES):
-            by_name.setdefault(name, dtype)
+    """The compute dtypes of the parameters that patterns fit; for each parameter, the first one holds."""
+    dtypes = dict(overrides or ())
     found: dict[nn.Parameter, torch.dtype] = {}
-    firsts: dict[nn.Parameter, str] = {}
-    for name, parameter in names.items():
-        if name not in by_name:
-            continue
-        dtype = by_name[name]
-        first = firsts.setdefault(parameter, name)
-        if found.setdefault(parameter, dtype) != dtype:
-            raise ValueError(
-                f"config key '{_OVERRIDES}': '{first}' and '{name}' are one parameter, and patterns give it "
-                f"{show(found[parameter])} and {show(dtype)}; expected one dtype"
-            )
+    for pattern, _, parameter in find_parameters(root, dtypes, "precision.overrides", left_out):
+        found.setdefault(parameter, dtypes[pattern])
     return found
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeroshard.plan.cuts import Cut
+from zeroshard.plan.placement import SUMMANDS, Placed, Placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,12 @@ class Original:
     """Pairs (module, attribute); several for a tied parameter."""
     cut: Cut | None = None
     """The cut over the ranks of a tensor group, which hold a part each; None if each holds all of it."""
-    is_summed: bool = False
-    """True if each tensor rank holds all of it and computes a summand of its gradient."""
+    summands: Placed = field(default_factory=lambda: SUMMANDS)
+    """The gradient that autograd gives; also over tensor ranks if each holds all and computes a summand."""
     compute_dtype: torch.dtype | None = None
     """The dtype of forward and backward that was asked for by its name; None: the dtype of all parameters."""
-    is_replicated: bool = False
-    """True if it is frozen and each rank is to hold it whole, at stage 3 as well."""
+    placements: Placements | None = None
+    """The row of a frozen parameter that each rank is to hold whole at all stages; None: the stage's."""
     holders: tuple[int, ...] = ()
     """The pipeline ranks that hold it, if several chunks use it: each computes a summand of its gradient."""
 

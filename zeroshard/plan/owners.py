@@ -6,7 +6,8 @@ An item is a tensor that one rank, its owner, computes with as a whole. Each ran
     inward    rank 1 sends [512, 600) to rank 0, which computes
     outward   rank 0 sends [512, 600) of the result to rank 1
 
-Ranges of several ranks may overlap, or be the same: where ranks hold an item whole, nothing is sent inward.
+Ranges of several ranks may be the same, and overlap in no other way. Where each rank holds an item whole,
+nothing is sent inward.
 
 [Note: Choice of owners] The costs of ranks should be equal, because all of them wait for the slowest. Among
 ranks that are about equally busy, the owner is the rank that holds most of the item, so that the least is
@@ -19,7 +20,7 @@ rank of before. If the last items find no such rank, the first division is taken
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from zeroshard.plan.layout import Span
@@ -63,38 +64,25 @@ def choose_owners(items: Sequence[Item], num_ranks: int, kept: Mapping[int, int]
     """
     kept = kept or {}
     order = sorted(set(range(len(items))) - kept.keys(), key=lambda number: (-items[number].cost, number))
-    loads = [0] * num_ranks
-    for number, rank in kept.items():
-        loads[rank] += items[number].cost
-    ranks = range(num_ranks)
 
-    def least_busy(item: Item, busy: Sequence[int]) -> int:
-        return min(ranks, key=busy.__getitem__)
+    def deal(most: int) -> tuple[dict[int, int], int]:
+        """Deal the items to ranks that stay below a cost, else to the least busy; with the highest cost."""
+        owners, busy = dict(kept), [0] * num_ranks
+        for number, rank in kept.items():
+            busy[rank] += items[number].cost
+        for number in order:
+            item = items[number]
+            fits = [rank for rank in range(num_ranks) if busy[rank] + item.cost <= most]
+            by_held = min(fits, key=lambda rank: (-item.held[rank].size, busy[rank], rank), default=None)
+            owner = owners[number] = busy.index(min(busy)) if by_held is None else by_held
+            busy[owner] += item.cost
+        return owners, max(busy)
 
-    def holds_most(item: Item, busy: Sequence[int]) -> int:
-        fits = [rank for rank in ranks if busy[rank] + item.cost <= most]
-        return min(fits or ranks, key=lambda rank: (-item.held[rank].size, busy[rank], rank))
-
-    chosen, busy = _deal(items, order, loads, least_busy)
-    most = max(busy) + int(SLACK * max(busy))
-    dealt, busy = _deal(items, order, loads, holds_most)
-    if max(busy) <= most:  # every item had a rank that it fits
-        chosen = dealt
-    return [kept[number] if number in kept else chosen[number] for number in range(len(items))]
-
-
-def _deal(
-    items: Sequence[Item],
-    order: Sequence[int],
-    loads: Sequence[int],
-    choose: Callable[[Item, Sequence[int]], int],
-) -> tuple[dict[int, int], list[int]]:
-    """Deal items to ranks, each to the rank that `choose` gives; return the owners, and the loads then."""
-    owners, busy = {}, list(loads)
-    for number in order:
-        owner = owners[number] = choose(items[number], busy)
-        busy[owner] += items[number].cost
-    return owners, busy
+    owners, highest = deal(-1)
+    most = highest + int(SLACK * highest)
+    dealt, highest = deal(most)
+    chosen = dealt if highest <= most else owners  # every item had a rank that it fits
+    return [chosen[number] for number in range(len(items))]
 
 
 def inward(items: Sequence[Item], owners: Sequence[int]) -> list[Send]:
@@ -103,17 +91,15 @@ def inward(items: Sequence[Item], owners: Sequence[int]) -> list[Send]:
     Of several ranks that hold an element, the one sends it whose number has most leading bits in common with
     the number of the owner: ranks of one machine have neighbouring numbers.
     """
-    moves = []
+    sends = []
     for number, (item, owner) in enumerate(zip(items, owners, strict=True)):
-        missing = _without([Span(0, item.size)], item.held[owner])
-        others = range(len(item.held)) if missing else ()
-        for rank in sorted(others, key=lambda rank: rank ^ owner):
-            found = [piece for gap in missing if (piece := gap.intersect(item.held[rank])).size]
-            if rank != owner and found:
-                moves += [Send(number, rank, owner, piece) for piece in found]
-                missing = _without(missing, item.held[rank])
-        assert not missing, "the ranks hold all elements"
-    return moves
+        holders: dict[Span, list[int]] = {}
+        for rank, span in enumerate(item.held):
+            if span.size and span != item.held[owner]:
+                holders.setdefault(span, []).append(rank)
+        assert item.held[owner].size + sum(span.size for span in holders) == item.size, "it is held in parts"
+        sends += [Send(number, min(ranks, key=owner.__xor__), owner, span) for span, ranks in holders.items()]
+    return sends
 
 
 def outward(items: Sequence[Item], owners: Sequence[int]) -> list[Send]:
@@ -124,16 +110,3 @@ def outward(items: Sequence[Item], owners: Sequence[int]) -> list[Send]:
         for rank, span in enumerate(item.held)
         if rank != owner and span.size
     ]
-
-
-def _without(spans: Sequence[Span], taken: Span) -> list[Span]:
-    """Return what is left of ranges without another range."""
-    left = []
-    for span in spans:
-        common = span.intersect(taken)
-        if not common.size:
-            left.append(span)
-            continue
-        pieces = Span(span.start, common.start), Span(common.stop, span.stop)
-        left += [piece for piece in pieces if piece.size]
-    return left

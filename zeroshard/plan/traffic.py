@@ -34,8 +34,7 @@ def gradient_bytes(
     """
     if not buffer.trainable:
         return 0
-    place = Tier.HOST if buffer.main_tier is Tier.DISK else buffer.main_tier
-    place = Tier.DEVICE if setting.host_computes else place
+    place = setting.host if buffer.main_tier is Tier.DISK else buffer.main_tier
     of_one = buffer.main_size * buffer.main_dtype.itemsize if tier is place else 0
     if num_micro_batches == 1:
         return of_one

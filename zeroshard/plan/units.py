@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from zeroshard.plan.names import DtypesByName, FrozenChoice, find_ignored, find_overrides, find_replicated
 from zeroshard.plan.originals import Original, is_coded, is_packed
+from zeroshard.plan.placement import REPLICATED
 
 LARGE = 1 << 20
 """Elements from which a layer outside the repeated blocks (embedding, head) is a unit of its own."""
@@ -76,20 +77,15 @@ def find_units(
     for name, module in root.named_modules():
         _check_module(module, name)
     chosen = _choose(root, policy)
-    grouped = _find_groups(root, policy, chosen)
     specs = {root: UnitSpec("", (root,), reason="the rest")}
-    for name, module in root.named_modules():
-        if module in grouped:
-            specs[module] = grouped[module]
-        elif module in chosen and module is not root:
-            specs[module] = UnitSpec(name, (module,), reason=chosen[module])
+    specs |= {module: chosen[module] for module in root.modules() if module in chosen}
     left_out = find_ignored(root, ignored)
-    places: dict[nn.Parameter, list[_Place]] = {}
-    for place in _walk(root, (), "", specs):
-        parameter = place.module._parameters[place.attribute]
-        if parameter is not None and parameter not in left_out:
-            places.setdefault(parameter, []).append(place)
-    names = {parameter: own[0].name for parameter, own in places.items()}
+    modules = dict(root.named_modules(remove_duplicate=False))
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if parameter not in left_out:
+            places.setdefault(parameter, []).append(name)
+    names = {parameter: own[0] for parameter, own in places.items()}
     compute_dtypes = find_overrides(root, overrides, left_out)
     replicated = find_replicated(root, frozen, left_out)
     for parameter, name in names.items():
@@ -97,39 +93,24 @@ def find_units(
         _check_class(parameter, name)
     _check_tensors(names, root.named_buffers())
     for parameter, own in places.items():
+        paths = [name.rpartition(".")[::2] for name in own]
         original = Original(
             parameter,
-            own[0].name,
-            tuple(dict.fromkeys((place.module, place.attribute) for place in own)),
+            own[0],
+            tuple(dict.fromkeys((modules[path], attribute) for path, attribute in paths)),
             compute_dtype=compute_dtypes.get(parameter),
-            is_replicated=parameter in replicated,
+            placements=REPLICATED if parameter in replicated else None,
         )
-        lowest = [spec for spec in own[0].chain if all(spec in place.chain for place in own)][-1]
+        chains = [[specs[m] for m in _around(modules, path) if m in specs] for path, _ in paths]
+        lowest = [spec for spec in chains[0] if all(spec in chain for chain in chains)][-1]
         lowest.originals.append(original)
     return [spec for spec in dict.fromkeys(specs.values()) if spec.originals or root in spec.modules]
 
 
-class _Place(NamedTuple):
-    """A place in the model that holds a parameter, or None."""
-
-    chain: tuple[UnitSpec, ...]
-    """The units that enclose it, from the outside in."""
-    name: str
-    module: nn.Module
-    attribute: str
-
-
-def _walk(
-    module: nn.Module, chain: tuple[UnitSpec, ...], prefix: str, specs: Mapping[nn.Module, UnitSpec]
-) -> Iterator[_Place]:
-    """Every path to every place of a parameter, where a module is in `prefix`, a name with a dot."""
-    if module in specs:
-        chain = (*chain, specs[module])
-    for attribute in module._parameters:
-        yield _Place(chain, prefix + attribute, module, attribute)
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, chain, f"{prefix}{name}.", specs)
+def _around(modules: Mapping[str, nn.Module], path: str) -> list[nn.Module]:
+    """The modules on a path, from the model in."""
+    parts = path.split(".") if path else []
+    return [modules[".".join(parts[:count])] for count in range(len(parts) + 1)]
 
 
 _WRAPPERS = {
@@ -199,23 +180,31 @@ def _check(parameter: nn.Parameter, name: str) -> None:
 
 # -- which modules ---------------------------------------------------------------------------------------
 
-Chosen = dict[nn.Module, str]
-"""Modules that become units, with the reason."""
 
-
-def _choose(root: nn.Module, policy: UnitPolicy) -> Chosen:
+def _choose(root: nn.Module, policy: UnitPolicy) -> dict[nn.Module, UnitSpec]:
+    """The units of a choice other than the root, by each of their modules."""
+    names = {module: name for name, module in root.named_modules() if module is not root}
+    listed = () if policy is None or callable(policy) else policy
+    kinds = [entry for entry in listed if isinstance(entry, str)]
+    _require(kinds, {type(module).__name__ for module in root.modules()}, "of class")
     if policy is None:
         named = {name for part in root.modules() for name in getattr(part, "_no_split_modules", None) or ()}
         blocks = dict(_find_blocks(root, named)) or dict(_find_blocks(root, ()))
-        return blocks | _large_layers(root, blocks)
-    if callable(policy):
-        chosen = {module: "chosen by the predicate in units=" for module in root.modules() if policy(module)}
+        reasons = blocks | _large_layers(root, blocks)
+    elif callable(policy):
+        reasons = {module: "chosen by the predicate in units=" for module in names if policy(module)}
     else:
-        chosen = _by_class_name(root, policy)
-    for name, module in root.named_modules():
-        if module in chosen and isinstance(module, _LISTS):
-            _check_forward(module, name)
-    return chosen
+        of_class = {module: type(module).__name__ for module in names}
+        reasons = {m: f"a {kind}, listed in units=" for m, kind in of_class.items() if kind in kinds}
+    found = {m: UnitSpec(name, (m,), reason=reasons[m]) for m, name in names.items() if m in reasons}
+    for module in found:
+        if isinstance(module, _LISTS):
+            _check_forward(module, names[module])
+    for entry in listed:
+        if not isinstance(entry, str):
+            spec = _listed_together(entry, names, found)
+            found.update(dict.fromkeys(spec.modules, spec))
+    return found
 
 
 def _check_forward(module: nn.Module, name: str) -> None:
@@ -229,21 +218,43 @@ def _check_forward(module: nn.Module, name: str) -> None:
         )
 
 
-def _by_class_name(root: nn.Module, policy: Sequence[str | Sequence[str]]) -> Chosen:
-    known = {type(module).__name__ for module in root.modules()}
-    names = [name for name in policy if isinstance(name, str)]
+def _require(names: Iterable[str], known: Collection[str], what: str) -> None:
     for name in names:
         if name not in known:
+            close = difflib.get_close_matches(name, list(known), n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            raise ValueError(f"config key 'units': the model has no module {what} '{name}'{hint}")
+
+
+def _listed_together(
+    entry: Sequence[str], names: Mapping[nn.Module, str], others: Container[nn.Module]
+) -> UnitSpec:
+    """The unit of a list of module names in `units=`.
+
+    Args:
+        entry: the list.
+        names: the modules of the model, with their names.
+        others: modules that are in other units.
+
+    Raises:
+        ValueError: a name that no module has; a module that is in two units, is a list, or holds another
+            module of its list.
+    """
+    _require(entry, names.values(), "named")
+    modules = {module: name for module, name in names.items() if name in entry}
+    for module, name in modules.items():
+        _check_forward(module, name)
+        if not modules.keys().isdisjoint(set(module.modules()) - {module}):
             raise ValueError(
-                f"config key 'units': the model has no module of class '{name}'{_suggest(name, known)}"
+                f"config key 'units': expected modules none of which is inside another, got '{name}' and "
+                f"a module inside it in {list(entry)}"
             )
-    of_class = {module: type(module).__name__ for module in root.modules()}
-    return {module: f"a {name}, listed in units=" for module, name in of_class.items() if name in names}
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
+        if module in others:
+            raise ValueError(
+                f"config key 'units': expected each module in one unit, got a module of {list(entry)} "
+                "that is in another unit too"
+            )
+    return UnitSpec("+".join(modules.values()), tuple(modules), reason="listed together in units=")
 
 
 def _find_blocks(
@@ -301,7 +312,7 @@ def _is_block(module: nn.Module) -> bool:
     return has_parameters and next(module.children(), None) is not None and not isinstance(module, _LISTS)
 
 
-def _large_layers(root: nn.Module, blocks: Chosen) -> Chosen:
+def _large_layers(root: nn.Module, blocks: Iterable[nn.Module]) -> dict[nn.Module, str]:
     """Embeddings and linear layers with many elements, outside the blocks and not chosen among."""
     inside = {module for block in blocks for module in block.modules()}
     for module in root.modules():
@@ -314,47 +325,6 @@ def _large_layers(root: nn.Module, blocks: Chosen) -> Chosen:
         and type(module) in (nn.Embedding, nn.Linear)
         and (size := sum(parameter.numel() for parameter in module.parameters())) >= LARGE
     }
-
-
-def _find_groups(
-    root: nn.Module, policy: UnitPolicy, chosen: Container[nn.Module]
-) -> dict[nn.Module, UnitSpec]:
-    """The units of the lists of module names in `units=`, by each of their modules.
-
-    Args:
-        root: the model.
-        policy: the value of `units=`; its entries may be lists of names.
-        chosen: modules that are units by their class.
-
-    Raises:
-        ValueError: a name that no module has; a module that is in two units, is a list, or holds another
-            module of its list.
-    """
-    found: dict[nn.Module, UnitSpec] = {}
-    known = dict(root.named_modules())
-    entries = () if policy is None or callable(policy) else policy
-    for names in (entry for entry in entries if not isinstance(entry, str)):
-        for name in names:
-            if name not in known or known[name] is root:
-                raise ValueError(
-                    f"config key 'units': the model has no module named '{name}'{_suggest(name, known)}"
-                )
-            _check_forward(known[name], name)
-        modules = {module: name for name, module in known.items() if name in names}
-        for module, name in modules.items():
-            if not modules.keys().isdisjoint(set(module.modules()) - {module}):
-                raise ValueError(
-                    f"config key 'units': expected modules none of which is inside another, got '{name}' and "
-                    f"a module inside it in {list(names)}"
-                )
-            if module in chosen or module in found:
-                raise ValueError(
-                    f"config key 'units': expected each module in one unit, got a module of {list(names)} "
-                    "that is in another unit too"
-                )
-        spec = UnitSpec("+".join(modules.values()), tuple(modules), reason="listed together in units=")
-        found.update(dict.fromkeys(modules, spec))
-    return found
 
 
 # -- parameters and buffers that sharding would change ------------------------------------------------------
@@ -372,9 +342,15 @@ def _check_tensors(names: Mapping[nn.Parameter, str], buffers: Iterable[tuple[st
     """
     areas = [_Area.of(parameter, "parameter", name) for parameter, name in names.items()]
     for name, buffer in buffers:
-        _check_dense(buffer, name)
+        if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested:
+            kind = "nested" if buffer.is_nested else buffer.dtype if buffer.is_quantized else buffer.layout
+            raise ValueError(
+                f"buffer '{name}' is {kind}; expected a dense buffer, which can be sent to all ranks. "
+                "Register its parts (indices and values, integers and scale, ...) as buffers and put them "
+                "together in forward; or keep it as a plain attribute, with values of its own on each rank"
+            )
         areas.append(_Area.of(buffer, "buffer", name))
-    _check_apart(areas)
+    _check_apart(area for area in areas if area.stop > area.start)
 
 
 def _check_class(parameter: nn.Parameter, name: str) -> None:
@@ -392,21 +368,10 @@ def _check_class(parameter: nn.Parameter, name: str) -> None:
         )
 
 
-def _check_dense(buffer: Tensor, name: str) -> None:
-    if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested:
-        kind = "nested" if buffer.is_nested else buffer.dtype if buffer.is_quantized else buffer.layout
-        raise ValueError(
-            f"buffer '{name}' is {kind}; expected a dense buffer, which can be sent to all ranks. Register "
-            "its parts (indices and values, integers and scale, ...) as buffers and put them together in "
-            "forward; or keep it as a plain attribute, with values of its own on each rank"
-        )
-
-
 class _Area(NamedTuple):
-    """The memory of a tensor; for a tensor without memory, its part of the storage."""
+    """The part of a storage that a tensor has."""
 
-    home: object
-    """An object that tensors with common memory have in common: a device or a storage."""
+    storage: int
     start: int
     stop: int
     tensor: Tensor
@@ -416,33 +381,31 @@ class _Area(NamedTuple):
     @staticmethod
     def of(tensor: Tensor, kind: str, name: str) -> _Area:
         size = tensor.element_size()
-        if tensor.device.type != "meta":
-            home, start = tensor.device, tensor.data_ptr()
-        else:
-            home, start = tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * size
+        start = int(tensor.storage_offset()) * size
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         length = (1 + sum((extent - 1) * step for extent, step in steps)) * size if tensor.numel() else 0
-        return _Area(home, start, start + length, tensor, kind, name)
+        return _Area(tensor.untyped_storage()._cdata, start, start + length, tensor, kind, name)
 
 
 def _check_apart(areas: Iterable[_Area]) -> None:
     """Refuse memory that two names share, if one of them is trained."""
-    before: list[_Area] = []
-    with_memory = (area for area in areas if area.stop > area.start)
-    for area in sorted(with_memory, key=lambda area: (str(area.home), area.start)):
-        before = [one for one in before if one.home == area.home and one.stop > area.start]
-        for one in before:
-            is_trained = one.tensor.requires_grad or area.tensor.requires_grad
-            if is_trained and "parameter" in (one.kind, area.kind):
-                first, second = sorted((one, area), key=lambda area: area.kind == "buffer")
-                remedy = (
-                    "assign one Parameter object to both modules (b.weight = a.weight)"
-                    if second.kind == "parameter"
-                    else "compute the buffer in forward"
-                )
-                raise ValueError(
-                    f"{first.kind} '{first.name}' and {second.kind} '{second.name}' share memory but are "
-                    f"two objects, so sharding would separate them: {remedy}, or give each its own values "
-                    "with clone()"
-                )
-        before.append(area)
+    longest = _Area(-1, 0, 0, torch.empty(0), "", "")
+    """The area so far that ends last in its storage."""
+    for area in sorted(areas, key=lambda area: area[:2]):
+        if area.storage != longest.storage or area.start >= longest.stop:
+            longest = area
+            continue
+        is_trained = longest.tensor.requires_grad or area.tensor.requires_grad
+        if is_trained and "parameter" in (longest.kind, area.kind):
+            first, second = sorted((longest, area), key=lambda area: area.kind == "buffer")
+            remedy = (
+                "assign one Parameter object to both modules (b.weight = a.weight)"
+                if second.kind == "parameter"
+                else "compute the buffer in forward"
+            )
+            raise ValueError(
+                f"{first.kind} '{first.name}' and {second.kind} '{second.name}' share memory but are "
+                f"two objects, so sharding would separate them: {remedy}, or give each its own values "
+                "with clone()"
+            )
+        longest = max(longest, area, key=lambda area: area.stop)

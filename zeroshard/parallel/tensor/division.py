@@ -32,6 +32,7 @@ from zeroshard.parallel.tensor.styles import (
 )
 from zeroshard.plan.cuts import Cut
 from zeroshard.plan.originals import Original, is_packed
+from zeroshard.plan.placement import SUMMANDS, SUMMANDS_OF_PARTS
 from zeroshard.plan.units import UnitSpec
 
 _T5 = {
@@ -263,7 +264,8 @@ def plan_division(
     _refuse_ignored(model, specs, cuts, summed)
 
     def noted(o: Original) -> Original:
-        return replace(o, cut=cuts.get(o.parameter), is_summed=o.parameter in summed)
+        summands = SUMMANDS_OF_PARTS if o.parameter in summed else SUMMANDS
+        return replace(o, cut=cuts.get(o.parameter), summands=summands)
 
     return Division(layers, [replace(spec, originals=[noted(o) for o in spec.originals]) for spec in specs])
 
