@@ -86,7 +86,7 @@ def start_inside() -> list:
             with pytest.raises(RuntimeError, match=rf"^{name} inside zeroshard\.deferred_init\(\)"):
                 call(model)
         with pytest.raises(
-            RuntimeError, match=r"^a forward of a sharded model inside zeroshard\.deferred_init"
+            RuntimeError, match=r"^a sharded model cannot be called inside zeroshard\.deferred_init\(\)"
         ):
             engine(tokens)
     losses = []

@@ -17,6 +17,7 @@ from torch import nn
 from torch._C import _get_dispatch_mode, _is_tracing, _len_torch_dispatch_stack, _TorchDispatchModeKey
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 _CHECKPOINT = inspect.unwrap(checkpoint).__code__
@@ -43,23 +44,16 @@ def is_in_backward() -> bool:
     return backward_task() != -1
 
 
-class _AtEnd:
-    """A callback for the end of a backward; autograd drops it if the backward ends in an exception."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self) -> None:
-        self._call()
-
-
 def at_end_of_backward(callback: Callable[[], None]) -> Callable[[], object]:
     """Call a function when the backward pass that runs now has ended, unless it ends in an exception.
 
     Returns:
         A function that returns None once the backward has ended, in an exception or not.
     """
-    at_end = _AtEnd(callback)
+
+    def at_end() -> None:  # autograd alone holds it, and drops it when the backward ends, in whatever way
+        callback()
+
     torch.autograd.Variable._execution_engine.queue_callback(at_end)
     return weakref.ref(at_end)
 
@@ -125,7 +119,8 @@ def capture_around() -> str | None:
     if _is_tracing():
         return "torch.jit.trace"
     if _len_torch_dispatch_stack():
-        for mode, name in _TRACERS.items():
-            if _get_dispatch_mode(mode) is not None:
-                return name
+        tracers = [name for mode, name in _TRACERS.items() if _get_dispatch_mode(mode) is not None]
+        recorders = (getattr(mode, "records_for", None) for mode in _get_current_dispatch_mode_stack())
+        if found := [*tracers, *filter(None, recorders)]:
+            return str(found[0])
     return "a transform of torch.func (grad, vmap, ...)" if peek_interpreter_stack() is not None else None

@@ -26,7 +26,7 @@ from mmap import mmap
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zeroshard.internals import pytree
 from zeroshard.plan.layout import Span
@@ -139,7 +139,7 @@ def is_stored(tensor: Tensor) -> bool:
     return not is_random and bool(sources) and all(source.is_stored for source in sources)
 
 
-def is_changed(parameter: nn.Parameter) -> bool:
+def is_changed(parameter: Tensor) -> bool:
     """True if a deferred parameter was changed when nothing was recorded, so that the change is lost."""
     version = getattr(parameter, "recorded_version", None)
     return not has_memory(parameter) and version is not None and version != parameter._version
@@ -264,16 +264,15 @@ def _lay_out(output: Tensor, view: View) -> torch.UntypedStorage:
 @contextmanager
 def _as_recorded(op: Op) -> Iterator[None]:
     """Set the default dtype and the generator to their state when the operation was recorded."""
-    dtype, state = torch.get_default_dtype(), torch.get_rng_state() if op.rng_state is not None else None
+    dtype = torch.get_default_dtype()
     torch.set_default_dtype(op.default_dtype)
-    if op.rng_state is not None:
-        torch.set_rng_state(op.rng_state)
     try:
-        yield
+        with torch.random.fork_rng(devices=(), enabled=op.rng_state is not None):
+            if op.rng_state is not None:
+                torch.set_rng_state(op.rng_state)
+            yield
     finally:
         torch.set_default_dtype(dtype)
-        if state is not None:
-            torch.set_rng_state(state)
 
 
 @dataclass(eq=False)

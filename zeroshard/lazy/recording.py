@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
@@ -82,9 +81,12 @@ class OperationRecorder(TorchDispatchMode):
             computed for them.
     """
 
+    records_for = "zeroshard.deferred_init()"
+    """The name of the context, for refusals of calls inside it."""
+
     def __init__(self, draw: bool, adopts_meta: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._draw, self.adopts_meta = draw, adopts_meta
+        self.draw, self.adopts_meta = draw, adopts_meta
         self._seen: dict[int, nn.Parameter | None] = {}
         """The parameters of earlier recordings that an operation had, by id; None: changed in between."""
 
@@ -92,16 +94,6 @@ class OperationRecorder(TorchDispatchMode):
     def earlier(self) -> list[nn.Parameter]:
         """The parameters of earlier recordings that operations had here, unless changed in between."""
         return [parameter for parameter in self._seen.values() if parameter is not None]
-
-    @contextmanager
-    def changed(self, draw: bool, adopts_meta: bool) -> Iterator[None]:
-        """Draw random numbers and adopt meta tensors, or not, for a while."""
-        before = self._draw, self.adopts_meta
-        self._draw, self.adopts_meta = draw, adopts_meta
-        try:
-            yield
-        finally:
-            self._draw, self.adopts_meta = before
 
     def takes(self, tensor: Tensor) -> bool:
         """True if the operations on a tensor are recorded."""
@@ -172,7 +164,7 @@ class OperationRecorder(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, blank: Tensor | None
     ) -> Tensor:
         """Return the generator's state for an operation, and advance the generator as the operation would."""
-        if not self._draw:
+        if not self.draw:
             seed = (torch.initial_seed() + number) % (1 << 63)
             return torch.Generator().manual_seed(seed).get_state()
         generator = kwargs.get("generator") or torch.default_generator
@@ -181,9 +173,8 @@ class OperationRecorder(TorchDispatchMode):
         def real(tensor: Tensor) -> Tensor:
             if tensor is not blank:
                 return values_of(tensor)
-            deferred = deferred_of(tensor)
-            assert deferred is not None, "what is recorded is deferred"
-            return View.of(tensor, deferred).over(allocate(deferred.num_bytes).untyped_storage())
+            values = allocate(tensor.untyped_storage().nbytes()).untyped_storage()
+            return torch.empty(0, dtype=tensor.dtype).set_(values, 0, tensor.shape, tensor.stride())
 
         real_args, real_kwargs = pytree.tree_map_only(Tensor, real, (args, kwargs))
         func(*real_args, **real_kwargs)
@@ -231,13 +222,6 @@ def guard_copies(modules: Iterable[nn.Module]) -> None:
         for tensor in _tensors(module):
             if not is_lazy(tensor) and deferred_of(tensor) is not None:
                 vars(tensor).setdefault(_METHOD, _TensorCopies(tensor))
-
-
-def release_copies(root: nn.Module) -> None:
-    """Let torch copy the tensors of a model again, which get memory now."""
-    for tensor in (tensor for module in root.modules() for tensor in _tensors(module)):
-        if isinstance(vars(tensor).get(_METHOD), _TensorCopies):
-            del vars(tensor)[_METHOD]
 
 
 class _TensorCopies:
@@ -320,16 +304,11 @@ def refuse_recording(what: str) -> None:
     Raises:
         RuntimeError: inside `deferred_init()`.
     """
-    if is_recording():
+    if _active_recorders():
         raise RuntimeError(
             f"{what} inside zeroshard.deferred_init(), where new tensors have no memory: build the model in "
             f"the block, and call {what} after it"
         )
-
-
-def is_recording() -> bool:
-    """True if new tensors get no memory now."""
-    return bool(_len_torch_dispatch_stack()) and bool(_active_recorders())
 
 
 def _active_recorders() -> list[OperationRecorder]:
@@ -339,13 +318,10 @@ def _active_recorders() -> list[OperationRecorder]:
 @contextmanager
 def _watch_modules(recorder: OperationRecorder) -> Iterator[None]:
     """Note the versions of parameters at the end, as later changes would be lost; let copies keep values."""
-    made: list[weakref.ref[nn.Parameter]] = []
     owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def note(module: nn.Module, name: str, value: Tensor | nn.Module | None) -> None:
         owners.add(module)
-        if isinstance(value, nn.Parameter):
-            made.append(weakref.ref(value))
 
     hooks = [
         register_module_parameter_registration_hook(note),
@@ -357,10 +333,13 @@ def _watch_modules(recorder: OperationRecorder) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter in (*(reference() for reference in made), *recorder.earlier):
-            if parameter is not None and not has_memory(parameter):
+        modules = {module for owner in owners for module in owner.modules()}
+        own = (parameter for module in modules for parameter in module.parameters(recurse=False))
+        first = (parameter for parameter in own if not hasattr(parameter, "recorded_version"))
+        for parameter in (*first, *recorder.earlier):
+            if not has_memory(parameter):
                 parameter.recorded_version = parameter._version  # type: ignore[attr-defined]
-        guard_copies({module for owner in owners for module in owner.modules()})
+        guard_copies(modules)
 
 
 @contextmanager
@@ -373,14 +352,17 @@ def recording(*, draw: bool, adopts_meta: bool = True) -> Iterator[None]:
         adopts_meta: True gives tensors that were made on the meta device on purpose the values that are
             computed for them.
     """
-    active = _active_recorders()
-    if active:  # from_pretrained under deferred_init: one recorder is enough
-        with active[-1].changed(draw, adopts_meta):
-            yield
-    else:
+    if not (active := _active_recorders()):
         recorder = OperationRecorder(draw, adopts_meta)
         with _watch_modules(recorder), _AsOnCPU(recorder), recorder:
             yield
+        return
+    outer = active[-1]  # from_pretrained under deferred_init: one recorder is enough
+    before, outer.draw, outer.adopts_meta = (outer.draw, outer.adopts_meta), draw, adopts_meta
+    try:
+        yield
+    finally:
+        outer.draw, outer.adopts_meta = before
 
 
 class _AsOnCPU(TorchFunctionMode):
@@ -446,24 +428,21 @@ def check_values(root: nn.Module) -> None:
     Raises:
         ValueError: naming the first one.
     """
-    for prefix, module in root.named_modules():
-        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
-            for attribute, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                if not is_known(tensor):
-                    raise ValueError(
-                        f"{kind} '{name}' is on the meta device; expected values. Build the model, and what "
-                        "changes it (adapters, resized embeddings), under zeroshard.deferred_init() "
-                        f"without device='meta', or give {type(module).__name__} a reset_parameters() that "
-                        "sets all its parameters and buffers"
-                    )
-                if is_changed(tensor):
-                    raise ValueError(
-                        f"{kind} '{name}' was changed after zeroshard.deferred_init() had ended; expected "
-                        "weights to be initialized inside the block"
-                    )
+    for kind, tensors in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
+        for name, tensor in tensors:
+            if not is_known(tensor):
+                owner = type(root.get_submodule(name.rpartition(".")[0])).__name__
+                raise ValueError(
+                    f"{kind} '{name}' is on the meta device; expected values. Build the model, and what "
+                    "changes it (adapters, resized embeddings), under zeroshard.deferred_init() "
+                    f"without device='meta', or give {owner} a reset_parameters() that sets all its "
+                    "parameters and buffers"
+                )
+            if is_changed(tensor):
+                raise ValueError(
+                    f"{kind} '{name}' was changed after zeroshard.deferred_init() had ended; expected "
+                    "weights to be initialized inside the block"
+                )
 
 
 def materialize_others(root: nn.Module) -> None:
@@ -471,7 +450,9 @@ def materialize_others(root: nn.Module) -> None:
 
     Parameters have a place in buffers of units by now, so torch copies them again.
     """
-    release_copies(root)
+    for tensor in (tensor for module in root.modules() for tensor in _tensors(module)):
+        if isinstance(vars(tensor).get(_METHOD), _TensorCopies):
+            del vars(tensor)[_METHOD]
     made: dict[int, Tensor] = {}
 
     def materialize(tensors: dict[str, Any]) -> None:

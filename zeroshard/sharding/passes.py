@@ -31,7 +31,6 @@ from zeroshard.internals.autograd import (
     will_accumulate,
 )
 from zeroshard.internals.nested import cast_outputs, find_tensors, view_tensors
-from zeroshard.lazy.recording import refuse_recording
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.reducer import Reducer, UnitOrder
@@ -420,7 +419,6 @@ def refuse_capture(args: object = ()) -> None:
     Raises:
         RuntimeError: the name of the tracer or transform.
     """
-    refuse_recording("a forward of a sharded model")
     around = capture_around() if isinstance(args, tuple) else "torch.fx.symbolic_trace"
     if around is not None:
         raise RuntimeError(
