@@ -369,9 +369,10 @@ def _check_class(parameter: nn.Parameter, name: str) -> None:
 
 
 class _Area(NamedTuple):
-    """The part of a storage that a tensor has."""
+    """The memory of a tensor; for a tensor without memory, its part of the storage."""
 
-    storage: int
+    home: str
+    """The device, or the storage."""
     start: int
     stop: int
     tensor: Tensor
@@ -384,15 +385,19 @@ class _Area(NamedTuple):
         start = int(tensor.storage_offset()) * size
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         length = (1 + sum((extent - 1) * step for extent, step in steps)) * size if tensor.numel() else 0
-        return _Area(tensor.untyped_storage()._cdata, start, start + length, tensor, kind, name)
+        storage = tensor.untyped_storage()
+        home, place = f"storage {storage._cdata}", 0
+        if address := storage.data_ptr():  # two storages may be over one memory, as of from_numpy
+            home, place = str(tensor.device), address
+        return _Area(home, place + start, place + start + length, tensor, kind, name)
 
 
 def _check_apart(areas: Iterable[_Area]) -> None:
     """Refuse memory that two names share, if one of them is trained."""
-    longest = _Area(-1, 0, 0, torch.empty(0), "", "")
-    """The area so far that ends last in its storage."""
+    longest = _Area("", 0, 0, torch.empty(0), "", "")
+    """The area so far that ends last in its home."""
     for area in sorted(areas, key=lambda area: area[:2]):
-        if area.storage != longest.storage or area.start >= longest.stop:
+        if area.home != longest.home or area.start >= longest.stop:
             longest = area
             continue
         is_trained = longest.tensor.requires_grad or area.tensor.requires_grad
