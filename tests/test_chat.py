@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,13 +60,23 @@ def test_a_model_without_a_chat_template_goes_on_with_the_text(
     assert capsys.readouterr().out.strip() == expected_answer(tmp_path, "<s>ab", 5)
 
 
-def test_an_answer_as_long_as_the_model_has_positions_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_answer_takes_at_most_half_of_the_positions_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from transformers import LlamaForCausalLM
+
     save_tiny_llama(tmp_path, chat_template=None)
     capsys.readouterr()
-    assert main(["chat", str(tmp_path), "abc", "--max-tokens", "200"]) == 2
-    assert "exceeds the models max length" in capsys.readouterr().err
+    lengths, generate = [], LlamaForCausalLM.generate
+
+    def measured(model: LlamaForCausalLM, **how: Any) -> Any:
+        written = generate(model, **how, min_new_tokens=how["max_new_tokens"])
+        lengths.append(written.shape[1])
+        return written
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", measured)
+    assert main(["chat", str(tmp_path), "abc", "--max-tokens", "200"]) == 0
+    assert lengths == [4 + CONTEXT // 2]  # after a beginning and three letters
 
 
 def test_a_conversation_has_what_was_said_before_and_drops_the_oldest_when_it_is_full(

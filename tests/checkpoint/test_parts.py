@@ -166,3 +166,16 @@ def test_a_base_of_another_dtype_is_another_base(ranks, tmp_path, capsys):
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "the checkpoint leaves out 5 frozen parameters" in capsys.readouterr().err
     assert read_manifest(tmp_path / "run" / "step-2.0").frozen
+
+
+def load_over_a_trained_base(folder):
+    config = {"stage": 3, "checkpoint": {"frozen": False}}
+    start(config, trained_adamw, model=Adapted().float()).save_checkpoint(folder)
+    start(3, model=Adapted().float().requires_grad_(True)).load_checkpoint(folder, optimizer=False)
+    other = start(3, model=Adapted(base_seed=8).float().requires_grad_(True))
+    with pytest.raises(ValueError, match="present values are others"):
+        other.load_checkpoint(folder, optimizer=False)
+
+
+def test_what_was_frozen_may_be_trained_where_it_has_the_same_values(ranks, tmp_path):
+    ranks(2, load_over_a_trained_base, tmp_path / "run")

@@ -296,7 +296,7 @@ def sums_of(runtime: Runtime, names: Collection[str]) -> dict[str, int]:
     """Return the crc32 of parameters by name, the parameters of all pipeline ranks together; collective."""
     axes, sums = runtime.context.axes, dict[str, int]()
     for buffer in runtime.buffers:
-        if names and not buffer.trainable:
+        if not {p.fqn for p in buffer.sharded}.isdisjoint(names):
             for number, (p, whole) in enumerate(zip(buffer.sharded, buffer.gather_wholes(), strict=True)):
                 if p.fqn in names and number % axes.everyone.size == axes.everyone.rank:
                     own = whole.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -45,8 +45,9 @@ def _lines() -> Iterator[str]:
 def load_answerer(options: ChatOptions) -> Callable[[Messages], str]:
     """Return a function that prints and returns the answer to the last of some messages.
 
-    The model and its tokenizer are loaded by transformers alone. The oldest tokens go if there is no room. A
-    model without a chat template gets the last message as it is.
+    The model and its tokenizer are loaded by transformers alone. An answer has at most half of the tokens
+    that the model takes, and the oldest tokens go if there is no room. A model without a chat template gets
+    the last message as it is.
 
     Raises:
         ImportError: transformers is not installed.
@@ -64,13 +65,14 @@ def load_answerer(options: ChatOptions) -> Callable[[Messages], str]:
     except Exception as error:  # whatever the files make it raise
         raise ValueError(f"'{options.directory}': transformers cannot load it: {error}") from None
     streamer = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    num_tokens = min(options.max_tokens, model.tokenizer.model_max_length // 2)
     sampled = {"do_sample": bool(options.temperature), "temperature": options.temperature or None}
 
     def answer(messages: Messages) -> str:
         (written,) = model(
             messages if model.tokenizer.chat_template else messages[-1]["content"],
             streamer=streamer,
-            max_new_tokens=options.max_tokens,
+            max_new_tokens=num_tokens,
             handle_long_generation="hole",
             add_special_tokens=True,
             return_full_text=False,

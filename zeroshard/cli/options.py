@@ -292,7 +292,7 @@ class ChatOptions(NamedTuple):
         directory: folder of a model and its tokenizer, as transformers saves
         prompt: one question; without it a conversation
         system: what the model is told first
-        max_tokens: of an answer (default: 300)
+        max_tokens: of an answer, at most half of those that the model takes (default: 300)
         temperature: of sampling; 0 takes the most probable (default: 0.7)
 
     Examples:

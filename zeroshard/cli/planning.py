@@ -271,12 +271,12 @@ def _refuse_unused(options: EstimateOptions) -> None:
 
 def _refuse_missing(options: EstimateOptions) -> None:
     """Refuse options whose packages are not installed, before a model is built for seconds."""
-    for name, package, extra in (("lora", "peft", "lora"), ("weight_bits", "bitsandbytes", "eightbit")):
-        if getattr(options, name) is not None and not (find_spec("transformers") and find_spec(package)):
-            raise ImportError(
-                f"--{name.replace('_', '-')} needs transformers and {package}: pip install "
-                f"zeroshard[hf,{extra}]"
-            )
+    lora = "--lora needs transformers and peft: pip install zeroshard[hf,lora]"
+    codes = "--weight-bits needs transformers and bitsandbytes: pip install zeroshard[hf,eightbit]"
+    asked = ((options.lora, "peft", lora), (options.weight_bits, "bitsandbytes", codes))
+    for given, package, remedy in asked:
+        if given is not None and not (find_spec("transformers") and find_spec(package)):
+            raise ImportError(remedy)
 
 
 def _model(options: EstimateOptions) -> nn.Module | int:

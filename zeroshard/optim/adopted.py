@@ -419,9 +419,8 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
             maps = {
                 f"qmap{slot}": blocks.codebook(sign, p.device).values for slot, sign in enumerate(signs, 1)
             }
-            increment_version(
-                p
-            )  # operators change it unseen by autograd, and replicated parameters follow it
+            # Operators change it unseen by autograd, and replicated parameters follow its changes.
+            increment_version(p)
             state.update(maps)
             type(self).update_step(self, group, p, gindex, pindex)
             for key in maps:
