@@ -375,7 +375,7 @@ def test_only_a_mapping_or_a_path_is_read(config):
 
 def test_keys_that_contradict_each_other_are_named():
     assert refusal({"bf16": {"enabled": True}, "fp16": {"enabled": True}}) == [
-        "'bf16.enabled' asks for precision.param_dtype='bfloat16', 'fp16.enabled' for 'float16'"
+        "'bf16.enabled' asks for precision.param_dtype=bfloat16, 'fp16.enabled' for float16"
     ]
     paths = {f"offload_{what}": {"device": "nvme", "nvme_path": what} for what in ("param", "optimizer")}
     assert "asks for offload.nvme_path='param'" in refusal({"zero_optimization": {"stage": 3, **paths}})[0]

@@ -18,16 +18,21 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from zeroshard.config.checked import (
+    DTYPE,
     FRACTION,
+    PATH,
     REFUSED,
+    TIER,
     ValueRule,
-    choice,
     instance,
     integer,
     naming,
     number,
     read_options,
+    show,
     with_type,
     world_size,
 )
@@ -50,16 +55,9 @@ class KeyRule(NamedTuple):
 _BOOLEAN = instance(bool, "true or false")
 _AT_LEAST_0 = number("a number >= 0", lambda value: 0 <= value < math.inf)
 _OLD_SECTION = instance(bool, "a section")  # true or false in old configs
-_PATH = ValueRule("a path", lambda value: value if value and isinstance(value, str) else REFUSED)
 _NO_HALVES = ValueRule(
     "false: main parameters are float32, or bfloat16", lambda on: on if on is False else REFUSED
 )
-_DTYPES = {
-    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
-    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
-    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
-}
-_TIERS = {"none": None, "cpu": "cpu", "nvme": "nvme"}
 
 
 def _as(option: str, rule: ValueRule, *neutral: Any) -> KeyRule:
@@ -71,10 +69,6 @@ def _flag(on: Options, off: Options | None = None) -> KeyRule:
     return KeyRule(_BOOLEAN, lambda is_on: on if is_on else off or {})
 
 
-def _choice(option: str, choices: Mapping[str, str | None]) -> KeyRule:
-    return KeyRule(choice(*choices), lambda word: {option: choices[word]} if choices[word] else {})
-
-
 _RECOMPUTE = {"recompute": "unit"}
 _DYNAMIC = "precision.loss_scale."
 """The prefix of the options for the adaptation of a dynamic scale to overflows."""
@@ -84,34 +78,34 @@ MAPPED: dict[str, KeyRule] = {
     "train_micro_batch_size_per_gpu": _as("micro_batch_size", integer(1)),
     "gradient_accumulation_steps": _as("gradient_accumulation_steps", integer(1)),
     "gradient_clipping": _as("clip_grad_norm", _AT_LEAST_0, 0),
-    "communication_data_type": _choice("precision.reduce_dtype", _DTYPES),
+    "communication_data_type": _as("precision.reduce_dtype", DTYPE),
     "zero_optimization": KeyRule(
         instance(bool, "a section"), lambda on: {"stage": int(on)}
     ),  # in old configs
     "zero_optimization.stage": _as("stage", integer(0, 3)),
-    "zero_optimization.offload_optimizer.device": _choice("offload.optimizer", _TIERS),
-    "zero_optimization.offload_optimizer.nvme_path": _as("offload.nvme_path", _PATH),
+    "zero_optimization.offload_optimizer.device": _as("offload.optimizer", TIER, "none"),
+    "zero_optimization.offload_optimizer.nvme_path": _as("offload.nvme_path", PATH),
     "zero_optimization.offload_optimizer.ratio": KeyRule(
         FRACTION, lambda ratio: {"offload.device_fraction": 1 - ratio}
     ),
-    "zero_optimization.offload_param.device": _choice("offload.parameters", _TIERS),
-    "zero_optimization.offload_param.nvme_path": _as("offload.nvme_path", _PATH),
+    "zero_optimization.offload_param.device": _as("offload.parameters", TIER, "none"),
+    "zero_optimization.offload_param.nvme_path": _as("offload.nvme_path", PATH),
     "zero_optimization.cpu_offload": _flag({"offload.optimizer": "cpu"}),
     "zero_optimization.cpu_offload_param": _flag({"offload.parameters": "cpu"}),
     "zero_optimization.zero_hpz_partition_size": _as("reshard_after_forward", integer(0), 0, 1),
     "zero_optimization.mics_shard_size": _as("shard_group_size", integer(-1), -1, 0),
-    "bf16.enabled": _flag({"precision.param_dtype": "bfloat16"}),
+    "bf16.enabled": _flag({"precision.param_dtype": torch.bfloat16}),
     "bf16.check_grad_overflow": _flag({"nonfinite": "skip"}, {"nonfinite": "report"}),
-    "bf16.bf16_master_weights_and_grads": _flag({"precision.main_dtype": "bfloat16"}),
-    "bf16.bf16_optimizer_states": _flag({"precision.main_dtype": "bfloat16"}),
-    "fp16.enabled": _flag({"precision.param_dtype": "float16"}),
+    "bf16.bf16_master_weights_and_grads": _flag({"precision.main_dtype": torch.bfloat16}),
+    "bf16.bf16_optimizer_states": _flag({"precision.main_dtype": torch.bfloat16}),
+    "fp16.enabled": _flag({"precision.param_dtype": torch.float16}),
     "fp16.loss_scale": KeyRule(_AT_LEAST_0, lambda scale: {"precision.loss_scale": scale or "dynamic"}),
     "fp16.initial_scale_power": KeyRule(integer(0), lambda power: {f"{_DYNAMIC}start": 2.0**power}),
     "fp16.loss_scale_window": _as(f"{_DYNAMIC}window", integer(1)),
     "fp16.min_loss_scale": _as(f"{_DYNAMIC}minimum", _AT_LEAST_0, 0),
     "fp16.hysteresis": _as(f"{_DYNAMIC}hysteresis", integer(1)),
     "fp16.fp16_master_weights_and_grads": KeyRule(_NO_HALVES, lambda _: {}),
-    "data_types.param_dtype": _choice("precision.param_dtype", _DTYPES),
+    "data_types.param_dtype": _as("precision.param_dtype", DTYPE),
     "activation_checkpointing.partition_activations": _flag(_RECOMPUTE),
     "activation_checkpointing.contiguous_memory_optimization": _flag(_RECOMPUTE),
     "activation_checkpointing.number_checkpoints": KeyRule(integer(1), lambda _: _RECOMPUTE),
@@ -339,11 +333,11 @@ def _options(leaves: Mapping[str, Any]) -> tuple[Options, list[str]]:
             if not by:
                 wanted[option] = (asked, key)
             elif first != asked:
-                conflicts.append(f"'{by}' asks for {option}={first!r}, '{key}' for {asked!r}")
+                conflicts.append(f"'{by}' asks for {option}={show(first)}, '{key}' for {show(asked)}")
     options = {option: value for option, (value, _) in wanted.items()}
-    if options.get("precision.param_dtype") == "float16":
+    if options.get("precision.param_dtype") is torch.float16:
         options.setdefault("precision.loss_scale", "dynamic")
-    elif options.get("precision.param_dtype") == "bfloat16":
+    elif options.get("precision.param_dtype") is torch.bfloat16:
         options.setdefault("nonfinite", "skip")  # the default of DeepSpeed 0.19.6
     _tell_dynamic(options)
     return options, conflicts
