@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from zeroshard.config.sections import Config, GivenConfig, Loader, refuse_pipeline
 
+TAG = "zeroshard"
+"""The tag of the engine's checkpoint in the folder that a library knows as one checkpoint."""
+
 
 def parse_data_parallel(config: GivenConfig, caller: str) -> Config:
     """Return a config whose ranks are all data-parallel.

@@ -17,10 +17,7 @@ from torch.optim import Optimizer
 from zeroshard.config.sections import GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
-from zeroshard.integrations.data_parallel import parse_of_strategy
-
-_TAG = "zeroshard"
-"""The tag of the engine's checkpoint in the folder that `fabric.save` writes."""
+from zeroshard.integrations.data_parallel import TAG, parse_of_strategy
 
 
 class ZeroShardFabricStrategy(DDPStrategy):
@@ -148,7 +145,7 @@ class ZeroShardFabricStrategy(DDPStrategy):
             for key, value in state.items()
             if value is not engine and value is not engine.optimizer
         }
-        engine.save_checkpoint(self.broadcast(path), _TAG, rest, optimizer=has_optimizer)
+        engine.save_checkpoint(self.broadcast(path), TAG, rest, optimizer=has_optimizer)
 
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -167,7 +164,7 @@ class ZeroShardFabricStrategy(DDPStrategy):
         objects: dict[str, Any] = {"model": state} if isinstance(state, Engine) else state or {}
         engine = _engine_in(objects, "fabric.load")
         has_optimizer = any(value is engine.optimizer for value in objects.values())
-        rest = engine.load_checkpoint(self.broadcast(path), _TAG, optimizer=has_optimizer)
+        rest = engine.load_checkpoint(self.broadcast(path), TAG, optimizer=has_optimizer)
         for key, value in objects.items():
             if value is engine or value is engine.optimizer:
                 continue

@@ -16,10 +16,8 @@ from torch.optim import Optimizer
 from zeroshard.config.sections import GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
-from zeroshard.integrations.data_parallel import parse_of_strategy
+from zeroshard.integrations.data_parallel import TAG, parse_of_strategy
 
-_TAG = "zeroshard"
-"""The tag of the engine's checkpoint in the folder that a checkpoint of Lightning is."""
 _STATE = "lightning.ckpt"
 """The file with the rest of a checkpoint: loops, callbacks, learning-rate schedules. It is written last."""
 
@@ -122,7 +120,7 @@ class ZeroShardStrategy(DDPStrategy):
     ) -> None:
         assert self.engine is not None
         has_optimizer = "optimizer_states" in checkpoint
-        self.engine.save_checkpoint(filepath, _TAG, optimizer=has_optimizer)
+        self.engine.save_checkpoint(filepath, TAG, optimizer=has_optimizer)
         super().save_checkpoint(checkpoint, Path(filepath, _STATE), storage_options)
 
     def load_checkpoint(
@@ -145,7 +143,7 @@ class ZeroShardStrategy(DDPStrategy):
         """Load parameters, and the states of the optimizer if there is one."""
         assert self.engine is not None
         assert self._loaded is not None
-        self.engine.load_checkpoint(self._loaded, _TAG, optimizer=self.engine.optimizer is not None)
+        self.engine.load_checkpoint(self._loaded, TAG, optimizer=self.engine.optimizer is not None)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: `load_model_state_dict` has loaded the states."""

@@ -20,9 +20,7 @@ from pyarrow.fs import LocalFileSystem
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from zeroshard.engine import Engine
-
-_TAG = "zeroshard"
-"""The tag of the engine's checkpoint in a folder that Ray knows as one checkpoint."""
+from zeroshard.integrations.data_parallel import TAG
 
 
 def report(engine: Engine, metrics: dict[str, Any], client_state: Mapping[str, Any] | None = None) -> None:
@@ -43,7 +41,7 @@ def report(engine: Engine, metrics: dict[str, Any], client_state: Mapping[str, A
     storage = ray.train.get_context().get_storage()
     filesystem = _local(storage.storage_filesystem, storage.experiment_fs_path)
     folder = Path(storage.experiment_fs_path, f"checkpoint-step-{engine.global_step}")
-    engine.save_checkpoint(folder, _TAG, client_state)
+    engine.save_checkpoint(folder, TAG, client_state)
     ray.train.report(
         metrics, Checkpoint(str(folder), filesystem), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
     )
@@ -62,7 +60,7 @@ def resume(engine: Engine) -> dict[str, Any] | None:
     if checkpoint is None:
         return None
     _local(checkpoint.filesystem, checkpoint.path)
-    return engine.load_checkpoint(checkpoint.path, _TAG)
+    return engine.load_checkpoint(checkpoint.path, TAG)
 
 
 def _local(filesystem: Any, path: str) -> Any:

@@ -20,15 +20,13 @@ from zeroshard.config.sections import Config, GivenConfig, Loader
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
 from zeroshard.forwards.methods import held_unsharded
-from zeroshard.integrations.data_parallel import parse_data_parallel
+from zeroshard.integrations.data_parallel import TAG, parse_data_parallel
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object  # the mixin stands before the Trainer among the bases of a class
 
-_TAG = "zeroshard"
-"""The tag of the engine's checkpoint in a folder checkpoint-<step> of the Trainer."""
 _STATE = "trainer_state.json"
 """The file of a checkpoint that the Trainer writes last."""
 _COMPUTE_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -169,7 +167,7 @@ class ZeroShardMixin(_Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._sharded.zero_grad()  # a callback may have ended training in the middle of a step
         schedule = {} if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        self._sharded.save_checkpoint(output_dir, _TAG, {"lr_scheduler": schedule})
+        self._sharded.save_checkpoint(output_dir, TAG, {"lr_scheduler": schedule})
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -190,18 +188,18 @@ class ZeroShardMixin(_Trainer):
         if not _is_complete(Path(resume_from_checkpoint)):
             raise ValueError(
                 f"'{resume_from_checkpoint}': expected a complete checkpoint of a Trainer over zeroshard, "
-                f"with '{_STATE}' and '{_TAG}'. To begin with other weights, give their folder to "
+                f"with '{_STATE}' and '{TAG}'. To begin with other weights, give their folder to "
                 "from_pretrained() and train without resume_from_checkpoint"
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        schedule = self._sharded.load_checkpoint(checkpoint, _TAG)["lr_scheduler"]
+        schedule = self._sharded.load_checkpoint(checkpoint, TAG)["lr_scheduler"]
         self.lr_scheduler.load_state_dict(schedule)
 
     def _load_best_model(self) -> None:
-        self._sharded.load_checkpoint(self.state.best_model_checkpoint, _TAG, optimizer=False)
+        self._sharded.load_checkpoint(self.state.best_model_checkpoint, TAG, optimizer=False)
 
 
 class _EngineStep(AcceleratedOptimizer):  # type: ignore[misc]
@@ -227,7 +225,7 @@ def _is_complete(folder: Path) -> bool:
         TrainerState.load_from_json(str(folder / _STATE))
     except (OSError, ValueError, TypeError):
         return False
-    return (folder / _TAG).is_file()
+    return (folder / TAG).is_file()
 
 
 def _last_complete(folder: Path) -> str | None:
