@@ -29,6 +29,8 @@ class BlockwiseOptimizer(ChecksRanges):
     """
 
     rule: ClassVar[Rule]
+    overridable: ClassVar[tuple[str, ...]] = ()
+    """The hyperparameters that one parameter can override; () for all."""
 
     def override(self, parameter: Tensor, hyperparameters: Mapping[str, Any]) -> None:
         """Let a parameter differ from its group, also by `min_8bit_size`.
@@ -41,11 +43,12 @@ class BlockwiseOptimizer(ChecksRanges):
             ValueError: a hyperparameter is unknown, out of its range, or the same for all of a group; the
                 parameter is not the optimizer's, or has its states already.
         """
+        known = self.overridable or tuple(self.defaults)
         for key in hyperparameters:
-            if key not in self._overridable:
+            if key not in known:
                 raise ValueError(
                     f"{type(self).__name__}: expected a hyperparameter that one parameter can override "
-                    f"({', '.join(self._overridable)}), got {key!r}"
+                    f"({', '.join(known)}), got {key!r}"
                 )
         self.check_group({**self.defaults, **hyperparameters})
         if not any(parameter is held for group in self.param_groups for held in group["params"]):
@@ -76,10 +79,6 @@ class BlockwiseOptimizer(ChecksRanges):
         load_states(self, super().load_state_dict, state_dict)
         for group in self.param_groups:  # an optimizer of torch has none of it
             group.setdefault("min_8bit_size", self.defaults["min_8bit_size"])
-
-    @property
-    def _overridable(self) -> tuple[str, ...]:
-        return tuple(self.defaults)
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a hyperparameter that is out of its range."""

@@ -288,6 +288,8 @@ class TrustRatio8bit(BlockwiseOptimizer, LayerWise):
         min_8bit_size: elements of a whole parameter from which its states are quantized.
     """
 
+    overridable = ("min_8bit_size",)
+
     def __init__(
         self, params: ParamsT, *settings: Any, min_8bit_size: int = MIN_8BIT_SIZE, **named: Any
     ) -> None:
@@ -296,10 +298,6 @@ class TrustRatio8bit(BlockwiseOptimizer, LayerWise):
         for group in self.param_groups:
             group.setdefault("min_8bit_size", min_8bit_size)
             self.check_group(group)
-
-    @property
-    def _overridable(self) -> tuple[str, ...]:
-        return ("min_8bit_size",)
 
 
 def _lamb(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
