@@ -118,8 +118,10 @@ def _dtype_of(original: Original, view: Tensor, runtime: Runtime, in_own: bool) 
 def _give_back(original: Original, sharded: ShardedParameter, values: Tensor) -> None:
     parameter = original.parameter
     revive(parameter)
-    if parameter.is_meta:
-        parameter = _made_anew(parameter, values)
+    if parameter.is_meta:  # it has no memory to take values
+        parameter = nn.Parameter(values, requires_grad=False)
+        parameter.__class__ = type(original.parameter)
+        carry_attributes(original.parameter, parameter)
     else:
         parameter.data = values
     parameter.grad = None
@@ -129,14 +131,6 @@ def _give_back(original: Original, sharded: ShardedParameter, values: Tensor) ->
             owner._parameters[attribute] = parameter
         else:  # an RNN keeps a list of its weights, too
             setattr(owner, attribute, parameter)
-
-
-def _made_anew(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """A parameter with memory in place of one from the meta device, of its class and with its attributes."""
-    made = nn.Parameter(values, requires_grad=False)
-    made.__class__ = type(parameter)
-    carry_attributes(parameter, made)
-    return made
 
 
 def no_sync(owner: Engine | Sharded) -> AbstractContextManager[None]:

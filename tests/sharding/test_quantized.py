@@ -658,12 +658,12 @@ def nothing(model, _):
     [
         (not_yet, {}, "layers.0.mlp.up_proj.weight' is not quantized yet"),
         (packed_on_rank_1, {}, "layers.0.mlp.up_proj.weight' was packed for inference"),
-        (with_another_forward, {}, "layers.0.mlp.up_proj' is a Doubled with a forward of its own"),
-        (with_an_embedding, {}, "embed_tokens' is an EmbeddingNF4, whose forward needs the scales"),
+        (with_another_forward, {}, "layers.0.mlp.up_proj' (a layer of Doubled) has a forward of its own"),
+        (with_an_embedding, {}, "embed_tokens' (a layer of EmbeddingNF4) needs the scales"),
         (
             with_an_embedding_of_8_bits,
             {},
-            "embed_tokens' is an Embedding8bit, whose forward needs the scales",
+            "embed_tokens' (a layer of Embedding8bit) needs the scales",
         ),
         (other_blocks, {}, "is quantized in another way on some ranks"),
         (packed, {}, "layers.0.mlp.up_proj.weight' was packed for inference"),

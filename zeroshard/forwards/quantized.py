@@ -391,9 +391,9 @@ def _check_forward(name: str, layer: Layer) -> None:
 
         if type(layer).forward is not Linear8bitLt.forward:
             raise ValueError(
-                f"'{name}' is {_article(layer)} with a forward of its own, which would compute with codes "
-                "that it keeps apart from its parameter: expected the forward of Linear8bitLt. Put the layer "
-                "inside a module with that forward"
+                f"'{name}' (a layer of {type(layer).__name__}) has a forward of its own, which would compute "
+                "with codes that it keeps apart from its parameter: expected the forward of Linear8bitLt. "
+                "Put the layer inside a module with that forward"
             )
 
 
@@ -402,15 +402,10 @@ def _check_kind(name: str, layer: Layer, weight: Any) -> None:
     has_codes_of_8_bits = hasattr(weight, "SCB") and not weight.has_fp16_weights
     if not isinstance(layer, nn.Linear) and (has_codes_of_8_bits or hasattr(weight, "quant_state")):
         raise ValueError(
-            f"'{name}' is {_article(layer)}, whose forward needs the scales at the parameter itself: "
+            f"'{name}' (a layer of {type(layer).__name__}) needs the scales at the parameter itself: "
             f"expected quantized layers of Linear4bit or Linear8bitLt. ignored=['{name}.weight'] keeps "
             "all of it on each rank"
         )
-
-
-def _article(layer: Layer) -> str:
-    name = type(layer).__name__
-    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
 def _check(name: str, layer: Layer) -> None:

@@ -200,9 +200,8 @@ def retire(parameter: nn.Parameter, fqn: str) -> None:
 def revive(parameter: nn.Parameter) -> None:
     """Give a parameter the class that it had before `retire`; its data is still empty."""
     if isinstance(parameter, OriginalParameter):
-        was = parameter.was
-        del parameter.fqn, parameter.was
-        cast(nn.Parameter, parameter).__class__ = was
+        del parameter.fqn
+        cast(nn.Parameter, parameter).__class__ = vars(parameter).pop("was")
 
 
 def _describe(parameter: OriginalParameter, func: Callable[..., Any]) -> str:
