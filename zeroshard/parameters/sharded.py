@@ -157,8 +157,8 @@ class ShardedParameter(NotCopied, nn.Parameter):
     def grad(self) -> Tensor | None:
         """[n]: this rank's slice of the averaged gradient."""
         state = self.state
-        if (answer := _READERS.get(id(sys._getframe(1).f_code))) is not None:
-            answer(self)
+        if (reader := _READERS.get(id(sys._getframe(1).f_code))) is not None:
+            self._answer(*reader)
         elif state.has_sums and self._gradient is not None and Moment.STEPPED not in state.moments:
             self._refuse_sums()
         state.show_gradients()
@@ -195,8 +195,11 @@ class ShardedParameter(NotCopied, nn.Parameter):
         if self.state.has_sums:
             self.state.drop_gradient(self)
 
-    def refuse_reader(self, name: str, remedy: str) -> None:
-        """Refuse a function of torch that takes the slice of the gradient for all of it."""
+    def _answer(self, name: str, remedy: str) -> None:
+        """Refuse a function of torch that takes the slice of the gradient for all of it; see `_READERS`."""
+        if not name:
+            self.drop_sums()
+            return
         self.state.refuse(f"{name}()", Moment.STEPPED)
         self._refuse_sums()
         if remedy and self.is_partial:
@@ -400,24 +403,15 @@ def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
     return [parameter for parameter in parameters if isinstance(parameter, ShardedParameter)]
 
 
-Answer = Callable[[ShardedParameter], None]
-"""Answers a function of torch that reads the `p.grad` of a sharded parameter."""
-
-
-def _readers() -> dict[int, Answer]:
-    def refuses(name: str, remedy: str = "") -> Answer:
-        return lambda parameter: parameter.refuse_reader(name, remedy)
-
+def _readers() -> dict[int, tuple[str, str]]:
     clip = "engine.clip_grad_norm_(max_norm) or Config(clip_grad_norm=...)"
     scale = "Precision(param_dtype='float16', loss_scale=...) with engine.backward(loss) and engine.step()"
-    readers: dict[Callable[..., Any], Answer] = {
-        clip_grad.clip_grad_norm_: refuses("clip_grad_norm_", clip),
-        clip_grad._clip_grads_with_norm_: refuses("clip_grads_with_norm_", clip),
-        clip_grad.clip_grad_value_: refuses("clip_grad_value_"),
-        torch.amp.GradScaler._unscale_grads_: refuses("GradScaler", scale),
-        # They drop gradients, and pass over a `grad` that is None.
-        nn.Module.zero_grad: ShardedParameter.drop_sums,
-        torch.optim.Optimizer.zero_grad: ShardedParameter.drop_sums,
+    readers: dict[Callable[..., Any], tuple[str, str]] = {
+        clip_grad.clip_grad_norm_: ("clip_grad_norm_", clip),
+        clip_grad._clip_grads_with_norm_: ("clip_grads_with_norm_", clip),
+        clip_grad.clip_grad_value_: ("clip_grad_value_", ""),
+        torch.amp.GradScaler._unscale_grads_: ("GradScaler", scale),
+        **dict.fromkeys((nn.Module.zero_grad, torch.optim.Optimizer.zero_grad), ("", "")),
     }
     found = {}
     for function, reader in readers.items():
@@ -429,8 +423,9 @@ def _readers() -> dict[int, Answer]:
 
 
 _READERS = _readers()
-"""The answers to functions of torch that mean more by `p.grad` than this rank's slice, by the id of their
-code, which lives as long as torch. The caller's frame has the code."""
+"""Functions of torch that mean more by `p.grad` than this rank's slice, by the id of their code, which lives
+as long as torch: the name and the remedy of a function that is refused; nothing for one that drops gradients,
+and passes over a `grad` that is None."""
 
 
 REMEDY = (

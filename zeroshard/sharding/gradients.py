@@ -341,16 +341,12 @@ class Gradients:
                 result = result.to(dtype)
             if landing is not None:
                 if not (self.is_kept or self._context.setting.steps_in_backward or dtype is torch.float64):
-                    self._squares = self._squares_of(result)  # those of float64 overflow
+                    counted = [result[part][self.buffer.counted(index)] for index, part in enumerate(own)]
+                    self._squares = foreach_sum_of_squares(counted).sum()  # those of float64 overflow
                 for index in sums.keys() - new:
                     sums[index].copy_(result[own[index]], non_blocking=True)
                 result = landing.land(result) if new else result
         self._reduced.update((index, result[own[index]]) for index in new)
-
-    def _squares_of(self, total: Tensor) -> Tensor:
-        """The sum of squares of the elements that this rank counts, 0-dim, float64."""
-        own = [total[part][self.buffer.counted(index)] for index, part in enumerate(self._own_slices)]
-        return foreach_sum_of_squares(own).sum()
 
     def deliver(self, used: list[bool]) -> None:
         """Set `p.grad` of the sharded parameters, or add to it, unless sums are kept for a later backward.
