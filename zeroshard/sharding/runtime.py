@@ -111,17 +111,12 @@ class Runtime:
     @property
     def unit_infos(self) -> list[UnitInfo]:
         """The units that own parameters, for people."""
-        placements = self.context.setting.placements
-        return [
-            UnitInfo(
-                plan.name,
-                plan.numel,
-                plan.is_kept(placements, is_root=unit is self.root, ends_forward=unit in self.passes.last),
-                plan.reason,
-            )
-            for unit in self.units
-            if (plan := unit.plan).buffers
-        ]
+        placements, infos = self.context.setting.placements, []
+        for unit in (unit for unit in self.units if unit.plan.buffers):
+            is_root, ends_forward = unit is self.root, unit in self.passes.last
+            kept = unit.plan.is_kept(placements, is_root=is_root, ends_forward=ends_forward)
+            infos.append(UnitInfo(unit.plan.name, unit.plan.numel, kept, unit.plan.reason))
+        return infos
 
     def check_slots(self) -> None:
         """Refuse parameters that others have put into the modules, or edited there, before they are read.
