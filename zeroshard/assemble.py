@@ -42,14 +42,13 @@ from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import compare_inputs, install
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import guard_copies
-from zeroshard.parameters.state import ModuleState
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
 from zeroshard.plan.names import Cast, find_casts, find_ignored
 from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.tiers import Tier, Tiers
 from zeroshard.plan.units import UnitSpec, find_units
 from zeroshard.sharding.buffer import FlatBuffer
-from zeroshard.sharding.context import Changes, Context, Meter
+from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime, hook
 from zeroshard.sharding.unit import Unit
@@ -115,8 +114,6 @@ def shard_over(
         device=device,
         streams=Streams.on(device),
         memory=TierMemory(device, config.offload.nvme_path, axes.world.rank),
-        meter=Meter(),
-        state=ModuleState(),
         num_prefetch=config.num_prefetch,
         output_dtype=config.precision.output_dtype,
     )

@@ -97,11 +97,7 @@ def register_forward_method(engine: Engine, name: str) -> None:
 
 def _in_part(runtime: Runtime, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a part of the model that gathers the unit around the part, as that unit's forward does."""
-    around = [
-        unit
-        for unit in runtime.units
-        if any(part is module for own in unit.modules for part in own.modules())
-    ]
+    around = [unit for unit in runtime.units if any(module in own.modules() for own in unit.modules)]
     if (cast := runtime.casts.get(module)) is not None:
         method = casting(module, method, cast)
     in_unit = method if around[-1] is runtime.root else as_forward(runtime, method, around[-1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ class Context:
     device: torch.device
     streams: Streams
     memory: TierMemory
-    meter: Meter
-    state: ModuleState
+    meter: Meter = field(default_factory=Meter)
+    state: ModuleState = field(default_factory=ModuleState)
     num_prefetch: int
     """The number of units that are gathered ahead."""
     output_dtype: torch.dtype | None

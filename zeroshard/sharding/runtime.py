@@ -329,17 +329,17 @@ def hook(runtime: Runtime) -> None:
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     """Hook the modules of a unit, and the layers inside them."""
     hook = runtime.changes.hook  # a hook keeps the runtime, which a model without engine still needs
+
+    def begin(*_: object) -> None:
+        runtime.passes.before_forward(unit, sys._getframe(1))
+
     for module in unit.modules:
         cast, dtype = runtime.casts.get(module), runtime.input_dtype(module)
         casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
         if dtype is not None and not casts_itself:
             own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
             hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
-        hook(
-            module.register_forward_pre_hook(
-                lambda *_: runtime.passes.before_forward(unit, sys._getframe(1)), prepend=True
-            )
-        )
+        hook(module.register_forward_pre_hook(begin, prepend=True))
         hook(module.register_forward_hook(lambda *call: runtime.passes.after_forward(unit, call[-1])))
         hook(module.register_forward_hook(lambda *_: runtime.passes.exit_forward(unit), always_call=True))
     for layer in unit.layers:
