@@ -253,7 +253,7 @@ def load_as_one_of_many(folder: str) -> None:
     model = zeroshard.from_pretrained(LlamaForCausalLM, folder, config)
     sizes = [parameter.numel() * 4 for parameter in model.parameters()]
     specs = find_units(model, config.units)
-    shard_over(model, Division([], specs), config, Axes.of_one_group(None, axis), device)
+    shard_over(model, Division([], specs), config, Axes.of_one_group(None, axis))
     print(json.dumps([status("VmHWM") - before, sum(sizes) // NUM_RANKS, max(sizes)]))
 
 

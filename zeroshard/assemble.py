@@ -71,7 +71,7 @@ def shard_in_place(
         axes = open_data_parallel(config, world, mesh)
         specs = specify_units(module, config)
         division = plan_division(module, specs, tp_plan, axes.tp.size, by_sequence=config.mesh.sequence)
-        return shard_over(module, division, config, axes, device)
+        return shard_over(module, division, config, axes)
 
 
 def specify_units(module: nn.Module, config: Config) -> list[UnitSpec]:
@@ -88,16 +88,10 @@ def open_data_parallel(config: Config, world: Axis, mesh: DeviceMesh | None = No
 
 
 def shard_over(
-    module: nn.Module,
-    division: Division,
-    config: Config,
-    axes: Axes,
-    device: torch.device,
-    *,
-    steps_by_parts: bool = False,
+    module: nn.Module, division: Division, config: Config, axes: Axes, *, steps_by_parts: bool = False
 ) -> Runtime:
     """Shard a module in the units of a division."""
-    changes, specs = Changes(), division.specs
+    changes, specs, device = Changes(), division.specs, axes.world.device
     ignored = find_ignored(module, config.ignored)
     casts = find_module_casts(module, specs, config)
     over = Activations(axes.activations, _TAG_OF_ACTIVATIONS) if axes.tp.size > 1 else None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -132,12 +131,12 @@ def initialize(
         close_at_exit(axes, *axes.members)
         check_room(specs, config, axes, optimizer, device)
         by_parts = optimizer is not None and is_known(optimizer)
-        runtime = shard_over(model, division, config, axes, device, steps_by_parts=by_parts)
+        runtime = shard_over(model, division, config, axes, steps_by_parts=by_parts)
         if optimizer is not None:
             pairs = (zip(buffer.originals, buffer.sharded, strict=True) for buffer in runtime.buffers)
             sharded = {original.parameter: own for both in pairs for original, own in both}
             take_over(optimizer, sharded, overrides, device)
-        loader = _build_loader(training_data, collate_fn, config, axes, device)
+        loader = _build_loader(training_data, collate_fn, config, axes)
         parts = EngineState(
             runtime=runtime,
             config=whole,
@@ -260,11 +259,7 @@ def _check_loader(loader: Any, collate_fn: Any, config: Config) -> None:
 
 
 def _build_loader(
-    training_data: Any,
-    collate_fn: Callable[..., Any] | None,
-    config: Config,
-    axes: Axes,
-    device: torch.device,
+    training_data: Any, collate_fn: Callable[..., Any] | None, config: Config, axes: Axes
 ) -> EpochLoader | GivenLoader | None:
     """Make the DataLoader over the data, if there are any."""
     if training_data is None:
@@ -272,12 +267,12 @@ def _build_loader(
     if is_loader(training_data):
         if axes.dp.rank == 0:
             warn_of_same_samples(training_data, axes.dp.size)
-        return GivenLoader(training_data, device)
+        return GivenLoader(training_data, axes.world.device)
     size, rank, num_ranks = config.micro_batch_size, axes.dp.rank, axes.dp.size
     if config.mesh.pp > 1:  # a pipeline takes whole batches
         size *= config.pipeline.num_microbatches
     options = {"batch_size": size, "collate_fn": collate_fn, **vars(config.loader)}
-    return EpochLoader(training_data, rank=rank, num_ranks=num_ranks, device=device, **options)
+    return EpochLoader(training_data, rank=rank, num_ranks=num_ranks, device=axes.world.device, **options)
 
 
 def _build_scheduler(lr_scheduler: Any, optimizer: Optimizer | None) -> Any:

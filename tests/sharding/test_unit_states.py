@@ -61,7 +61,7 @@ def shard_net(axis=None, **options):
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
     config = Config(units=["Sequential"], **options)
     axis = axis or Axis(None, device=CPU, counter=Counter(), timeout_s=10)
-    runtime = shard_over(net, undivided(net, config.units), config, Axes.of_one_group(None, axis), CPU)
+    runtime = shard_over(net, undivided(net, config.units), config, Axes.of_one_group(None, axis))
     root, inner = runtime.units
     optimizer = torch.optim.SGD(net.parameters())
     attach(runtime, None, optimizer)
@@ -329,7 +329,7 @@ def test_a_module_that_lists_its_weights_beside_gets_them_there_too():
     inputs = torch.randn(5, 2, 4)
     expected = lstm(inputs)[0].detach()
     axis = Axis(None, device=CPU, counter=Counter(), timeout_s=10)
-    shard_over(lstm, undivided(lstm), Config(stage=3), Axes.of_one_group(None, axis), CPU)
+    shard_over(lstm, undivided(lstm), Config(stage=3), Axes.of_one_group(None, axis))
     assert torch.equal(lstm(inputs)[0], expected)
     assert all(weight.dim() == 1 for weight in lstm._flat_weights)
 
@@ -438,7 +438,7 @@ class SparseLookup(nn.Module):
 
 def sparse_backward(axis):
     model = nn.Sequential(SparseLookup(), nn.Linear(4, 2))
-    shard_over(model, undivided(model), Config(stage=3), Axes.of_one_group(None, axis), CPU)
+    shard_over(model, undivided(model), Config(stage=3), Axes.of_one_group(None, axis))
     with pytest.raises(RuntimeError, match=r"'0\.weight'.*sparse"):
         model(torch.tensor([1, 2])).sum().backward()
 
@@ -484,7 +484,7 @@ def shard_buffers():
     module = nn.Linear(2, 2)
     for name, buffer in buffers.items():
         module.register_buffer(name, buffer, persistent=name != "number")
-    shard_over(module, undivided(module), Config(), Axes.of_one_group(None, axis), CPU)
+    shard_over(module, undivided(module), Config(), Axes.of_one_group(None, axis))
     return {name: (b.dtype, b.to(torch.complex64)) for name, b in module.named_buffers()}, beside
 
 

@@ -446,7 +446,7 @@ def test_a_parameter_without_values_is_refused_by_name_when_it_is_sharded():
     device = torch.device("cpu")
     axes = Axes.of_one_group(None, Axis(None, device=device, counter=Counter(), timeout_s=10))
     with pytest.raises(ValueError, match=r"'1\.weight' is on the meta device"):
-        shard_over(model, Division([], find_units(model, None)), Config(), axes, device)
+        shard_over(model, Division([], find_units(model, None)), Config(), axes)
     assert not model[0].weight.is_meta
     assert model[0].weight.shape == (2, 2)
 

@@ -320,12 +320,12 @@ def _take_replaced(shown: _Shown) -> list[str]:
 # --------------------------------------------------------------------------- over the parts of a pipeline
 
 
+Read = Callable[[], dict[str, Any]]
+"""Reads some tensors of a part by name, all of a unit for example; collective in the part."""
+
+
 def stream(
-    axes: Axes,
-    reads: Sequence[Callable[[], dict[str, Any]]],
-    *,
-    to_all: bool,
-    check: Callable[[], object] = object,
+    axes: Axes, reads: Sequence[Read], *, to_all: bool, check: Callable[[], object] = object
 ) -> Iterator[tuple[str, Any]]:
     """Yield the results of all parts of the model, part by part; collective.
 
@@ -333,8 +333,7 @@ def stream(
 
     Args:
         axes: the axes.
-        reads: the reads of this rank's part, each called when its first result is asked for. One returns some
-            tensors by name, all of a unit for example, and is collective in the part.
+        reads: the reads of this rank's part, each called when its first result is asked for.
         to_all: False yields them on rank 0 alone.
         check: called on all ranks before each read of any part.
     """
