@@ -41,7 +41,7 @@ def full_parameter(engine: Engine, name: str) -> Tensor:
     Raises:
         ValueError: the model has no such parameter, or ranks give different names.
     """
-    agreed = _agree(engine._runtime, "full_parameter()", name)
+    agreed = _agree(engine._runtime, "full_parameter()", name, lambda _: None)
     found: Tensor = agreed.read(lambda place: {name: place.gather(place.values)})[name]
     return found
 
@@ -219,12 +219,7 @@ class _NamedParameter(NamedTuple):
 
 
 def _agree(
-    runtime: Runtime,
-    call: str,
-    name: str,
-    tell: Callable[[Whole], Any] = lambda place: None,
-    *,
-    reduces: bool = False,
+    runtime: Runtime, call: str, name: str, tell: Callable[[Whole], Any], *, reduces: bool = False
 ) -> _NamedParameter:
     """Find a parameter, on all ranks the same.
 
