@@ -33,7 +33,7 @@ from zeroshard.internals.autograd import (
 from zeroshard.internals.nested import cast_outputs, find_tensors, view_tensors
 from zeroshard.parameters.state import Moment, Phase
 from zeroshard.sharding.context import Context
-from zeroshard.sharding.reducer import Reducer, UnitOrder
+from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import NEVER, ForwardCall, Unit, UnitState
 from zeroshard.sharding.walk import CallLog, Lease, Walk
 
@@ -50,15 +50,14 @@ class Passes:
     Args:
         units: the root unit first.
         context: the objects that their buffers share.
-        order: the order of the units.
-        reducer: reduces their gradients.
+        reducer: reduces their gradients, in the order that it knows.
     """
 
-    def __init__(self, units: Sequence[Unit], context: Context, order: UnitOrder, reducer: Reducer) -> None:
+    def __init__(self, units: Sequence[Unit], context: Context, reducer: Reducer) -> None:
         self._root, self._units = units[0], tuple(units)
-        self._context, self._order, self._reducer = context, order, reducer
+        self._context, self._order, self._reducer = context, reducer.order, reducer
         self._state, self._here = context.state, context.axes.dp.waits.rank_status
-        walked = [unit for unit in units if unit in order.reductions]
+        walked = [unit for unit in units if unit in self._order.reductions]
         self.quiet = dict.fromkeys(unit for unit in units if unit not in walked)
         """Units without turns in a backward: nothing of them is freed, exchanged or stepped there."""
         self._num_prefetch = 0 if all(unit.is_resident for unit in units) else context.num_prefetch

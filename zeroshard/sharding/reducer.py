@@ -69,13 +69,16 @@ class UnitOrder:
     """The units in the order of their forwards, without the root.
 
     Args:
-        units: the root unit first, then those that are gathered or reduced.
-        is_common: True if all ranks make the same calls; then they need no agreement.
+        units: the root unit first.
+        context: the objects that all buffers share.
     """
 
-    def __init__(self, units: Sequence[Unit], *, is_common: bool) -> None:
-        self._is_common = is_common
-        self._by_name = {unit.name: unit for unit in units}
+    def __init__(self, units: Sequence[Unit], context: Context) -> None:
+        setting, axes = context.setting, context.axes
+        self._is_common = bool(setting.placements.parameter) and axes.dp_replicate.size == 1
+        """True if all ranks make the same calls; then they need no agreement."""
+        walked = (u for u in units if u is units[0] or u.plan.needs_turns or setting.steps_in_backward)
+        self._by_name = {unit.name: unit for unit in walked}
         self.units: list[Unit] = []
         self.has_changed = False
         """True if this rank has met a new unit or another order since the ranks last agreed."""
@@ -155,13 +158,12 @@ class Reducer:
         units: the root unit first.
         context: the objects that all buffers share: the ranks that agree, and the state of the module.
         pool: the buffers that gradients are packed into; emptied after each delivery.
-        order: the order of the units; agreed on here.
     """
 
     _scaling: ClassVar[Reducer | None] = None
     """The reducer whose loss scale, other than 1, is in the backward that this process runs."""
 
-    def __init__(self, units: Sequence[Unit], context: Context, pool: BufferPool, order: UnitOrder) -> None:
+    def __init__(self, units: Sequence[Unit], context: Context, pool: BufferPool) -> None:
         axes = context.axes
         self._all = tuple(gradients for unit in units for gradients in unit.gradients)
         self._num_summands = axes.dp.size
@@ -174,7 +176,8 @@ class Reducer:
         self.set_aside: dict[Gradients, Callable[[int, Tensor], bool]] = {}
         """Calls that take the gradient at an index of a buffer for later, or return False."""
         self._units, self.pool, self._axis = dict.fromkeys(units), pool, axes.everyone
-        self._order = order
+        self.order = UnitOrder(units, context)
+        """The order of the units; agreed on here."""
         self.num_forwards = 0
         """Forwards with a graph, also failed ones, since the last agreement of all ranks."""
         self._state = context.state
@@ -308,9 +311,9 @@ class Reducer:
     def _list_units(self, units: Collection[Unit]) -> None:
         """List units that have not been started ahead as those to start, in the order of all ranks."""
         if self._must_agree:
-            self._order.agree(self._axis)
+            self.order.agree(self._axis)
             self._must_agree = False
-        ordered = (unit for unit in self._order.reductions if unit in units and unit not in self._ahead)
+        ordered = (unit for unit in self.order.reductions if unit in units and unit not in self._ahead)
         self._to_start, self._ready, self._ended = deque(ordered), set(), []
         if self._state.has_shown_gradients:  # whoever holds a `p.grad` may change it later as well
             gradients = (gradient_of(p) for one in self._all for p in one.buffer.sharded)
@@ -523,11 +526,11 @@ class Reducer:
             True where any rank has a gradient, for each buffer and parameter; None if the backward of any
             rank has ended in an exception. And the units that have late gradients on any rank.
         """
-        late, units = {gradients for gradients, *_ in self._late}, self._order.reductions
+        late, units = {gradients for gradients, *_ in self._late}, self.order.reductions
         flags = [flag for gradients in self._all for flag in gradients.used]
         flags += [not late.isdisjoint(unit.gradients) for unit in units]
         is_odd, self.num_forwards = self.num_forwards % 2 == 1, 0
-        flags += [self._order.has_changed, has_failed, is_odd, not is_odd]
+        flags += [self.order.has_changed, has_failed, is_odd, not is_odd]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
         self._finish()  # steps wait for the answer
         flag = iter(answer())

@@ -30,7 +30,7 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.passes import Passes, closed_error
-from zeroshard.sharding.reducer import Reducer, UnitOrder
+from zeroshard.sharding.reducer import Reducer
 from zeroshard.sharding.unit import Unit, UnitInfo, UnitState
 
 DRAIN_S = 5.0
@@ -58,12 +58,8 @@ class Runtime:
         """Modules that compute in a dtype of their own."""
         self.seen: list[tuple[Sized, int, Mapping[str, nn.Module | None], list[nn.Module | None]]] = []
         """Parameters of each module, their number, and its modules, as `check_additions` last found them."""
-        setting = context.setting
-        walked = [u for u in units if u is self.root or u.plan.needs_turns or setting.steps_in_backward]
-        is_common = bool(setting.placements.parameter) and context.axes.dp_replicate.size == 1
-        self.order = UnitOrder(walked, is_common=is_common)
-        self.reducer = Reducer(units, context, pool, self.order)
-        self.passes = Passes(units, context, self.order, self.reducer)
+        self.reducer = Reducer(units, context, pool)
+        self.passes = Passes(units, context, self.reducer)
         # Parameters call these functions, without a strong reference to the runtime.
         finish, drop = weakref.WeakMethod(self.finish_gathers), weakref.WeakMethod(self._drop_gradient)
         self.state.before_edit = lambda: (call := finish()) is not None and call()
@@ -231,11 +227,11 @@ class Runtime:
             name: the name of the forward; a backward with the same name comes to its calls alone.
             units: the units of the forward; others are not gathered ahead.
         """
-        self.passes.calls.name, self.order.scope = name, units
+        self.passes.calls.name, self.reducer.order.scope = name, units
         try:
             yield
         finally:
-            self.passes.calls.name = self.order.scope = None
+            self.passes.calls.name = self.reducer.order.scope = None
 
     @contextmanager
     def batch(self) -> Iterator[None]:
