@@ -157,9 +157,8 @@ def _states(
     """Return the place and the states of a parameter; values of states that are given are compared."""
     optimizer, pp = engine.optimizer, engine._runtime.context.axes.pp
     states: dict[str, _NamedState] = {}
-    if not any(
-        pp.any([optimizer is not None], f"agreement on {call}")()
-    ):  # a frozen part of a model has none
+    has_optimizer = pp.any([optimizer is not None], f"agreement on {call}")()  # a frozen part has none
+    if not any(has_optimizer):
         raise RuntimeError(f"{call} needs an optimizer: give one to zeroshard.initialize")
 
     def tell(place: Whole) -> tuple[dict[str, bool], list[Any]]:

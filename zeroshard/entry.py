@@ -205,9 +205,7 @@ def _traced(model: nn.Module, config: Config, world: Axis, source: SampleSource)
     """
     names = tuple(config.pipeline.split or ())
     found: list[TracedChunks] = []
-    if (
-        layer := next((name for name, m in model.named_modules() if form_of(m) is not None), None)
-    ) is not None:
+    for layer in (name for name, module in model.named_modules() if form_of(module) is not None):
         raise ValueError(
             f"pipeline.trace: '{layer}.weight' wraps other tensors, which a trace would take for its own: "
             "expected plain weights, or a pipeline without a trace"
