@@ -265,9 +265,8 @@ class Walk:
             self._take_until(unit.visit.ended)
         if unit.is_complete:
             for turn in islice(self._turns, self._next, None):
-                if turn.act != "free" and (
-                    turn.act == "enter" or not self._reducer.start_complete(turn.unit)
-                ):
+                is_left = turn.act == "leave"
+                if turn.act == "enter" or (is_left and not self._reducer.start_complete(turn.unit)):
                     break
 
     def enter_again(self, unit: Unit, tick: int) -> ForwardCall:
