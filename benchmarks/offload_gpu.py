@@ -315,10 +315,15 @@ def rates(section: Section, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def same_bits(section: Section, args: argparse.Namespace) -> dict[str, Any]:
-    """Compare losses and all parameters after some steps with those of all on the GPU, to the bit."""
+    """Compare losses and all parameters after some steps with those of all on the GPU, to the bit.
+
+    A backward of attention adds up in any order, unless algorithms are to be deterministic.
+    """
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
     found: dict[str, Any] = {}
     expected: tuple[list[float], dict[str, Tensor]] | None = None
-    for name, offload in OFFLOADS.items():
+    for name, offload in [*OFFLOADS.items(), (f"{ALL}, again", OFFLOADS[ALL])]:
         step, engine = build_zeroshard(replace(section, offload=offload), args)
         losses = [
             step(batch).item() for _, batch in zip(range(STEPS_OF_BITS), batches(section, args), strict=False)
