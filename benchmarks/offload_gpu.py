@@ -8,8 +8,7 @@
     python benchmarks/offload_gpu.py --part core --device cpu --size tiny --sequence 32   (tries the code)
 
 Each section is a process with its own limit of time. `benchmarks/results/offload_gpu_PART.json` is written
-after each one, so a section that fails or takes too long is named there, and no other is lost. The largest
-shape comes last. `--redraw` makes the table and the picture of that file.
+after each one, so a section that fails or takes too long is named there, and no other is lost. `--redraw` makes the table and the picture of that file.
 
 Main parameters are bf16, states have 8 bits, and units are recomputed. In "peers" main parameters and states
 are fp32, as not all peers have others, and all engines compute in bf16, with AdamW. FSDP2, torchao and
@@ -355,8 +354,8 @@ PARTS: dict[str, list[Section]] = {
         Section(name="rates of the machine", measure=rates, limit_s=45),
         *own(OFFLOADS),
         *(replace(one, name=CLIPPED, config={"clip_grad_norm": 1.0}) for one in own([LATE])),
-        Section(name=f"bits after {STEPS_OF_BITS} steps", size="1B", measure=same_bits),
         *own([EARLY], size="24B", limit_s=150),
+        Section(name=f"bits after {STEPS_OF_BITS} steps", size="1B", measure=same_bits),
     ],
     "compile": own([ALL, EARLY], config={"compile": True}, limit_s=150),
     "sweep": [one for batch in (2, 4, 16) for one in own([ALL, EARLY], batch=batch)],
