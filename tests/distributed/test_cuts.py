@@ -275,8 +275,8 @@ class PackedBytes:
     def _count_takes(self, size, pool):
         take = pool.take
 
-        def taken(dtype, num, zeros=()):
-            buffer = take(dtype, num, zeros)
+        def taken(dtype, num):
+            buffer = take(dtype, num)
             if num == size:
                 self._live[id(buffer)] = buffer.nbytes
                 self.most = max(self.most, sum(self._live.values()))

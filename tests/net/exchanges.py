@@ -158,12 +158,11 @@ EXCHANGES = (
     Break(
         name="ranks_judge_gradients_alone",
         says="A rank that finds inf or nan in its own gradients does not tell the others.",
-        file="zeroshard/stepping/guard.py",
-        find=(
-            'return not runtime.context.axes.world.any([is_bad], "agreement on whether gradients are '
-            'finite")()[0]'
-        ),
-        replace="return not is_bad",
+        file="zeroshard/stepping/clipping.py",
+        find="""    for axis in (axes.dp_shard, axes.tp, axes.pp):
+        total = axis.sum(""",
+        replace="""    for axis in ():
+        total = axis.sum(""",
         tests=(
             "tests/distributed/test_nonfinite.py::"
             "test_judging_takes_one_small_exchange_and_only_where_it_is_asked_for",

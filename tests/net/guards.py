@@ -257,8 +257,8 @@ GUARDS = (
         name="a_step_with_gradients_that_overflow",
         says="A step in float16, or with nonfinite='skip', is taken with gradients that are inf or nan.",
         file="zeroshard/stepping/guard.py",
-        find="                self._answer_nonfinite()\n                return False",
-        replace="                self._answer_nonfinite()\n                return True",
+        find="            self._answer_nonfinite(norm)\n            return False",
+        replace="            self._answer_nonfinite(norm)\n            return True",
         tests=(
             "tests/distributed/test_float16.py::"
             "test_a_dynamic_scale_falls_until_gradients_fit_and_leaves_no_trace",
@@ -350,7 +350,7 @@ GUARDS = (
     Break(
         name="tensor_ranks_train_different_models",
         says="Tensor ranks with different gradients of a parameter that each holds whole get no error.",
-        file="zeroshard/stepping/guard.py",
+        file="zeroshard/parallel/tensor/replicas.py",
         find="    if is_odd or not (has_odd_loss or names):\n",
         replace="    if True:\n",
         tests=(

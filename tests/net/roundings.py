@@ -147,7 +147,7 @@ ROUNDINGS = (
         name="initialize_does_not_try_kernels",
         says="The kernels of a GPU are first compiled in the first step.",
         file="zeroshard/optim/adopted.py",
-        find="        optimizer.compile_kernels()\n",
+        find="        optimizer.compile_kernels(device)\n",
         replace="",
         tests=(
             "tests/optim/eightbit/test_kernels_gpu.py::test_initialize_tries_the_kernel_of_each_rule_and_of_rounding",

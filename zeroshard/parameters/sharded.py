@@ -43,6 +43,13 @@ from zeroshard.plan.cuts import Cut
 
 _LAYERS = ("torch.nn.functional", "torch._C._nn")
 """The modules of functions that compute with a whole weight: refused for a slice even if the shapes fit."""
+_PRODUCTS = frozenset(
+    function
+    for namespace in (torch, Tensor)
+    for name in ("matmul", "__matmul__", "__rmatmul__", "mv", "addmv", "einsum", "tensordot", "t")
+    if callable(function := getattr(namespace, name, None))
+)
+"""Functions that take slices for vectors, and give other numbers; `t` leaves a slice as it is."""
 _PARTS = frozenset((Tensor.__getitem__, Tensor.T.__get__))  # type: ignore[attr-defined]
 """The parts that models take of a weight before they compute with it; refused where gradients are on."""
 
@@ -324,7 +331,7 @@ def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         )
     elif (
         getattr(func, "__module__", "") in _LAYERS
-        or func in (Tensor.t, torch.t)  # one dimension would stay as it is
+        or func in _PRODUCTS
         or (func in _PARTS and torch.is_grad_enabled())
         or any(type(value) in (Tensor, nn.Parameter) and value.dim() > 1 for value in args)
     ):

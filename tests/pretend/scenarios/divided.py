@@ -9,7 +9,7 @@ from tests.parallel import test_divided, test_sequence
 from tests.pretend.scenario import Bench, adamw, add
 from tests.pretend.scenarios.plain import BF16, READS_NORM
 
-COMPARES = ("tensor/layers.py", "stepping/guard.py", "tensor/losses.py")
+COMPARES = ("tensor/layers.py", "tensor/replicas.py", "tensor/losses.py")
 """Tensor ranks compare values at steps 1, 2, 4 and so on: their hosts wait for these. Tokens on a CPU are
 checked, and all tensors of the pretend device are there."""
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
-from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
@@ -137,6 +136,8 @@ def count_blocks(chunks: Chunked, sample: SampleBatch) -> tuple[BlockProfile, ..
     def run() -> None:
         found = find_tensors(model(*inputs, **named))[0]
         torch.autograd.backward([one.sum() for one in found if one.requires_grad])
+
+    from torch.utils.flop_counter import FlopCounterMode  # it loads much of torch
 
     counter: Any = FlopCounterMode(display=False)
     assumed = Assumed()  # type: ignore[no-untyped-call]
