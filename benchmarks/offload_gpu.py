@@ -8,7 +8,8 @@
     python benchmarks/offload_gpu.py --part core --device cpu --size tiny --sequence 32   (tries the code)
 
 Each section is a process with its own limit of time. `benchmarks/results/offload_gpu_PART.json` is written
-after each one, so a section that fails or takes too long is named there, and no other is lost. `--redraw` makes the table and the picture of that file.
+after each one, so a section that fails or takes too long is named there, and no other is lost. `--redraw`
+makes the table and the picture of that file.
 
 Main parameters are bf16, states have 8 bits, and units are recomputed. In "peers" main parameters and states
 are fp32, as not all peers have others, and all engines compute in bf16, with AdamW. FSDP2, torchao and

@@ -222,7 +222,10 @@ def offload_gpu(*documents: Document) -> Table:
     """Speeds and bytes of Llama shapes on a GPU; the rates of the machine and other facts come last."""
     rows, facts = [], []
     for one in documents:
-        facts += [(f"{name}: {fact}", *[NONE] * 4) for name, fact in one.content.get("facts", {}).items()]
+        found = one.content.get("facts", {})
+        facts += [(f"{name}: {fact}", *[NONE] * 4) for name, fact in found.items() if fact is not True]
+        if num := sum(fact is True for fact in found.values()):
+            facts.append((f"comparisons of bits without a difference: {num}", *[NONE] * 4))
         for i in range(one.length("rows")):
             size, setting, speed, flop, *held = (one.field("rows", i, key) for key in _OF_GPU)
             row = one.field("rows", i)

@@ -39,7 +39,7 @@ PUBLISHED = {
     "nvme": ["nvme"],
     "offload": ["offload_cpu_2ranks_deepspeed"],
     "offload_rss": ["offload_rss"],
-    "offload_gpu": ["offload_gpu_1B", "offload_gpu_largest"],
+    "offload_gpu": ["offload_gpu_core"],
     "pipeline": ["pipeline_2ranks_llama"],
     "pipeline_async": ["pipeline_async_4ranks_sleep"],
     "tensor_parallel": ["tensor_parallel_2ranks_stage0", "tensor_parallel_4ranks_stage3"],

@@ -28,20 +28,20 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 27606,
-    "statements of the package": 22598,
-    "tokens of the package": 264062,
-    "lines of code of the core": 9015,
-    "statements of the core": 7781,
-    "tokens of the core": 83456,
-    "lines of code of examples, benchmarks and tools": 7657,
+    "lines of code of the package": 26253,
+    "statements of the package": 21508,
+    "tokens of the package": 251662,
+    "lines of code of the core": 8624,
+    "statements of the core": 7457,
+    "tokens of the core": 80485,
+    "lines of code of examples, benchmarks and tools": 7649,
     "lines of the longest file": 600,
-    "booleans of the core": 42,
+    "booleans of the core": 35,
     "class names that are defined twice": 0,
-    "modules that one other module imports": 26,
-    "files of a step, two ranks": 31,
-    "files of a step, one rank, offload": 34,
-    "words in docs/": 54761,
+    "modules that one other module imports": 25,
+    "files of a step, two ranks": 28,
+    "files of a step, one rank, offload": 30,
+    "words in docs/": 54671,
 }
 
 CORE = (

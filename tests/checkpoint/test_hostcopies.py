@@ -50,6 +50,7 @@ def test_on_a_gpu_copies_are_pinned_and_have_the_values_of_the_moment():
     parts = slices([20 << 20, 3, 5 << 20], "cuda")  # 20 MB, 6 bytes, 20 MB
     before = [part.data.cpu() for part in parts]
     copies = SnapshotMemory()
+    copies.copy(parts, memory_of("cuda"))[1]()  # to pin memory, the driver waits for the device
     torch.cuda._sleep(2_000_000_000)  # cycles, a second; the copies are queued behind it
     slow = torch.cuda.current_stream().record_event()
     got, wait = copies.copy(parts, memory_of("cuda"))
