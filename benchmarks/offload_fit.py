@@ -51,9 +51,15 @@ MACHINES = (
 
 
 @cache
-def needs(num_params: float, letter: str) -> tuple[int, int, int]:
-    """Bytes on one GPU, on the host and in files, with 8-bit states and bf16 main parameters."""
-    offload = SETTINGS[letter]
+def needs(num_params: float, letter: str, fraction: float = 0.0) -> tuple[int, int, int]:
+    """Bytes on one GPU, on the host and in files, with 8-bit states and bf16 main parameters.
+
+    Args:
+        num_params: parameters of the model.
+        letter: the setting.
+        fraction: its `device_fraction`.
+    """
+    offload = SETTINGS[letter] | ({"device_fraction": fraction} if fraction else {})
     if "nvme" in offload.values():
         offload = offload | {"nvme_path": "/local"}
     config = {"stage": 3, "precision": BF16, "offload": offload}
@@ -72,8 +78,12 @@ def fits(need: tuple[int, int, int], machine: Machine) -> bool:
 
 
 def first_that_fits(num_params: float, machine: Machine) -> str:
-    """The letter of the fastest setting that fits; "-" if there is none."""
-    return next((letter for letter in SETTINGS if fits(needs(num_params, letter), machine)), "-")
+    """The letter of the fastest setting that fits, with a `device_fraction` where it needs one; "-": none."""
+    for letter, offload in SETTINGS.items():
+        for fraction in (tenths / 10 for tenths in range(10 if offload else 1)):
+            if fits(needs(num_params, letter, fraction), machine):
+                return f"{letter}, {fraction}" if fraction else letter
+    return "-"
 
 
 def settings_table() -> str:

@@ -34,14 +34,14 @@ BUDGETS = {
     "lines of code of the core": 8624,
     "statements of the core": 7457,
     "tokens of the core": 80485,
-    "lines of code of examples, benchmarks and tools": 7649,
+    "lines of code of examples, benchmarks and tools": 7653,
     "lines of the longest file": 600,
     "booleans of the core": 35,
     "class names that are defined twice": 0,
     "modules that one other module imports": 25,
     "files of a step, two ranks": 28,
     "files of a step, one rank, offload": 30,
-    "words in docs/": 54671,
+    "words in docs/": 54684,
 }
 
 CORE = (
