@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 26253,
-    "statements of the package": 21508,
-    "tokens of the package": 251662,
-    "lines of code of the core": 8624,
-    "statements of the core": 7457,
-    "tokens of the core": 80485,
+    "lines of code of the package": 26259,
+    "statements of the package": 21516,
+    "tokens of the package": 251708,
+    "lines of code of the core": 8630,
+    "statements of the core": 7465,
+    "tokens of the core": 80531,
     "lines of code of examples, benchmarks and tools": 7653,
     "lines of the longest file": 600,
     "booleans of the core": 35,

@@ -24,14 +24,20 @@ def find_tensors(value: Any) -> tuple[list[Tensor], bool]:
     if type(value) is Tensor:
         return [value], False
     tensors: list[Tensor] = []
-    others: list[Any] = []
-
-    def find(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    change_tensors(value, find, note_other=others.append)
-    return tensors, not all(isinstance(other, _PLAIN) for other in others)
+    seen: set[int] = set()
+    is_opaque = False
+    to_visit = pytree.tree_leaves(value)
+    for leaf in to_visit:  # the list grows in the loop
+        if id(leaf) in seen or isinstance(leaf, _PLAIN):
+            continue
+        seen.add(id(leaf))
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif is_dataclass(leaf):
+            to_visit += pytree.tree_leaves(list(_fields(leaf).values()))
+        else:
+            is_opaque = True
+    return tensors, is_opaque
 
 
 def cast_inputs(
@@ -68,10 +74,7 @@ def cast_outputs(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def change_tensors(
-    value: Any,
-    change: Callable[[Tensor], Tensor],
-    is_leaf: Callable[[Any], bool] | None = None,
-    note_other: Callable[[Any], object] = id,
+    value: Any, change: Callable[[Tensor], Tensor], is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
     """Return the nested value with `change(tensor)` in the place of each tensor.
 
@@ -80,7 +83,6 @@ def change_tensors(
 
     Args:
         is_leaf: True for a container in which nothing is changed.
-        note_other: is called for each object that is neither a tensor nor a container.
     """
     if type(value) is Tensor:
         return change(value)
@@ -92,10 +94,8 @@ def change_tensors(
                 done[id(leaf)] = change(leaf)
             return done[id(leaf)]
         if not is_dataclass(leaf) or isinstance(leaf, type) or (is_leaf is not None and is_leaf(leaf)):
-            note_other(leaf)
             return leaf
-        names = (field.name for field in fields(leaf))
-        values = {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
+        values = _fields(leaf)
         changed = {name: walk(part) for name, part in values.items()}
         if all(changed[name] is part for name, part in values.items()):
             return leaf
@@ -112,3 +112,9 @@ def change_tensors(
         return pytree.tree_unflatten(changed, structure)
 
     return walk(value)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """The values of the fields of a dataclass, by name."""
+    names = [field.name for field in fields(value) if hasattr(value, field.name)]
+    return {name: getattr(value, name) for name in names}
