@@ -36,7 +36,7 @@ def test_the_parts_of_a_step_are_those_of_the_stream_of_compute(ranks, num_ranks
         assert sum(profile.phases.values()) == pytest.approx(profile.seconds_per_step)
         assert profile.seconds <= around * 1.05
         assert profile.phases["forward"] > 0
-        assert profile.phases["backward"] > 0  # a fast GPU may wait for the host in a forward
+        assert profile.phases["backward"] > profile.phases["forward"]
         assert profile.peak.total <= peak
         if stage == 3 and num_ranks > 1:
             assert profile.phases["gather"] > 0

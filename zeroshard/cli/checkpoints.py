@@ -143,9 +143,8 @@ def _by_kind(stored: Stored) -> Iterator[tuple[str, str, StoredTensor]]:
         return "average" if name.startswith(f"{KIND}/") else "optimizer state"
 
     def order(name: str) -> tuple[int, int]:
-        owner = (
-            name if name in place else name.partition("/")[2].rpartition("/")[0]
-        )  # of optimizer/OWNER/STATE
+        # A state is called optimizer/OWNER/STATE.
+        owner = name if name in place else name.partition("/")[2].rpartition("/")[0]
         return list(_KINDS).index(kind_of(name)), place.get(owner, len(place))
 
     return ((kind_of(name), name, stored.tensors[name]) for name in sorted(stored.tensors, key=order))

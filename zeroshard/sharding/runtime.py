@@ -208,9 +208,8 @@ class Runtime:
         torch.clear_autocast_cache()  # torch keeps casts up to the end of the context
         # On the tier of files each part of a step is noted by itself, by `stepped` of the source.
         self.changed(b for b in self.buffers if b.trainable and b.plan.main_tier is not Tier.DISK)
-        if (
-            Moment.BATCH not in self.state.moments
-        ):  # an asynchronous pipeline chooses the values of a backward
+        # In its lists an asynchronous pipeline chooses the values of a backward.
+        if Moment.BATCH not in self.state.moments:
             for buffer in self.buffers:
                 buffer.count_step(stepped)
         if is_last:
