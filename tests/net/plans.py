@@ -140,7 +140,7 @@ PLANS = (
     Break(
         name="an_estimate_counts_an_alias_twice",
         says="Main parameters that are a view of the unsharded ones are counted once more.",
-        file="zeroshard/plan/traffic.py",
+        file="zeroshard/memory/traffic.py",
         find="if tier is buffer.main_tier and not buffer.is_alias:",
         replace="if tier is buffer.main_tier:",
         tests=("tests/test_estimate.py::test_a_number_of_parameters_gives_the_formulas_of_the_stages",),
@@ -148,7 +148,7 @@ PLANS = (
     Break(
         name="bytes_on_the_wire_count_the_own_shard",
         says="The bytes of an exchange count the rank's own part, which is not sent.",
-        file="zeroshard/plan/exchange.py",
+        file="zeroshard/memory/traffic.py",
         find="total += held * itemsize * (sizes[axis] - 1) // sizes[axis]",
         replace="total += held * itemsize",
         tests=(

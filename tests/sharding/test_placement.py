@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from zeroshard.memory.traffic import bytes_sent
 from zeroshard.plan.buffers import DtypePolicy, Setting, UnitPlan, group, plan_buffer
-from zeroshard.plan.exchange import Collective, Exchange, bytes_sent, exchanges
+from zeroshard.plan.exchange import Collective, Exchange, exchanges
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, STAGES, SUMMANDS, Placement, place
 

@@ -15,6 +15,7 @@ from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import taken_apart
 from zeroshard.forwards.quantized import num_scale_bytes
+from zeroshard.memory import traffic
 from zeroshard.memory.activations import MicroBatch, Sizes, Tokens, typical_sizes
 from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens, without_memory
 from zeroshard.memory.report import ModelStates
@@ -33,7 +34,6 @@ from zeroshard.parallel.pipeline.schedules import largest_schedule_of, read_sche
 from zeroshard.parallel.pipeline.simulate import count_activations
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
-from zeroshard.plan import traffic
 from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.buffers import Setting, UnitPlan, plan_units
 from zeroshard.plan.originals import Original

@@ -17,10 +17,11 @@ from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.streams import has_streams
 from zeroshard.config.sections import Config
+from zeroshard.memory import traffic
 from zeroshard.memory.budget import check_budget
 from zeroshard.optim.adopted import num_bits, rule_of
 from zeroshard.optim.eightbit.blocks import MIN_8BIT_SIZE, num_blocks
-from zeroshard.plan import pieces, traffic
+from zeroshard.plan import pieces
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_units
 from zeroshard.plan.placement import DP_SHARD
 from zeroshard.plan.tiers import Tier

@@ -9,8 +9,7 @@ An axis of one rank has no exchange.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -54,26 +53,3 @@ def exchanges(before: Placed, after: Placed, sizes: Mapping[str, int]) -> tuple[
 
 def _is_split(placed: Placed, axis: str) -> bool:
     return placed.get(axis, Placement.REPLICATE) is not Placement.REPLICATE
-
-
-def bytes_sent(path: Sequence[Exchange], num: int, sizes: Mapping[str, int], *itemsizes: int) -> int:
-    """Add up the bytes that a rank sends on a path.
-
-    Args:
-        path: as `exchanges` gives it.
-        num: elements of the whole tensor.
-        sizes: the number of ranks of each axis.
-        itemsizes: bytes of an element in the first exchange, the second one, ...; the last holds for all
-            that follow.
-    """
-    total, held = 0, num
-    if path and path[0].collective is Collective.ALL_GATHER:
-        held //= math.prod(sizes[axis] for _, axis in path)
-    for number, (collective, axis) in enumerate(path):
-        itemsize = itemsizes[min(number, len(itemsizes) - 1)]
-        if collective is Collective.ALL_GATHER:
-            held *= sizes[axis]
-        total += held * itemsize * (sizes[axis] - 1) // sizes[axis]
-        if collective is Collective.REDUCE_SCATTER:
-            held //= sizes[axis]
-    return total

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan
-from zeroshard.plan.exchange import bytes_sent
+from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.plan.placement import SUMMANDS
 from zeroshard.plan.tiers import Tier
 
@@ -109,4 +110,27 @@ def wire_bytes(units: Sequence[UnitPlan], setting: Setting, num_micro_batches: i
                 total += num_gathers * bytes_sent(path, size, setting.sizes, compute)
             wire = buffer.reduce_dtype.itemsize, buffer.wide_dtype.itemsize
             total += num_reductions * bytes_sent(buffer.reductions, size, setting.sizes, *wire)
+    return total
+
+
+def bytes_sent(path: Sequence[Exchange], num: int, sizes: Mapping[str, int], *itemsizes: int) -> int:
+    """Add up the bytes that a rank sends on a path.
+
+    Args:
+        path: as `exchanges` gives it.
+        num: elements of the whole tensor.
+        sizes: the number of ranks of each axis.
+        itemsizes: bytes of an element in the first exchange, the second one, ...; the last holds for all
+            that follow.
+    """
+    total, held = 0, num
+    if path and path[0].collective is Collective.ALL_GATHER:
+        held //= math.prod(sizes[axis] for _, axis in path)
+    for number, (collective, axis) in enumerate(path):
+        itemsize = itemsizes[min(number, len(itemsizes) - 1)]
+        if collective is Collective.ALL_GATHER:
+            held *= sizes[axis]
+        total += held * itemsize * (sizes[axis] - 1) // sizes[axis]
+        if collective is Collective.REDUCE_SCATTER:
+            held //= sizes[axis]
     return total
