@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 from torch import Tensor
 
@@ -21,8 +19,8 @@ class BufferPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: deque[Tensor] = deque(maxlen=0 if streams.has_streams(device) else None)
+        self._device, self._keeps = device, not streams.has_streams(device)
+        self._free: list[Tensor] = []
         """The buffer that was given back last is at the end."""
         self._bytes_in_use = 0
         self._most_in_use = 0
@@ -34,19 +32,22 @@ class BufferPool:
 
     def take(self, dtype: torch.dtype, size: int) -> Tensor:
         """Return a buffer without values: [size]."""
-        buffer = self._find(dtype, size)
-        if buffer is None:
+        fitting = [at for at, one in enumerate(self._free) if (one.dtype, one.numel()) == (dtype, size)]
+        if fitting:
+            buffer = self._free.pop(fitting[-1])
+        else:
             buffer = torch.empty(size, dtype=dtype, device=self._device)
         self._bytes_in_use += buffer.nbytes
         self._most_in_use = max(self._most_in_use, self._bytes_in_use)
         while self._free and self.num_bytes > self._most_in_use:
-            self._free.popleft()
+            self._free.pop(0)
         return buffer
 
     def give(self, buffer: Tensor) -> None:
         """Take a buffer back, as `take` returned it; its former user does not touch it again."""
         self.drop(buffer)
-        self._free.append(buffer)
+        if self._keeps:
+            self._free.append(buffer)
 
     def drop(self, buffer: Tensor) -> None:
         """Drop a buffer of `take`: it has another owner now and will not be given back."""
@@ -56,11 +57,3 @@ class BufferPool:
         """Return the memory of every free buffer, at the end of a backward."""
         self._free.clear()
         self._most_in_use = self._bytes_in_use
-
-    def _find(self, dtype: torch.dtype, size: int) -> Tensor | None:
-        for place in reversed(range(len(self._free))):
-            if (self._free[place].dtype, self._free[place].numel()) == (dtype, size):
-                buffer = self._free[place]
-                del self._free[place]
-                return buffer
-        return None
