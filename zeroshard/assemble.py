@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm import streams
-from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.device import use_device
@@ -38,6 +37,7 @@ from zeroshard.lazy.recording import (
     refuse_recording,
 )
 from zeroshard.parallel.pipeline.chunked import Absent
+from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import compare_inputs, install
 from zeroshard.parallel.tensor.styles import Plan

@@ -12,9 +12,9 @@ import transformers
 from torch import nn
 
 import zeroshard
-from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
+from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.losses import DividedLogits, cross_entropy, divided_cross_entropy, embed
 from zeroshard.plan.layout import Span
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
+from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.losses import divided_cross_entropy, embed
 from zeroshard.parallel.tensor.sequence import Comm, move
 from zeroshard.plan.cuts import Cut

@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from zeroshard.comm.activations import Activations
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
+from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.division import match, plan_division
 from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.styles import LayerPlan, Split

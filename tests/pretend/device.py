@@ -24,7 +24,8 @@ from tests.pretend.clocks import Event, Stream, Timeline
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
 from zeroshard.checkpoint.tensors import TensorReader
-from zeroshard.comm import activations, collectives, mesh, messages, moves, streams
+from zeroshard.comm import collectives, mesh, messages, moves, streams
+from zeroshard.parallel.tensor import activations
 from zeroshard.stepping import rounding, wholes
 from zeroshard.stores import files, store
 from zeroshard.stores.files import FileTransfer, Swap
@@ -54,7 +55,7 @@ def _install(patch: pytest.MonkeyPatch, trace: Trace, transport: Transport) -> N
     patch.setattr(streams, "torch", pretend_torch)
     patch.setattr(streams, "has_streams", lambda device: True)
     patch.setattr(streams.Streams, "on", staticmethod(pretend_torch.naming_streams(streams.Streams.on)))
-    for module in (activations, collectives, mesh, messages):
+    for module in (collectives, mesh, messages):
         patch.setattr(module, "dist", transport)
     patch.setattr(wholes, "all_to_all", _labelling(wholes.all_to_all, transport))
     for cls in (collectives.Axis, activations.Activations):

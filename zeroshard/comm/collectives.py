@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.comm import streams
-from zeroshard.comm.counter import ALL_TO_ALL, Counter
+from zeroshard.comm.counter import ALL_REDUCE, ALL_TO_ALL, Counter
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.status import (
     CONTROL,
@@ -231,6 +231,12 @@ class Axis:
                 pool.give(buffer)
 
         return Pending(self, label, "reduce_scatter", works, add)
+
+    def all_reduce(self, values: Tensor, label: str) -> None:
+        """Sum contiguous values over the ranks, in place, by the backend's own collective."""
+        label = self.note(ALL_REDUCE, 2 * values.nbytes * (self.size - 1) // self.size, label)
+        reduce = functools.partial(dist.all_reduce, values, group=self.groups[GATHER])
+        self.start(reduce, label, ALL_REDUCE).wait()
 
     def broadcast(self, tensor: Tensor, label: str) -> None:
         """Give every rank the values of rank 0 in `tensor`, contiguous; return when they have arrived.

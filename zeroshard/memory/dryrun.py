@@ -29,7 +29,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
-from zeroshard.comm.activations import Activations
 from zeroshard.config.sections import Config
 from zeroshard.forwards.quantized import has_codes
 from zeroshard.forwards.wrapped import checkpointed, outermost
@@ -37,6 +36,7 @@ from zeroshard.internals import pytree
 from zeroshard.internals.nested import cast_inputs, cast_outputs
 from zeroshard.memory.activations import Tokens
 from zeroshard.parallel.pipeline.profile import Assumed
+from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zeroshard.comm.activations import Activations
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import find_tensors
 from zeroshard.parallel.random import share_random_states
+from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.losses import divide_losses, embed
 from zeroshard.parallel.tensor.sequence import (
     Comm,

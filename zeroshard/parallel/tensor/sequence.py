@@ -58,8 +58,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zeroshard.comm.activations import Activations, Copied
 from zeroshard.internals.autograd import is_in_backward
+from zeroshard.parallel.tensor.activations import Activations, Copied
 from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, LayerPlan, Plan, Split, with_heads
 from zeroshard.sharding.context import Changes
 

@@ -7,17 +7,14 @@ ranks, or parts of one tensor that is. Sums are taken at least in float32 and ro
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.collectives import Axis, Pending
 from zeroshard.comm.counter import ALL_REDUCE
 from zeroshard.comm.pool import BufferPool
-from zeroshard.comm.watch.status import GATHER
 
 _Value = TypeVar("_Value")
 
@@ -54,9 +51,7 @@ class Activations:
             return value
         if not self._axis.exchanges:
             total = value.contiguous().clone()
-            label = self._axis.note(ALL_REDUCE, 2 * value.nbytes * (self.size - 1) // self.size, label)
-            reduce = functools.partial(dist.all_reduce, total, group=self._axis.groups[GATHER])
-            self._axis.start(reduce, label, ALL_REDUCE).wait()
+            self._axis.all_reduce(total, label)
             return total
         if self.size == 2:
             return self._sum_of_two(value.contiguous(), label)
