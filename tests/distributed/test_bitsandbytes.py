@@ -120,7 +120,7 @@ def train(make, stage, *, use_numba=False, **more):
     bnb.GlobalOptimManager.get_instance().initialize()
     model = build()
     engine, optimizer, *_ = zeroshard.initialize(model, make(model), {"stage": stage}, **more)
-    with mock.patch.object(steps, "_has", return_value=use_numba):
+    with mock.patch.object(steps, "_has_numba", return_value=use_numba):
         for step in range(NUM_STEPS):
             engine.backward(engine(step))
             engine.step()
@@ -233,7 +233,7 @@ def learn_sharded(name, stage):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(100, 60), nn.Tanh(), nn.Linear(60, 80))
     engine, optimizer, *_ = zeroshard.initialize(model, getattr(bnb, name), {"stage": stage})
-    with mock.patch.object(steps, "_has", return_value=False):
+    with mock.patch.object(steps, "_has_numba", return_value=False):
         return learn(engine, optimizer)
 
 

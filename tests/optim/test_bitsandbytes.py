@@ -45,7 +45,7 @@ def kernel(request, monkeypatch):
     if request.param == "numba":
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr(steps, "_has", lambda library: False)
+        monkeypatch.setattr(steps, "_has_numba", lambda: False)
 
 
 def adopted(name, parameter, **options):

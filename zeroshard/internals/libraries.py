@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
 
 from zeroshard.internals.warn import warn_user
-
-
-@cache
-def is_usable(library: str, what: str) -> bool:
-    """True if a library is there and works; warn once if not.
-
-    Args:
-        library: the name to import, and to install.
-        what: the work that the library makes fast, for the warning.
-    """
-    return works(lambda: import_module(library), library, what)
 
 
 def works(trial: Callable[[], object], library: str, what: str) -> bool:

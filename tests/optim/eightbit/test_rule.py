@@ -81,7 +81,7 @@ def kernel(request, monkeypatch):
     if request.param == "numba":
         pytest.importorskip("numba")
     else:
-        monkeypatch.setattr(steps, "_has", lambda library: False)
+        monkeypatch.setattr(steps, "_has_numba", lambda: False)
 
 
 @pytest.mark.parametrize("size", [4096, 5003])

@@ -75,7 +75,7 @@ def _add(
     def run(bench: Bench) -> None:
         with pytest.MonkeyPatch.context() as patch, stepped_late() as names:
             patch.setattr(pieces, "NEAR_BYTES", near_bytes)
-            patch.setattr(step, "is_usable", lambda *_: False)  # numba, which steps on a CPU
+            patch.setattr(step, "_has_numba", lambda: False)  # numba, which steps on a CPU
             patch.setattr(rules, "root", torch.sqrt)  # the exact one of CPUs goes through NumPy
             compare(bench, names)
 

@@ -17,12 +17,13 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib import import_module
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from zeroshard.internals.libraries import is_usable, works
+from zeroshard.internals.libraries import works
 from zeroshard.optim.eightbit.blocks import QuantizedState, StateValues, codebook, num_blocks
 from zeroshard.optim.eightbit.rule import Numbers, Rule
 from zeroshard.plan.layout import BLOCK
@@ -121,7 +122,7 @@ def take_step(
     """
     quantized = [state for state in states if isinstance(state, QuantizedState)]
     is_compiled = bits is None or g.dtype is torch.bfloat16
-    if p.is_cpu and is_compiled and quantized and _has("numba"):
+    if p.is_cpu and is_compiled and quantized and _has_numba():
         from zeroshard.optim.eightbit import kernels
 
         kernels.step(rule, p, g, quantized, rule.scalars(numbers), bits, batch)
@@ -164,5 +165,6 @@ def step_in_chunks(rule: Rule, p: Tensor, g: Tensor, states: Sequence[StateValue
             state.store(value)
 
 
-def _has(library: str) -> bool:
-    return is_usable(library, "8-bit optimizer states")
+@cache
+def _has_numba() -> bool:
+    return works(lambda: import_module("numba"), "numba", "8-bit optimizer states")
