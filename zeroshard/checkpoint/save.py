@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from pickle import dumps
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from zeroshard.checkpoint.manifest import FileRecord, Manifest, ParameterRecord
 from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, tile
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 from zeroshard.comm.collectives import Axis, on_all, on_first
-from zeroshard.comm.lifecycle import start_in_background
+from zeroshard.comm.lifecycle import open_background
 from zeroshard.comm.streams import mark_here
 from zeroshard.stores.host import HostBuffer
 from zeroshard.stores.store import TierMemory
@@ -292,6 +292,10 @@ class Saver:
         axis: all ranks.
     """
 
+    _last: ClassVar[threading.Thread | None] = None
+    """The thread that was started last, of any engine. All ranks start them in the same order, and each waits
+    for the one before, so that the collectives of their common group have one order."""
+
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self._copies = SnapshotMemory()
@@ -324,7 +328,11 @@ class Saver:
 
         on_all(self._axis, "copy of what is to be saved", copy)
 
-        def run(axis: Axis) -> None:
+        axis, before = open_background(self._axis), Saver._last
+
+        def run() -> None:
+            if before is not None:
+                before.join()
             try:
                 write(snapshot, axis)
             except Exception as error:  # whatever it is, it is told to whoever trains on
@@ -332,7 +340,9 @@ class Saver:
                 if self._is_alone or not threading.main_thread().is_alive():
                     self._warn()
 
-        self._thread = start_in_background(self._axis, run, "zeroshard-checkpoint")
+        # Not a daemon: the interpreter waits for it, so that the last checkpoint of a run is written.
+        self._thread = Saver._last = threading.Thread(target=run, name="zeroshard-checkpoint")
+        self._thread.start()
 
     def run_alone(self) -> None:
         """Let the save in the background go on when its engine is gone; a failure becomes a warning."""

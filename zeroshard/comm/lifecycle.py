@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable
-from threading import Thread
 from weakref import WeakSet
 
 import torch
@@ -29,8 +28,6 @@ class _Lifecycle:
         self.stop_group: Callable[[], object] = object
         """Stops the default group, if it is ours."""
         self.watchdog: Watchdog | None = None
-        self.background: Thread | None = None
-        """The thread that `start_in_background` has started last."""
 
     def close(self) -> None:
         """End everything in the order that the module describes; a second call does nothing."""
@@ -82,28 +79,12 @@ def watch(axis: Axis) -> None:
             axis.watch(_lifecycle.watchdog)
 
 
-def start_in_background(axis: Axis, work: Callable[[Axis], None], name: str) -> Thread:
-    """Start a thread that exchanges over a Gloo group of its own; collective over `axis`.
+def open_background(axis: Axis) -> Axis:
+    """Return the ranks of an axis over a Gloo group for one thread of each of them; collective.
 
-    It works once all threads that were started here before have ended. Main threads start them in the same
-    order on all ranks, so the collectives of the group have one order. The watchdog does not watch it.
-
-    Args:
-        axis: the ranks.
-        work: a function of the axis over the group.
-        name: the name of the thread.
+    The watchdog does not watch it, and it is closed at exit.
     """
     group = open_group("background", [axis.global_ranks], axis.timeout_s, "gloo")
     own = Axis(group, device=torch.device("cpu"), counter=Counter(), timeout_s=axis.timeout_s)
     close_at_exit(own)
-    before = _lifecycle.background
-
-    def run() -> None:
-        if before is not None:
-            before.join()
-        work(own)
-
-    # Not a daemon: the interpreter waits for it, so that the last checkpoint of a run is written.
-    thread = _lifecycle.background = Thread(target=run, name=name)
-    thread.start()
-    return thread
+    return own
