@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from zeroshard.parallel.tensor.layers import compare_inputs, install
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import guard_copies
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
-from zeroshard.plan.names import Cast, find_casts, find_ignored
+from zeroshard.plan.names import Cast, find_ignored
 from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.tiers import Tier, Tiers
 from zeroshard.plan.units import UnitSpec, find_units
@@ -174,6 +174,41 @@ def find_module_casts(module: nn.Module, specs: Iterable[UnitSpec], config: Conf
         return {}
     parts = {part for part in module.modules() if any(isinstance(one, Absent) for one in part.modules())}
     return find_casts(module, overrides, config.precision.param_dtype, parts)
+
+
+def find_casts(
+    root: nn.Module,
+    overrides: Mapping[nn.Parameter, torch.dtype],
+    param_dtype: torch.dtype | None,
+    parts: Container[nn.Module] = (),
+) -> dict[nn.Module, Cast]:
+    """The modules that are cast, and all modules inside.
+
+    Args:
+        root: the model.
+        overrides: the compute dtypes of some parameters.
+        param_dtype: the compute dtype of the others; None: their own.
+        parts: modules of which this rank has a part only, which are not cast as a whole.
+    """
+    casts: dict[nn.Module, Cast] = {}
+
+    def collect(module: nn.Module) -> None:
+        dtypes = {overrides.get(parameter) for parameter in module.parameters()}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None  # the one that patterns give to all of them
+        is_called = type(module).forward is not nn.Module.forward  # a list of modules is not
+        if dtype is None or not is_called or module in parts:
+            for child in module.children():
+                collect(child)
+            return
+        for part in module.modules():
+            own = next(part.parameters(recurse=False), None)
+            given = own if own is not None else next(module.parameters())
+            inside = casts[part].without if part in casts else dtype if own is not None else None
+            casts[part] = Cast(dtype, param_dtype or given.dtype if part is module else inside)
+
+    if overrides:
+        collect(root)
+    return casts
 
 
 def read_setting(

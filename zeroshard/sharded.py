@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +20,7 @@ from zeroshard.full import parameters as full
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import NotCopied
-from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, count_elements
+from zeroshard.parameters.sharded import ShardedParameter, carry_attributes
 from zeroshard.parameters.state import IN_BATCH, Moment, Phase
 from zeroshard.parameters.unsharded import revive
 from zeroshard.plan.originals import Original, is_packed
@@ -196,6 +196,24 @@ def unsharded(owner: Engine | Sharded, *modules: Any, write_back: bool = False) 
 def full_state_dict(owner: Engine | Sharded) -> dict[str, Tensor]:
     """Return on rank 0 CPU tensors under the original names, parameters in float32; {} on other ranks."""
     return full.full_state_dict(owner._runtime)
+
+
+def count_elements(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -> int:
+    """Count the elements of whole parameters, and of the weights that codes stand for.
+
+    Args:
+        parameters: parameters, sharded or not.
+        only_trainable: leave out frozen parameters.
+    """
+    counted = (p for p in parameters if p.requires_grad or not only_trainable)
+    return sum(_whole_shape(parameter).numel() for parameter in counted)
+
+
+def _whole_shape(parameter: nn.Parameter) -> torch.Size:
+    coded: torch.Size | None = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    coded = coded or getattr(parameter, "coded_shape", None)
+    whole: torch.Size = getattr(parameter, "full_shape", parameter.shape)  # of a scalar it is empty, false
+    return coded or whole
 
 
 def num_parameters(owner: Engine | Sharded, only_trainable: bool = False) -> int:

@@ -6,8 +6,9 @@ from torch import nn
 
 import zeroshard
 from zeroshard import Config, Precision
+from zeroshard.assemble import find_casts
 from zeroshard.plan.buffers import DtypePolicy, group
-from zeroshard.plan.names import find_casts, find_overrides
+from zeroshard.plan.names import find_overrides
 from zeroshard.plan.units import find_units
 
 WIDE, HALF = torch.float32, torch.bfloat16

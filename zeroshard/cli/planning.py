@@ -34,9 +34,9 @@ from zeroshard.config.sections import Config, Mesh
 from zeroshard.hf.pretrained import build_skeleton, typical_skeleton, with_adapters, with_codes
 from zeroshard.memory.activations import Tokens, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
-from zeroshard.parameters.sharded import count_elements
 from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
 from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
+from zeroshard.sharded import count_elements
 from zeroshard.tables import format_bytes, format_count, render
 
 SHARE = 0.9

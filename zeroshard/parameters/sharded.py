@@ -467,24 +467,6 @@ def _first_sharded(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ShardedP
     return next(v for v in pytree.tree_leaves((args, dict(kwargs))) if isinstance(v, ShardedParameter))
 
 
-def count_elements(parameters: Iterable[nn.Parameter], *, only_trainable: bool = False) -> int:
-    """Count the elements of whole parameters, and of the weights that codes stand for.
-
-    Args:
-        parameters: parameters, sharded or not.
-        only_trainable: leave out frozen parameters.
-    """
-    counted = (p for p in parameters if p.requires_grad or not only_trainable)
-    return sum(_whole_shape(parameter).numel() for parameter in counted)
-
-
-def _whole_shape(parameter: nn.Parameter) -> torch.Size:
-    coded: torch.Size | None = getattr(getattr(parameter, "quant_state", None), "shape", None)
-    coded = coded or getattr(parameter, "coded_shape", None)
-    whole: torch.Size = getattr(parameter, "full_shape", parameter.shape)  # of a scalar it is empty, false
-    return coded or whole
-
-
 _OURS = frozenset(ShardedParameter.__annotations__) | {"recorded_version", "was", "sharded", "at_first"}
 
 

@@ -133,38 +133,3 @@ def find_overrides(
     for pattern, _, parameter in find_parameters(root, dtypes, "precision.overrides", left_out):
         found.setdefault(parameter, dtypes[pattern])
     return found
-
-
-def find_casts(
-    root: nn.Module,
-    overrides: Mapping[nn.Parameter, torch.dtype],
-    param_dtype: torch.dtype | None,
-    parts: Container[nn.Module] = (),
-) -> dict[nn.Module, Cast]:
-    """The modules that are cast, and all modules inside.
-
-    Args:
-        root: the model.
-        overrides: the compute dtypes of some parameters.
-        param_dtype: the compute dtype of the others; None: their own.
-        parts: modules of which this rank has a part only, which are not cast as a whole.
-    """
-    casts: dict[nn.Module, Cast] = {}
-
-    def collect(module: nn.Module) -> None:
-        dtypes = {overrides.get(parameter) for parameter in module.parameters()}
-        dtype = dtypes.pop() if len(dtypes) == 1 else None  # the one that patterns give to all of them
-        is_called = type(module).forward is not nn.Module.forward  # a list of modules is not
-        if dtype is None or not is_called or module in parts:
-            for child in module.children():
-                collect(child)
-            return
-        for part in module.modules():
-            own = next(part.parameters(recurse=False), None)
-            given = own if own is not None else next(module.parameters())
-            inside = casts[part].without if part in casts else dtype if own is not None else None
-            casts[part] = Cast(dtype, param_dtype or given.dtype if part is module else inside)
-
-    if overrides:
-        collect(root)
-    return casts

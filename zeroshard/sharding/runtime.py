@@ -145,21 +145,6 @@ class Runtime:
         owners = ((module._parameters, module._modules) for module in self.module.modules())
         self.seen = [(own, len(own), inner, [*inner.values()]) for own, inner in owners]
 
-    def check_removals(self) -> None:
-        """Refuse files of a model that lacks layers which were sharded: these would stand in the files.
-
-        Raises:
-            RuntimeError: the name of the first parameter whose layers have all left the model.
-        """
-        inside = set(self.module.modules())
-        for buffer in self.buffers:
-            for original in buffer.originals:
-                if not any(owner in inside for owner, _ in original.owners):
-                    raise RuntimeError(
-                        f"'{original.fqn}' is sharded, and its layer was taken out of the model: call "
-                        "engine.close() on all ranks, take it out, and initialize again"
-                    )
-
     def check_edits(self) -> None:
         """Refuse edits of unsharded parameters, which would be lost; see `Unit.check_edits`."""
         for unit in self.units:
