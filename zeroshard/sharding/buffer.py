@@ -21,7 +21,6 @@ from torch.autograd.graph import increment_version
 
 from zeroshard.comm.collectives import Handle
 from zeroshard.comm.streams import Mark, mark_here
-from zeroshard.internals.dispatch import past_guards
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.parameters.parts import part_of, whole_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit
@@ -86,14 +85,6 @@ class Source:
     def use(self, values: Values | None = None) -> None:
         """Let gathers start from other values than the main parameters; None: from these again."""
         self._used = values
-
-    def move(self, unsharded: Tensor) -> None:
-        """Go on with the same values in other memory of unsharded parameters, which are resident."""
-        if self.copy is not None:
-            self.copy.values = unsharded
-        if self._plan.is_alias:
-            self.store.values = unsharded
-            self.filled = self._copied = self.store.version
 
     def write(self, values: Tensor) -> None:
         """Write main parameters, [n] of any dtype on any device; the host waits: it may read them at once."""
@@ -231,8 +222,6 @@ class FlatBuffer:
         """The unsharded parameters that have elements, and the first byte in `full` of each."""
         self._second: Tensor | None = None
         self._has_second = bool(plan.regathers) and plan.regathers != plan.gathers
-        self._own = self.full
-        """The memory of `full`, also while other memory is shown; see `show`."""
         names = [original.fqn for original in originals]
         shown = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
         self._freed = (
@@ -307,13 +296,13 @@ class FlatBuffer:
     @property
     def is_stale(self) -> bool:
         """True if main parameters changed since `full` was filled from them."""
-        follows = not self.is_alias_of_all and self.full is self._own
-        return follows and self.source.filled != self.source.version
+        return not self.is_alias_of_all and self.source.filled != self.source.version
 
     @property
     def shows_main(self) -> bool:
         """True if unsharded parameters lie in the memory of the main ones."""
-        return self.plan.is_alias and self.full is self._own
+        places = (tensor.untyped_storage().data_ptr() for tensor in (self.full, self.main))
+        return self.plan.is_alias and len(set(places)) == 1
 
     def has_moved(self) -> bool:
         """True if an unsharded parameter lies in other memory than `full`; past the guards of parameters."""
@@ -322,37 +311,15 @@ class FlatBuffer:
         first = self.full.data_ptr()
         return any(parameter.data_ptr() != first + start for parameter, start in self._starts)
 
-    def show(self, values: Tensor | None) -> None:
-        """Let the unsharded parameters be views of other memory, without a copy.
+    def show(self, full: Tensor) -> None:
+        """Let the unsharded parameters be views of other memory, [total] in the compute dtype.
 
         A graph keeps the memory of its forward, except under parameters that it has saved as they are: these
-        have what is shown in the backward. Main parameters that change meanwhile are not copied there.
-
-        Args:
-            values: [total], compute dtype; the plan of the buffer `shows_versions`. None: its own memory.
+        have what is shown in the backward.
         """
-        shown = self._own if values is None else values
-        if shown is not self.full:
-            self.full = shown
-            for parameter, view in zip(self.unsharded, self.views(shown), strict=True):
-                set_data(parameter, view)
-
-    def detach(self) -> Tensor:
-        """Go on in new memory with the same values; return the memory so far, which graphs may read.
-
-        So a step changes nothing that was computed before it. The plan of the buffer `shows_versions`.
-
-        Returns:
-            [total], compute dtype.
-        """
-        left, self._own = self._own, self._own.clone()
-        self.show(None)
-        self.source.move(self.full.detach()[self.main_span.slice])
-        if self.plan.is_alias:
-            for index, sharded in enumerate(self.sharded):
-                with past_guards():
-                    sharded.data = self.main[self.sharded_span(index).slice]
-        return left
+        self.full = full
+        for parameter, view in zip(self.unsharded, self.views(full), strict=True):
+            set_data(parameter, view)
 
     def count_step(self, stepped: Container[nn.Parameter]) -> None:
         """Count a step of some sharded parameters as an edit of the unsharded ones.
@@ -414,7 +381,7 @@ class FlatBuffer:
         """Drop all values; tensors that others hold keep theirs."""
         self.keep_second(False)
         self.source.release()
-        self.full = self._own = self.main
+        self.full = self.main
         self.sharded, self.unsharded, self.originals = (), (), ()
         self.versions, self._starts = [], []
 

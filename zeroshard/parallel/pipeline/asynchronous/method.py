@@ -44,6 +44,7 @@ from torch.optim import Optimizer
 from zeroshard.config.pipeline import KEPT_WEIGHTS, NEWEST_WEIGHTS, NOTED_CHANGES
 from zeroshard.config.sections import Config
 from zeroshard.internals.autograd import is_in_backward
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
@@ -210,7 +211,9 @@ class WeightsPlace:
         self._buffer, self._change, self._memory = buffer, change, memory
         self._kept: dict[int, Store] = {}
         """Older versions by their numbers."""
-        self._moved: Tensor | None = None
+        self._own, self._filled = buffer.full, buffer.source.filled
+        """The memory in which the main parameters are shown, and the version of the values there."""
+        self._moved: Store | None = None
         """The copy that is shown, in a list with actions whose weights are moved."""
         self._written: Hashable = None
         """The version of the values in the copy."""
@@ -219,12 +222,13 @@ class WeightsPlace:
     def num_bytes(self) -> int:
         """The bytes of all weights here other than the main parameters."""
         kept = sum(store.values.nbytes for store in self._kept.values())
-        return kept + (0 if self._moved is None else self._moved.nbytes)
+        return kept + (0 if self._moved is None else self._moved.values.nbytes)
 
     def begin(self, *, moves: bool) -> None:
         """Begin a list; `moves` if it has actions whose weights are moved."""
         if moves and self._buffer.plan.shows_versions:
-            self._moved, self._written = _copy(self._buffer), (self._buffer.source.store.version, 0)
+            self._moved = Store(_copy(self._buffer), self._memory)
+            self._written = self._buffer.source.store.version, 0
 
     def enter(self, use: Use, newest: int) -> None:
         """Let the units have the weights of an action.
@@ -237,12 +241,12 @@ class WeightsPlace:
         kept = None if use.version in (None, newest) else self._kept[use.version]
         moved = None if change is None else MovedWeights(buffer, change, use.ahead)
         if self._moved is not None and moved is not None:
-            buffer.show(self._moved)
             if self._written != moved.version:
-                moved.load(self._moved)
+                moved.load(self._moved.values)
                 self._written = moved.version
+            self._show(self._moved)
         elif buffer.plan.shows_versions:
-            buffer.show(None if kept is None else kept.values)
+            self._show(kept)
         else:
             buffer.source.use(moved if use.ahead and moved is not None else kept)
 
@@ -252,19 +256,48 @@ class WeightsPlace:
         Where units stay gathered, the main parameters are shown: a step may call hooks of the user.
         """
         buffer = self._buffer
-        buffer.show(None)
+        if buffer.plan.shows_versions:
+            self._show(None)
         for version in self._kept.keys() - kept:
             del self._kept[version]
         if newest in kept:
             # Graphs have the memory of a buffer that shows versions, if an action has read it.
             is_read = buffer.plan.shows_versions and not buffer.is_stale
-            self._kept[newest] = Store(buffer.detach() if is_read else _copy(buffer), self._memory)
+            self._kept[newest] = Store(self._detach() if is_read else _copy(buffer), self._memory)
 
     def end(self) -> None:
         """Let the units have the main parameters again."""
         self._kept, self._moved = {}, None
-        self._buffer.show(None)
+        if self._buffer.plan.shows_versions:
+            self._show(None)
         self._buffer.source.use()
+
+    def _show(self, values: Store | None) -> None:
+        """Let parameters be views of some weights; None: of the memory that follows the main parameters."""
+        buffer, source = self._buffer, self._buffer.source
+        if buffer.full is self._own:
+            self._filled = source.filled
+        source.use(values)
+        shown = self._own if values is None else values.values
+        source.filled = self._filled if values is None else source.version
+        if shown is not buffer.full:
+            buffer.show(shown)
+
+    @torch.no_grad()
+    def _detach(self) -> Tensor:
+        """Go on in new memory with the same values; return the memory so far, which graphs may read.
+
+        So a step changes nothing that was computed before it.
+        """
+        buffer, left = self._buffer, self._own
+        self._own = left.clone()
+        buffer.show(self._own)
+        if buffer.plan.is_alias:
+            buffer.source.store.values = self._own
+            with past_guards():
+                for index, sharded in enumerate(buffer.sharded):
+                    sharded.data = buffer.main[buffer.sharded_span(index).slice]
+        return left
 
 
 @torch.no_grad()
