@@ -38,16 +38,6 @@ Entries = tuple[int, Sequence[tuple[str, int, str]]]
 label) of each collective, on each line the oldest first."""
 
 
-class _Line:
-    """The collectives of one communicator."""
-
-    __slots__ = ("count", "digest", "last")
-
-    def __init__(self) -> None:
-        self.count = self.digest = 0
-        self.last: deque[tuple[int, str]] = deque(maxlen=KEPT)
-
-
 class Ledger:
     """Counts the collectives that this rank issues over the axes of one engine, a line for each communicator.
 
@@ -55,7 +45,7 @@ class Ledger:
     than they reduce.
     """
 
-    __slots__ = ("_lines", "groups", "name", "part")
+    __slots__ = ("_digests", "_last", "groups", "name", "part")
 
     def __init__(self) -> None:
         self.name = -1
@@ -66,18 +56,19 @@ class Ledger:
         """By line, the first rank of this rank's group, where there are several: each has an order of its
         own. Shard groups gather, and tensor groups exchange activations, in the forwards of their own
         ranks."""
-        self._lines = {line: _Line() for line in LINES}
+        self._digests = dict.fromkeys(LINES, 0)
+        self._last = {line: deque[tuple[int, str]](maxlen=KEPT) for line in LINES}
+        """By line, the number and the label of its last collectives."""
 
     def note(self, label: str, line: str) -> None:
         """Note that the next collective of a line is issued, before any other of that line."""
-        noted = self._lines[line]
-        noted.count += 1
-        noted.digest = (noted.digest * _FACTOR + crc32(label.encode())) & _MASK
-        noted.last.append((noted.count, label))
+        last = self._last[line]
+        last.append((last[-1][0] + 1 if last else 1, label))
+        self._digests[line] = (self._digests[line] * _FACTOR + crc32(label.encode())) & _MASK
 
     def entries(self) -> Entries:
         """Return the last `KEPT` collectives of each line; called from any thread."""
-        lines = ((self._told(name), tuple(line.last)) for name, line in self._lines.items())
+        lines = ((self._told(line), tuple(last)) for line, last in self._last.items())
         return self.name, tuple((name, *entry) for name, last in lines for entry in last)
 
     def proof(self) -> list[int]:
@@ -85,8 +76,8 @@ class Ledger:
 
         Lines with several groups are left out.
         """
-        lines = (line for name, line in self._lines.items() if name not in self.groups)
-        digests = b"".join(line.digest.to_bytes(_DIGEST_BYTES, "little") for line in lines)
+        compared = (digest for line, digest in self._digests.items() if line not in self.groups)
+        digests = b"".join(digest.to_bytes(_DIGEST_BYTES, "little") for digest in compared)
         return [*digests, *(255 - byte for byte in digests)]
 
     def _told(self, line: str) -> str:
