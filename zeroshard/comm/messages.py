@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,50 +48,6 @@ Forms = tuple[Form, ...]
 
 _Sent = tuple[Sequence[dist.Work | None], Sequence[Tensor], str]
 """A message on its way: its works, the memory that must live until they are over, and its label."""
-
-
-class Receipt:
-    """A message to come. The messages of one source are waited for in their order.
-
-    Args:
-        messages: the messages of this rank.
-        source: the pipeline rank that sends it.
-        label: its name in error messages.
-        forms: the forms of its tensors; None if the sender sends them, too.
-    """
-
-    def __init__(self, messages: Messages, source: int, label: str, forms: Forms | None) -> None:
-        self._messages, self._source, self._label = messages, source, label
-        self.forms = forms
-        self._num_bytes = torch.empty(1, dtype=torch.int64, device="cpu")
-        if forms is None:
-            self._works = [messages.transfer(self._num_bytes, source, on_host=True, is_number=True)]
-        else:
-            self._receive(forms)
-
-    def wait(self) -> list[Tensor]:
-        """Return the tensors; on an accelerator the current stream waits for them.
-
-        Raises:
-            RuntimeError: the sender is lost or too late.
-        """
-        messages = self._messages
-        if self.forms is None:
-            label = f"forms of the {self._label}"
-            messages.wait(self._works, label, on_host=True)
-            data = torch.empty(int(self._num_bytes), dtype=torch.uint8, device="cpu")
-            messages.wait([messages.transfer(data, self._source, on_host=True)], label, on_host=True)
-            self._receive(pickle.loads(data.numpy().tobytes()))
-        messages.wait(self._works, self._label)
-        self._works = []
-        return self._tensors
-
-    def _receive(self, forms: Forms) -> None:
-        messages, self.forms = self._messages, forms
-        self._tensors = [torch.empty(form.shape, dtype=form.dtype, device=messages.device) for form in forms]
-        self._works = [
-            messages.transfer(_bytes_of(tensor), self._source) for tensor in self._tensors if tensor.numel()
-        ]
 
 
 class Messages:
@@ -134,9 +90,40 @@ class Messages:
         self._axis.counter.add(POINT_TO_POINT, sum(memory.nbytes for memory in (*headers, *values)))
         under_way.append((works, (*headers, *values), label))
 
-    def expect(self, source: int, label: str, forms: Forms | None) -> Receipt:
-        """Begin to receive the next message of a pipeline rank; arguments as `Receipt` has them."""
-        return Receipt(self, source, label, forms)
+    def expect(self, source: int, label: str, forms: Forms | None) -> Callable[[], list[Tensor]]:
+        """Begin to receive the next message of a pipeline rank.
+
+        Args:
+            source: the pipeline rank that sends it.
+            label: its name in error messages.
+            forms: the forms of its tensors; None if the sender sends them, too.
+
+        Returns:
+            A function that waits for the tensors; on an accelerator the current stream waits. Those of one
+            source are called in the order of its messages. It raises a RuntimeError if the sender is lost.
+        """
+        if forms is None:
+            return self._expect_forms(source, label)
+        tensors = [torch.empty(form.shape, dtype=form.dtype, device=self.device) for form in forms]
+        works = [self.transfer(_bytes_of(tensor), source) for tensor in tensors if tensor.numel()]
+
+        def arrived() -> list[Tensor]:
+            self.wait(works, label)
+            return [one.requires_grad_(form.requires_grad) for one, form in zip(tensors, forms, strict=True)]
+
+        return arrived
+
+    def _expect_forms(self, source: int, label: str) -> Callable[[], list[Tensor]]:
+        num_bytes, of_forms = torch.empty(1, dtype=torch.int64, device="cpu"), f"forms of the {label}"
+        work = self.transfer(num_bytes, source, on_host=True, is_number=True)
+
+        def arrived() -> list[Tensor]:
+            self.wait([work], of_forms, on_host=True)
+            data = torch.empty(int(num_bytes), dtype=torch.uint8, device="cpu")
+            self.wait([self.transfer(data, source, on_host=True)], of_forms, on_host=True)
+            return self.expect(source, label, pickle.loads(data.numpy().tobytes()))()
+
+        return arrived
 
     def finish(self) -> None:
         """Wait until all messages of this rank are gone."""

@@ -379,7 +379,7 @@ def spread(axes: Axes, part: int, own: dict[str, Any], *, to_all: bool = True) -
     if not to_all and axes.pp.rank:
         return {}
     if keys:
-        values |= zip(keys, messages.expect(part, label, None).wait(), strict=True)
+        values |= zip(keys, messages.expect(part, label, None)(), strict=True)
     found: dict[str, Any] = values
     return found
 

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeroshard.comm.messages import Form, Forms, Messages, Receipt
+from zeroshard.comm.messages import Form, Forms, Messages
 from zeroshard.parallel.pipeline.actions import (
     Action,
     ActionMessages,
@@ -117,7 +117,8 @@ class Runner:
         self._forms: dict[Any, dict[ChunkTransfer, Forms]] = {}
         """The forms of messages, by the shapes of the batch."""
         self._calls = defaultdict[Place, _Call](_Call)
-        self._receipts: dict[ChunkTransfer, Receipt] = {}
+        self._awaited: dict[ChunkTransfer, Callable[[], list[Tensor]]] = {}
+        """Messages that are under way to this rank, each with the function that waits for its tensors."""
         self._run: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
@@ -138,7 +139,7 @@ class Runner:
             RuntimeError: a tensor has another form than with the same value before.
         """
         self._calls.clear()  # a batch may have failed
-        self._receipts.clear()
+        self._awaited.clear()
         first, needed, _ = self._steps[0]
         has_begun = not needed
         if has_begun:
@@ -150,7 +151,7 @@ class Runner:
         for number, (action, receives, sends) in enumerate(self._steps):
             for message in self._posts[number]:
                 forms = None if known is None else known[message]
-                self._receipts[message] = self._messages.expect(message.source, message.label, forms)
+                self._awaited[message] = self._messages.expect(message.source, message.label, forms)
             self._chunks.enter(action)
             for message in receives:
                 self._take(message, found)
@@ -169,16 +170,13 @@ class Runner:
     # -- messages -------------------------------------------------------------------------------------
 
     def _take(self, message: ChunkTransfer, found: dict[ChunkTransfer, Forms]) -> None:
-        receipt = self._receipts.pop(message)
-        tensors = receipt.wait()
-        assert receipt.forms is not None, "the message has arrived"
-        found[message] = receipt.forms
+        tensors = tuple(self._awaited.pop(message)())
+        found[message] = tuple(map(Form.of, tensors))
         call = self._calls[message.user.place]
         if message.is_activation:
-            leaves = zip(tensors, receipt.forms, strict=True)
-            call.inputs = tuple(tensor.requires_grad_(form.requires_grad) for tensor, form in leaves)
+            call.inputs = tensors
         else:
-            call.gradients = tuple(tensors)
+            call.gradients = tensors
 
     def _send(
         self,

@@ -134,7 +134,7 @@ class Shared:
                 self._messages.finish()
                 self._memory.evict(buffer.main)
             else:
-                [values] = self._messages.expect(first, label, None).wait()
+                [values] = self._messages.expect(first, label, None)()
                 buffer.source.write(values)
                 buffer.source.changed()
         self._compare([] if optimizer is None else optimizer.param_groups)
@@ -190,9 +190,9 @@ class Shared:
         """Send tensors to the other holders; return theirs, by pipeline rank."""
         messages = self._messages
         others = [rank for rank in buffer.originals[0].holders if rank != messages.rank]
-        receipts = [(rank, messages.expect(rank, label, None)) for rank in others]
+        awaited = [(rank, messages.expect(rank, label, None)) for rank in others]
         for rank in others:
             messages.send([value.to(messages.device) for value in tensors], rank, label, with_forms=True)
-        found = [(rank, receipt.wait()) for rank, receipt in receipts]
+        found = [(rank, arrived()) for rank, arrived in awaited]
         messages.finish()
         return found
