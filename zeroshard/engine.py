@@ -34,7 +34,6 @@ from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import Moment
 from zeroshard.plan.placement import SUMMANDS
 from zeroshard.sharding.passes import refuse_capture
-from zeroshard.sharding.unit import UnitInfo
 from zeroshard.stepping.attach import StepHooks, attach
 from zeroshard.stepping.early import EarlySteps
 from zeroshard.stepping.guard import StepGuard
@@ -410,9 +409,9 @@ class Engine(NotCopied, nn.Module):
     # -- facts and reports ----------------------------------------------------------------------------
 
     @property
-    def units(self) -> list[UnitInfo]:
+    def units(self) -> list[sharded.UnitInfo]:
         """The units, each with name, padded size, its reason, and True if it needs no second gather."""
-        return self._runtime.unit_infos
+        return sharded.units_of(self._runtime)
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,7 +26,6 @@ from zeroshard.parameters.state import IN_BATCH, Moment, Phase
 from zeroshard.parameters.unsharded import revive
 from zeroshard.plan.originals import Original, is_packed
 from zeroshard.sharding.runtime import DRAIN_S, Runtime
-from zeroshard.sharding.unit import UnitInfo
 from zeroshard.stepping.attach import attach
 from zeroshard.stepping.guard import StepGuard
 
@@ -247,6 +247,30 @@ def close(owner: Engine | Sharded, restore: bool = True) -> None:
         owner._release(restore, closed)
 
 
+@dataclass(frozen=True, slots=True)
+class UnitInfo:
+    """An entry of `engine.units`."""
+
+    name: str
+    """The module's name; the root unit's is empty."""
+    numel: int
+    """Elements, padding included."""
+    kept: bool
+    """True if backward needs no second gather: it stays gathered, or backward needs no parameters."""
+    reason: str = ""
+    """The reason why its module is a unit."""
+
+
+def units_of(runtime: Runtime) -> list[UnitInfo]:
+    """List the units that own parameters."""
+    placements, infos = runtime.context.setting.placements, []
+    for unit in (unit for unit in runtime.units if unit.plan.buffers):
+        is_root, ends_forward = unit is runtime.root, unit in runtime.passes.last
+        kept = unit.plan.is_kept(placements, is_root=is_root, ends_forward=ends_forward)
+        infos.append(UnitInfo(unit.plan.name, unit.plan.numel, kept, unit.plan.reason))
+    return infos
+
+
 class Sharded(NotCopied):
     """A module that `zeroshard.shard` has sharded in place, with more calls than its forward and backward.
 
@@ -268,7 +292,7 @@ class Sharded(NotCopied):
     @property
     def units(self) -> list[UnitInfo]:
         """The units, each with name, padded size, its reason, and True if it needs no second gather."""
-        return self._runtime.unit_infos
+        return units_of(self._runtime)
 
     def attach(self, *optimizers: Optimizer) -> None:
         """Follow optimizers over the sharded parameters, whoever steps them.

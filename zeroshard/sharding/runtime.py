@@ -31,7 +31,7 @@ from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.passes import Passes, closed_error
 from zeroshard.sharding.reducer import Reducer
-from zeroshard.sharding.unit import Unit, UnitInfo, UnitState
+from zeroshard.sharding.unit import Unit, UnitState
 
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
@@ -103,16 +103,6 @@ class Runtime:
         if any(gradients.has_deferred for unit in self.units for gradients in unit.gradients):
             return True
         return any(gradient_of(parameter) is not None for parameter in self.parameters)
-
-    @property
-    def unit_infos(self) -> list[UnitInfo]:
-        """The units that own parameters, for people."""
-        placements, infos = self.context.setting.placements, []
-        for unit in (unit for unit in self.units if unit.plan.buffers):
-            is_root, ends_forward = unit is self.root, unit in self.passes.last
-            kept = unit.plan.is_kept(placements, is_root=is_root, ends_forward=ends_forward)
-            infos.append(UnitInfo(unit.plan.name, unit.plan.numel, kept, unit.plan.reason))
-        return infos
 
     def check_slots(self) -> None:
         """Refuse parameters that others have put into the modules, or edited there, before they are read.

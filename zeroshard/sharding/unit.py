@@ -99,20 +99,6 @@ class ForwardCall:
     """The last backward that has come to it."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnitInfo:
-    """An entry of `engine.units`."""
-
-    name: str
-    """The module's name; the root unit's is empty."""
-    numel: int
-    """Elements, padding included."""
-    kept: bool
-    """True if backward needs no second gather: it stays gathered, or backward needs no parameters."""
-    reason: str = ""
-    """The reason why its module is a unit."""
-
-
 class Slots:
     """The slots of one unit.
 
