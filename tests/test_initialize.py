@@ -937,7 +937,7 @@ def bytes_of_agreement(num):
     axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=20)
     config = Config()
     check_agreement(axis, model, config, find_units(model, None), torch.optim.SGD(model.parameters()), {})
-    return sum(axis.counter.report().bytes_sent.values())
+    return sum(axis.counter.bytes_sent.values())
 
 
 def test_ranks_that_agree_send_digests_whatever_the_number_of_parameters(ranks):

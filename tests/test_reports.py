@@ -15,7 +15,7 @@ from tests.distributed.models import Tiny
 from tests.distributed.training import padded_size, square_loss, start
 from zeroshard import CommReport, MemoryReport
 from zeroshard.comm.counter import Counter
-from zeroshard.memory.report import measure_process
+from zeroshard.memory.report import measure_process, measure_traffic
 from zeroshard.tables import format_bytes
 
 
@@ -183,7 +183,7 @@ def test_a_comm_report_of_an_accelerator_tells_that_the_device_waits():
     counter.add("all_gather", 8)
     counter.add("control", 4)
     counter.waited_s["control"] = 0.5
-    text = str(counter.report(rank=1, num_ranks=2))
+    text = str(measure_traffic(counter, rank=1, num_ranks=2))
     assert cells(text)["all_gather"] == ["1", "8 B", "-"]
     assert cells(text)["control"] == ["1", "4 B", "0.500 s"]
     assert "the device waits by itself" in text

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeroshard import data, optim
     from zeroshard.averaging import EMA
-    from zeroshard.comm.counter import CommReport
     from zeroshard.config.pipeline import Pipeline
     from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Precision
     from zeroshard.engine import Engine
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from zeroshard.lazy.recording import deferred_init
     from zeroshard.logs.steplog import StepLog
     from zeroshard.memory.estimate import Estimate, estimate
-    from zeroshard.memory.report import MemoryReport
+    from zeroshard.memory.report import CommReport, MemoryReport
     from zeroshard.parallel.tensor.losses import cross_entropy
     from zeroshard.profiling.profiler import profile
     from zeroshard.profiling.report import Profile
@@ -58,7 +57,7 @@ _SECTIONS = ("Checkpoint", "Config", "Loader", "Mesh", "Offload", "Precision")
 
 _HOMES = {
     "EMA": "averaging",
-    "CommReport": "comm.counter",
+    "CommReport": "memory.report",
     **dict.fromkeys(_SECTIONS, "config.sections"),
     "Pipeline": "config.pipeline",
     "Engine": "engine",

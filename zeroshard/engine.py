@@ -17,14 +17,13 @@ from zeroshard.checkpoint import capture, load
 from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.save import Saver
 from zeroshard.comm import streams
-from zeroshard.comm.counter import CommReport
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.data.microbatch import LossFunction, check_loss
 from zeroshard.forwards import methods
 from zeroshard.hf import live
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
-from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.memory.report import CommReport, MemoryReport, measure, measure_traffic
 from zeroshard.optim.asynchronous import method_of
 from zeroshard.parallel.pipeline.cut import PipelineReport, report_cut
 from zeroshard.parallel.pipeline.part import ModelPart
@@ -436,7 +435,7 @@ class Engine(NotCopied, nn.Module):
     def comm_report(self) -> CommReport:
         """Calls, bytes and waits by collective since the last `reset_comm_report()`."""
         axis = self._axes.world
-        return axis.counter.report(rank=axis.rank, num_ranks=axis.size)
+        return measure_traffic(axis.counter, rank=axis.rank, num_ranks=axis.size)
 
     def pipeline_report(self) -> PipelineReport:
         """Blocks, share of the time and parameters of each chunk of the pipeline.

@@ -1,9 +1,10 @@
-"""The memory of this rank, measured."""
+"""The memory and the traffic of this rank, measured."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.comm.counter import KINDS, Counter
 from zeroshard.forwards.quantized import scales_in
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
@@ -216,3 +218,44 @@ def _by_tier(tensors: Iterable[Tensor], memory: TierMemory) -> dict[Tier, _Stora
         tier: _StorageBytes(sum(h.all for h in storages.values()), sum(h.pinned for h in storages.values()))
         for tier, storages in found.items()
     }
+
+
+@dataclass(frozen=True)
+class CommReport:
+    """Traffic of this rank since the last reset, by collective, for any transport."""
+
+    bytes_sent: Mapping[str, int]
+    """Bytes that this rank sends to others, by collective."""
+    calls: Mapping[str, int]
+    """Number of collectives that were started, by collective."""
+    waited_s: Mapping[str, float]
+    """Seconds that the host stood still until a collective was over, by collective.
+
+    Waiting for a slower rank is part of it; transfers while this rank computes are not. An accelerator waits
+    by itself for "all_gather" and "reduce_scatter", which then have 0 here: the host goes on.
+    """
+    elapsed_s: float
+    """Seconds since the last reset."""
+    rank: int
+    """This rank among the data-parallel ranks."""
+    num_ranks: int
+
+    def __str__(self) -> str:
+        def row(name: str, calls: int, sent: int, waited_s: float) -> tuple[str, ...]:
+            return name, str(calls), format_bytes(sent), f"{waited_s:.3f} s" if waited_s else "-"
+
+        calls, sent, waited = self.calls, self.bytes_sent, self.waited_s
+        rows = [row(kind, calls[kind], sent[kind], waited[kind]) for kind in KINDS if calls[kind]]
+        total = row("total", sum(calls.values()), sum(sent.values()), sum(waited.values()))
+        title = f"communication of rank {self.rank} of {self.num_ranks} in {self.elapsed_s:.3f} s"
+        table = render(title, ("collective", "calls", "sent", "host waited"), [*rows, LINE, total])
+        return (
+            f"{table}\nhost waited: time in which the host stood still until a collective was over;\n"
+            "-: not at all, as for gathers and reductions where the device waits by itself"
+        )
+
+
+def measure_traffic(counter: Counter, *, rank: int = 0, num_ranks: int = 1) -> CommReport:
+    """Return the sums of a counter so far, for a report that names one rank of so many."""
+    sums = dict(counter.bytes_sent), dict(counter.calls), dict(counter.waited_s)
+    return CommReport(*sums, time.monotonic() - counter.since, rank, num_ranks)
