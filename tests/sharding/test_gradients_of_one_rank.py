@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from zeroshard.parallel.pipeline.training import running_batch
 from zeroshard.parameters.sharded import gradient_of
 
 
@@ -183,7 +184,7 @@ def test_a_sparse_gradient_is_refused_at_one_rank_as_at_two(ranks):
 
 
 def run_part_of_a_batch(engine):
-    with engine._runtime.batch():
+    with running_batch(engine._runtime):
         engine.backward(engine(torch.ones(2, 4)).sum())
         raise LookupError
 

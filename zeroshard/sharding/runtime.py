@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Sized
 
 import torch
 from torch import Tensor, nn
@@ -192,35 +191,6 @@ class Runtime:
             self.passes.refresh()
         else:
             self.state.moments.add(Moment.BETWEEN_STEPS)
-
-    @contextmanager
-    def part(self, name: Hashable, units: Collection[Unit]) -> Iterator[None]:
-        """Run a forward or a backward of some units, while graphs of others are alive.
-
-        Args:
-            name: the name of the forward; a backward with the same name comes to its calls alone.
-            units: the units of the forward; others are not gathered ahead.
-        """
-        self.passes.calls.name, self.reducer.order.scope = name, units
-        try:
-            yield
-        finally:
-            self.passes.calls.name = self.reducer.order.scope = None
-
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Run the micro-batches of a batch; no other forward runs between them."""
-        self.state.moments.add(Moment.BATCH)
-        try:
-            yield
-        except BaseException:
-            self.reducer.taint()
-            raise
-        finally:
-            self.state.moments.remove(Moment.BATCH)
-            self.passes.calls.named.clear()
-            self.reshard()
-        self.check_edits()
 
     def unshard(self, units: Iterable[Unit]) -> None:
         """Start to gather units, and keep them until `reshard`."""

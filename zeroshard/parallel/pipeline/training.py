@@ -20,7 +20,7 @@ ranks run the same list, so they reduce in the same order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -50,8 +50,41 @@ from zeroshard.parallel.pipeline.schedules import count_synchronous
 from zeroshard.parallel.pipeline.shared import Shared
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.parallel.random import own_numbers
+from zeroshard.parameters.state import Moment
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
+
+
+@contextmanager
+def running_part(runtime: Runtime, name: Hashable, units: Collection[Unit]) -> Iterator[None]:
+    """Run a forward or a backward of some units, while graphs of others are alive.
+
+    Args:
+        runtime: the runtime of the chunks of this rank.
+        name: the name of the forward; a backward with the same name comes to its calls alone.
+        units: the units of the forward; others are not gathered ahead.
+    """
+    runtime.passes.calls.name, runtime.reducer.order.scope = name, units
+    try:
+        yield
+    finally:
+        runtime.passes.calls.name = runtime.reducer.order.scope = None
+
+
+@contextmanager
+def running_batch(runtime: Runtime) -> Iterator[None]:
+    """Run the micro-batches of a batch; no other forward runs between them."""
+    runtime.state.moments.add(Moment.BATCH)
+    try:
+        yield
+    except BaseException:
+        runtime.reducer.taint()
+        raise
+    finally:
+        runtime.state.moments.remove(Moment.BATCH)
+        runtime.passes.calls.named.clear()
+        runtime.reshard()
+    runtime.check_edits()
 
 
 class BatchPiece(NamedTuple):
@@ -350,7 +383,7 @@ class PipelineTraining:
         device = self._runtime.context.device
         self._piece_of, self._losses = piece_of, []
         try:
-            with own_numbers(device, self._messages.rank), self._runtime.batch():
+            with own_numbers(device, self._messages.rank), running_batch(self._runtime):
                 runner.run(agree)
         finally:
             self._piece_of, self._runtime.here.action = None, ""
@@ -373,7 +406,7 @@ class PipelineTraining:
     def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute a chunk; see `Chunks`."""
         again = self._buffers_kept() if self._action.kind is Kind.RECOMPUTE else nullcontext()
-        with self._runtime.part((chunk, microbatch), self._units[chunk]), again:
+        with running_part(self._runtime, (chunk, microbatch), self._units[chunk]), again:
             return self._compute(chunk, microbatch, inputs)
 
     @contextmanager
@@ -415,7 +448,7 @@ class PipelineTraining:
         name = chunk, self._action.microbatch
         comes_through_units = self._action.kind is not Kind.WEIGHT_GRADIENT
         delivering = nullcontext() if comes_through_units else self._runtime.passes.delivering()
-        part = self._runtime.part(name, self._units[chunk])
+        part = running_part(self._runtime, name, self._units[chunk])
         ending = self._ending(chunk, has_more) if is_last else frozenset()
         with part, reducer.next_backward(has_more, but=ending, scale=self._scales[0]), delivering:
             run()
