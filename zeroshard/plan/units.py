@@ -16,6 +16,7 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -85,12 +86,11 @@ def find_units(
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if parameter not in left_out:
             places.setdefault(parameter, []).append(name)
-    names = {parameter: own[0] for parameter, own in places.items()}
     compute_dtypes = find_overrides(root, overrides, left_out)
     replicated = find_replicated(root, frozen, left_out)
+    names = {parameter: own[0] for parameter, own in places.items()}
     for parameter, name in names.items():
         _check(parameter, name)
-        _check_class(parameter, name)
     _check_tensors(names, root.named_buffers())
     for parameter, own in places.items():
         paths = [name.rpartition(".")[::2] for name in own]
@@ -101,16 +101,11 @@ def find_units(
             compute_dtype=compute_dtypes.get(parameter),
             placements=REPLICATED if parameter in replicated else None,
         )
-        chains = [[specs[m] for m in _around(modules, path) if m in specs] for path, _ in paths]
+        around = [("", *accumulate(path.split("."), "{}.{}".format)) for path, _ in paths]
+        chains = [[specs[m] for m in map(modules.__getitem__, chain) if m in specs] for chain in around]
         lowest = [spec for spec in chains[0] if all(spec in chain for chain in chains)][-1]
         lowest.originals.append(original)
     return [spec for spec in dict.fromkeys(specs.values()) if spec.originals or root in spec.modules]
-
-
-def _around(modules: Mapping[str, nn.Module], path: str) -> list[nn.Module]:
-    """The modules on a path, from the model in."""
-    parts = path.split(".") if path else []
-    return [modules[".".join(parts[:count])] for count in range(len(parts) + 1)]
 
 
 _WRAPPERS = {
@@ -175,6 +170,18 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(
             f"parameter '{name}' holds codes of a quantized weight, which no gradient can change: expected "
             "requires_grad=False. Train adapters along with it"
+        )
+    kind = type(parameter)
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    plain = (Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
+    is_plain = function in plain and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    # The own operations of bitsandbytes only keep `quant_state` along.
+    if not (is_plain or hasattr(parameter, "quant_state")):
+        raise ValueError(
+            f"parameter '{name}' is a {kind.__name__} with operations of its own, so a shard of plain "
+            "numbers cannot replace it: expected a torch.nn.Parameter, or the frozen weight of a "
+            "torch.nn.Linear that wraps contiguous tensors. Shard the model before it is quantized or "
+            "converted, or leave the parameter out with Config(ignored=...)"
         )
 
 
@@ -351,21 +358,6 @@ def _check_tensors(names: Mapping[nn.Parameter, str], buffers: Iterable[tuple[st
             )
         areas.append(_Area.of(buffer, "buffer", name))
     _check_apart(area for area in areas if area.stop > area.start)
-
-
-def _check_class(parameter: nn.Parameter, name: str) -> None:
-    kind = type(parameter)
-    if hasattr(parameter, "quant_state"):  # of bitsandbytes, whose own operations only keep this along
-        return
-    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-    plain = (Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
-    if function not in plain or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise ValueError(
-            f"parameter '{name}' is a {kind.__name__} with operations of its own, so a shard of plain "
-            "numbers cannot replace it: expected a torch.nn.Parameter, or the frozen weight of a "
-            "torch.nn.Linear that wraps contiguous tensors. Shard the model before it is quantized or "
-            "converted, or leave the parameter out with Config(ignored=...)"
-        )
 
 
 class _Area(NamedTuple):
