@@ -23,7 +23,7 @@ from zeroshard.forwards import methods
 from zeroshard.hf import live
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
-from zeroshard.memory.report import CommReport, MemoryReport, measure, measure_traffic
+from zeroshard.memory import report
 from zeroshard.optim.asynchronous import method_of
 from zeroshard.parallel.pipeline.cut import PipelineReport, report_cut
 from zeroshard.parallel.pipeline.part import ModelPart
@@ -56,6 +56,8 @@ class Engine(NotCopied, nn.Module):
     clip_grad_norm_, full_state_dict = sharded.clip_grad_norm_, sharded.full_state_dict
     num_parameters = sharded.num_parameters
     register_forward_method, generate = methods.register_forward_method, methods.generate
+    memory_report, reset_memory_report = report.memory_report, report.reset_memory_report
+    comm_report, reset_comm_report = report.comm_report, report.reset_comm_report
 
     module: nn.Module
     """The model that was given."""
@@ -418,25 +420,6 @@ class Engine(NotCopied, nn.Module):
         assert self._axes.mesh is not None, "the interpreter has not ended"
         return self._axes.mesh
 
-    def memory_report(self) -> MemoryReport:
-        """Measured bytes of this rank: model states by kind, and the process."""
-        method = None if self._pipeline is None else self._pipeline.method
-        peak = 0 if method is None else method.peak_bytes
-        averages = self._parts.averages.values()
-        return measure(self._runtime, self.optimizer, averages, peak_versions=peak)
-
-    def reset_memory_report(self) -> None:
-        """Start the search for the largest `unsharded` and versions anew, from those that are there now."""
-        meter = self._runtime.context.meter
-        meter.peak = meter.now
-        if self._pipeline is not None and self._pipeline.method is not None:
-            self._pipeline.method.reset_peak()
-
-    def comm_report(self) -> CommReport:
-        """Calls, bytes and waits by collective since the last `reset_comm_report()`."""
-        axis = self._axes.world
-        return measure_traffic(axis.counter, rank=axis.rank, num_ranks=axis.size)
-
     def pipeline_report(self) -> PipelineReport:
         """Blocks, share of the time and parameters of each chunk of the pipeline.
 
@@ -447,10 +430,6 @@ class Engine(NotCopied, nn.Module):
             raise RuntimeError("pipeline_report(): expected mesh.pp above 1, got 1")
         config = self._part.config
         return report_cut(self._part.cut, schedule_of(config, config.pipeline.num_microbatches))
-
-    def reset_comm_report(self) -> None:
-        """Start counting from zero."""
-        self._axes.world.counter.reset()
 
     @property
     def device(self) -> torch.device:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from zeroshard.sharding.runtime import Runtime
 from zeroshard.stepping.averages import Averages
 from zeroshard.stores.store import TierMemory
 from zeroshard.tables import LINE, format_bytes, render
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 _STATUS = Path("/proc/self/status")
 
@@ -141,6 +144,22 @@ class MemoryReport(ProcessMemory, ModelStates):
         return render(title, ("kind", "bytes"), rows)
 
 
+def memory_report(engine: Engine) -> MemoryReport:
+    """Measured bytes of this rank: model states by kind, and the process."""
+    method = None if engine._pipeline is None else engine._pipeline.method
+    peak = 0 if method is None else method.peak_bytes
+    averages = engine._parts.averages.values()
+    return measure(engine._runtime, engine.optimizer, averages, peak_versions=peak)
+
+
+def reset_memory_report(engine: Engine) -> None:
+    """Start the search for the largest `unsharded` and versions anew, from those that are there now."""
+    meter = engine._runtime.context.meter
+    meter.peak = meter.now
+    if engine._pipeline is not None and engine._pipeline.method is not None:
+        engine._pipeline.method.reset_peak()
+
+
 def measure(
     runtime: Runtime,
     optimizer: Optimizer | None,
@@ -253,6 +272,17 @@ class CommReport:
             f"{table}\nhost waited: time in which the host stood still until a collective was over;\n"
             "-: not at all, as for gathers and reductions where the device waits by itself"
         )
+
+
+def comm_report(engine: Engine) -> CommReport:
+    """Calls, bytes and waits by collective since the last `reset_comm_report()`."""
+    world = engine._axes.world
+    return measure_traffic(world.counter, rank=world.rank, num_ranks=world.size)
+
+
+def reset_comm_report(engine: Engine) -> None:
+    """Start counting from zero."""
+    engine._axes.world.counter.reset()
 
 
 def measure_traffic(counter: Counter, *, rank: int = 0, num_ranks: int = 1) -> CommReport:
