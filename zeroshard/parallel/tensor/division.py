@@ -87,18 +87,19 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
         plan = {_PREFIX + at: word for at, word in plan.items()}
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     plan = {at: word for at, word in plan.items() if any(fnmatchcase(name, at) for name in names)}
-    return plan | _with_tied_embedding(model, plan)
+    return plan | _with_tied_embeddings(model, plan)
 
 
-def _with_tied_embedding(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """An entry for an embedding that the plan leaves out, and whose table is the table of a divided head."""
-    table, head = _found(model, "get_input_embeddings"), _found(model, "get_output_embeddings")
-    names = {module: name for name, module in model.named_modules()}
-    weights = [getattr(module, "weight", None) for module in (table, head)]
-    if table not in names or head not in names or weights[0] is None or weights[0] is not weights[1]:
-        return {}
-    is_known = {module: any(fnmatchcase(names[module], at) for at in plan) for module in (table, head)}
-    return {names[table]: "rowwise"} if is_known[head] and not is_known[table] else {}
+def _with_tied_embeddings(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Entries for embeddings that the plan leaves out, and whose table is the weight of a divided layer."""
+    weights = {name: module._parameters.get("weight") for name, module in model.named_modules()}
+    divided = {name for name in weights if any(fnmatchcase(name, at) for at in plan)}
+    tables = {weights[name] for name in divided} - {None}
+    modules = model.named_modules()
+    embeddings = (
+        name for name, module in modules if isinstance(module, nn.Embedding) and name not in divided
+    )
+    return {name: "rowwise" for name in embeddings if weights[name] in tables}
 
 
 def _check_vocabulary(name: str, table: Any, num_ranks: int) -> None:
@@ -110,16 +111,6 @@ def _check_vocabulary(name: str, table: Any, num_ranks: int) -> None:
             f"model.resize_token_embeddings(pad_to_multiple_of={num_ranks}) before zeroshard.initialize "
             "adds tokens to it"
         )
-
-
-def _found(model: Any, method: str) -> Any:
-    """The embeddings that a model of transformers names, None if it names none."""
-    if not hasattr(model, "resize_token_embeddings"):
-        return None
-    try:
-        return getattr(model, method)()
-    except NotImplementedError:
-        return None
 
 
 _WHOLE = LayerPlan(Split.REPLICATE)
@@ -142,7 +133,9 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
     """
     styles = {pattern: LayerPlan.of(style, pattern) for pattern, style in plan.items()}
     found, fitting = [], set()
-    tables = [_found(model, "get_input_embeddings"), _found(model, "get_output_embeddings")]
+    owner: Any = model
+    can_resize = hasattr(model, "resize_token_embeddings")
+    head = owner.get_output_embeddings() if can_resize else None
 
     def style_of(name: str) -> LayerPlan:
         patterns = [pattern for pattern in styles if fnmatchcase(name, pattern)]
@@ -152,7 +145,8 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
     for name, module in model.named_modules():
         style = style_of(name)
         if style.way is not Split.REPLICATE and not isinstance(module, Absent):
-            if any(module is table for table in tables):
+            is_table = isinstance(module, nn.Embedding) and style.way is Split.ROWS
+            if can_resize and (is_table or module is head):
                 _check_vocabulary(name, module, num_ranks)
             adapter, parent = around(model, name)
             style = with_heads(style, name, module, parent, num_ranks)
