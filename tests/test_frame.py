@@ -52,7 +52,7 @@ PROGRAMS = ("examples", "benchmarks", "tools")
 
 # The layer picture of docs/architecture.md, from the ground up.
 LAYERS = (
-    {"plan", "config", "tables", "version", "internals"},
+    {"plan", "config", "codec", "tables", "version", "internals"},
     {"comm", "stores", "lazy", "data", "deepspeed", "safetensors"},
     {"parameters"},
     {"sharding", "agreement"},

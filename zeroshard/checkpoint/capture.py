@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from zeroshard.agreement import require_equal
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.files import as_folder, check_free, check_tag
-from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, describe_model
+from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, SavedScale, describe_model
 from zeroshard.checkpoint.optimizers import PER_GROUP, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import ModelState, States, TensorSlice, blocks_by_name, read_model, slices
@@ -31,7 +31,7 @@ from zeroshard.checkpoint.values import Given, SavedValues, check_plain, to_file
 from zeroshard.comm.collectives import on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.given import GivenLoader
-from zeroshard.data.loader import EpochLoader
+from zeroshard.data.loader import DataPosition, EpochLoader
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.state import IN_BATCH, Moment
 from zeroshard.plan.tiers import Tier
@@ -265,10 +265,10 @@ def _describe(engine: Engine, parts: EngineState, model: ModelState, left_out: l
         config=(config if is_plain else replace(config, units=None)).to_dict(),
         global_step=engine.global_step,
         skipped_steps=engine.skipped_steps,
-        loss_scale=engine._guard.loss_scale.state() if is_half else None,
+        loss_scale=SavedScale(**engine._guard.loss_scale.state()) if is_half else None,
         rounding=None if rounding is None else replace(rounding),  # which training changes
         seed=torch.initial_seed(),
-        data=parts.loader.state_dict() if isinstance(parts.loader, EpochLoader) else None,
+        data=DataPosition(**loader.state_dict()) if isinstance(loader := parts.loader, EpochLoader) else None,
         optimizer=None if optimizer is None else type(optimizer).__name__,
         lr_scheduler=None if scheduler is None else type(scheduler).__name__,
         parameters={

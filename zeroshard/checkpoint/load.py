@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from zeroshard.agreement import require_equal
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, averaged_buffers, sums_of, with_averages
-from zeroshard.checkpoint.codec import Count, dtype_name, naming_damage, typed
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.optimizers import (
@@ -42,9 +41,9 @@ from zeroshard.checkpoint.tensors import (
     slices,
 )
 from zeroshard.checkpoint.values import SavedValues, read_values
+from zeroshard.codec import dtype_name, naming_damage, typed
 from zeroshard.comm.collectives import on_all
 from zeroshard.data.given import GivenLoader, parse_place
-from zeroshard.data.loader import parse_state
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.adopted import from_common
 from zeroshard.optim.eightbit.rule import rule_named
@@ -101,7 +100,7 @@ def load_checkpoint(
     if optimizer:
         manifest, guard = loading.stored.manifest, engine._guard
         engine.global_step, engine.skipped_steps = manifest.global_step, manifest.skipped_steps
-        if (scale := loading.loss_scale) is not None and scale.is_dynamic:
+        if (scale := manifest.loss_scale) is not None and scale.is_dynamic:
             guard.loss_scale = guard.loss_scale.resumed(scale.value, scale.num_steps, scale.num_spared)
         if guard.rounding is not None:
             guard.rounding.resume(manifest.rounding or replace(guard.rounding, step=manifest.global_step))
@@ -205,11 +204,6 @@ class _Loading:
             noted = noted_change(parts.config, self._runtime.context.axes.pp.rank)
             blocks, scalars = blocks_by_name(self._runtime), self.values.scalars
             self._states = match_states(optimizer, stored, scalars, self.names, blocks, convert_states, noted)
-        with naming_damage(directory / MANIFEST):
-            if stored.manifest.data is not None:
-                parse_state(stored.manifest.data)
-            scale = stored.manifest.loss_scale
-            self.loss_scale: _SavedScale | None = typed(_SavedScale | None, scale, "loss_scale")
         self.own = PartNames(self.names, set(model.buffers), set(model.extra))
 
     def check_all_found(self, parts: Sequence[PartNames]) -> None:
@@ -336,7 +330,7 @@ class _Loading:
         if isinstance(loader, GivenLoader):
             loader.load_states(places, axes.dp.rank, axes.dp.size)
         elif loader is not None and data is not None:
-            loader.load_state_dict(data)
+            loader.load_state_dict(asdict(data))
         elif loader is not None and places:
             warn_user(
                 "training_data: expected a DataLoader, as when the checkpoint was saved, got a Dataset; the "
@@ -356,21 +350,6 @@ class _Loading:
 
 
 # -------------------------------------------------------------------------------------------- checking
-
-
-def _is_scale(value: float) -> bool:
-    limits = torch.finfo(torch.float32)  # in which gradients are divided by it
-    return limits.tiny <= value <= limits.max
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SavedScale:
-    """The loss scale in a checkpoint."""
-
-    value: Annotated[float, _is_scale]
-    is_dynamic: bool
-    num_steps: Count
-    num_spared: Count = 0
 
 
 def _read_values(stored: Stored, device: torch.device) -> SavedValues:

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 import torch
 
-from zeroshard.checkpoint.codec import Count, Size, naming_damage, to_json, typed
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.places import StoredTensor, check_places
+from zeroshard.codec import Count, Size, naming_damage, to_json, typed
+from zeroshard.data.loader import DataPosition
 from zeroshard.plan.cuts import Cut
 from zeroshard.safetensors import is_file_name
 from zeroshard.stepping.rounding import Rounding
@@ -43,6 +44,21 @@ class ParameterRecord:
     """The cut whose parts begin with blocks of their own, for 8-bit states; see `own_blocks`."""
 
 
+def _is_scale(value: float) -> bool:
+    limits = torch.finfo(torch.float32)  # in which gradients are divided by it
+    return limits.tiny <= value <= limits.max
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedScale:
+    """The loss scale in a checkpoint."""
+
+    value: Annotated[float, _is_scale]
+    is_dynamic: bool
+    num_steps: Count
+    num_spared: Count = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """All of a checkpoint but the bytes of its tensors and the values of other kinds."""
@@ -55,12 +71,12 @@ class Manifest:
     config: dict[str, Any]
     global_step: Count
     skipped_steps: Count
-    loss_scale: dict[str, Any] | None
+    loss_scale: SavedScale | None
     rounding: Rounding | None = None
     """The place in the random bits of stochastic rounding."""
     seed: int
     """The seed from which ranks without saved generators derive theirs."""
-    data: dict[str, Any] | None
+    data: DataPosition | None
     """The position of the DataLoader that `initialize` made."""
     optimizer: str | None
     """The name of its class."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zeroshard.checkpoint.codec import described, is_count, is_number, misfit, naming_damage
 from zeroshard.checkpoint.files import MANIFEST, VALUES
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.tensors import (
@@ -37,6 +36,7 @@ from zeroshard.checkpoint.tensors import (
     state_name,
 )
 from zeroshard.checkpoint.values import SavedValues
+from zeroshard.codec import described, is_count, is_number, misfit, naming_damage
 from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.pytree import tree_leaves

@@ -28,7 +28,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 
-from zeroshard.checkpoint.codec import Size
+from zeroshard.codec import Size
 from zeroshard.plan.layout import Span
 
 Shape = tuple[int, ...]

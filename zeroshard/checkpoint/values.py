@@ -43,8 +43,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.codec import dtype_name, naming_damage, typed
 from zeroshard.checkpoint.files import TENSORS, VALUES
+from zeroshard.codec import dtype_name, naming_damage, typed
 from zeroshard.safetensors import DTYPE_NAMES, FileTensor, TensorInfo, begin_file, read_header
 
 MAX_DEPTH = 100

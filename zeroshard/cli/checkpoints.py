@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint.capture import KIND
-from zeroshard.checkpoint.codec import dtype_name
 from zeroshard.checkpoint.files import MANIFEST, find
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.tensors import Stored, open_checkpoint
 from zeroshard.cli.options import ExportOptions, InspectOptions
+from zeroshard.codec import dtype_name
 from zeroshard.hf.export import MAX_SHARD_BYTES, Format, export_checkpoint
 from zeroshard.tables import LINE, format_bytes, render
 

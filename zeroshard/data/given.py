@@ -17,7 +17,8 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from zeroshard.data.loader import LIMIT
+from zeroshard.codec import typed
+from zeroshard.data.loader import Number
 from zeroshard.data.microbatch import to_device
 from zeroshard.internals.warn import warn_user
 
@@ -61,22 +62,27 @@ def _takes_all_samples(sampler: Any) -> bool:
 class _LoaderPosition:
     """A place in the data of one rank."""
 
-    epoch: int = 0
-    num_batches: int = 0
+    epoch: Number
+    num_batches: Number
     """Batches of the epoch that were handed out."""
-    is_over: bool = False
+    is_over: bool
     """True if the epoch has no batch left."""
-    has_ended: bool = False
+    has_ended: bool
     """True if the iteration over the loader has ended, too: its state is one between two epochs."""
-    length: int | None = None
+    length: int | None
     """Batches of the epoch, if the loader knows them."""
-    random: tuple[Tensor, ...] = ()
+    random: tuple[Tensor, ...]
     """States of generators at the begin of the epoch: torch's, then the loader's and its samplers'.
 
     At the end of an epoch of a loader without a state they are the present states. Empty before any epoch.
     """
-    own: Any = None
+    own: Any
     """The state of the loader itself, if it has one."""
+
+
+_BEGIN = _LoaderPosition(
+    epoch=0, num_batches=0, is_over=False, has_ended=False, length=None, random=(), own=None
+)
 
 
 class GivenLoader:
@@ -94,7 +100,7 @@ class GivenLoader:
         self.loader = loader
         self.device = device
         self._has_state = _has_state(loader)
-        self._place = _LoaderPosition()
+        self._place = _BEGIN
         """The place of the newest iteration."""
         self._resumed: _LoaderPosition | None = None
         """The place at which the next iteration goes on."""
@@ -118,7 +124,7 @@ class GivenLoader:
         if resumed is not None:
             self._end(resumed)
         self._tell_epoch(epoch)
-        begin = _LoaderPosition(epoch=epoch, length=_length(self.loader), random=self._read_random())
+        begin = replace(_BEGIN, epoch=epoch, length=_length(self.loader), random=self._read_random())
         return self._begun(begin, iter(self.loader))
 
     def _go_on(self, place: _LoaderPosition) -> Iterator[Any]:
@@ -235,7 +241,7 @@ class GivenLoader:
         """
         place = parse_place(state)
         if not place.random:
-            self._place, self._resumed = _LoaderPosition(), None
+            self._place, self._resumed = _BEGIN, None
             return
         length = _length(self.loader)
         if place.length != length:
@@ -248,7 +254,7 @@ class GivenLoader:
                 f"state of training_data: expected a {type(self.loader).__name__} with {wanted}, got {came}: "
                 "expected a loader of the kind that the checkpoint was saved with"
             )
-        self._place, self._resumed = _LoaderPosition(), place
+        self._place, self._resumed = _BEGIN, place
 
     def load_states(self, states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> None:
         """Go on at the place of a rank, out of the places of all data-parallel ranks.
@@ -273,29 +279,17 @@ class GivenLoader:
             f"the start of epoch {epoch}. With a Dataset as training_data the place stays, at any number of "
             "ranks and batch size"
         )
-        self._place, self._resumed = _LoaderPosition(epoch=epoch), None
+        self._place, self._resumed = replace(_BEGIN, epoch=epoch), None
 
 
 def parse_place(state: Any) -> _LoaderPosition:
-    """Return the place in a state. Raises ValueError if it is not as `GivenLoader.state_dict` makes it."""
-    match state:
-        case {
-            "epoch": int(epoch),
-            "num_batches": int(num_batches),
-            "is_over": bool(),
-            "has_ended": bool(),
-            "length": int() | None as length,
-            "random": [*random],
-            "own": _,
-            **rest,
-        } if not rest and 0 <= epoch < LIMIT and 0 <= num_batches <= (LIMIT if length is None else length):
-            for generator_state in random:
-                Generator().set_state(generator_state)
-            return _LoaderPosition(**{**state, "random": tuple(random)})
-    raise ValueError(
-        "state of training_data: expected epoch, num_batches, is_over, has_ended, length, random and own, "
-        f"got {str(state)[:200]!r}"
-    )
+    """Return the place in a state. Raises an error if it is not as `GivenLoader.state_dict` makes it."""
+    place: _LoaderPosition = typed(_LoaderPosition, state, "state of training_data")
+    if place.length is not None and place.num_batches > place.length:
+        raise ValueError(f"state of training_data: batch {place.num_batches} of {place.length}")
+    for generator_state in place.random:
+        Generator().set_state(generator_state)
+    return place
 
 
 def _length(loader: Any) -> int | None:

@@ -11,20 +11,21 @@ samples that all ranks have consumed, so it means the same at any number of rank
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from zeroshard.codec import typed
 from zeroshard.data.microbatch import to_device
 from zeroshard.internals.warn import warn_user
 
 _CPU = torch.device("cpu")
-LIMIT = 2**63
-"""The bound of the numbers in a state: torch.Generator takes a seed + epoch below twice this."""
+Number = Annotated[int, range(2**63).__contains__]
+"""A number in a state: torch.Generator takes a seed + epoch below twice this bound."""
 
 
 def order(num_samples: int, seed: int) -> Tensor:
@@ -52,12 +53,22 @@ def turns(num_samples: int, position: int, rank: int, num_ranks: int) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class DataPosition:
-    """A position in the data, the same on all ranks."""
+    """A position in the data, the same on all ranks.
 
-    epoch: int = 0
-    position: int = 0
+    Raises:
+        ValueError: the position is behind the end.
+    """
+
+    epoch: Number
+    position: Number
     """Samples of the epoch that were consumed, over all ranks and without what was filled up."""
-    seed: int = 0
+    seed: Number
+    num_samples: Number
+    """The length of the dataset."""
+
+    def __post_init__(self) -> None:
+        if self.position > self.num_samples:
+            raise ValueError(f"expected a position of at most {self.num_samples}, got {self.position}")
 
 
 class EpochSampler(DistributedSampler[Any]):
@@ -101,7 +112,7 @@ class EpochLoader(DataLoader[Any]):
             options["pin_memory"] = device.type != "cpu"
         super().__init__(dataset, sampler=sampler, **options)
         self.device = device
-        self._data_position = DataPosition()
+        self._data_position = DataPosition(epoch=0, position=0, seed=0, num_samples=len(dataset))  # type: ignore[arg-type]
         """The position of the newest iteration."""
         self._next_start = self._data_position
 
@@ -128,13 +139,7 @@ class EpochLoader(DataLoader[Any]):
         Batches that were handed out count; batches that workers have only prefetched do not. The state is
         equal on all ranks that were handed equally many batches.
         """
-        data_position = self._data_position
-        return {
-            "epoch": data_position.epoch,
-            "position": data_position.position,
-            "seed": data_position.seed,
-            "num_samples": len(self.dataset),  # type: ignore[arg-type]
-        }
+        return asdict(self._data_position)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Let the next iteration continue at the position in `state`.
@@ -145,12 +150,12 @@ class EpochLoader(DataLoader[Any]):
         Raises:
             ValueError: the state is not as `state_dict` makes it.
         """
-        data_position, num_saved = parse_state(state)
+        data_position: DataPosition = typed(DataPosition, state, "state of the data")
         num_samples = len(self.dataset)  # type: ignore[arg-type]
-        following = replace(data_position, epoch=data_position.epoch + 1, position=0)
-        if num_saved != num_samples:
+        following = replace(data_position, epoch=data_position.epoch + 1, position=0, num_samples=num_samples)
+        if data_position.num_samples != num_samples:
             warn_user(
-                f"training_data: expected {num_saved} samples, as when the state was saved, "
+                f"training_data: expected {data_position.num_samples} samples, as when the state was saved, "
                 f"got {num_samples}; going on at the start of epoch {following.epoch}, "
                 f"not inside epoch {data_position.epoch}"
             )
@@ -185,21 +190,3 @@ class _EpochIterator(Iterator[Any]):
         consumed = self._start.position + self._num_batches * self._batch_size
         self._data_position.position = min(consumed, len(self._loader.dataset))  # type: ignore[arg-type]
         return to_device(batch, self._loader.device)
-
-
-def parse_state(state: Mapping[str, int]) -> tuple[DataPosition, int]:
-    """Check a state; return its position and the length of its dataset.
-
-    Raises:
-        ValueError: an entry is missing, unknown or out of range.
-    """
-    match state:
-        case {"epoch": epoch, "position": position, "seed": seed, "num_samples": num_samples, **rest}:
-            numbers = (epoch, position, seed, num_samples)
-            are_numbers = all(type(number) is int and 0 <= number < LIMIT for number in numbers)
-            if not rest and are_numbers and position <= num_samples:
-                return DataPosition(epoch=epoch, position=position, seed=seed), num_samples
-    raise ValueError(
-        "state of the data: expected epoch, position, seed and num_samples alone, integers in [0, 2**63) and "
-        f"position at most num_samples, got {str(state)[:200]}"
-    )

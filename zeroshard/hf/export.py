@@ -26,7 +26,6 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.codec import dtype_name
 from zeroshard.checkpoint.files import make_folder, naming, sync, write_synced
 from zeroshard.checkpoint.manifest import check_sums, saved_names
 from zeroshard.checkpoint.places import StoredTensor
@@ -38,6 +37,7 @@ from zeroshard.checkpoint.tensors import (
     is_beside_codes,
     open_checkpoint,
 )
+from zeroshard.codec import dtype_name
 from zeroshard.config.checked import parse_dtype
 from zeroshard.safetensors import INDEX, SINGLE, TensorInfo, begin_file
 
