@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -117,49 +118,31 @@ def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, ti
 
 def _bytes_of_a_step(buffer: BufferPlan, states: States, num: int, index: int) -> int:
     """Bytes of some elements of a parameter and of their states."""
-    of_states = states.num * _bytes_of_a_state(buffer, num, buffer.layout.sizes[index], states)
+    of_states: int = states.num * _bytes_of_a_state(buffer, num, buffer.layout.sizes[index], states)
     return of_states + (0 if buffer.main_tier is Tier.DEVICE else num * buffer.main_dtype.itemsize)
 
 
 def _state_bytes(buffers: Iterable[BufferPlan], setting: Setting, states: States) -> int:
     """Optimizer states of the rank that holds most."""
-    num_ranks = setting.sizes[DP_SHARD]
-    steps = [0] * (num_ranks + 1)
-    """The bytes of each rank minus the bytes of the rank before, so that a run of ranks takes two entries."""
-
-    def add(first: int, end: int, num: int) -> None:
-        steps[first] += num
-        steps[end] -= num
-
+    ranks = np.arange(setting.sizes[DP_SHARD])
+    total = np.zeros_like(ranks)
     for buffer in buffers:
+        size = buffer.layout.shard_size
         for index, whole in enumerate(buffer.layout.sizes) if buffer.trainable else ():
-            if not buffer.is_partial:
-                add(0, num_ranks, _bytes_of_a_state(buffer, whole, whole, states))
-                continue
-            ranks, layout = _steppers(buffer, index), buffer.layout
-            ends = {rank for rank in (ranks.start, ranks.stop - 1) if rank in ranks}
-            for rank in ends:
-                num = layout.owned(index, rank).size
-                add(rank, rank + 1, _bytes_of_a_state(buffer, num, whole, states))
-            if len(ranks) > len(ends):
-                inside = _bytes_of_a_state(buffer, layout.shard_size, whole, states)
-                add(ranks.start + 1, ranks.stop - 1, inside)
-    return states.num * max(accumulate(steps))
+            span = buffer.layout.parameter(index)
+            owned = np.minimum(span.stop, (ranks + 1) * size) - np.maximum(span.start, ranks * size)
+            num = owned.clip(0) if buffer.is_partial else np.full_like(ranks, whole)
+            total += _bytes_of_a_state(buffer, num, whole, states)
+    return states.num * int(total.max())
 
 
-def _bytes_of_a_state(buffer: BufferPlan, num: int, whole: int, states: States) -> int:
-    """Bytes of one state for some elements of a parameter that has `whole` elements."""
+def _bytes_of_a_state(buffer: BufferPlan, num: Any, whole: int, states: States) -> Any:
+    """Bytes of one state for numbers of elements of a parameter that has `whole` elements."""
     if states.bits == 32:
         return num * buffer.wide_dtype.itemsize
     if whole < MIN_8BIT_SIZE:
         return num * torch.float32.itemsize
     return num + num_blocks(num) * torch.float32.itemsize
-
-
-def _steppers(buffer: BufferPlan, index: int) -> range:
-    """The ranks that hold a part of a parameter, and step it."""
-    span, size = buffer.layout.parameter(index), max(1, buffer.layout.shard_size)
-    return range(span.start // size, -(-span.stop // size))
 
 
 # ----------------------------------------------------------------------------------- the check of a node
