@@ -22,8 +22,7 @@ from zeroshard.comm.lifecycle import close_at_exit, start_world
 from zeroshard.comm.mesh import Axes
 from zeroshard.config.sections import Config, Loader
 from zeroshard.data.blocks import Blocks, collator
-from zeroshard.data.given import GivenLoader, is_loader, warn_of_same_samples
-from zeroshard.data.loader import EpochLoader
+from zeroshard.data.loader import EpochLoader, GivenLoader, is_loader, warn_of_same_samples
 from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
 from zeroshard.forwards.composed import form_of, taken_apart

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import zeroshard
-from zeroshard.data.given import GivenLoader
+from zeroshard.data.loader import GivenLoader
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 import zeroshard
-from zeroshard.data.given import warn_of_same_samples
+from zeroshard.data.loader import warn_of_same_samples
 
 DATA = TensorDataset(torch.arange(8.0)[:, None])
 

@@ -30,8 +30,7 @@ from zeroshard.checkpoint.tensors import ModelState, States, TensorSlice, blocks
 from zeroshard.checkpoint.values import Given, SavedValues, check_plain, to_files
 from zeroshard.comm.collectives import on_all
 from zeroshard.config.sections import Config
-from zeroshard.data.given import GivenLoader
-from zeroshard.data.loader import DataPosition, EpochLoader
+from zeroshard.data.loader import DataPosition, EpochLoader, GivenLoader
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.state import IN_BATCH, Moment
 from zeroshard.plan.tiers import Tier

@@ -43,7 +43,7 @@ from zeroshard.checkpoint.tensors import (
 from zeroshard.checkpoint.values import SavedValues, read_values
 from zeroshard.codec import dtype_name, naming_damage, typed
 from zeroshard.comm.collectives import on_all
-from zeroshard.data.given import GivenLoader, parse_place
+from zeroshard.data.loader import GivenLoader, parse_place
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.adopted import from_common
 from zeroshard.optim.eightbit.rule import rule_named

@@ -6,16 +6,24 @@ samples that all ranks have consumed, so it means the same at any number of rank
     order      a b c d e f g h i j k (a b)
     2 ranks    0 1 0 1                        one batch of 2 samples per rank, then position 4
     3 ranks            0 1 2 0 1 2 0 1 2      resumed; filled up from the start of the order
+
+A DataLoader of the user, whose place in the data checkpoints hold.
+
+A checkpoint has a place for each data-parallel rank: the number of the epoch, the batches that were handed
+out, and the random numbers at the begin of the epoch. A loader with `state_dict` and `load_state_dict`, such
+as torchdata's StatefulDataLoader, also gives its own state, and finds its place by that. Any other one is
+iterated over again up to its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice
 from typing import Annotated, Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -190,3 +198,283 @@ class _EpochIterator(Iterator[Any]):
         consumed = self._start.position + self._num_batches * self._batch_size
         self._data_position.position = min(consumed, len(self._loader.dataset))  # type: ignore[arg-type]
         return to_device(batch, self._loader.device)
+
+
+# -------------------------------------------------------------------------------- a DataLoader of the user
+
+
+_SAMPLERS = ("sampler", "batch_sampler")
+_OF_ALL_SAMPLES = ("SequentialSampler", "RandomSampler", "BatchSampler")
+"""Samplers of torch and torchdata that know nothing of ranks; each of the two has classes of its own."""
+
+
+def is_loader(value: Any) -> bool:
+    """True for a DataLoader, and for what iterates and has a state without being a Dataset."""
+    if isinstance(value, DataLoader):
+        return True
+    return isinstance(value, Iterable) and _has_state(value) and not isinstance(value, Dataset)
+
+
+def _has_state(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def warn_of_same_samples(loader: Any, num_ranks: int) -> None:
+    """Warn if a loader over a Dataset takes all its samples on each of several data-parallel ranks."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if batch_sampler is None:
+        samplers = [getattr(loader, "sampler", None)]
+    else:
+        samplers = [batch_sampler, getattr(batch_sampler, "sampler", None)]
+    if num_ranks > 1 and all(map(_takes_all_samples, samplers)):
+        warn_user(
+            f"training_data: the {type(samplers[-1]).__name__} of this {type(loader).__name__} takes all "
+            f"samples of its dataset on each of {num_ranks} data-parallel ranks: expected a "
+            "DistributedSampler, unless each rank has a dataset of its own"
+        )
+
+
+def _takes_all_samples(sampler: Any) -> bool:
+    kind = type(sampler)
+    return kind.__name__ in _OF_ALL_SAMPLES and kind.__module__.partition(".")[0] in ("torch", "torchdata")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LoaderPosition:
+    """A place in the data of one rank."""
+
+    epoch: Number
+    num_batches: Number
+    """Batches of the epoch that were handed out."""
+    is_over: bool
+    """True if the epoch has no batch left."""
+    has_ended: bool
+    """True if the iteration over the loader has ended, too: its state is one between two epochs."""
+    length: int | None
+    """Batches of the epoch, if the loader knows them."""
+    random: tuple[Tensor, ...]
+    """States of generators at the begin of the epoch: torch's, then the loader's and its samplers'.
+
+    At the end of an epoch of a loader without a state they are the present states. Empty before any epoch.
+    """
+    own: Any
+    """The state of the loader itself, if it has one."""
+
+
+_BEGIN = _LoaderPosition(
+    epoch=0, num_batches=0, is_over=False, has_ended=False, length=None, random=(), own=None
+)
+
+
+class GivenLoader:
+    """Iterates over a loader of the user and moves its batches; each iteration is an epoch.
+
+    At the begin of an epoch its number goes to `set_epoch` of the loader, its samplers or its dataset, where
+    they have one. Only the first iteration after `load_state_dict` goes on inside the epoch that was saved.
+
+    Args:
+        loader: an iterable over this rank's batches.
+        device: to which batches are moved.
+    """
+
+    def __init__(self, loader: Any, device: torch.device) -> None:
+        self.loader = loader
+        self.device = device
+        self._has_state = _has_state(loader)
+        self._place = _BEGIN
+        """The place of the newest iteration."""
+        self._resumed: _LoaderPosition | None = None
+        """The place at which the next iteration goes on."""
+
+    @property
+    def num_epochs(self) -> int:
+        """The number of epochs that were begun; an epoch to resume counts once it is resumed."""
+        if self._resumed is not None:
+            return self._resumed.epoch + self._resumed.is_over
+        return self._place.epoch + bool(self._place.random)
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch; TypeError if the loader does not know them."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = self.num_epochs
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and not resumed.is_over:
+            return self._begun(resumed, self._go_on(resumed))
+        if resumed is not None:
+            self._end(resumed)
+        self._tell_epoch(epoch)
+        begin = replace(_BEGIN, epoch=epoch, length=_length(self.loader), random=self._read_random())
+        return self._begun(begin, iter(self.loader))
+
+    def _go_on(self, place: _LoaderPosition) -> Iterator[Any]:
+        """Return the batches that are left after a place. Torch's generator stays as it is.
+
+        Raises:
+            ValueError: the loader is of another kind than the loader of the checkpoint.
+        """
+        self._tell_epoch(place.epoch)
+        with torch.random.fork_rng(devices=[]):
+            for generator, state in zip(self._generators(), place.random, strict=True):
+                generator.set_state(state)
+            if self._has_state:
+                return self._go_on_by_state(place)
+            batches: Iterator[Any] = iter(self.loader)
+            number = sum(1 for _ in islice(batches, place.num_batches))
+            if number < place.num_batches:
+                raise ValueError(
+                    f"training_data: expected at least {place.num_batches} batches in epoch "
+                    f"{place.epoch}, as when the checkpoint was saved, got {number}"
+                )
+            return batches
+
+    def _go_on_by_state(self, place: _LoaderPosition) -> Iterator[Any]:
+        try:
+            self.loader.load_state_dict(place.own)
+            batches: Iterator[Any] = iter(self.loader)
+        except Exception as error:  # whatever the library raises, assertions included
+            raise ValueError(
+                f"training_data: a {type(self.loader).__name__} cannot go on from its state in the "
+                f"checkpoint ({type(error).__name__}: {error}); expected one with the options that it was "
+                "saved with, such as num_workers"
+            ) from error
+        return batches
+
+    def _end(self, place: _LoaderPosition) -> None:
+        """Bring the loader to the end of an epoch, from which it begins the next one."""
+        if self._has_state and place.has_ended:
+            self.loader.load_state_dict(place.own)
+        elif self._has_state:
+            for _ in self._go_on(place):
+                pass
+        else:  # torch's own generator is the checkpoint's already
+            for generator, state in zip(self._generators()[1:], place.random[1:], strict=True):
+                generator.set_state(state)
+
+    def _begun(self, place: _LoaderPosition, batches: Iterator[Any]) -> Iterator[Any]:
+        self._place = place
+        return self._moved(place, batches)
+
+    def _moved(self, place: _LoaderPosition, batches: Iterator[Any]) -> Iterator[Any]:
+        def note(**changes: Any) -> None:
+            """Change the place, which counts unless another iteration has begun."""
+            nonlocal place
+            is_newest, place = place is self._place, replace(place, **changes)
+            if is_newest:
+                self._place = place
+
+        for batch in batches:
+            num_batches = place.num_batches + 1
+            is_over = num_batches == place.length
+            # Later the iteration ends, and the loader may draw random numbers for the next one.
+            own = self.loader.state_dict() if is_over and self._has_state else None
+            note(num_batches=num_batches, is_over=is_over, own=own)
+            yield to_device(batch, self.device)
+        if not place.is_over:
+            own = self.loader.state_dict() if self._has_state else None
+            note(is_over=True, has_ended=True, own=own)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        for part in (self.loader, *self._samplers(), getattr(self.loader, "dataset", None)):
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
+
+    def _samplers(self) -> list[Any]:
+        found = [getattr(self.loader, name, None) for name in _SAMPLERS]
+        found.append(getattr(found[-1], "sampler", None))
+        return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+    def _generators(self) -> list[Generator]:
+        """Torch's generator, and the generators of the loader and its samplers."""
+        own = [getattr(part, "generator", None) for part in (self.loader, *self._samplers())]
+        found = [torch.default_generator, *(one for one in own if isinstance(one, Generator))]
+        return list({id(generator): generator for generator in found}.values())
+
+    def _read_random(self) -> tuple[Tensor, ...]:
+        return tuple(generator.get_state() for generator in self._generators())
+
+    # -- checkpoints ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the newest iteration on this rank.
+
+        Batches that were handed out count; batches that workers have only prefetched do not.
+        """
+        place = self._resumed or self._place
+        own, random = place.own, place.random
+        if self._resumed is None and random:
+            if self._has_state and not place.is_over:
+                own = self.loader.state_dict()
+            elif not self._has_state and place.is_over:
+                random = self._read_random()
+        state = {field.name: getattr(place, field.name) for field in fields(place)}
+        return state | {"random": list(random), "own": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on at the place in `state`.
+
+        If an epoch has another number of batches now, the place has no meaning: a warning says so, and the
+        next iteration is the epoch after.
+
+        Raises:
+            ValueError: the state is not as `state_dict` makes it, or is of a loader of another kind.
+        """
+        place = parse_place(state)
+        if not place.random:
+            self._place, self._resumed = _BEGIN, None
+            return
+        length = _length(self.loader)
+        if place.length != length:
+            self._skip_to_next(place, f"epochs of {place.length} batches on this rank", f"{length}")
+            return
+        wanted = f"{len(self._generators())} generators and {int(self._has_state)} state of its own"
+        came = f"{len(place.random)} generators and {int(place.own is not None)} state of its own"
+        if wanted != came:
+            raise ValueError(
+                f"state of training_data: expected a {type(self.loader).__name__} with {wanted}, got {came}: "
+                "expected a loader of the kind that the checkpoint was saved with"
+            )
+        self._place, self._resumed = _BEGIN, place
+
+    def load_states(self, states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> None:
+        """Go on at the place of a rank, out of the places of all data-parallel ranks.
+
+        At another number of ranks such a place has no meaning: a warning says so, and the next iteration is
+        the epoch after. Without any states the loader stays where it is, also with a warning.
+        """
+        if len(states) == num_ranks:
+            self.load_state_dict(states[rank])
+        elif states:
+            self._skip_to_next(parse_place(states[0]), f"{len(states)} data-parallel ranks", f"{num_ranks}")
+        else:
+            warn_user(
+                "training_data: expected the place of a DataLoader in the checkpoint, got none: the data "
+                "begin where they are"
+            )
+
+    def _skip_to_next(self, place: _LoaderPosition, expected: str, came: str) -> None:
+        epoch = place.epoch + bool(place.random)
+        warn_user(
+            f"training_data: expected {expected}, as when the checkpoint was saved, got {came}; going on at "
+            f"the start of epoch {epoch}. With a Dataset as training_data the place stays, at any number of "
+            "ranks and batch size"
+        )
+        self._place, self._resumed = replace(_BEGIN, epoch=epoch), None
+
+
+def parse_place(state: Any) -> _LoaderPosition:
+    """Return the place in a state. Raises an error if it is not as `GivenLoader.state_dict` makes it."""
+    place: _LoaderPosition = typed(_LoaderPosition, state, "state of training_data")
+    if place.length is not None and place.num_batches > place.length:
+        raise ValueError(f"state of training_data: batch {place.num_batches} of {place.length}")
+    for generator_state in place.random:
+        Generator().set_state(generator_state)
+    return place
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
