@@ -41,12 +41,18 @@ def parse_of_strategy(config: GivenConfig, library: str, accumulation: str) -> C
     """
     parsed, caller = parse_data_parallel(config, f"the strategy of {library}"), f"the strategy of {library}"
     steps, loaders = parsed.gradient_accumulation_steps, f"the DataLoaders are those of {library}"
-    for name, came, wanted, remedy in (
+    refuse(
+        caller,
         ("device", parsed.device, None, f"set accelerator and devices of {library}"),
         ("gradient_accumulation_steps", steps, 1, accumulation),
         ("micro_batch_size", parsed.micro_batch_size, 1, f"{loaders}: set batch_size there"),
         ("loader", parsed.loader, Loader(), f"{loaders}: set num_workers and the like there"),
-    ):
+    )
+    return parsed
+
+
+def refuse(caller: str, *settings: tuple[str, object, object, str]) -> None:
+    """Raise ValueError for the first setting that is not as it must be: name, value, expected one, remedy."""
+    for name, came, wanted, remedy in settings:
         if came != wanted:
             raise ValueError(f"{caller}: {name}: expected {wanted!r}, got {came!r}; {remedy}")
-    return parsed

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zeroshard.config.sections import GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
-from zeroshard.integrations.data_parallel import TAG, parse_of_strategy
+from zeroshard.integrations.data_parallel import TAG, parse_of_strategy, refuse
 
 
 class ZeroShardFabricStrategy(DDPStrategy):
@@ -72,11 +72,8 @@ class ZeroShardFabricStrategy(DDPStrategy):
         )
 
     def _shard(self, module: nn.Module, optimizer: Optimizer | None) -> Engine:
-        if (precision := self.precision.precision) != "32-true":
-            raise ValueError(
-                f"ZeroShardFabricStrategy: precision: expected '32-true', got {precision!r}; set precision "
-                "in the config"
-            )
+        precision = self.precision.precision, "32-true", "set precision in the config"
+        refuse("ZeroShardFabricStrategy", ("precision", *precision))
         config = replace(self._config, device=str(self.root_device))
         engine = initialize(module, optimizer, config).engine
         self._engines.add(engine)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zeroshard.config.sections import GivenConfig
 from zeroshard.engine import Engine
 from zeroshard.entry import initialize
-from zeroshard.integrations.data_parallel import TAG, parse_of_strategy
+from zeroshard.integrations.data_parallel import TAG, parse_of_strategy, refuse
 
 _STATE = "lightning.ckpt"
 """The file with the rest of a checkpoint: loops, callbacks, learning-rate schedules. It is written last."""
@@ -71,13 +71,9 @@ class ZeroShardStrategy(DDPStrategy):
 
     def _refuse(self, trainer: Trainer) -> None:
         """Refuse settings of the Trainer that the engine would not follow."""
-        expected = {
-            "gradient_clip_val": (trainer.gradient_clip_val, None, "set clip_grad_norm in the config"),
-            "precision": (trainer.precision, "32-true", "set precision in the config"),
-        }
-        for name, (came, wanted, remedy) in expected.items():
-            if came != wanted:
-                raise ValueError(f"ZeroShardStrategy: {name}: expected {wanted!r}, got {came!r}; {remedy}")
+        clipping = trainer.gradient_clip_val, None, "set clip_grad_norm in the config"
+        precision = trainer.precision, "32-true", "set precision in the config"
+        refuse("ZeroShardStrategy", ("gradient_clip_val", *clipping), ("precision", *precision))
         if not self.lightning_module.automatic_optimization:  # type: ignore[union-attr]
             raise ValueError("ZeroShardStrategy: expected automatic_optimization=True")
 
