@@ -238,6 +238,33 @@ def test_examples_and_benchmarks_use_only_the_public_api(folder: str) -> None:
     assert not private
 
 
+EXTRAS = ("cli", "deepspeed", "integrations", "logs", "profiling")
+BELOW = {"codec", "config", "internals", "plan", "tables", "version"}
+
+# The parts of the engine that extras look into. The list may only become shorter.
+LOOKED_INTO = {
+    "cli/checkpoints": {"checkpoint", "hf"},
+    "cli/doctor": {"agreement", "comm", "memory", "stores"},
+    "cli/pipelines": {"parallel"},
+    "cli/planning": {"hf", "memory", "parameters"},
+    "integrations/transformers": {"forwards"},
+    "logs/steplog": {"comm", "memory"},
+    "profiling/profiler": {"comm", "memory", "parallel", "sharding"},
+    "profiling/report": {"sharding"},
+}
+
+
+def test_extras_use_the_public_api_and_no_more_of_the_engine_than_is_listed(trees: Trees) -> None:
+    found: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        own = part_of(path)
+        names = (name.split(".") for name in imported(tree) if is_within(name, "zeroshard") and own in EXTRAS)
+        for _, part, *_, name in (name for name in names if len(name) > 2):
+            if part not in {own, *BELOW} and name not in zeroshard.__all__:
+                found.setdefault(path.removeprefix("zeroshard/").removesuffix(".py"), set()).add(part)
+    assert found == LOOKED_INTO
+
+
 # ---------------------------------------------------------------------------------------------- the budgets
 
 
