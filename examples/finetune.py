@@ -44,10 +44,10 @@ from transformers.utils import logging
 
 import report
 import zeroshard
+from blocks import Blocks, TextDatasets, check_separation, collator, text_datasets
 from options import CACHE, OPTIMIZERS, parse_args
 from text import TEXTS, ByteTokenizer
 from training import History, Trainer, evaluate
-from zeroshard.data import Blocks, TextDatasets, check_separation, collator, text_datasets
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")  # of a model on the hub

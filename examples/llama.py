@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from blocks import TextDatasets, text_datasets
 from text import ByteTokenizer, python_documentation
-from zeroshard.data import TextDatasets, text_datasets
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zeroshard")
 SEQ_LEN = 128

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 import zeroshard
-from zeroshard.data import Blocks
+from blocks import Blocks
 
 if TYPE_CHECKING:
     from training import History

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import zeroshard
+from blocks import TextDatasets, collator, text_datasets
 from text import ByteTokenizer, python_documentation
-from zeroshard.data import TextDatasets, collator, text_datasets
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "zeroshard")
 AGAIN = 2  # steps after the checkpoint

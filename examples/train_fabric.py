@@ -13,8 +13,8 @@ import torch
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
+from blocks import collator
 from llama import parser, read_text, small_llama
-from zeroshard.data import collator
 from zeroshard.integrations.fabric import ZeroShardFabricStrategy
 
 LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun

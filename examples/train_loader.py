@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import zeroshard
+from blocks import collator
 from llama import parser, read_text, small_llama
-from zeroshard.data import collator
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader as Loader

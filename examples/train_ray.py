@@ -23,8 +23,8 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 import zeroshard
+from blocks import collator
 from llama import parser, read_text, small_llama
-from zeroshard.data import collator
 from zeroshard.integrations.ray import report, resume
 
 EXAMPLES = Path(__file__).resolve().parent

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import report
 import zeroshard
-from zeroshard.data import Blocks, collator, evaluation_batches
+from blocks import Blocks, collator, evaluation_batches
 
 
 class History(NamedTuple):

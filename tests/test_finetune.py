@@ -35,12 +35,12 @@ from transformers import (
 )
 
 import zeroshard
+from blocks import Blocks, collator, evaluation_batches, text_datasets
 from examples.smollm2 import unpack
 from examples.text import ByteTokenizer, python_documentation, zeroshard_documentation
 from tests.data.tokenizers import CHATML, letters
 from tests.ranks import Ranks
 from zeroshard.cli.main import main
-from zeroshard.data import text_datasets
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -397,9 +397,9 @@ def test_a_model_is_saved_in_its_own_dtype_and_never_over_itself(
     assert "--output: expected another folder than --model" in refused.printed
 
 
-def batches_of(model: Any, held_out: zeroshard.data.Blocks) -> Iterator[tuple[dict[str, Any], int]]:
-    collate = zeroshard.data.collator(model)
-    return zeroshard.data.evaluation_batches(held_out, 2, rank=0, num_ranks=1, collate_fn=collate)
+def batches_of(model: Any, held_out: Blocks) -> Iterator[tuple[dict[str, Any], int]]:
+    collate = collator(model)
+    return evaluation_batches(held_out, 2, rank=0, num_ranks=1, collate_fn=collate)
 
 
 @pytest.mark.long_where(quantize=["nf4"])

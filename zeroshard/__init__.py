@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroshard import data, optim
+    from zeroshard import optim
     from zeroshard.averaging import EMA
     from zeroshard.config.pipeline import Pipeline
     from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Precision
@@ -42,7 +42,6 @@ __all__ = [
     "Sharded",
     "StepLog",
     "cross_entropy",
-    "data",
     "deferred_init",
     "estimate",
     "from_pretrained",
@@ -80,7 +79,7 @@ if not TYPE_CHECKING:  # to a type checker a name that is not imported above is 
 
     def __getattr__(name: str) -> Any:
         """Import a public name (PEP 562)."""
-        if name in ("data", "optim"):
+        if name == "optim":
             return import_module(f"{__name__}.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")

@@ -21,7 +21,6 @@ from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, start_world
 from zeroshard.comm.mesh import Axes
 from zeroshard.config.sections import Config, Loader
-from zeroshard.data.blocks import Blocks, collator
 from zeroshard.data.loader import EpochLoader, GivenLoader, is_loader, warn_of_same_samples
 from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
@@ -78,8 +77,7 @@ def initialize(
             `config.micro_batch_size` and the options of `config.loader`. Or a DataLoader of yours over this
             rank's batches, such as torchdata's StatefulDataLoader, whose place in the data checkpoints then
             hold; docs/integrations.md says more.
-        collate_fn: the function that makes a batch of samples in that DataLoader; by default torch's, and
-            `zeroshard.data.collator(model)` for the blocks of `zeroshard.data.text_datasets`.
+        collate_fn: the function that makes a batch of samples in that DataLoader; by default torch's.
         lr_scheduler: a scheduler over `optimizer`, or a callable that makes one from it; `engine.step()`
             advances it.
         loss_fn: (output, targets) -> 0-dim mean loss, for `train_batch`.
@@ -99,8 +97,6 @@ def initialize(
         dataset = None
     refuse_recording("initialize")
     with taken_apart(model, config.ignored, for_good=True):
-        if collate_fn is None and isinstance(training_data, Blocks):
-            collate_fn = collator(model)
         part, described, whole, device = None, None, config, use_device(config.device)
         # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
         world = start_world(device, config.watchdog_s) if config.mesh.pp * config.mesh.tp > 1 else None

@@ -18,9 +18,7 @@ import torch.distributed
 from torch.utils.data import default_collate
 
 import zeroshard
-from tests.data.tokenizers import CHATML, Bytes, letters
-from tests.ranks import RankError, Ranks
-from zeroshard.data import (
+from blocks import (
     Blocks,
     Collator,
     TextDatasets,
@@ -29,6 +27,8 @@ from zeroshard.data import (
     evaluation_batches,
     text_datasets,
 )
+from tests.data.tokenizers import CHATML, Bytes, letters
+from tests.ranks import RankError, Ranks
 from zeroshard.data.loader import EpochLoader
 
 ROOT = Path(__file__).parents[2]
@@ -299,13 +299,10 @@ def test_the_examples_of_the_page_train_and_evaluate_on_two_ranks(ranks: Ranks, 
         ranks(2, train_as_the_page_shows, list(map(str, folders)), str(tmp_path / "cache"))
 
 
-def test_initialize_takes_the_collator_of_the_model_for_blocks(tmp_path: Path) -> None:
-    blocks = text_datasets(
-        write(tmp_path, ["abc"] * 9), Bytes(), seq_len=8, cache_dir=tmp_path / "cache"
-    ).train
-    engine, _, loader, _ = zeroshard.initialize(build("llama"), training_data=blocks)
-    assert loader is not None
-    assert loader.collate_fn == Collator()
+def test_the_collator_is_flat_for_flash_attention(tmp_path: Path) -> None:
+    model = build("llama")
+    assert collator(model) == Collator()
+    engine = zeroshard.initialize(model).engine
     engine.module.config._attn_implementation = "flash_attention_2"
     assert collator(engine) == Collator(is_flat=True)
     engine.close()

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from blocks import TextDatasets, text_datasets
 from tests.data.tokenizers import CHATML, Bytes, letters
 from tests.ranks import RankError, Ranks
-from zeroshard.data import TextDatasets, text_datasets
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +89,7 @@ def write_killed(file: str, cache_dir: str) -> None:
 def test_what_a_killed_process_has_written_is_never_used(tmp_path: Path) -> None:
     file, cache_dir = corpus(tmp_path), tmp_path / "cache"
     code = f"from tests.data import test_cache; test_cache.write_killed({str(file)!r}, {str(cache_dir)!r})"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(list(cache_dir.glob("*.partial"))) == 1

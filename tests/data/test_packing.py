@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from zeroshard.data import blocks
-from zeroshard.data.blocks import best_fit, choose_held_out, cut
+import blocks
+from blocks import best_fit, choose_held_out, cut
 
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=40).map(np.array)
 

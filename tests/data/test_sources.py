@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.data.tokens import SECTION_BYTES, Chat, TextSection, find_files, read_documents
+from tokens import SECTION_BYTES, Chat, TextSection, find_files, read_documents
 
 ANSWERED = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 

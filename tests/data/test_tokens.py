@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.tokenizers import CHATML, MARKED, Bytes, letters
-from zeroshard.data.tokens import NO_LOSS, Chat, TextSection, TokenEncoder
+from tokens import NO_LOSS, Chat, TextSection, TokenEncoder
 
 TURNS = [
     {"role": "system", "content": "be"},

@@ -5,7 +5,6 @@ import torch
 
 import zeroshard
 from tests.parallel.pipeline.runs import LENGTH, MODELS, build, mixtral, sgd, start, tokens_of
-from zeroshard.data import collator
 
 NUM_MICROBATCHES, STEPS = 4, 4
 
@@ -80,15 +79,18 @@ def test_losses_of_routers_are_refused(ranks):
             assert message.startswith("mesh.pp: expected output_router_logits=False, got True")
 
 
+def collated(samples):
+    """A batch with an argument that is no tensor, and that all micro-batches get."""
+    return torch.utils.data.default_collate(samples) | {"use_cache": False}
+
+
 def loaded(num_microbatches, rows):
-    """The losses of batches that the DataLoader of `initialize` makes by the collator of zeroshard."""
+    """The losses of batches that the DataLoader of `initialize` makes by a collator of the user's."""
     pipeline = {"num_microbatches": num_microbatches, "balance": "memory"}
     config = {"mesh": {"pp": 2}, "pipeline": pipeline, "micro_batch_size": rows}
     model = build("llama")
     data = [{"input_ids": row, "labels": row} for row in tokens_of(0, rows=16)]
-    engine, _, loader, _ = zeroshard.initialize(
-        model, sgd, config, training_data=data, collate_fn=collator(model)
-    )
+    engine, _, loader, _ = zeroshard.initialize(model, sgd, config, training_data=data, collate_fn=collated)
     batches = list(loader)
     losses = [engine.eval_batch(batch).item() for batch in batches]
     engine.close(restore=False)

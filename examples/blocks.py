@@ -46,8 +46,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from zeroshard.data.microbatch import to_device
-from zeroshard.data.tokens import NO_LOSS, Chat, TextSection, TokenEncoder, find_files, read_documents
+from tokens import NO_LOSS, Chat, TextSection, TokenEncoder, find_files, read_documents
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -493,7 +492,11 @@ def evaluation_batches(
         indices = own[start : start + batch_size]
         batch = collate_fn([blocks[index] for index in indices or (0,)])
         num_labels = int((batch["labels"] != IGNORED).sum()) if indices else 0
-        yield to_device(batch, torch.device(device)), num_labels
+        yield _moved(batch, device), num_labels
+
+
+def _moved(batch: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 @torch.no_grad()
@@ -518,7 +521,7 @@ def check_separation(model: Any, collate_fn: Callable[[Sequence[Block]], Mapping
     mode = model.training
     model.eval()
     try:
-        logits = model(**to_device(collate_fn(samples), device)).logits.detach().float().view(3, 8, -1)
+        logits = model(**_moved(collate_fn(samples), device)).logits.detach().float().view(3, 8, -1)
     finally:
         model.train(mode)
     second = logits[:, 4:]
