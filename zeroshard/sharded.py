@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeroshard.assemble import shard_in_place
 from zeroshard.comm.collectives import on_all
+from zeroshard.comm.streams import mark_here
 from zeroshard.config.sections import Config
 from zeroshard.forwards.composed import form_of
 from zeroshard.full import parameters as full
@@ -82,6 +83,7 @@ def drop_module(runtime: Runtime) -> None:
     runtime.state.before_look = runtime.state.gives_memory = None  # steps that wait are not taken
     runtime.context.axes.drain(DRAIN_S)  # a wait that ends too early would close connections of all engines
     runtime.context.streams.join()
+    mark_here(runtime.context.device).synchronize()  # copies from and to memory that goes may be under way
     for unit in runtime.units:
         unit.slots.uninstall()
     release(runtime, "belongs to an engine that was closed with restore=False: its model cannot be used")

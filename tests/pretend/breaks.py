@@ -31,7 +31,7 @@ from zeroshard.stepping import stored
 from zeroshard.stores.files import Swap
 from zeroshard.stores.host import HostBuffer, HostCopy
 from zeroshard.stores.landing import Landing
-from zeroshard.stores.pieces import Piece
+from zeroshard.stores.pieces import HostPieces, Piece
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
 
@@ -206,10 +206,16 @@ def _no_wait_for_what_is_stepped(bench: Bench, patch: pytest.MonkeyPatch) -> Non
     patch.setattr(Piece, "follow", lambda piece: None)
 
 
-@_must_show(Kind.RACE, scenarios=("host_stage3_bf16", "host_edited", "parameters_on_host_saved"))
+@_must_show(Kind.RACE, scenarios=("host_edited", "parameters_on_host_saved"))
 def _no_wait_until_stepped_values_rest(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A step ends while values are still copied back to the host, where others look at them."""
     patch.setattr(Piece, "join", lambda piece: "")
+
+
+@_must_show(Kind.RACE, scenarios=("host_one_unit",))
+def _reads_do_not_follow_the_writes_of_the_step_before(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """States are read for a step while the last step still copies them to the host."""
+    patch.setattr(HostPieces, "end_writes", lambda pieces: None)
 
 
 @_must_show(Kind.RACE, scenarios=("host_in_pieces_interrupted_in_backward",))

@@ -89,7 +89,8 @@ class ModuleState:
     has_shown_gradients = False
     """True if somebody may hold a `p.grad`, and change it unseen."""
     before_look: Callable[[], object] | None = None
-    """Takes the steps that wait for a forward, before somebody looks at their values; None: none waits."""
+    """Takes the steps that wait for a forward, and lets the host wait until their values are at rest, before
+    somebody looks at them; None: they are."""
     gives_memory: Callable[[], object] | None = None
     """Notes that somebody has a tensor over a parameter's memory; None: nobody needs to know."""
     num_changes = 0
@@ -107,6 +108,10 @@ class ModuleState:
     def follow_step(unit_name: str, call: Callable[[], None]) -> None:
         """Call something after the step of a unit; replaced where steps may wait for a forward."""
         call()
+
+    @staticmethod
+    def finish_steps() -> None:
+        """Take the steps that wait for a forward; replaced where steps may wait. The host waits for none."""
 
     def look(self) -> None:
         """Prepare for somebody who looks at parameters, gradients or optimizer states."""

@@ -282,7 +282,7 @@ class Passes:
                 f"autograd ran through {unit.described} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
-        self._state.look()
+        self._state.finish_steps()
         trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
         if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):
             self._state.refuse("a backward", Moment.AVERAGED)

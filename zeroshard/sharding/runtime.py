@@ -166,7 +166,7 @@ class Runtime:
         Raises:
             RuntimeError: an exception left gradients that hold part of a micro-batch.
         """
-        self.state.look()
+        self.state.finish_steps()
         self.passes.drop_graphs()
         self.finish_gathers()
         self.reducer.before_step()

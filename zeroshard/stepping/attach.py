@@ -155,9 +155,9 @@ def _travelling(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, list[
 
 
 def may_wait(runtime: Runtime) -> bool:
-    """True if the steps of units may wait for a forward, along with which values travel."""
+    """True if the steps of units, or the host, may wait, as whoever looks at values goes through us."""
     setting, trained = runtime.context.setting, [b.plan for b in runtime.buffers if b.trainable]
-    if setting.steps_in_backward or setting.weights not in NEWEST_WEIGHTS:
+    if setting.weights not in NEWEST_WEIGHTS:
         return False
     travels = any(plan.state_tier is not Tier.DEVICE for plan in trained)
     return travels and not any(plan.is_resident and plan.gathers for plan in trained)

@@ -6,7 +6,7 @@
 
 So values on the host travel along with a forward. Values are those of a step at once. What no forward has
 reached is stepped before the next backward or step begins. Before anybody looks at parameters, gradients or
-states from outside, all steps are taken.
+states from outside, all steps are taken, and the host waits until their values are at rest; else it does not.
 
 A tensor over the memory of a parameter, as `p.data`, could be read unseen. Once somebody has one, steps no
 longer wait; nor after a read of `optimizer.state`. Nor does a step whose gradients somebody holds.
@@ -17,8 +17,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -46,14 +46,18 @@ class LateSteps:
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer) -> None:
         self._state, self._device = runtime.state, runtime.context.device
+        self._is_early = runtime.context.setting.steps_in_backward
         self._runtime = weakref.ref(runtime)  # the optimizer holds this
         self._left: dict[Unit, list[tuple[Step, Gradients]]] = {}
         self._end: Step | None = None
         """Ends the step whose parts wait, or have waited since the last look."""
+        self._wait: Step | None = None
+        """Lets the host wait for the values of the last step; None: they are at rest."""
         self._num_modes = 0
         """The modes of torch's dispatch around the last step."""
         self._state.gives_memory = self._step_at_once
         self._state.follow_step = self._follow  # type: ignore[method-assign]
+        self._state.finish_steps = self._finish_steps  # type: ignore[method-assign]
         self.watch(optimizer)
         optimizer.register_state_dict_pre_hook(lambda _: self._step_at_once())  # its tensors may be kept
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
@@ -78,7 +82,7 @@ class LateSteps:
             list of an asynchronous pipeline.
         """
         runtime, state = self._runtime(), self._state
-        if runtime is None or state.gives_memory is None or state.has_shown_gradients:
+        if runtime is None or state.gives_memory is None or state.has_shown_gradients or self._is_early:
             return False
         if Moment.BATCH in state.moments:
             return False
@@ -95,11 +99,25 @@ class LateSteps:
         self._num_modes = torch._C._len_torch_dispatch_stack()
         return True
 
+    def let_wait(self, wait: Step) -> bool:
+        """Call `wait` once somebody looks; False, and nothing is done, if somebody may look unseen."""
+        if self._state.gives_memory is None:
+            return False
+        self._wait, self._state.before_look = wait, self.finish
+        return True
+
     def finish(self) -> None:
-        """Take the steps that are left, and end the step."""
+        """Take the steps that are left, end the step, and wait for its values."""
+        self._finish_steps()
+        wait, self._wait, self._state.before_look = self._wait, None, None
+        if wait is not None:
+            wait()
+
+    def _finish_steps(self) -> None:
         while self._left:
             self._step(next(iter(self._left)))
-        end, self._end, self._state.before_look = self._end, None, None
+        end, self._end = self._end, None
+        self._state.before_look = None if self._wait is None else self.finish
         try:
             if end is not None:
                 end()
@@ -109,11 +127,11 @@ class LateSteps:
 
     def _step(self, unit: Unit) -> None:
         """Take the step of a unit, in the modes of nobody's forward."""
-        before, self._state.before_look = self._state.before_look, None
         no_cast = torch.autocast(self._device.type, enabled=False)
         unit.step_under_way = object
         try:
             with ExitStack() as modes, torch.inference_mode(False), torch.no_grad(), past_guards(), no_cast:
+                modes.enter_context(self.unseen())
                 for _ in range(torch._C._len_torch_dispatch_stack() - self._num_modes):
                     modes.enter_context(_pop_mode_temporarily())  # a selective checkpoint counts calls
                 for step, gradients in self._left.pop(unit):
@@ -126,6 +144,13 @@ class LateSteps:
         except BaseException:
             self._state.fail_step()
             raise
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Let an optimizer read what it steps: nobody looks."""
+        before, self._state.before_look = self._state.before_look, None
+        try:
+            yield
         finally:
             self._state.before_look = before
 
@@ -139,6 +164,12 @@ class LateSteps:
     def _step_at_once(self) -> None:
         self._state.gives_memory = None
         self.finish()
+
+
+def own_states(optimizer: Optimizer) -> Any:
+    """The states of an optimizer, for its own step: nobody looks."""
+    states: Any = optimizer.state
+    return states._states if isinstance(states, _LateStates) else states
 
 
 class _LateStates(UserDict[Any, dict[str, Any]]):

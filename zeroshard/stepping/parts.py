@@ -50,7 +50,7 @@ from zeroshard.plan.layout import BLOCK, Span
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
-from zeroshard.stepping.late import LateSteps
+from zeroshard.stepping.late import LateSteps, own_states
 from zeroshard.stepping.norms import UsesNorms
 from zeroshard.stepping.wholes import UsesWholes
 
@@ -86,7 +86,10 @@ class Home:
         return nullcontext()
 
     def end_step(self) -> None:
-        """Note that all parts of a step are written back."""
+        """Note that all parts of a step are written back, or will be."""
+
+    def wait(self) -> None:
+        """Let the host wait until they are at rest."""
 
 
 def pieces_of(buffer: FlatBuffer, indices: range) -> Sequence[Span | None]:
@@ -184,6 +187,12 @@ class StepByParts:
     def _end_step(self) -> None:
         for home in self._homes:
             home.end_step()
+        if self.late is None or not self.late.let_wait(self._wait):
+            self._wait()
+
+    def _wait(self) -> None:
+        for home in self._homes:
+            home.wait()
 
     def begin_units(self) -> None:
         """Begin to step units ahead of others, probably the same as the last time, in the same order."""
@@ -215,6 +224,8 @@ class StepByParts:
             gradients.hand_over(set(part))
         for number in range(max((home.num_pieces(part) for home in self._homes), default=1)):
             with ExitStack() as stack:
+                if self.late is not None:
+                    stack.enter_context(self.late.unseen())
                 for home in self._homes:
                     stack.enter_context(home.fetched(optimizer, part, number))
                 self._own_step(optimizer)
@@ -264,6 +275,7 @@ def twin_of(optimizer: Optimizer, groups: Sequence[Sequence[ShardedParameter]]) 
         vars(twin)[name] = value
     # A step that calls the step of its base class would run them in its middle.
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    twin.state = own_states(optimizer)
     twin.param_groups = [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
         | {"params": list(parameters)}

@@ -110,11 +110,15 @@ class StoreHome(Home):
             block.release(self._starts)
 
     def end_step(self) -> None:
-        """Let the host wait until all parts are at rest.
+        """End the writes to files; copies to the host may be under way.
 
         Raises:
             RuntimeError: a part could not be written; the message names the file.
         """
+        self._pieces.end_writes()
+
+    def wait(self) -> None:
+        """Let the host wait until all parts are at rest."""
         self._pieces.wait()
 
     def _blocks(self, parameters: Sequence[ShardedParameter]) -> list[_Block]:

@@ -104,8 +104,8 @@ class HostPieces:
         Args:
             parcels: in their probable order. Others may be fetched, too.
         """
-        self.wait()  # for an earlier step
-        self._expected = parcels
+        self.end_writes()  # of an earlier step
+        self._expected, self._ahead = parcels, None
         self._read_ahead()
 
     def fetch(self, parcel: Parcel) -> Piece:
@@ -142,6 +142,11 @@ class HostPieces:
             self.send(places, piece)
             yield
         self.sent(places, piece)
+
+    def end_writes(self) -> None:
+        """Let later reads follow all writes so far; the host does not wait."""
+        for piece in self._pieces:
+            piece.follow()
 
     def wait(self) -> None:
         """Let the host wait until all values are at rest.
@@ -215,6 +220,14 @@ class FilePieces(HostPieces):
         super().__init__(memory, streams)
         self._steps_on = _place_of_steps(memory.device)
         """The tier whose memory is stepped."""
+
+    def end_writes(self) -> None:
+        """Let the host wait until all values are in files.
+
+        Raises:
+            RuntimeError: a file could not be written; the message names it.
+        """
+        self.wait()
 
     def reserve(self, piece: Piece, num_bytes: int) -> None:
         """Make a piece as large as that; the host waits.

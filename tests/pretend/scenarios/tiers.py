@@ -22,6 +22,7 @@ from zeroshard.optim.eightbit import rules, step
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
 from zeroshard.stepping.parts import is_known, steps_by_unit
+from zeroshard.stores.pieces import Piece
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
 NARROW = BF16 | {"main_dtype": "bfloat16"}
@@ -633,6 +634,39 @@ for _name, _early in (("", {}), ("_in_backward", _EARLY)):
         precision=BF16,
         may_sync=("optim/layerwise.py",),
     )
+
+
+@scenario(num_ranks=1)
+def host_waits_for_nothing(bench: Bench) -> None:
+    """Once there are states, no step waits for values to rest on the host, early or late, until a look."""
+    for early in ({}, _EARLY):
+        for parameters in ("none", "cpu"):
+            offload = {**HOST, **early, "parameters": parameters}
+            bench.start(bench.gpt(2), stage=3, precision=NARROW, offload=offload)
+            plainly(bench, 2)
+            joined: list[Piece] = []
+            with pytest.MonkeyPatch.context() as patch:
+                join = Piece.join
+
+                def noted(piece: Piece, join: Callable[[Piece], str] = join, to: list[Piece] = joined) -> str:
+                    to.append(piece)
+                    return join(piece)
+
+                patch.setattr(Piece, "join", noted)
+                plainly(bench, 2)
+                assert not joined
+                with bench.trace.syncs_allowed():
+                    next(iter(bench.engine.parameters())).norm()
+                assert joined
+
+
+@scenario(num_ranks=1)
+def host_one_unit(bench: Bench) -> None:
+    """Each step reads the states that the last one has just written: there are more pieces than units."""
+    for early in ({}, _EARLY):
+        model = bench.gpt(0)
+        bench.start(model, stage=3, precision=NARROW, offload=HOST | early)
+        plainly(bench, 3)
 
 
 @scenario()
