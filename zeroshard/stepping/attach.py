@@ -28,6 +28,7 @@ from zeroshard.parameters.saved import SavedOptimizer
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded
 from zeroshard.parameters.state import Moment
 from zeroshard.plan import pieces
+from zeroshard.plan.buffers import InBackward
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime
@@ -89,7 +90,7 @@ def attach(
         travelling = _travelling(runtime, optimizer)
         homes = _homes(runtime, optimizer, rounding, starts, travelling)
         waits = engine is not None and steps_by_unit(optimizer, context.axes) and may_wait(runtime)
-        if homes or context.setting.steps_in_backward or waits:
+        if homes or waits or context.setting.steps_in_backward is not InBackward.NONE:
             divided = [part for unit in runtime.units for part in _divided(unit, travelling)]
             divides = steps_by_unit(optimizer, context.axes) or travelling
             stepped = StepByParts(optimizer, divided if divides else [], homes)

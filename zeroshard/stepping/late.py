@@ -46,7 +46,6 @@ class LateSteps:
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer) -> None:
         self._state, self._device = runtime.state, runtime.context.device
-        self._is_early = runtime.context.setting.steps_in_backward
         self._runtime = weakref.ref(runtime)  # the optimizer holds this
         self._left: dict[Unit, list[tuple[Step, Gradients]]] = {}
         self._end: Step | None = None
@@ -82,7 +81,7 @@ class LateSteps:
             list of an asynchronous pipeline.
         """
         runtime, state = self._runtime(), self._state
-        if runtime is None or state.gives_memory is None or state.has_shown_gradients or self._is_early:
+        if runtime is None or state.gives_memory is None or state.has_shown_gradients:
             return False
         if Moment.BATCH in state.moments:
             return False

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import adam
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
@@ -123,6 +124,22 @@ for _stage in (1, 2, 3):
     _add(f"host_stage{_stage}", HOST, stage=_stage)
     _add(f"host_stage{_stage}_bf16", HOST, stage=_stage, precision=BF16)
 _add("host_stage3_bf16_main", HOST, stage=3, precision=NARROW)
+
+
+def _in_batches(bench: Bench) -> list[Tensor]:
+    """All batches but the first one are stepped in their backward."""
+    engine, early = bench.engine, bench.engine._early
+    engine.loss_fn = lambda logits, tokens: F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+    num = engine.gradient_accumulation_steps()
+    tokens = [torch.cat([bench.tokens(4 * step + piece) for piece in range(num)]) for step in range(4)]
+    if early is None:
+        return [engine.train_batch(batch, batch) for batch in tokens]
+    with mock.patch.object(early, "_step", side_effect=early._step) as stepped:
+        losses = [engine.train_batch(tokens[0], tokens[0])]
+        assert not stepped.called
+        losses += [engine.train_batch(batch, batch) for batch in tokens[1:]]
+        assert stepped.call_count == 3 * sum(bool(unit.gradients) for unit in engine._runtime.units)
+    return losses
 
 
 def _accumulated(bench: Bench) -> list[Tensor]:
@@ -485,6 +502,17 @@ _add(
     precision=BF16,
     gradient_accumulation_steps=2,
 )
+for _ranks in (1, 2):
+    _add(f"host_batches_{_ranks}", HOST, _in_batches, stage=3, num_ranks=_ranks, precision=NARROW)
+_add(
+    "parameters_on_host_batches_accumulate",
+    _WHOLE,
+    _in_batches,
+    stage=3,
+    precision=NARROW,
+    gradient_accumulation_steps=2,
+)
+_add("files_batches", FILES, _in_batches, stage=3, precision=BF16)
 _add("host_stepped_in_backward", HOST | _EARLY, _with_readers, stage=3, precision=BF16)
 _add("fraction_stepped_in_backward", _MOST_ON_DEVICE | _EARLY, stage=3, precision=BF16)
 _add(
