@@ -6,6 +6,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from torch import Tensor
+
 
 class Phase(Enum):
     """The phases of a sharded module."""
@@ -91,6 +93,8 @@ class ModuleState:
     before_look: Callable[[], object] | None = None
     """Takes the steps that wait for a forward, and lets the host wait until their values are at rest, before
     somebody looks at them; None: they are."""
+    factor: Tensor | None = None
+    """0-dim: multiplies the gradients of a step that come from the host; None: they are scaled."""
     gives_memory: Callable[[], object] | None = None
     """Notes that somebody has a tensor over a parameter's memory; None: nobody needs to know."""
     num_changes = 0
@@ -112,6 +116,20 @@ class ModuleState:
     @staticmethod
     def finish_steps() -> None:
         """Take the steps that wait for a forward; replaced where steps may wait. The host waits for none."""
+
+    @staticmethod
+    def scale_later(gradients: Any, factor: Tensor) -> bool:
+        """Let gradients be scaled where they are stepped, or before a look; False where no step may wait.
+
+        Args:
+            gradients: pairs of a parameter and its gradient, on the host.
+            factor: 0-dim, on the device.
+        """
+        return False
+
+    @staticmethod
+    def settle() -> None:
+        """Scale the gradients that were to be scaled later."""
 
     def look(self) -> None:
         """Prepare for somebody who looks at parameters, gradients or optimizer states."""

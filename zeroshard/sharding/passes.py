@@ -283,6 +283,7 @@ class Passes:
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
         self._state.finish_steps()
+        self._state.settle()
         trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
         if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):
             self._state.refuse("a backward", Moment.AVERAGED)

@@ -42,8 +42,13 @@ def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
         max_norm: the limit.
     """
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
-    grads = [gradient for p in runtime.parameters if (gradient := gradient_of(p)) is not None]
-    scale_(grads, factor)
+    found = [(p, gradient) for p in runtime.parameters if (gradient := gradient_of(p)) is not None]
+    for gradients in (gradients for unit in runtime.units for gradients in unit.gradients):
+        gradients.noted = None  # of the values before
+    near, *others = moves.by_device([factor, *(gradient for _, gradient in found)])
+    far = [found[index - 1] for group in others for index in group]
+    waits = bool(far) and runtime.state.scale_later(far, factor)
+    scale_([found[i - 1][1] for i in near[1:]] if waits else [gradient for _, gradient in found], factor)
 
 
 def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
@@ -79,6 +84,7 @@ def global_norm(runtime: Runtime, order: float = 2.0) -> Tensor:
         0-dim, float32.
     """
     axes, device = runtime.context.axes, runtime.context.device
+    runtime.state.settle()
     own = own_gradients(runtime, order)
     if math.isinf(order):
         found = [moves.to_device(g.abs().max().double(), device) for g in own if g.numel()]

@@ -31,6 +31,7 @@ from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_grad
 from zeroshard.parameters.state import ModuleState, Moment
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
+from zeroshard.stepping.clipping import scale_
 
 Step = Callable[[], None]
 Gradients = list[tuple[ShardedParameter, Tensor | None]]
@@ -47,7 +48,11 @@ class LateSteps:
     def __init__(self, runtime: Runtime, optimizer: Optimizer) -> None:
         self._state, self._device = runtime.state, runtime.context.device
         self._runtime = weakref.ref(runtime)  # the optimizer holds this
-        self._left: dict[Unit, list[tuple[Step, Gradients]]] = {}
+        self._left: dict[Unit, list[tuple[Step, Gradients, Tensor | None]]] = {}
+        """The steps of each unit, with gradients, and the factor of those on the host."""
+        self._unscaled: Gradients = []
+        """Gradients on the host that are still to be multiplied by `_factor`, if a parameter has them yet."""
+        self._factor: Tensor | None = None
         self._end: Step | None = None
         """Ends the step whose parts wait, or have waited since the last look."""
         self._wait: Step | None = None
@@ -57,6 +62,8 @@ class LateSteps:
         self._state.gives_memory = self._step_at_once
         self._state.follow_step = self._follow  # type: ignore[method-assign]
         self._state.finish_steps = self._finish_steps  # type: ignore[method-assign]
+        self._state.scale_later = self._scale_later  # type: ignore[method-assign]
+        self._state.settle = self._settle  # type: ignore[method-assign]
         self.watch(optimizer)
         optimizer.register_state_dict_pre_hook(lambda _: self._step_at_once())  # its tensors may be kept
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
@@ -68,46 +75,59 @@ class LateSteps:
         if not isinstance(states, _LateStates):
             optimizer.state = _LateStates(states, self._state)  # type: ignore[assignment]
 
-    def take(self, parts: Sequence[tuple[list[ShardedParameter], Step]], end: Step) -> bool:
+    def take(self, parts: Sequence[tuple[list[ShardedParameter], Step]], end: Step, wait: Step) -> bool:
         """Let the parts of a step wait, each for a forward of its unit.
 
         Args:
             parts: the parameters of each part, all with gradients, and its step; a part without parameters
                 is stepped at once.
             end: ends the step, after all parts.
+            wait: lets the host wait for the values of the step, before somebody looks.
 
         Returns:
             False, and nothing is done, if somebody may look unseen, or backwards are under way, as in the
             list of an asynchronous pipeline.
         """
         runtime, state = self._runtime(), self._state
-        if runtime is None or state.gives_memory is None or state.has_shown_gradients:
-            return False
-        if Moment.BATCH in state.moments:
+        if runtime is None or not self._may_wait():
             return False
         units = {unit.name: unit for unit in runtime.units}
         for parameters, step in parts:
             if parameters:
                 gradients = [(p, gradient_of(p)) for p in parameters]
-                self._left.setdefault(units[parameters[0].unit_name], []).append((step, gradients))
+                self._left.setdefault(units[parameters[0].unit_name], []).append(
+                    (step, gradients, self._factor)
+                )
             else:
                 step()
         for unit in self._left:
             unit.wait_for_step(lambda unit=unit: self._step(unit))  # type: ignore[misc]
-        self._end, state.before_look = end, self.finish
+        self._end, self._wait, state.before_look = end, wait, self.finish
         self._num_modes = torch._C._len_torch_dispatch_stack()
         return True
 
-    def let_wait(self, wait: Step) -> bool:
-        """Call `wait` once somebody looks; False, and nothing is done, if somebody may look unseen."""
-        if self._state.gives_memory is None:
+    def _may_wait(self) -> bool:
+        """True if nobody looks unseen, and no backwards are under way."""
+        state = self._state
+        is_unseen = state.gives_memory is not None and not state.has_shown_gradients
+        return is_unseen and Moment.BATCH not in state.moments
+
+    def _scale_later(self, gradients: Gradients, factor: Tensor) -> bool:
+        if not self._may_wait():
             return False
-        self._wait, self._state.before_look = wait, self.finish
+        self._unscaled, self._factor, self._state.before_look = gradients, factor, self.finish
         return True
+
+    def _settle(self) -> None:
+        if (factor := self._factor) is not None:
+            present = [g for p, g in self._unscaled if g is not None and gradient_of(p) is g]
+            self._unscaled, self._factor = [], None
+            scale_(present, factor)
 
     def finish(self) -> None:
         """Take the steps that are left, end the step, and wait for its values."""
         self._finish_steps()
+        self._settle()
         wait, self._wait, self._state.before_look = self._wait, None, None
         if wait is not None:
             wait()
@@ -116,7 +136,7 @@ class LateSteps:
         while self._left:
             self._step(next(iter(self._left)))
         end, self._end = self._end, None
-        self._state.before_look = None if self._wait is None else self.finish
+        self._state.before_look = self.finish if self._wait or self._unscaled else None
         try:
             if end is not None:
                 end()
@@ -133,13 +153,15 @@ class LateSteps:
                 modes.enter_context(self.unseen())
                 for _ in range(torch._C._len_torch_dispatch_stack() - self._num_modes):
                     modes.enter_context(_pop_mode_temporarily())  # a selective checkpoint counts calls
-                for step, gradients in self._left.pop(unit):
+                for step, gradients, factor in self._left.pop(unit):
+                    self._state.factor = factor
                     present = [(p, gradient_of(p)) for p, _ in gradients]
                     set_gradients(gradients)
                     try:
                         step()
                     finally:
                         set_gradients(present)
+                        self._state.factor = None
         except BaseException:
             self._state.fail_step()
             raise
@@ -158,7 +180,7 @@ class LateSteps:
         if steps is None:
             call()
         else:
-            steps.append((call, []))
+            steps.append((call, [], None))
 
     def _step_at_once(self) -> None:
         self._state.gives_memory = None

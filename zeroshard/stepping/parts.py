@@ -177,18 +177,17 @@ class StepByParts:
         twins = [twin_of(optimizer, groups) if units else optimizer for groups in divided]
         pairs = zip(twins, parts, strict=True)
         steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in pairs]
-        if self.late is None or not self.late.take(steps, self._end_step):
+        if self.late is None or not self.late.take(steps, self._end_step, self._wait):
             # Else the memory that an optimizer takes of a parameter would look as if code of the user had it.
             with nullcontext() if self.late is None else past_guards():
                 for _, step in steps:
                     step()
             self._end_step()
+            self._wait()
 
     def _end_step(self) -> None:
         for home in self._homes:
             home.end_step()
-        if self.late is None or not self.late.let_wait(self._wait):
-            self._wait()
 
     def _wait(self) -> None:
         for home in self._homes:

@@ -26,6 +26,7 @@ from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.plan.layout import BLOCK, Span, round_up
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.stepping.clipping import scale_
 from zeroshard.stepping.parts import Home, part_of, per_element, show
 from zeroshard.stores.pieces import ALIGNMENT, HostPieces
 
@@ -206,6 +207,8 @@ class _Block:
             starts[p] += 0 if self._piece is None else self._piece.start
             if gradient is not None:
                 gradient = self._pieces.near(gradient if self._piece is None else gradient[self._piece.slice])
+                if self.main and p.state.factor is not None:  # else it was scaled on the device
+                    scale_([gradient], p.state.factor)
             show(p, self.main_in(memory)[span] if self.main else self._main, gradient)
         near = defaultdict[Any, dict[str, Any]](dict)
         for p in self._span_of:
