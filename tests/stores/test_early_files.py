@@ -153,7 +153,7 @@ def read_ahead(folder):
     fetch = pieces.fetch
 
     def fetched(blocks):
-        ahead.append(pieces._ahead is not None and pieces._ahead[0] == blocks)
+        ahead.append(any(parcel is blocks for parcel, _ in pieces._ahead))
         return fetch(blocks)
 
     pieces.fetch = fetched

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.stepping.early import MOST_UNDER_WAY
 from zeroshard.stepping.parts import is_known
-from zeroshard.stores.pieces import NUM_PIECES
+from zeroshard.stores.pieces import NUM_OTHERS, most_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +106,18 @@ def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, ti
     """Bytes of the pieces of memory on a tier through which values of farther tiers pass."""
     if tier is Tier.DISK or tier is Tier.DEVICE is setting.host:
         return 0
-    parts = []
-    for buffer in (b for u in units for b in u.buffers if tier.distance < b.state_tier.distance):
+    parts, numbers = [], Counter[str]()
+    travelling = ((u, b) for u in units for b in u.buffers if tier.distance < b.state_tier.distance)
+    for unit, buffer in travelling:
         sizes, most = pieces.slice_sizes(buffer), pieces.most_elements(buffer)
         for indices in pieces.near_parts(buffer):
+            numbers[unit.name] += len(pieces.cut(sizes[indices[0]], most)) if len(indices) == 1 else 1
             together = [min(sizes[index], most) for index in indices]
             num_bytes = sum(map(partial(_bytes_of_a_step, buffer, states), together, indices))
             # No rank has most of each parameter: all that it has is its shard.
             parts.append(num_bytes * min(sum(together), buffer.main_size) // max(1, sum(together)))
-    return NUM_PIECES * max(parts, default=0)
+    largest, num_ahead = max(parts, default=0), max(numbers.values(), default=1) if states.num else 1
+    return (NUM_OTHERS + most_ahead(num_ahead, largest)) * largest
 
 
 def _bytes_of_a_step(buffer: BufferPlan, states: States, num: int, index: int) -> int:

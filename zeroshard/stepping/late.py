@@ -169,11 +169,12 @@ class LateSteps:
     @contextmanager
     def unseen(self) -> Iterator[None]:
         """Let an optimizer read what it steps: nobody looks."""
-        before, self._state.before_look = self._state.before_look, None
+        state = self._state
+        before, shown, state.before_look = state.before_look, state.has_shown_gradients, None
         try:
             yield
         finally:
-            self._state.before_look = before
+            state.before_look, state.has_shown_gradients = before, shown
 
     def _follow(self, unit_name: str, call: Step) -> None:
         steps = next((steps for unit, steps in self._left.items() if unit.name == unit_name), None)

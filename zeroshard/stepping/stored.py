@@ -1,7 +1,7 @@
 """Values that rest on a farther tier: they are read to where they are stepped, and written back.
 
 Between steps a main parameter and its states are tensors at rest, which anybody may read and write. For a
-part of a step, parameters and the states of a twin of the optimizer are ranges of one of three pieces of
+part of a step, parameters and the states of a twin of the optimizer are ranges of a piece of
 memory, on the device that steps; `stores/pieces.py` moves the values.
 
 Main parameters that lie on the device anyway are stepped where they are. States that are new, or come from
@@ -12,7 +12,7 @@ pieces, and each of its states has a place of its own (see `parts.py`).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,10 +55,14 @@ class StoreHome(Home):
     ) -> None:
         self._pieces, self._starts = pieces, starts
         self._blocks_of: dict[ShardedParameter, list[_Block]] = {}
+        numbers: Counter[str] = Counter()
         for buffer, indices, ranges in parts:
             wholes: dict[str, Tensor] = {}
             blocks = [_Block(buffer, indices, pieces, one, wholes) for one in ranges]
             self._blocks_of |= {buffer.sharded[index]: blocks for index in indices}
+            numbers[buffer.unit_name] += len(blocks)
+        self._num_ahead = max(numbers.values(), default=1)
+        """The blocks of a unit: those of the next one are read while this one computes."""
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Begin to read the first part; each later one is read while the part before it is stepped.
@@ -66,7 +70,9 @@ class StoreHome(Home):
         Args:
             parts: the parameters that are fetched together, in their probable order. Others may come, too.
         """
-        self._pieces.expect([block for part in parts for block in self._blocks(part)])
+        blocks = [block for part in parts for block in self._blocks(part)]
+        has_states = all(block.has_states for block in blocks)  # else they would need more memory later
+        self._pieces.expect(blocks, self._num_ahead if has_states else 1)
 
     def num_pieces(self, parameters: Sequence[ShardedParameter]) -> int:
         """Return the number of pieces in which a part is stepped."""
@@ -172,6 +178,11 @@ class _Block:
         """The states of the step under way that were read from their places."""
         self._gradients: dict[ShardedParameter, Tensor | None] = {}
         """The gradients as they were, while parameters show other values."""
+
+    @property
+    def has_states(self) -> bool:
+        """True if states of it have places."""
+        return bool(self._states)
 
     def lay_out(self) -> int:
         """Give each place a range of a piece; return the bytes of all."""

@@ -6,6 +6,8 @@ A parcel has places at rest whose values pass through a piece together:
     step                parcel 1            parcel 2            parcel 3
     write               parcel 0            parcel 1            parcel 2
 
+A step asks for all parcels of a unit at once, so those of the next unit are read ahead, if memory allows.
+
 For values in pinned memory of the host, copies run on a stream for each direction, and compute alone waits
 for them; the host waits at the end of the step, for averages before their next update. Values in files come
 to pinned memory of the host, past the page cache, and go on from there; the host waits for reads.
@@ -27,8 +29,10 @@ from zeroshard.stores import swapfile
 from zeroshard.stores.files import FileTransfer
 from zeroshard.stores.store import TierMemory
 
-NUM_PIECES = 3
-"""One is read, one is stepped, one is written."""
+NUM_OTHERS = 2
+"""The pieces that are not read ahead: one is stepped, one is written."""
+MOST_BYTES = 1 << 30
+"""The most bytes of all pieces, if several parcels are read ahead."""
 ALIGNMENT = 64
 """Bytes: states side by side begin at a multiple, for loads of vectors."""
 
@@ -90,22 +94,26 @@ class HostPieces:
 
     def __init__(self, memory: TierMemory, streams: Streams) -> None:
         self.memory, self.streams = memory, streams
-        self._pieces = [Piece() for _ in range(NUM_PIECES)]
+        self._pieces = [Piece() for _ in range(NUM_OTHERS + 1)]
         """The one that was used longest ago comes first."""
 
         self._expected: Sequence[Parcel] = ()
         """The parcels that will be fetched next, probably."""
-        self._ahead: tuple[Parcel, Piece] | None = None
-        """The parcel that is read ahead of its step, and where."""
+        self._ahead: list[tuple[Parcel, Piece]] = []
+        """The parcels that are read ahead of their step, and where."""
+        self._most_ahead = 1
 
-    def expect(self, parcels: Sequence[Parcel]) -> None:
-        """Begin to read the first parcel; each later one is read while the parcel before it is stepped.
+    def expect(self, parcels: Sequence[Parcel], num_ahead: int = 1) -> None:
+        """Begin to read the first parcels; each later one is read while one before it is stepped.
 
         Args:
             parcels: in their probable order. Others may be fetched, too.
+            num_ahead: the number of parcels to be read ahead, if they have the bytes of earlier steps.
         """
         self.end_writes()  # of an earlier step
-        self._expected, self._ahead = parcels, None
+        largest = max((parcel.lay_out() for parcel in parcels), default=0) if num_ahead > 1 else 0
+        self._most_ahead = most_ahead(num_ahead, largest)
+        self._expected, self._ahead = parcels, []
         self._read_ahead()
 
     def fetch(self, parcel: Parcel) -> Piece:
@@ -114,22 +122,27 @@ class HostPieces:
         Raises:
             RuntimeError: a file could not be read, or written before that; the message names it.
         """
-        if self._ahead is None or self._ahead[0] is not parcel:
-            self._ahead = self._read_into_next(parcel)
-        (_, piece), self._ahead = self._ahead, None
+        if parcel in self._expected:  # others were left out
+            self._expected, self._ahead = self._expected[self._expected.index(parcel) + 1 :], []
+        ahead = [one for one, _ in self._ahead]
+        if parcel in ahead:
+            del self._ahead[: ahead.index(parcel)]
+        else:
+            self._ahead.insert(0, self._read_into_next(parcel))
+        _, piece = self._ahead.pop(0)
         self.arrive(piece)
-        if parcel in self._expected:
-            self._expected = self._expected[self._expected.index(parcel) + 1 :]
         self._read_ahead()
         return piece
 
     def _read_ahead(self) -> None:
-        if self._expected:
-            self._ahead = self._read_into_next(self._expected[0])
+        while self._expected and len(self._ahead) < self._most_ahead:
+            parcel, self._expected = self._expected[0], self._expected[1:]
+            self._ahead.append(self._read_into_next(parcel))
 
     def _read_into_next(self, parcel: Parcel) -> tuple[Parcel, Piece]:
-        """Start to read a parcel into the piece that was used longest ago."""
-        self._pieces.append(piece := self._pieces.pop(0))
+        """Start to read a parcel into the piece that was used longest ago, or into a new one."""
+        is_full = len(self._ahead) + NUM_OTHERS >= len(self._pieces)
+        self._pieces.append(piece := Piece() if is_full else self._pieces.pop(0))
         with torch.no_grad(), self.streams.to_device.after_compute():
             self.reserve(piece, parcel.lay_out())
             self.read(parcel.places(), piece)
@@ -154,8 +167,8 @@ class HostPieces:
         Raises:
             RuntimeError: a file could not be written; the message names it.
         """
-        if self._ahead is not None:
-            self._ahead[1].join()  # nobody needs what was read, nor its error
+        for _, piece in self._ahead:
+            piece.join()  # nobody needs what was read, nor its error
         if failure := self.join():
             raise RuntimeError(failure)
 
@@ -164,7 +177,7 @@ class HostPieces:
 
         Reads of a range whose write has failed will raise its error.
         """
-        self._expected, self._ahead = (), None
+        self._expected, self._ahead = (), []
         return next(filter(None, [piece.join() for piece in self._pieces]), "")
 
     def end_copies(self) -> None:
@@ -282,6 +295,16 @@ class FilePieces(HostPieces):
         if self._steps_on is Tier.DEVICE:
             return super().near(value)
         return value.clone() if self.memory.is_in_files(value) else value
+
+
+def most_ahead(num: int, largest: int) -> int:
+    """Return the number of parcels that are read ahead.
+
+    Args:
+        num: the number that is asked for, at least 1.
+        largest: the bytes of the largest parcel.
+    """
+    return max(1, min(num, MOST_BYTES // max(1, largest) - NUM_OTHERS))
 
 
 def _place_of_steps(device: torch.device) -> Tier:

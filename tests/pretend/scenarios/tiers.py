@@ -28,7 +28,7 @@ from zeroshard.stores.pieces import Piece
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
 NARROW = BF16 | {"main_dtype": "bfloat16"}
 READS_FACTOR = ("stepping/clipping.py",)
-"""The host waits for the norm: it scales the gradients that lie there."""
+"""The host waits for the norm: it scales the gradients that lie there, as they are read or stepped at once."""
 NEW_STATES = ("stepping/parts.py",)
 """The host waits until new states of a piece are at rest."""
 
@@ -531,7 +531,7 @@ _add(
     gradient_accumulation_steps=2,
 )
 for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE)):
-    _add(f"{_name}_clipped", _offload, _clipped, stage=3, precision=BF16)
+    _add(f"{_name}_clipped", _offload, _clipped, stage=3, precision=BF16, may_sync=READS_FACTOR)
 for _ranks in (1, 2):
     _add(f"host_batches_{_ranks}", HOST, _in_batches, stage=3, num_ranks=_ranks, precision=NARROW)
 _add(
