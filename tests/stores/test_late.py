@@ -591,7 +591,7 @@ def failing(how):
 
             def fails(steps, unit):
                 if unit.name == "blocks.1":
-                    steps._left[unit] = [(lambda: 1 / 0, [])]
+                    steps._left[unit] = [(lambda: 1 / 0, [], None)]
                 take(steps, unit)
 
             if how == "end":

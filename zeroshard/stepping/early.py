@@ -83,6 +83,7 @@ class EarlySteps(AbstractContextManager[None]):
                 "stepped, so it finds no gradients of them, and what it does to gradients has no effect"
             )
         self._options = _options(optimizer)
+        self._state.finish_steps()
         self._parts.begin_units()
         self._reducer.step_unit = self._step
 

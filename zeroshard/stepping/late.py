@@ -104,6 +104,8 @@ class LateSteps:
             unit.wait_for_step(lambda unit=unit: self._step(unit))  # type: ignore[misc]
         self._end, self._wait, state.before_look = end, wait, self.finish
         self._num_modes = torch._C._len_torch_dispatch_stack()
+        if not self._left:
+            self._finish_steps()
         return True
 
     def _may_wait(self) -> bool:
