@@ -76,7 +76,7 @@ METHODS = {
     (f"zeroshard/{module}.py", "engine")
     for module in (
         *("batches", "byname", "sharded", "forwards/methods"),
-        *("checkpoint/capture", "checkpoint/load", "hf/live", "memory/report"),
+        *("checkpoint/capture", "checkpoint/load", "hf/live", "memory/report", "parallel/pipeline/cut"),
     )
 }
 

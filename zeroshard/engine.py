@@ -25,9 +25,8 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.memory import report
 from zeroshard.optim.asynchronous import method_of
-from zeroshard.parallel.pipeline.cut import PipelineReport, report_cut
+from zeroshard.parallel.pipeline import cut
 from zeroshard.parallel.pipeline.part import ModelPart
-from zeroshard.parallel.pipeline.schedules import schedule_of
 from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import Moment
@@ -59,6 +58,7 @@ class Engine(NotCopied, nn.Module):
     register_forward_method, generate = methods.register_forward_method, methods.generate
     memory_report, reset_memory_report = report.memory_report, report.reset_memory_report
     comm_report, reset_comm_report = report.comm_report, report.reset_comm_report
+    pipeline_report = cut.pipeline_report
 
     module: nn.Module
     """The model that was given."""
@@ -424,17 +424,6 @@ class Engine(NotCopied, nn.Module):
         """The device mesh; gone once the interpreter ends."""
         assert self._axes.mesh is not None, "the interpreter has not ended"
         return self._axes.mesh
-
-    def pipeline_report(self) -> PipelineReport:
-        """Blocks, share of the time and parameters of each chunk of the pipeline.
-
-        Raises:
-            RuntimeError: the model is not cut into chunks.
-        """
-        if self._part is None:
-            raise RuntimeError("pipeline_report(): expected mesh.pp above 1, got 1")
-        config = self._part.config
-        return report_cut(self._part.cut, schedule_of(config, config.pipeline.num_microbatches))
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
 from zeroshard.lazy.deferred import is_known, values_of
-from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline, base_of, unknown_model, without_adapters
 from zeroshard.parallel.pipeline.partition import Balance, BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import (
@@ -32,6 +31,9 @@ from zeroshard.parallel.pipeline.profile import (
 from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
 from zeroshard.parallel.pipeline.traced import TracedChunks
 from zeroshard.tables import format_bytes, render
+
+if TYPE_CHECKING:
+    from zeroshard.engine import Engine
 
 _LENGTH = 2
 """Tokens of the input of a check: a forward that takes the first token alone is found."""
@@ -206,14 +208,23 @@ class PipelineReport(NamedTuple):
         return render(f"chunks of the model; time {origin}", columns, rows)
 
 
-def report_cut(cut: ModelCut, schedule: Schedule) -> PipelineReport:
-    """Return the report of a cut whose chunks are placed as in a schedule."""
+def pipeline_report(engine: Engine) -> PipelineReport:
+    """Blocks, share of the time and parameters of each chunk of the pipeline.
+
+    Raises:
+        RuntimeError: the model is not cut into chunks.
+    """
+    if engine._part is None:
+        raise RuntimeError("pipeline_report(): expected mesh.pp above 1, got 1")
+    cut, config = engine._part.cut, engine._part.config
+    placement = schedule_of(config, config.pipeline.num_microbatches).placement
     total = sum(block.time for block in cut.blocks)
     chunks = []
     for chunk, run in enumerate(cut.runs):
         own = [cut.blocks[number] for number in run]
         names = tuple(cut.outline.blocks[number] for number in run)
         share = sum(block.time for block in own) / total if total else 0.0
-        num_bytes = sum(block.parameter_bytes for block in own)
-        chunks.append(ChunkReport(schedule.placement[chunk], names, share, num_bytes))
+        chunks.append(
+            ChunkReport(placement[chunk], names, share, sum(block.parameter_bytes for block in own))
+        )
     return PipelineReport(tuple(chunks), cut.is_measured)
