@@ -368,7 +368,7 @@ def spread(axes: Axes, part: int, own: dict[str, Any], *, to_all: bool = True) -
         return own
     label, messages = f"values of pipeline rank {part}", Messages(axes.pp)
     if axes.pp.rank == part:
-        apart = {key: value for key, value in own.items() if _is_on(value, messages.device)}
+        apart = {k: v for k, v in own.items() if isinstance(v, Tensor) and v.device == messages.device}
         axes.pp.all_gather_object(({**own, **dict.fromkeys(apart)}, list(apart)), label)
         for target in range(axes.pp.size if to_all else 1) if apart else ():
             if target != part:
@@ -382,10 +382,6 @@ def spread(axes: Axes, part: int, own: dict[str, Any], *, to_all: bool = True) -
         values |= zip(keys, messages.expect(part, label, None)(), strict=True)
     found: dict[str, Any] = values
     return found
-
-
-def _is_on(value: Any, device: torch.device) -> bool:
-    return isinstance(value, Tensor) and value.device == device
 
 
 def full_state_dict(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.plan.cuts import Cut
+from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original
 
 
@@ -22,10 +23,8 @@ def whole_of(parts: Sequence[Tensor], cut: Cut) -> Tensor:
     """Return the tensor whose parts the ranks hold, in rank order: [*cut.shape]."""
     whole = parts[0].new_empty(cut.shape)
     for rank, part in enumerate(parts):
-        start = 0
-        for span in cut.spans(rank):
-            whole.narrow(cut.dim, span.start, span.size).copy_(part.narrow(cut.dim, start, span.size))
-            start += span.size
+        for own, span in cut.placed(rank, Span(0, part.shape[cut.dim])):
+            whole.narrow(cut.dim, span.start, span.size).copy_(part.narrow(cut.dim, own.start, own.size))
     return whole
 
 

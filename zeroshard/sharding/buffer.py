@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 from zeroshard.comm.collectives import Handle
 from zeroshard.comm.streams import Mark, mark_here
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
-from zeroshard.parameters.parts import part_of, whole_value
+from zeroshard.parameters.parts import own_value, whole_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit
 from zeroshard.parameters.state import Phase
 from zeroshard.parameters.unsharded import UnshardedParameter, refuse_gradient, retire, set_data
@@ -460,6 +460,4 @@ def _take_part(target: Tensor, original: Original, context: Context) -> None:
     else:
         whole = torch.empty(data.numel(), dtype=data.dtype, device=context.device)
     axes.tp.broadcast(whole, f"first broadcast of '{original.fqn}' over the tensor ranks")
-    if original.cut is not None:
-        whole = part_of(whole.view(original.cut.shape), original.cut, axes.tp.rank).reshape(-1)
-    target.copy_(whole)
+    target.copy_(own_value(whole.view(original.whole_shape), original, axes.tp).reshape(-1))
