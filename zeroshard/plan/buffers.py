@@ -25,7 +25,7 @@ from zeroshard.plan.placement import (
     Placement,
     Placements,
 )
-from zeroshard.plan.tiers import Tier, Tiers, tier_of_copy
+from zeroshard.plan.tiers import Tier, Tiers
 from zeroshard.plan.units import UnitSpec
 
 
@@ -259,6 +259,8 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     computes = main == compute and far is Tier.DEVICE
     stays = computes and state_tier is not Tier.DEVICE and setting.steps_by_parts
     main_tier = Tier.DEVICE if stays else state_tier
+    # A device casts main parameters that are as near as the sharded ones; the host would for each gather.
+    is_cast = main_tier is far is not Tier.DEVICE and main != compute
     is_computed = setting.weights in MOVED_WEIGHTS and first.requires_grad
     is_freed = is_sharded and (bool(gathers) or is_computed or far is not Tier.DEVICE)
     is_filled = bool(gathers) or is_freed or main_tier is not Tier.DEVICE
@@ -278,5 +280,5 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
         reductions=exchanges(summands, placements.optimizer, sizes) if first.requires_grad else (),
         main_tier=main_tier,
         state_tier=state_tier,
-        copy_tier=tier_of_copy(far, main_tier, main, compute),
+        copy_tier=far if is_cast or main_tier.distance > far.distance else None,
     )

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
-
 
 class Tier(Enum):
     """A place of values, by the word of `Config.offload`."""
@@ -49,20 +47,3 @@ class Tiers:
         """
         asked = map(Tier, (optimizer, parameters))
         return Tiers(*(Tier.DEVICE if host_computes and tier is Tier.HOST else tier for tier in asked))
-
-
-def tier_of_copy(near: Tier, main: Tier, main_dtype: torch.dtype, compute_dtype: torch.dtype) -> Tier | None:
-    """Return the tier of a copy of the main parameters in the compute dtype, from which gathers start.
-
-    Args:
-        near: the tier of the sharded parameters.
-        main: the tier of the main parameters.
-        main_dtype: their dtype.
-        compute_dtype: the dtype of the copy.
-
-    Returns:
-        None if gathers start from the main parameters: they are as near, and a device casts them.
-    """
-    if main.distance > near.distance:
-        return near
-    return near if main_dtype != compute_dtype and main is near and main is not Tier.DEVICE else None
