@@ -245,8 +245,8 @@ GUARDS = (
     Break(
         name="a_step_with_part_of_a_batch",
         says="A step is taken with the gradients of a batch of a pipeline that an exception has ended.",
-        file="zeroshard/sharding/runtime.py",
-        find="self.reducer.taint()",
+        file="zeroshard/parallel/pipeline/training.py",
+        find="runtime.reducer.taint()",
         replace="pass",
         tests=(
             "tests/sharding/test_gradients_of_one_rank.py::"
