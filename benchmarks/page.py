@@ -37,7 +37,6 @@ OF_DOCS = {
     "targets": targets,
     "asynchronous": asynchronous_report.quality,
     "asynchronous_times": asynchronous_report.times,
-    "asynchronous_memory": asynchronous_report.memory,
     "asynchronous_rates": asynchronous_report.rates,
     "asynchronous_ranks": asynchronous_report.on_ranks,
 }
@@ -45,6 +44,7 @@ OF_DOCS = {
 TEMPLATE = Path(__file__).parent / "page.html"
 PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
 EXPERIMENTS = PERFORMANCE.with_name("asynchronous_experiments.md")
+DIARY = Path(__file__).with_name("diary.md")
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
 
@@ -172,9 +172,9 @@ def main() -> int:
     """Measure and draw, or only draw, or write the tables of the documentation."""
     args = parse()
     if args.tables:
-        for one in (PERFORMANCE, EXPERIMENTS):
+        for one in (PERFORMANCE, EXPERIMENTS, DIARY):
             changed = write_tables(one, record.RESULTS)
-            record.console().print(f"docs/{one.name}: {'new tables' if changed else 'nothing new'}")
+            record.console().print(f"{one.name}: {'new tables' if changed else 'nothing new'}")
         return 0
     folder = record.RESULTS / ("page" if args.device == "cpu" else f"page_{args.device}")
     suite = SUITES[args.device]

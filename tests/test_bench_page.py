@@ -362,8 +362,9 @@ def test_unknown_benchmarks_and_times_are_refused(capsys: pytest.CaptureFixture[
 # ------------------------------------------------------------------------------------- the tables of the docs
 
 
-def test_the_tables_of_performance_are_those_of_the_documents() -> None:
-    text = page.PERFORMANCE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("path", [page.PERFORMANCE, page.DIARY], ids=lambda path: path.stem)
+def test_the_tables_of_performance_are_those_of_the_documents(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
     assert tables.fill(text, RESULTS, page.OF_DOCS) == text, "python benchmarks/page.py --tables writes them"
 
 
