@@ -200,12 +200,6 @@ def reference() -> Iterator[Names]:
     yield {**names, "lr_scheduler": scheduler}
     model = nn.ModuleDict({"layer": nn.ModuleDict({"qkv_proj": nn.Linear(8, 24), "out": nn.Linear(8, 8)})})
     yield {"model": model}
-    parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
-    for parameter in parameters:
-        parameter.grad = torch.ones(4, 4)
-    asks = SimpleNamespace(wholes_of=zeroshard.optim.wholes_here)
-    yield {"self": asks, "parameters": parameters, "update_of": lambda tensor, parameter: -tensor}
-    yield whole()
     yield sharded()
     sent: Names = {}
     yield {"send_to_server": sent.__setitem__}

@@ -180,9 +180,7 @@ def test_a_picture_without_matplotlib_names_the_package_to_install(capsys, tmp_p
     assert "needs matplotlib: pip install zeroshard[plot]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [("reference", 1), ("pipeline_parallel", 2), ("asynchronous_pipelines", 1)]
-)
+@pytest.mark.parametrize(("name", "number"), [("pipeline_parallel", 2), ("asynchronous_pipelines", 1)])
 def test_the_examples_of_the_documentation_are_what_is_printed(capsys, name, number):
     page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
     examples = re.findall(r"```\n\$ zeroshard plan ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", page, re.DOTALL)
