@@ -71,8 +71,8 @@ class StoreHome(Home):
             parts: the parameters that are fetched together, in their probable order. Others may come, too.
         """
         blocks = [block for part in parts for block in self._blocks(part)]
-        has_states = all(block.has_states for block in blocks)  # else they would need more memory later
-        self._pieces.expect(blocks, self._num_ahead if has_states else 1)
+        is_first = not all(block.num_places for block in blocks)  # they will need more memory
+        self._pieces.expect(blocks, 1 if is_first else self._num_ahead)
 
     def num_pieces(self, parameters: Sequence[ShardedParameter]) -> int:
         """Return the number of pieces in which a part is stepped."""
@@ -180,9 +180,9 @@ class _Block:
         """The gradients as they were, while parameters show other values."""
 
     @property
-    def has_states(self) -> bool:
-        """True if states of it have places."""
-        return bool(self._states)
+    def num_places(self) -> int:
+        """The places of its states."""
+        return len(self._states)
 
     def lay_out(self) -> int:
         """Give each place a range of a piece; return the bytes of all."""
