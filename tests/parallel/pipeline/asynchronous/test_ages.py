@@ -200,8 +200,14 @@ def test_a_rank_holds_the_activations_of_as_many_micro_batches_as_in_1f1b() -> N
 
 @given(st.integers(2, 6), st.integers(1, 30))
 def test_there_is_no_bubble_but_at_both_ends(p: int, m: int) -> None:
-    """A forward and a backward take 1 and 2: a list takes 3 for each micro-batch, and 3 (p - 1) once."""
+    """A forward and a backward take 1 and 2: a list takes 3 for each micro-batch, and 3 (p - 1) once.
+
+    Narayanan et al. 2019, "PipeDream", section 3.2. Steps take their own time alone.
+    """
     assert simulate(steady(p, m), ActionCosts()).makespan == 3 * (m + p - 1)
+    found = simulate(steady(p, m, p), ActionCosts(step=0.5)).makespan
+    least = 3 * m + 0.5 * -(-m // p)
+    assert least < found <= least + (p - 1) * 3.5
 
 
 def test_the_names_of_a_config_are_those_of_the_table() -> None:

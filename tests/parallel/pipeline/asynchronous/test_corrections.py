@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from typing import cast
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.method import (
     compensate,
     decay_of_changes,
     lr_factor,
     mean_of_changes,
 )
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
-from zeroshard.parallel.pipeline.schedules import steady
 
 
 def test_the_learning_rate_is_divided_by_the_delay_and_comes_back() -> None:
@@ -42,44 +35,6 @@ def test_a_steady_change_is_its_own_mean() -> None:
     for _ in range(200):
         mean_of_changes(mean, torch.tensor([3.0], dtype=torch.float64), 0.8)
     assert mean.item() == pytest.approx(3.0, abs=1e-12)
-
-
-# ------------------------------------------------------------------------------ the limit of stability
-
-
-NUM_STEPS = 3000
-
-
-@functools.cache
-def versions_of(tau: int) -> list[int]:
-    """The version that each step of the first rank has its gradient from, in steady 1F1B with stashing."""
-    ages = Ages(steady(tau + 1, NUM_STEPS, 1))
-    uses = WEIGHTS["stash"](ages)
-    own = {action.microbatch: use.version for action, use in uses.items() if action.chunk == 0}
-    found = [own[number] for number in range(NUM_STEPS)]
-    assert None not in found
-    return cast(list[int], found)
-
-
-def grows(lr: float, tau: int) -> bool:
-    """Descent on w^2 / 2, of curvature 1, with the gradients of the list: True if w grows in the end."""
-    history = [1.0]
-    for version in versions_of(tau):
-        history.append(history[-1] - lr * history[version])
-    half = NUM_STEPS // 2
-    return max(map(abs, history[-half:])) > max(map(abs, history[half : half + 100]))
-
-
-@pytest.mark.long_where(tau=[10])
-@pytest.mark.parametrize(("tau", "limit"), [(0, 2.0), (1, 1.0), (2, 0.618034), (5, 0.284630), (10, 0.149460)])
-def test_descent_over_a_steady_list_is_stable_up_to_the_limit(tau: int, limit: float) -> None:
-    """lr * L <= 2 sin(pi / (4 tau + 2)); Yang et al. 2021, "PipeMare", lemma 1."""
-    assert 2 * math.sin(math.pi / (4 * tau + 2)) == pytest.approx(limit, abs=1e-6)
-    assert not grows(limit * 0.99, tau)
-    assert grows(limit * 1.01, tau)
-
-
-# --------------------------------------------------------------------------------- spike compensation
 
 
 @given(st.floats(0, 0.99), st.integers(0, 6), st.integers(1, 40))

@@ -50,13 +50,49 @@ engine.train_batch(x, y)
 """
 
 # The last pipeline rank computes with the version of the first one, which is not the newest one there.
-EDIT = """
+CLAMP = """
 def clamp(block, _):
-    if engine.global_step:
-        with torch.no_grad():
-            block.linear.weight.clamp_(-0.1, 0.1)
-last.register_forward_pre_hook(clamp)
+    if engine.global_step >= FIRST:
+        EDIT
+CLAMPED.register_forward_pre_hook(clamp)
 engine.train_batch(x, y)
+"""
+EDITS = {
+    "in place": "with torch.no_grad():\n            block.linear.bias.clamp_(-0.05, 0.05)",
+    "through data": "block.linear.bias.data.clamp_(-0.05, 0.05)",
+}
+
+SAVED = """
+from torch.autograd.graph import saved_tensors_hooks
+class Copying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(20, 20)
+    def forward(self, x):
+        with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            return self.linear(x.tanh())
+torch.manual_seed(0)
+model = nn.Sequential(*(Copying() for _ in range(4)))
+engine = zeroshard.initialize(model, torch.optim.AdamW, config, loss_fn=nn.functional.mse_loss).engine
+engine.train_batch(x, y)
+"""
+
+BETWEEN = """
+def batches():
+    yield x, y
+    CALL
+    yield x, y
+engine.train_batches(batches(), 2)
+"""
+CALLS = {
+    "eval_batch()": "engine.eval_batch(x, y)",
+    "train_batch()": "engine.train_batch(x, y)",
+    "save_checkpoint()": "engine.save_checkpoint('nowhere')",
+    "load_checkpoint()": "engine.load_checkpoint('nowhere')",
+    "unsharded()": "engine.unsharded().__enter__()",
+}
+RAGGED = """
+engine.train_batches([(x, y), (x[:8], y[:8])])
 """
 
 
@@ -78,17 +114,69 @@ def test_a_rank_that_is_killed_between_two_steps_ends_the_other_with_its_action(
     assert "action 1F3 of pipeline rank 1" in waiting.last_line
 
 
-@pytest.mark.long
-def test_a_recomputation_with_other_weights_than_its_forward_is_refused(run: Forks):
-    [(first, _)] = run(script("pb", checkpoints=True))
-    assert first.code == 1
-    assert first.last_line.startswith(
+def editing(schedule, how, first, block, stage, weights=None):
+    """A script that edits from a micro-batch on: the first one is noted in another way than later ones."""
+    act = CLAMP.replace("EDIT", EDITS[how]).replace("FIRST", str(first)).replace("CLAMPED", block)
+    return script(schedule, checkpoints=False, act=act, stage=stage, weights=weights)
+
+
+EDITED = "RuntimeError: '{}.linear.bias' was edited in a forward or backward"
+REFUSED = {
+    "edit of a version": (editing("pipedream", "in place", 1, "last", 0, "vertical"), EDITED.format(3)),
+    # The first pipeline rank computes with predicted weights, which are no main parameters.
+    **{
+        f"edit {how} from {first} on": (editing("spectrain", how, first, "first", 0), EDITED.format(0))
+        for how in EDITS
+        for first in (0, 2)
+    },
+    "edit where weights are gathered": (editing("spectrain", "in place", 0, "first", 3), EDITED.format(0)),
+    "hooks of saved tensors": (
+        script("pb", checkpoints=False, act=SAVED),
+        "RuntimeError: hooks of saved tensors, such as save_on_cpu, give the backward a copy of 'weight' of "
+        "Linear from its forward, where pipeline.weights='latest' has other weights",
+    ),
+    "recomputation": (
+        script("pb", checkpoints=True),
         "RuntimeError: an activation checkpoint runs the forward of Linear again inside the backward, where "
-        "pipeline.weights='latest' has other weights"
-    )
+        "pipeline.weights='latest' has other weights",
+    ),
+    "ragged batches": (
+        script("pipedream", checkpoints=False, act=RAGGED),
+        "ValueError: batch 1: expected the shapes",
+    ),
+    **{
+        call: (
+            script("pipedream", checkpoints=False, act=BETWEEN.replace("CALL", code)),
+            f"RuntimeError: {call} inside of a batch",
+        )
+        for call, code in CALLS.items()
+    },
+}
+FAST = ("edit of a version", "edit through data from 2 on", "hooks of saved tensors", "ragged batches")
+FAST += ("save_checkpoint()",)
 
 
-def test_a_forward_that_edits_a_version_is_refused(run: Forks):
-    [(_, last)] = run(script("pipedream", checkpoints=False, act=EDIT, stage=0, weights="vertical"))
-    assert last.code == 1
-    assert last.last_line.startswith("RuntimeError: '3.linear.weight' was edited in a forward or backward")
+@pytest.mark.parametrize(
+    "names", [FAST, pytest.param(REFUSED.keys() - {*FAST}, marks=pytest.mark.long)], ids=len
+)
+def test_habits_that_cannot_go_on_are_refused_by_name(run: Forks, names):
+    """At once: the other rank of each run waits for its watchdog."""
+    for name, endings in zip(names, run(*(REFUSED[name][0] for name in names)), strict=True):
+        found = [ending.last_line for ending in endings]
+        assert any(line.startswith(REFUSED[name][1]) for line in found), (name, found)
+        assert (
+            any(line.endswith("(drop_last=True of a DataLoader)") for line in found)
+            or name != "ragged batches"
+        ), found
+
+
+@pytest.mark.long
+def test_an_edit_of_weights_is_refused_where_two_data_parallel_ranks_gather_them(run: Forks):
+    [endings] = run(editing("spectrain", "through data", 2, "first", 3), num_ranks=4)
+    assert any(one.last_line.startswith(EDITED.format(0)) for one in endings), endings
+
+
+@pytest.mark.long
+def test_hooks_of_saved_tensors_are_right_where_a_backward_has_the_weights_of_its_forward(run: Forks):
+    [endings] = run(script("pipedream", checkpoints=False, act=SAVED))
+    assert [ending.code for ending in endings] == [0, 0]

@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.pipeline.asynchronous.test_reference import (
-    MAKERS,
-    METHODS,
-    MICRO_BATCHES,
-    batch_of,
-    expected,
-    model_of,
-)
+from tests.parallel.pipeline.asynchronous.runs import MAKERS, METHODS, batch_of, expected, method_of, model_of
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
 from zeroshard.parallel.pipeline.schedules import steady
 
@@ -25,22 +18,21 @@ from asynchronous import Case, scaled, train
 from asynchronous_executor import Delays, Executor, Rule
 
 
-def executed(num_stages, method, k, maker, numbers):
+def executed(num_stages, method, maker, numbers, num):
     model = model_of(num_stages)
     modules = [model[2 * rank : 2 * rank + 2] for rank in range(num_stages)]
     rule = Rule(
-        weights=method["weights"],
-        correction=method.get("correction", "none"),
-        decay=method.get("d", 0.135),
-        anneal_steps=method.get("anneal"),
+        weights=method.weights,
+        correction=method.correction,
+        decay=method.decay,
+        anneal_steps=method.anneal_steps,
     )
     executor = Executor(modules, MAKERS[maker], rule, nn.functional.mse_loss)
     losses = []
     for number in numbers:
-        inputs, targets = (value.chunk(MICRO_BATCHES) for value in batch_of(number))
-        batch = list(zip(inputs, targets, strict=True))
-        log = executor.run(Delays(steady(num_stages, MICRO_BATCHES, k), rule.weights), batch.__getitem__)
-        losses.append(sum(log.losses) / MICRO_BATCHES)
+        batch = list(zip(*(value.chunk(num) for value in batch_of(number, num)), strict=True))
+        log = executor.run(Delays(steady(num_stages, num, method.per_step), rule.weights), batch.__getitem__)
+        losses.append(sum(log.losses) / num)
     return losses, dict(model.named_parameters())
 
 
@@ -50,17 +42,16 @@ def executed(num_stages, method, k, maker, numbers):
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("name", METHODS)
 def test_the_experiments_train_as_the_history_of_weights_says(name, num_stages):
-    _, method, k, maker = METHODS[name]
-    k = k or num_stages
-    want_losses, want, _ = expected(num_stages, method, k, maker, numbers=(0, 1))
-    losses, parameters = executed(num_stages, method, k, maker, numbers=(0, 1))
+    _, method, maker = method_of(name, num_stages)
+    want_losses, want, _ = expected(num_stages, method, maker, (0, 1), 30)
+    losses, parameters = executed(num_stages, method, maker, (0, 1), 30)
     assert losses == pytest.approx(want_losses, rel=1e-12)
     for key, value in parameters.items():
         torch.testing.assert_close(value, want[key], rtol=0, atol=1e-12, msg=key)
 
 
 def test_all_weights_are_tried():
-    assert {method["weights"] for _, method, _, _ in METHODS.values()} == WEIGHTS.keys()
+    assert {method.weights for _, method, _ in METHODS.values()} == WEIGHTS.keys()
 
 
 def case(task, ranks, method):
@@ -123,13 +114,3 @@ def test_scaled_hyperparameters_change_as_much_in_as_many_samples():
     lr, momentum = scaled(0.1, 0.9, 8)
     assert momentum**8 == pytest.approx(0.9)
     assert 8 * lr / (1 - momentum) == pytest.approx(0.1 / (1 - 0.9))
-
-
-@pytest.mark.parametrize(("delay", "limit"), [(0, 3.8), (1, 0.1)])
-def test_the_stable_rates_that_the_page_names_are_those_of_a_quadratic(delay, limit):
-    for rate, is_stable in ((0.98 * limit, True), (1.02 * limit, False)):
-        history, velocity = [1.0] * (delay + 1), 0.0
-        for _ in range(5000):  # SGD with momentum 0.9 on w^2 / 2, whose gradient is w
-            velocity = 0.9 * velocity + history[-1 - delay]
-            history = [*history[-1 - delay :], history[-1] - rate * velocity]
-        assert (max(map(abs, history)) < 1) == is_stable

@@ -1,6 +1,6 @@
 """An asynchronous pipeline is never empty between its steps: no rank waits but for what its list needs.
 
-Lists are simulated: they have no idle time. Then blocks sleep on real ranks, which are more than the cores,
+Lists have no idle time (`test_ages.py`). Blocks sleep on real ranks, which are more than the cores,
 and each start is compared with the ends of the actions that it needs. Other load makes actions longer, so
 that ranks wait for each other; no bound is on the sum of such waits.
 """
@@ -14,44 +14,13 @@ from pathlib import Path
 import pytest
 
 import zeroshard
-from zeroshard.parallel.pipeline.actions import Kind, needed_actions
-from zeroshard.parallel.pipeline.schedules import one_f_one_b, steady
-from zeroshard.parallel.pipeline.simulate import ActionCosts, ActionTime, simulate
+from zeroshard.parallel.pipeline.actions import needed_actions
+from zeroshard.parallel.pipeline.schedules import steady
+from zeroshard.parallel.pipeline.simulate import ActionTime
 
 BENCHMARKS = str(Path(__file__).parents[4] / "benchmarks")
 BLOCK_S = 0.02
 """Of a forward, and of each half of a backward."""
-
-
-def after_start(timeline):
-    """For each rank, the idle time from its first backward up to its last forward."""
-    for spans in timeline:
-        backward = next(index for index, span in enumerate(spans) if span.action.kind is Kind.BACKWARD)
-        last = max(index for index, span in enumerate(spans) if span.action.kind is Kind.FORWARD)
-        steady_part = spans[backward : last + 1]
-        yield sum(later.start - one.end for one, later in pairwise(steady_part))
-
-
-@pytest.mark.parametrize("per_step", [1, 3, None])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
-def test_the_list_has_no_idle_time_after_its_start(num_ranks, per_step):
-    num = 6 * num_ranks
-    schedule = steady(num_ranks, num, per_step or num_ranks)
-    found = simulate(schedule)
-    assert list(after_start(found.spans)) == [0.0] * num_ranks
-    # Full at all times but the ends: Narayanan et al. 2019, "PipeDream", section 3.2.
-    assert found.makespan == (num + num_ranks - 1) * 3.0
-    flushed = num / num_ranks * simulate(one_f_one_b(num_ranks, num_ranks)).makespan
-    assert flushed == num / num_ranks * (2 * num_ranks - 1) * 3.0
-
-
-def test_steps_take_their_own_time_alone():
-    for num_ranks in (2, 4):
-        num = 8 * num_ranks
-        costs = ActionCosts(step=0.5)
-        found = simulate(steady(num_ranks, num, num_ranks), costs).makespan
-        least = num * 3.0 + num / num_ranks * costs.step
-        assert least < found <= least + (num_ranks - 1) * (3.0 + costs.step)
 
 
 class Events:
