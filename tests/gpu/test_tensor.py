@@ -7,14 +7,14 @@ import torch.nn.functional as F
 
 import zeroshard
 from tests.gpu.training import BF16, STAGES, gpus
-from tests.parallel import test_divided, test_sequence
+from tests.parallel import runs, sequences
 from tests.parallel.runs import digests
 
 NUM_STEPS = 6
 
 
 def model_of(sequence):
-    model = test_sequence.build(test_sequence.Model) if sequence else test_divided.build(0)
+    model = sequences.build(sequences.Model) if sequence else runs.build(0)
     return model.float()
 
 
@@ -34,7 +34,7 @@ def loss_of(model, tokens):
 
 def plain(sequence, device):
     """Losses and state of one process."""
-    of = test_sequence if sequence else test_divided
+    of = sequences if sequence else runs
     model, losses = model_of(sequence).to(device), []
     optimizer = sgd(model.parameters())
     for number in range(NUM_STEPS):
@@ -48,7 +48,7 @@ def plain(sequence, device):
 
 def divided(sequence, tp, stage, precision):
     """Losses, state and digests of this rank; and the values of one process, on rank 0."""
-    of = test_sequence if sequence else test_divided
+    of = sequences if sequence else runs
     config = {"stage": stage, "mesh": {"tp": tp}, "precision": precision, "clip_grad_norm": 1e9}
     engine = zeroshard.initialize(model_of(sequence), sgd, config, tp_plan=of.PLAN).engine
     size, losses = of.BATCH // engine.dp_world_size, []

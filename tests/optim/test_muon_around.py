@@ -16,7 +16,7 @@ from tests.distributed import training
 from tests.distributed.training import STAGES, numbers, token_loss, tokens
 from tests.optim.test_layerwise import build
 from tests.optim.test_muon import unequal
-from tests.parallel import test_divided
+from tests.parallel import runs
 from tests.parallel.pipeline import runs as pipelined
 from zeroshard.optim import Muon, muon_groups
 
@@ -256,7 +256,7 @@ def test_a_llama_trains_as_in_one_process(ranks, num_ranks):
 
 
 def divided_values():
-    return {name: p.detach().clone() for name, p in test_divided.build(0).float().named_parameters()}
+    return {name: p.detach().clone() for name, p in runs.build(0).float().named_parameters()}
 
 
 def gradient(name, step, shape):
@@ -268,7 +268,7 @@ def divided_optimizer(model):
 
 
 def divided_plainly():
-    model = test_divided.build(0).float()
+    model = runs.build(0).float()
     optimizer = divided_optimizer(model)
     for step in range(NUM_STEPS):
         for name, p in model.named_parameters():
@@ -280,9 +280,9 @@ def divided_plainly():
 def divided(configs, want):
     found = []
     for config in configs:
-        model = test_divided.build(0).float()
+        model = runs.build(0).float()
         optimizer = divided_optimizer(model)
-        engine = zeroshard.initialize(model, optimizer, config, tp_plan=test_divided.PLAN).engine
+        engine = zeroshard.initialize(model, optimizer, config, tp_plan=runs.PLAN).engine
         shapes = {name: p.full_shape for name, p in engine.named_parameters()}
         for step in range(NUM_STEPS):
             for name, shape in shapes.items():

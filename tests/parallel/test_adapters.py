@@ -1,5 +1,6 @@
 """LoRA over divided layers trains as in one process."""
 
+import functools
 import math
 import re
 import warnings
@@ -12,11 +13,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
-from tests.parallel import test_own_plans
-from tests.parallel import test_sequence as along_sequence
-from tests.parallel.runs import STEPS, digests, initialize, own_part
-from tests.parallel.test_divided import PLAN, build, loss_of
-from tests.parallel.test_transformers_plans import GROUPED, batch
+from tests.parallel import models
+from tests.parallel import sequences as along_sequence
+from tests.parallel.models import GROUPED
+from tests.parallel.models import tokens_of as batch
+from tests.parallel.runs import (
+    BATCH,
+    PLAN,
+    Kind,
+    build,
+    compare,
+    digests,
+    divided,
+    initialize,
+    loss_of,
+    plain,
+)
 
 LAYERS = ["q", "k", "v", "out", "up", "down"]
 
@@ -25,23 +37,18 @@ def adamw(parameters):
     return torch.optim.AdamW((p for p in parameters if p.requires_grad), lr=1e-2)
 
 
-def adapted(seed, **options):
+def with_lora(model, targets, **options):
     """A model with adapters that change its outputs from the start."""
-    model = build(seed)
-    lora = peft.LoraConfig(r=3, target_modules=LAYERS, init_lora_weights=False, **options)
-    return peft.get_peft_model(model, lora).double()
+    lora = peft.LoraConfig(target_modules=targets, **{"r": 3, "init_lora_weights": False} | options)
+    return peft.get_peft_model(model, lora)
 
 
-def train(stage, tp):
-    plan = {f"base_model.model.{pattern}": style for pattern, style in PLAN.items()}
-    engine = initialize(adapted(dist.get_rank()), adamw, {"stage": stage, "mesh": {"tp": tp}}, plan)
-    trained = sorted(p.fqn for p in engine.parameters() if p.requires_grad)
-    for number in range(STEPS):
-        engine.backward(loss_of(engine, number, own_part(engine._axes.dp)))
-        engine.step()
-    whole, state = digests(engine), engine.full_state_dict()
-    engine.close(restore=False)
-    return trained, state, whole
+def behind(plan):
+    return {f"base_model.model.{pattern}": style for pattern, style in plan.items()}
+
+
+def adapted(seed, **options):
+    return with_lora(build(seed), LAYERS, **options).double()
 
 
 @pytest.mark.long_where(stage=[0, 1, 2])
@@ -49,85 +56,68 @@ def train(stage, tp):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2)])
 def test_adapters_of_divided_layers_train_as_in_one_process(ranks, num_ranks, tp, stage):
-    model = adapted(0)
-    optimizer = adamw(model.parameters())
-    for number in range(STEPS):
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    runs = ranks(num_ranks, train, stage, tp)
-    want = model.state_dict()
-    for trained, state, whole in runs:
-        assert trained == sorted(name for name, p in model.named_parameters() if p.requires_grad)
-        assert not any("base_layer" in name for name in trained)
-        for name, value in state.items():
-            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-8, msg=name)
-        assert whole.keys() == runs[0][2].keys()
+    kind = Kind(adapted, loss_of, behind(PLAN), BATCH)
+    found = ranks(num_ranks, divided, {"stage": stage, "mesh": {"tp": tp}}, adamw, kind=kind)
+    compare(found, plain(adamw, kind=kind), losses=1e-9, norms=1e-6, values=1e-8)
+    base = {name: value for name, value in build(0).state_dict().items() if "up" in name}
+    for name, value in base.items():
+        path, _, last = name.rpartition(".")
+        assert torch.equal(found[0].state[f"base_model.model.{path}.base_layer.{last}"], value)
 
 
-def llama():
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, lora).double()
+OF_TRANSFORMERS = {
+    "Llama": ["q_proj", "v_proj", "o_proj"],
+    "GPT-2": ["c_attn", "c_proj", "c_fc"],
+    "T5, gated": ["q", "v", "o", "wi_0", "wi_1", "wo"],  # whose plan has patterns with * at their ends
+}
 
 
-def loss_of_llama():
-    engine = initialize(llama(), adamw, {"stage": 3, "mesh": {"tp": 2}}, None)
-    axis = engine._axes.dp
-    tokens = batch(0).chunk(axis.size)[axis.rank]
-    loss = engine(input_ids=tokens, labels=tokens).loss
-    engine.backward(loss)
-    engine.step()
-    engine.close(restore=False)
-    return (axis.sum(loss.detach(), "test") / axis.size).item()
+def of_transformers(name, seed=0):
+    options = {"r": 2, "fan_in_fan_out": name == "GPT-2"}
+    return with_lora(models.build(name, seed), OF_TRANSFORMERS[name], **options).double().eval()
 
 
-def test_the_plan_of_a_model_of_transformers_holds_behind_adapters(ranks):
-    tokens = batch(0)
-    want = llama()(input_ids=tokens, labels=tokens).loss.item()
-    for loss in ranks(4, loss_of_llama):
-        assert loss == pytest.approx(want, rel=1e-6)  # in float32
+@pytest.mark.long_where(name=["T5, gated"])
+@pytest.mark.parametrize(("name", "num_ranks"), [("Llama", 4), ("GPT-2", 2), ("T5, gated", 2)])
+def test_plans_of_transformers_and_of_our_own_hold_behind_adapters(ranks, name, num_ranks):
+    kind = models.kind_of(name)._replace(build=functools.partial(of_transformers, name))
+    found = ranks(num_ranks, divided, {"stage": 3, "mesh": {"tp": 2}}, adamw, kind=kind, steps=1)
+    # The loss of transformers is in float32, and a first step of Adam is of one size.
+    compare(found, plain(adamw, kind=kind, steps=1), losses=1e-6, norms=1e-5, values=1e-3)
 
 
-def with_norms_on_parts(kind):
-    """A model whose norms work on parts of the sequence, with adapters for it, for its plan and the mesh."""
-    if kind == "own":
-        model, targets = along_sequence.build(along_sequence.Model), [*LAYERS, "head"]
-    else:
-        model, targets = along_sequence.llama(kind), "all-linear"
-    torch.manual_seed(1)
-    lora = peft.LoraConfig(r=3, target_modules=targets, init_lora_weights=False)
-    return peft.get_peft_model(model, lora).double()
+def with_norms_on_parts(name, seed=0):
+    """A model whose norms work on parts of the sequence, with adapters."""
+    own = name == "own"
+    model = along_sequence.build(along_sequence.Model, seed) if own else along_sequence.llama(name, seed)
+    return with_lora(model, [*LAYERS, "head"] if own else "all-linear").double()
 
 
-def train_on_parts(kind, tp, stage):
-    mesh, plan = {"tp": tp}, None
-    if kind == "own":
-        plan = {f"base_model.model.{pattern}": style for pattern, style in along_sequence.PLAN.items()}
-    else:
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "stage"),
+    [
+        ("own", 2, 3),
+        pytest.param("own", 4, 1, marks=pytest.mark.long),
+        pytest.param("Llama", 4, 3, marks=pytest.mark.long),
+        pytest.param("Qwen2", 2, 1, marks=pytest.mark.long),
+    ],
+)
+def test_adapters_train_as_in_one_process_where_norms_work_on_parts(ranks, name, num_ranks, stage):
+    mesh, plan = {"tp": 2}, behind(along_sequence.PLAN) if name == "own" else None
+    if plan is None:
         mesh["sequence"] = True
-    return along_sequence.divided(with_norms_on_parts, (kind,), {"stage": stage, "mesh": mesh}, plan)
-
-
-@pytest.mark.long_where(kind=["Llama", "Qwen2"])
-@pytest.mark.long_where(kind=["own"], stage=[1])
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2)])
-@pytest.mark.parametrize("kind", ["own", "Llama", "Qwen2"])
-def test_adapters_train_as_in_one_process_where_norms_work_on_parts(ranks, kind, num_ranks, tp, stage):
-    model = with_norms_on_parts(kind)
-    losses, norms, state = along_sequence.plain(model)
-    found = ranks(num_ranks, train_on_parts, kind, tp, stage)
+    kind = along_sequence.kind_of(functools.partial(with_norms_on_parts, name), plan)
+    config = {"stage": stage, "mesh": mesh, "clip_grad_norm": 0.5}
+    found, want = (
+        ranks(num_ranks, divided, config, along_sequence.adamw, kind=kind),
+        plain(along_sequence.adamw, kind=kind, max_norm=0.5),
+    )
     # Norms, softmax and the loss of transformers are in float32: their roundings differ in the last bit.
-    along_sequence.check(found, losses, norms, state, 1e-7 if kind == "own" else 1e-6)
+    compare(found, want, losses=1e-6, norms=1e-5, values=1e-7 if name == "own" else 1e-6)
 
 
 def sent_on_parts():
-    return along_sequence.sent_by(with_norms_on_parts("own"), {
-        f"base_model.model.{pattern}": style for pattern, style in along_sequence.PLAN.items()
-    })  # fmt: skip
+    return along_sequence.sent_by(with_norms_on_parts("own"), behind(along_sequence.PLAN))
 
 
 def test_adapters_on_parts_send_their_inner_values_only(ranks):
@@ -141,16 +131,12 @@ def test_adapters_on_parts_send_their_inner_values_only(ranks):
 
 def dropped_on_parts():
     """Masks of the dropout in adapters, and the gradients with and without recomputation."""
-    model = along_sequence.build(along_sequence.Model)
-    torch.manual_seed(1)
-    lora = peft.LoraConfig(r=3, target_modules=[*LAYERS, "head"], lora_dropout=0.3, init_lora_weights=False)
-    plan = {f"base_model.model.{pattern}": style for pattern, style in along_sequence.PLAN.items()}
-    state, masks, gradients = peft.get_peft_model(model, lora).double().state_dict(), [], []
+    masks, gradients = [], []
     for recompute in ("none", "unit"):
-        model = peft.get_peft_model(along_sequence.build(along_sequence.Model), lora).double()
-        model.load_state_dict(state)
+        model = along_sequence.build(along_sequence.Model)
+        model = with_lora(model, [*LAYERS, "head"], lora_dropout=0.3).double()
         config = {"stage": 1, "mesh": {"tp": 2}, "recompute": recompute}
-        engine = along_sequence.sharded(model, config, plan)
+        engine = along_sequence.sharded(model, config, behind(along_sequence.PLAN))
         for name, module in model.named_modules():
             if "lora_dropout" in name.split(".") and isinstance(module, torch.nn.Dropout):
                 module.register_forward_hook(
@@ -178,7 +164,7 @@ def test_adapters_on_parts_drop_elements_of_their_parts_and_the_same_ones_again(
 
 
 def refused(tp, options, text):
-    model = llama() if tp == 4 else adapted(0, **options)
+    model = of_transformers("Llama") if tp == 4 else adapted(0, **options)
     plan = None if tp == 4 else {"base_model.model.blocks.*.up": "colwise"}
     with pytest.raises(ValueError, match=re.escape(text)):
         initialize(model, adamw, {"stage": 1, "mesh": {"tp": tp}}, plan)
@@ -212,7 +198,7 @@ def patched_adapter(model, *, hooks):
 def train_whole(hooks):
     """The error, and losses with a plan that leaves the layer whole."""
     model, name = patched_adapter(adapted(0), hooks=hooks), "base_model.model.blocks.0"
-    plan = {f"base_model.model.{pattern}": style for pattern, style in PLAN.items()}
+    plan = behind(PLAN)
     with pytest.raises(ValueError, match="tp_plan") as caught:
         initialize(model, adamw, {"stage": 1, "mesh": {"tp": 2}}, plan)
     plan = {f"{name}.up": "replicate", f"{name}.down": "rowwise_split_input", **plan}
@@ -287,41 +273,6 @@ def test_dropout_of_adapters_is_that_of_their_inputs(ranks):
     assert len(masks) == len(their_masks)
     for (shape, mask), (_, other) in zip(masks, their_masks, strict=True):
         assert (mask == other) == (shape[-1] == width), shape  # parts have other masks, whole inputs the same
-
-
-def gpt2():
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=32, use_cache=False
-        )
-    )
-    targets = ["c_attn", "c_proj", "c_fc"]
-    lora = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out=True)
-    return peft.get_peft_model(model, lora).double().eval()
-
-
-def t5():
-    """One whose plan has patterns with * at their ends."""
-    model = test_own_plans.build("T5, gated")
-    lora = peft.LoraConfig(r=2, target_modules=["q", "v", "o", "wi_0", "wi_1", "wo"], init_lora_weights=False)
-    return peft.get_peft_model(model, lora).double().eval()
-
-
-def loss_of_known(build):
-    engine = initialize(build(), adamw, {"stage": 3, "mesh": {"tp": 2}}, None)
-    loss = engine(input_ids=batch(0), labels=batch(0)).loss
-    engine.backward(loss)
-    engine.step()
-    engine.close(restore=False)
-    return loss.item()
-
-
-@pytest.mark.long_where(build=[t5])
-@pytest.mark.parametrize("build", [gpt2, t5])
-def test_our_own_plans_hold_behind_adapters(ranks, build):
-    want = build()(input_ids=batch(0), labels=batch(0)).loss.item()
-    assert ranks(2, loss_of_known, build) == pytest.approx([want, want], rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------------ float16

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from tests.parallel.models import GROUPED
 
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 16, 4, 24, 9, 8
 PLAN = {
@@ -163,10 +164,7 @@ def with_masks(found, steps, parts=PARTS):
 
 
 @pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.long_where(stage=[0, 1, 2])
-@pytest.mark.long_where(tp=[4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("num_ranks", "tp", "stage"), [(2, 2, 3), (4, 2, 0), (4, 2, 2), (4, 4, 1)])
 @pytest.mark.parametrize("by_sequence", [False, True])
 def test_a_model_with_dropout_trains_as_one_process_with_the_same_masks(
     ranks, num_ranks, tp, stage, by_sequence
@@ -200,45 +198,22 @@ def test_ranks_drop_the_same_of_whole_values_and_other_elements_of_parts(ranks):
         assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
-def recomputed(config, kind=nn.Module):
+def gradients_of_losses(kind, compiles=False, **config):
     """The gradients of two micro-batches; masks are drawn in the second run of a forward, too."""
     model = build(0)
-    if kind is not nn.Module:
-        for block in model.blocks:
-            block.__class__ = kind
-    engine = sharded(model, sgd, config | {"gradient_accumulation_steps": 3}, PLAN)
-    torch.manual_seed(dist.get_rank())
-    for number in range(2):
-        engine.backward(loss_of(engine, number))
-    engine.backward(0 * loss_of(engine, 2))
+    for block in model.blocks:
+        block.__class__ = kind
+    config |= {"mesh": {"tp": 2}, "gradient_accumulation_steps": 3, "compile": compiles}
+    # The backend that only traces: the others draw numbers in their own order.
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
+        engine = sharded(model, sgd, config, PLAN)
+        torch.manual_seed(dist.get_rank())
+        for number in range(2):
+            engine.backward(loss_of(engine, number))
+        engine.backward(0 * loss_of(engine, 2))
     found = gradients_of(engine), torch.get_rng_state()
     engine.close(restore=False)
     return found
-
-
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_recomputation_drops_the_same_elements(ranks, stage):
-    config = {"stage": stage, "mesh": {"tp": 2}}
-    plain = ranks(2, recomputed, config)
-    again = ranks(2, recomputed, config | {"recompute": "unit"})
-    for (want, want_state), (got, got_state) in zip(plain, again, strict=True):
-        assert torch.equal(got_state, want_state)
-        assert all(torch.equal(value, want[name]) for name, value in got.items())
-    assert torch.equal(plain[0][1], plain[1][1])
-
-
-def compiled():
-    # The backend that only traces: the others draw numbers in their own order.
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="eager")):
-        return recomputed({"stage": 1, "mesh": {"tp": 2}, "compile": True})
-
-
-@pytest.mark.long
-def test_compiled_blocks_drop_the_same_elements(ranks):
-    plain = ranks(2, recomputed, {"stage": 1, "mesh": {"tp": 2}})
-    for (want, want_state), (got, got_state) in zip(plain, ranks(2, compiled), strict=True):
-        assert torch.equal(got_state, want_state)
-        assert all(torch.equal(value, want[name]) for name, value in got.items())
 
 
 class Partly(Block):
@@ -248,42 +223,42 @@ class Partly(Block):
         return checkpoint(self.hidden, self.heads(x), use_reentrant=False)
 
 
-def test_a_part_of_a_forward_that_runs_again_drops_the_same_elements(ranks):
-    config = {"stage": 1, "mesh": {"tp": 2}}
-    plain, again = ranks(2, recomputed, config), ranks(2, recomputed, config, Partly)
-    for (want, want_state), (got, got_state) in zip(plain, again, strict=True):
-        assert torch.equal(got_state, want_state)
-        assert all(torch.equal(value, want[name]) for name, value in got.items())
-
-
-def llama_gradients(checkpoints):
+def of_llama(*, checkpoints):
     torch.manual_seed(0)
-    options = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 64,
-        "attention_dropout": 0.5,
-        "use_cache": False,
-    }
+    options = GROUPED | {"attention_dropout": 0.5}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).double()
     if checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    engine = sharded(model, sgd, {"stage": 1, "mesh": {"tp": 2}})
+    engine = sharded(model.train(), sgd, {"stage": 1, "mesh": {"tp": 2}})
     torch.manual_seed(dist.get_rank())
     tokens = torch.arange(24).view(2, 12)
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-    found = gradients_of(engine)
+    found = gradients_of(engine), torch.get_rng_state()
     engine.close(restore=False)
     return found
 
 
-def test_checkpoints_of_transformers_drop_the_same_elements(ranks):
-    plain, again = ranks(2, llama_gradients, False), ranks(2, llama_gradients, True)
-    for want, got in zip(plain, again, strict=True):
+AGAIN = {
+    "units recomputed": functools.partial(gradients_of_losses, Block, stage=1, recompute="unit"),
+    "units recomputed, stage 3": functools.partial(gradients_of_losses, Block, stage=3, recompute="unit"),
+    "a part of a forward": functools.partial(gradients_of_losses, Partly, stage=1),
+    "compiled": functools.partial(gradients_of_losses, Block, stage=1, compiles=True),
+    "checkpoints of transformers": functools.partial(of_llama, checkpoints=True),
+}
+
+
+@pytest.mark.long_where(case=["units recomputed, stage 3", "compiled"])
+@pytest.mark.parametrize("case", AGAIN)
+def test_a_second_run_drops_the_same_elements(ranks, case):
+    stage = 3 if "stage 3" in case else 1
+    once = functools.partial(gradients_of_losses, Block, stage=stage)
+    if "transformers" in case:
+        once = functools.partial(of_llama, checkpoints=False)
+    plain = ranks(2, once)
+    for (want, want_state), (got, got_state) in zip(plain, ranks(2, AGAIN[case]), strict=True):
+        assert torch.equal(got_state, want_state)
         assert all(torch.equal(value, want[name]) for name, value in got.items())
+    assert torch.equal(plain[0][1], plain[1][1])
 
 
 class Fails(Model):

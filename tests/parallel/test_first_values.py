@@ -6,9 +6,9 @@ import torch.distributed as dist
 import transformers
 
 import zeroshard
-from tests.parallel.runs import initialize, own_part
-from tests.parallel.test_divided import adamw, build, loss_of
-from tests.parallel.test_transformers_plans import GROUPED, batch
+from tests.parallel.models import GROUPED
+from tests.parallel.models import tokens_of as batch
+from tests.parallel.runs import adamw, build, initialize, loss_of, own_part
 
 
 def values_of(how, stage):

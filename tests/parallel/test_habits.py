@@ -6,8 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel.runs import STEPS, Run, check_same, digests, initialize, own_part, plain
-from tests.parallel.test_divided import adamw, build, loss_of
+from tests.parallel.runs import (
+    STEPS,
+    Run,
+    adamw,
+    build,
+    compare,
+    digests,
+    initialize,
+    loss_of,
+    own_part,
+    plain,
+)
 
 TP2 = {"mesh": {"tp": 2}}
 
@@ -25,29 +35,12 @@ def by_engine(engine, number):
     engine.step()
 
 
-def by_optimizer(engine, number):
-    own_loss(engine, number).backward()
-    engine.optimizer.step()
-    engine.optimizer.zero_grad(set_to_none=number % 2 == 0)
-
-
 def unsynced(engine, number):
     with engine.no_sync():
         (own_loss(engine, number, 0, 2) / 2).backward()
     (own_loss(engine, number, 1, 2) / 2).backward()
     engine.optimizer.step()
     engine.zero_grad()
-
-
-def evaluating(engine, number):
-    engine.eval()
-    with torch.no_grad():
-        before = own_loss(engine, number)
-    engine.train()
-    loss = own_loss(engine, number)
-    assert torch.equal(before, loss.detach())
-    engine.backward(loss)
-    engine.step()
 
 
 def failing(where):
@@ -69,10 +62,8 @@ def failing(where):
     return train
 
 
-def in_reference(engine, number):
-    """Gradients and values are whole inside of unsharded()."""
-    loss = own_loss(engine, number)
-    engine.backward(loss)
+def clipping(engine, number):
+    engine.backward(own_loss(engine, number))
     total = engine.clip_grad_norm_(1e9)
     assert torch.isfinite(total)
     engine.step()
@@ -80,13 +71,12 @@ def in_reference(engine, number):
 
 LOOPS = {
     "engine": by_engine,
-    "optimizer": by_optimizer,
     "no_sync": unsynced,
-    "evaluation": evaluating,
-    "clip_grad_norm_": in_reference,
+    "clip_grad_norm_": clipping,
     "failed forward": failing("forward"),
     "failed backward": failing("backward"),
 }
+"""Other loops are drawn by the fuzz."""
 
 
 def train(loop, config):
@@ -99,26 +89,21 @@ def train(loop, config):
 
 
 @pytest.mark.long_where(loop=["engine"])
-@pytest.mark.long_where(
-    stage=[1, 2, 3], loop=["optimizer", "evaluation", "clip_grad_norm_", "failed forward"]
-)
-@pytest.mark.long_where(stage=[0, 1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_ranks", [4])
+@pytest.mark.long_where(stage=[0, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_trains_as_in_one_process(ranks, loop, num_ranks, stage):
-    check(ranks(num_ranks, train, loop, {"stage": stage, **TP2}))
+def test_a_loop_trains_as_in_one_process(ranks, loop, stage):
+    check(ranks(4, train, loop, {"stage": stage, **TP2}))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loop", ["engine", "no_sync", "failed backward"])
 @pytest.mark.parametrize(
-    "more",
+    ("loop", "more"),
     [
-        {"stage": 1, "shard_group_size": 2},
-        {"stage": 2, "shard_group_size": 2},
-        {"stage": 3, "shard_group_size": 2},
-        {"stage": 3, "reshard_after_forward": 2},
+        ("engine", {"stage": 1, "shard_group_size": 2}),
+        ("no_sync", {"stage": 2, "shard_group_size": 2}),
+        ("failed backward", {"stage": 3, "shard_group_size": 2}),
+        ("engine", {"stage": 3, "reshard_after_forward": 2}),
     ],
     ids=str,
 )
@@ -126,12 +111,8 @@ def test_shard_groups_of_tensor_ranks_train_as_in_one_process(ranks, loop, more)
     check(ranks(8, train, loop, {**TP2, **more}, timeout=120))
 
 
-def check(runs):
-    want = plain(adamw)
-    check_same(runs)
-    for run in runs:
-        for key, value in run.state.items():
-            torch.testing.assert_close(value, want.state[key], rtol=0, atol=1e-8, msg=key)
+def check(runs, steps=STEPS):
+    compare(runs, plain(adamw, steps=steps)._replace(losses=[], norms=[]), losses=0, norms=0, values=1e-8)
 
 
 def one_rank_fails(where, stage):
@@ -171,12 +152,9 @@ def test_a_backward_that_fails_on_one_tensor_rank_after_its_last_exchange_is_an_
     ranks, num_ranks, stage
 ):
     results = ranks(num_ranks, one_rank_fails, "tokens.weight", stage)
-    want = plain(adamw, steps=2)
     *others, (last, _) = results
     assert last == ["burned", True]
-    for (text, is_same), run in others:
+    for (text, is_same), _ in others:
         assert "backward of another rank has ended in an exception" in text
         assert is_same
-        for key, value in run.state.items():
-            torch.testing.assert_close(value, want.state[key], rtol=0, atol=1e-8, msg=key)
-    check_same([run for _, run in results])
+    check([run for _, run in results], steps=2)

@@ -1,10 +1,11 @@
-"""Plans find layers and cut them, or tell why they cannot."""
+"""Plans find layers and cut them, or tell why they cannot; the words of plans say what layers do."""
 
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -20,49 +21,100 @@ from zeroshard.plan.units import find_units
 from zeroshard.sharding.context import Changes
 
 
-class Layers(nn.Module):
+class Model(nn.Module):
+    """Layers between which a rank has a part, or a whole."""
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.tokens = nn.Embedding(12, 8, padding_idx=3)
+        self.tokens, self.inner, self.outer = nn.Embedding(12, 8, padding_idx=3), Conv1D(24, 8), Conv1D(8, 24)
+        self.gate_up, self.down = nn.Linear(8, 24), nn.Linear(12, 8, bias=False)  # its output is a sum
+        self.each, self.together = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.biases, self.norm = nn.Embedding(5, 4), nn.LayerNorm(8)
+        self.heads, self.out = nn.Linear(8, 4), nn.Linear(4, 8)
         self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(8, 24)}) for _ in range(2))
-        self.inner, self.outer = Conv1D(24, 8), Conv1D(8, 24)
-        self.down = nn.Linear(24, 8, bias=False)
-        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = x + self.outer(self.inner(self.tokens(torch.tensor([3, 0, 11]))).tanh())
+        gate, up = self.gate_up(x).chunk(2, -1)
+        x = self.down(F.silu(gate) * up).add_(x)
+        x = self.norm(self.together(self.each(x).softmax(-1)).add_(x))
+        x = self.out(self.heads(x).tanh() * self.biases(torch.arange(3))).add_(x)
+        return self.blocks[1]["up"](x) * self.blocks[0]["up"](x)
 
 
-def shapes(plan, num_ranks=2):
-    return {
-        f"{layer.name}.{attribute}": cut.local_shape
-        for layer in match(Layers(), plan, num_ranks)
-        for attribute, cut in layer.cuts.items()
-    }
+PLAN = {
+    "tokens": "rowwise",
+    "inner": "colwise",
+    "outer": "rowwise",
+    "gate_up": "packed_colwise",
+    "down": "rowwise",
+    "each": "colwise_rep",
+    "together": "rowwise_rep",
+    "biases": "embedding_per_head",
+    "heads": "colwise",
+    "out": "rowwise",
+    "blocks.*.up": "colwise_gather_output",
+}
+
+
+def compared():
+    """Outputs and gradients of divided layers, beside those of whole ones."""
+    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=20.0)
+    over, changes = Activations(axis, tag=1), Changes()
+    whole, model = Model().double(), Model().double()
+    layers = match(model, PLAN, over.size)
+    install(model, layers, over, changes)
+    cuts = {f"{layer.name}.{attribute}": cut for layer in layers for attribute, cut in layer.cuts.items()}
+    for name, parameter in model.named_parameters():
+        if name in cuts:
+            parameter.data = part_of(parameter.data, cuts[name], over.rank).clone()
+    x = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for one in (model, whole):
+        own = x.clone().requires_grad_()
+        output = one(own)
+        output.square().sum().backward()
+        gradients = {name: parameter.grad for name, parameter in one.named_parameters()}
+        found.append({"output": output.detach(), "x": own.grad} | gradients)
+    own = (model.inner.nf, model.outer.nf, model.blocks[0]["up"].out_features)
+    assert own == (24 // over.size, 8, 24 // over.size)
+    changes.undo()
+    assert (model.inner.nf, model.blocks[0]["up"].out_features, model.biases.embedding_dim) == (24, 24, 4)
+    assert "forward" not in vars(model.tokens)
+    got, want = found
+    return [
+        (got[name], part_of(value, cuts[name], over.rank) if name in cuts else value)
+        for name, value in want.items()
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_divided_layers_compute_and_learn_what_whole_ones_do(ranks, num_ranks):
+    for pairs in ranks(num_ranks, compared):
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)  # float64: sums in another order
 
 
 def test_a_plan_cuts_outputs_inputs_and_tokens():
-    plan = {"tokens": "rowwise", "blocks.*.up": "colwise", "inner": "colwise", "outer": "rowwise"}
-    assert shapes(plan | {"down": "rowwise"}) == {
-        "tokens.weight": (6, 8),
-        **{
-            f"blocks.{number}.up.{name}": (12, *rest)
-            for number in (0, 1)
-            for name, *rest in (("weight", 8), ("bias",))
-        },
-        "inner.weight": (8, 12),
-        "inner.bias": (12,),
-        "outer.weight": (12, 8),
-        "down.weight": (8, 12),
-    }
+    model = Model()
+    layers = {layer.name: layer.cuts for layer in match(model, PLAN, 2)}
+    assert layers.keys() == {*PLAN.keys() - {"blocks.*.up"}, "blocks.0.up", "blocks.1.up"}
+    found = {(name, key): cut.local_shape for name, cuts in layers.items() for key, cut in cuts.items()}
+    assert found["tokens", "weight"] == (6, 8)
+    assert (found["inner", "weight"], found["inner", "bias"], found["outer", "weight"]) == (
+        (8, 12),
+        (12,),
+        (12, 8),
+    )
+    assert (found["blocks.1.up", "weight"], found["down", "weight"]) == ((12, 8), (8, 6))
+    assert [(span.start, span.stop) for span in layers["gate_up"]["weight"].spans(1)] == [(6, 12), (18, 24)]
+    assert (layers["biases"]["weight"].dim, found["biases", "weight"]) == (1, (5, 2))
 
 
 def test_the_first_pattern_that_fits_holds_and_heads_stay_whole():
-    plan = {"blocks.0.*": "replicate", "blocks.*.up": LayerPlan(Split.COLUMNS, heads(1, 5, size=4))}
-    with pytest.raises(
-        ValueError, match=re.escape("'blocks.1.up.weight', dimension 0 of shape (24, 8): 1 head of 4")
-    ):
-        shapes(plan)
-    plan["blocks.*.up"] = LayerPlan(Split.COLUMNS, heads(2, 4, size=4))
-    (layer,) = match(Layers(), plan, 2)
+    plan = {"blocks.0.*": "replicate", "blocks.*.up": LayerPlan(Split.COLUMNS, heads(2, 4, size=4))}
+    (layer,) = match(Model(), plan, 2)
     assert layer.name == "blocks.1.up"
     assert layer.cuts["weight"].local_shape == (12, 8)
 
@@ -70,25 +122,56 @@ def test_the_first_pattern_that_fits_holds_and_heads_stay_whole():
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        (
-            {"blocks.*.up": "columns"},
-            "tp_plan: expected one of colwise, colwise_gather_output, colwise_shared_heads,",
-        ),
+        ({"blocks.*.up": "columns"}, "expected one of colwise, colwise_gather_output, colwise_shared_heads,"),
+        ({"*.attention": "local_params"}, "got 'local_params' for '*.attention'"),
         ({"blocks.*.upp": "colwise"}, "tp_plan: no module of the model is called 'blocks.*.upp'"),
         ({"norm": "colwise"}, "tp_plan: 'norm' is a LayerNorm; expected a Linear, an Embedding or a Conv1D"),
+        ({"down": "packed_rowwise"}, "'down' is a Linear; expected a Linear, an Embedding or a Conv1D"),
+        ({"down": "embedding_per_head"}, "'down' is a Linear; expected"),
+        ({"down": "moe_tp_experts"}, "got 'down.weight' of shape (8, 12) with 'replicate'"),
+        ({"down": "mla_kv_a_proj"}, "expected 'qk_rope_head_dim' in the Model that holds it, got None"),
+        ({"down": LayerPlan(Split.ROWS, (Section(9),))}, "expected sections of 12 elements together"),
+        ({"biases": "packed_colwise"}, "expected 'rowwise' for the embedding 'biases'"),
+        ({"tokens": "colwise"}, "expected 'rowwise' for the embedding 'tokens', which is cut by tokens"),
+        ({"biases": "embedding_per_head"}, "4 elements cannot be divided over mesh.tp=3 ranks"),
         (
-            {"tokens": "colwise"},
-            "tp_plan: expected 'rowwise' for the embedding 'tokens', which is cut by tokens",
-        ),
-        (
-            {"down": LayerPlan(Split.ROWS, (Section(20),))},
-            "'down.weight': expected sections of 24 elements together",
+            {"blocks.1.up": LayerPlan(Split.COLUMNS, heads(1, 5, size=4))},
+            "'blocks.1.up.weight', dimension 0 of shape (24, 8): 1 head of 4",
         ),
     ],
 )
-def test_errors_name_the_layer(plan, text):
+def test_words_that_do_not_suit_a_layer_are_refused(plan, text):
     with pytest.raises(ValueError, match=re.escape(text)):
-        shapes(plan)
+        match(Model(), plan, 3)
+
+
+@pytest.mark.parametrize("way", [Split.COLUMNS_GATHERED, Split.ROWS_SPLIT])
+def test_parts_of_several_sections_are_not_gathered_or_split_in_rank_order(way):
+    with pytest.raises(ValueError, match=f"expected one section for '{way.value}', .* got 2"):
+        LayerPlan(way, heads(2, 2, size=3))
+
+
+def test_a_parameter_is_not_cut_for_one_layer_and_whole_for_another():
+    model = nn.ModuleDict({"tokens": nn.Embedding(12, 8), "head": nn.Linear(8, 12, bias=False)})
+    model.head.weight = model.tokens.weight
+    text = "'head.weight' is cut, but tied to 'tokens.weight', which is not; expected both in the plan"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        plan_division(model, find_units(model, None), {"head": "colwise_gather_output"}, 2)
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.q, self.out = 4, nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+def test_heads_that_a_module_counts_must_be_in_the_plan():
+    model, plan = nn.ModuleDict({"attention": Counted()}), {"*.q": "colwise", "*.out": "rowwise"}
+    text = "'attention.q' is next to 'num_heads' of a Counted, and each rank computes some of these heads"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        plan_division(model, find_units(model, None), plan, 2)
+    plan["*.q"] = LayerPlan(Split.COLUMNS, heads(4, size=2))
+    assert len(plan_division(model, find_units(model, None), plan, 2).layers) == 2
 
 
 class Scaled(nn.Linear):
@@ -122,7 +205,7 @@ def test_an_embedding_that_changes_its_rows_is_refused():
 
 
 def test_ignored_parameters_of_divided_layers_are_refused():
-    model, plan = Layers(), {"inner": "colwise", "outer": "rowwise", "norm": "replicated_with_grad_allreduce"}
+    model, plan = Model(), {"inner": "colwise", "outer": "rowwise", "norm": "replicated_with_grad_allreduce"}
     for name in ("outer.weight", "norm.bias"):  # a part, and a summand of the gradient
         specs = find_units(model, None, [name])
         with pytest.raises(ValueError, match=f"'ignored': each tensor rank computes with a part of '{name}'"):
@@ -134,12 +217,12 @@ def test_ignored_parameters_of_divided_layers_are_refused():
 
 
 def test_a_model_without_a_plan_is_told_how_to_give_one():
-    with pytest.raises(ValueError, match=re.escape("mesh.tp=2: Layers has no plan of its own")):
-        plan_division(Layers(), [], None, 2)
+    with pytest.raises(ValueError, match=re.escape("mesh.tp=2: Model has no plan of its own")):
+        plan_division(Model(), [], None, 2)
 
 
 def test_tied_layers_must_be_cut_alike():
-    model = Layers()
+    model = Model()
     model.head = nn.Linear(8, 12, bias=False)
     model.head.weight = model.tokens.weight
     specs, plan = find_units(model, None), {"tokens": "rowwise", "head": "rowwise"}
@@ -163,50 +246,3 @@ def test_all_parts_make_the_whole(num_ranks, sections):
     parts = [part_of(whole, cut, rank) for rank in range(num_ranks)]
     assert all(part.shape == cut.local_shape for part in parts)
     assert torch.equal(whole_of(parts, cut), whole)
-
-
-def divided_layers():
-    """Outputs and gradients of layers of each kind, beside those of whole ones."""
-    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=20.0)
-    over, changes, found = Activations(axis, tag=1), Changes(), []
-    whole, model = Layers().double(), Layers().double()
-    plan = {
-        "tokens": "rowwise",
-        "inner": "colwise",
-        "outer": "rowwise",
-        "blocks.0.up": "colwise_gather_output",
-    }
-    layers = match(model, plan, over.size)
-    install(model, layers, over, changes)
-    for layer in layers:
-        for attribute, cut in layer.cuts.items():
-            parameter = layer.module._parameters[attribute]
-            parameter.data = part_of(parameter.data, cut, over.rank).clone()
-    tokens = torch.tensor([[3, 0, 11, 7]])
-    for one in (whole, model):
-        hidden = one.blocks[0]["up"](one.outer(one.inner(one.tokens(tokens)).tanh()))
-        hidden.square().sum().backward()
-        found.append(
-            (hidden.detach(), {name: p.grad for name, p in one.named_parameters() if p.grad is not None})
-        )
-    cuts = {f"{layer.name}.{attribute}": cut for layer in layers for attribute, cut in layer.cuts.items()}
-    assert (model.inner.nf, model.outer.nf, model.blocks[0]["up"].out_features) == (
-        24 // over.size,
-        8,
-        24 // over.size,
-    )
-    changes.undo()
-    assert (model.inner.nf, model.blocks[0]["up"].out_features) == (24, 24)
-    assert "forward" not in vars(model.tokens)
-    (want, want_grads), (got, grads) = found
-    pairs = [(got, want)]
-    for name, value in want_grads.items():
-        pairs.append((grads[name], part_of(value, cuts[name], over.rank) if name in cuts else value))
-    return pairs
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_divided_layers_compute_and_learn_what_whole_ones_do(ranks, num_ranks):
-    for pairs in ranks(num_ranks, divided_layers):
-        for got, want in pairs:
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)  # float64: sums in another order

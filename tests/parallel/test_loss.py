@@ -1,6 +1,7 @@
 """Losses over divided logits: those of one process, and nobody holds all logits."""
 
 import copy
+import functools
 import re
 from unittest import mock
 
@@ -12,6 +13,7 @@ import transformers
 from torch import nn
 
 import zeroshard
+from tests.parallel.runs import Kind, compare, divided, plain
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.activations import Activations
@@ -75,40 +77,17 @@ def batches():
     ]
 
 
-def of_one_process(name):
-    model, losses = build(name).train(), []
-    optimizer = sgd(model.parameters())
-    for inputs in batches():
-        loss = model(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict()
-
-
-def of_ranks(name, config, plan=None):
-    engine, losses = sharded(build(name).train(), config, plan), []
-    for inputs in batches():
-        outputs = engine(**inputs)
-        assert isinstance(outputs.logits, DividedLogits)
-        engine.backward(outputs.loss)
-        engine.step()
-        losses.append(outputs.loss.item())
-    state = engine.full_state_dict()
-    engine.close(restore=False)
-    return losses, state
+def loss_of(model, number, own=slice(None)):
+    return model(**batches()[number]).loss  # there are no data-parallel ranks
 
 
 @pytest.mark.long_where(tp=[4])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_transformers_trains_as_in_one_process(ranks, name, tp):
-    want_losses, want = of_one_process(name)
-    for losses, state in ranks(tp, of_ranks, name, {"stage": 1, "mesh": {"tp": tp}}):
-        assert losses == pytest.approx(want_losses, rel=1e-6)
-        for key, value in state.items():
-            torch.testing.assert_close(value, want[key], **CLOSE, msg=key)
+    kind = Kind(functools.partial(build, name), loss_of, None, BATCH)
+    found = ranks(tp, divided, {"stage": 1, "mesh": {"tp": tp}}, sgd, kind=kind, steps=len(batches()))
+    compare(found, plain(sgd, kind=kind, steps=len(batches())), losses=1e-6, norms=1e-5, values=1e-6)
 
 
 def logits_of_ranks():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel import runs, test_sequence
+from tests.parallel import runs, sequences
 from tests.parallel.pipeline import runs as pipelined
-from tests.parallel.test_divided import adamw
+from tests.parallel.runs import adamw
 
 OVERRIDES = {"*norm*": "bf16", "second": "bf16", "blocks.1.up": "fp32", "blocks.*.down": "fp32"}
 """A bfloat16 norm in a float64 model: a cast that is missing shows in 3 digits."""
@@ -50,11 +50,11 @@ def test_divided_layers_and_norms_beside_them_compute_in_their_dtype(ranks, stag
 
 def on_parts(config, plan):
     """Losses over parts of the sequence, and the bytes that a step moves between the tensor ranks."""
-    engine = test_sequence.sharded(test_sequence.build(test_sequence.Model), config, plan)
+    engine = sequences.sharded(sequences.build(sequences.Model), config, plan)
     losses, moved = [], []
     for number in range(3):
         engine.reset_comm_report()
-        loss = test_sequence.loss_of(engine, number)
+        loss = sequences.loss_of(engine, number)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -66,9 +66,9 @@ def on_parts(config, plan):
 def test_norms_on_parts_of_a_sequence_cast_and_gather_what_goes_on(ranks, dtype):
     config = {"stage": 3, "mesh": {"tp": 2}}
     names = ("norm", "second", "after")
-    ((want, sent), _) = ranks(2, on_parts, config, test_sequence.PLAN)
+    ((want, sent), _) = ranks(2, on_parts, config, sequences.PLAN)
     precision = {"overrides": dict.fromkeys(names, dtype)}
-    for losses, moved in ranks(2, on_parts, config | {"precision": precision}, test_sequence.PLAN):
+    for losses, moved in ranks(2, on_parts, config | {"precision": precision}, sequences.PLAN):
         assert losses == pytest.approx(want, rel=1e-5 if dtype == "fp32" else 2e-2)
         assert losses != want
         assert moved[1] <= sent[1]  # what is gathered lies in the dtype of the layers around

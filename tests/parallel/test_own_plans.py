@@ -1,4 +1,4 @@
-"""Models for which transformers has no plan are divided by ours, and train to the values of one process."""
+"""Our plans for models for which transformers has none."""
 
 import functools
 import re
@@ -8,61 +8,12 @@ import torch
 import transformers
 from torch import nn
 
-import zeroshard
-from tests.parallel.trained import divided, plain
+from tests.parallel.models import BATCH, GPT2, LENGTH, T5, VOCABULARY, build
+from tests.parallel.runs import Kind, compare, divided, plain
 from zeroshard.parallel.tensor.division import match, plan_of
 from zeroshard.parallel.tensor.styles import sections_of, set_counts
 from zeroshard.plan.cuts import heads
 from zeroshard.sharding.context import Changes
-
-BATCH, LENGTH, VOCABULARY = 4, 9, 64
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
-GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-T5 = {"d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
-T5 |= {"dropout_rate": 0.0, "relative_attention_num_buckets": 8, "decoder_start_token_id": 0}
-GATED = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-MODELS = {
-    "GPT-2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, GPT2),
-    "GPT-2, untied": (
-        transformers.GPT2LMHeadModel,
-        transformers.GPT2Config,
-        GPT2 | {"tie_word_embeddings": False, "n_inner": 48, "scale_attn_by_inverse_layer_idx": True},
-    ),
-    "T5": (transformers.T5ForConditionalGeneration, transformers.T5Config, T5),
-    "T5, gated": (transformers.T5ForConditionalGeneration, transformers.T5Config, GATED),
-    "mT5": (transformers.MT5ForConditionalGeneration, transformers.MT5Config, GATED),
-}
-
-
-def build(name, seed=0):
-    cls, config, options = MODELS[name]
-    torch.manual_seed(seed)
-    return cls(config(**options, use_cache=False)).double()
-
-
-def batch(name, number):
-    generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=generator)
-    return {"input_ids": tokens, "labels": tokens.flip(1)[:, 2:].contiguous() if "T5" in name else tokens}
-
-
-@pytest.mark.long_where(tp=[4])
-@pytest.mark.long_where(stage=[1])
-@pytest.mark.long_where(name=["T5"], num_ranks=[4])
-@pytest.mark.long_where(name=["GPT-2"], num_ranks=[2])
-@pytest.mark.long_where(name=["GPT-2, untied", "T5, gated", "mT5"])
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 4), (4, 2)])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_trains_as_in_one_process(ranks, name, num_ranks, tp, stage):
-    of = functools.partial(build, name), functools.partial(batch, name)
-    want_losses, want_norms, want = plain(*of)
-    for losses, norms, state in ranks(num_ranks, divided, *of, stage, tp):
-        assert losses == pytest.approx(want_losses, rel=1e-6)  # the factor of clipping is rounded to float32
-        assert norms == pytest.approx(want_norms, rel=1e-5)  # the loss of transformers is in float32
-        for key, value in state.items():
-            # Adam divides small gradients, which come from a loss in float32, by their own size.
-            torch.testing.assert_close(value, want[key], rtol=0, atol=3e-5, msg=key)
 
 
 def test_each_rank_has_whole_heads_of_queries_of_keys_and_of_values():
@@ -138,45 +89,27 @@ CLASSIFIERS = {
 }
 
 
-def classifier(kind):
+def classifier(kind, seed):
     cls, config = CLASSIFIERS[kind]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return cls(config(**T5, num_labels=3, classifier_dropout=0.0)).double()
 
 
-def loss_of_classifier(model, kind):
-    tokens = torch.randint(2, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+def loss_of_classifier(kind, model, number, own=slice(None)):
+    tokens = torch.randint(2, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
     tokens[:, -1] = 1  # the end of a sentence
     labels = tokens % 3 if kind == "tokens" else tokens[:, 0] % 3
-    return model(input_ids=tokens, labels=labels).loss
-
-
-def divided_classifier(kind):
-    engine = zeroshard.initialize(classifier(kind), sgd, {"stage": 3, "mesh": {"tp": 2}}).engine
-    losses = []
-    for _ in range(2):
-        loss = loss_of_classifier(engine, kind)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    engine.close(restore=False)
-    return losses
+    return model(input_ids=tokens[own], labels=labels[own]).loss
 
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@pytest.mark.long_where(kind=["mT5", "tokens"])
-@pytest.mark.parametrize("kind", CLASSIFIERS)
-def test_classifiers_over_t5_train_as_in_one_process(ranks, kind):
-    model, want = classifier(kind), []
-    optimizer = sgd(model.parameters())
-    for _ in range(2):
-        loss = loss_of_classifier(model, kind)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        want.append(loss.item())
-    for losses in ranks(2, divided_classifier, kind):
-        assert losses == pytest.approx(want, rel=1e-6)  # the loss of transformers may be in float32
+@pytest.mark.long_where(name=["mT5", "tokens"])
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_classifiers_over_t5_train_as_in_one_process(ranks, name):
+    loss_of = functools.partial(loss_of_classifier, name)
+    kind = Kind(functools.partial(classifier, name), loss_of, None, BATCH)
+    found = ranks(2, divided, {"stage": 3, "mesh": {"tp": 2}}, sgd, kind=kind, steps=2)
+    compare(found, plain(sgd, kind=kind, steps=2), losses=1e-6, norms=1e-5, values=1e-6)

@@ -4,30 +4,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.parallel import runs
 from tests.parallel.pipeline import runs as pipelined
-from tests.parallel.test_divided import adamw
-
-
-def freeze(model):
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("blocks.0" not in name)
-
-
-def trained(parameters):
-    return adamw([parameter for parameter in parameters if parameter.requires_grad])
-
-
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_each_rank_holds_its_part_of_divided_layers(ranks, num_ranks):
-    config = {"stage": 3, "mesh": {"tp": 2}}
-    want = ranks(num_ranks, runs.divided, config, trained, freeze)
-    got = ranks(num_ranks, runs.divided, config | {"frozen": "replicate"}, trained, freeze)
-    plain = runs.plain(trained, freeze)
-    for mine, other in zip(got, want, strict=True):
-        assert mine.losses == other.losses
-        assert mine.losses == pytest.approx(plain.losses, rel=1e-9)
-    assert all(torch.equal(value, want[0].state[name]) for name, value in got[0].state.items())
 
 
 def pipeline(frozen):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import zeroshard
-from tests.parallel import test_divided, test_sequence
+from tests.parallel import runs, sequences
 from tests.pretend.scenario import Bench, adamw, add
 from tests.pretend.scenarios.plain import BF16, READS_NORM
 
@@ -18,8 +18,8 @@ def _add(name: str, *, num_ranks: int = 2, sequence: bool = False, **config: Any
     """A scenario that trains a model on two tensor ranks."""
 
     def run(bench: Bench) -> None:
-        of: Any = test_sequence if sequence else test_divided
-        model = (test_sequence.build(test_sequence.Model) if sequence else test_divided.build(0)).float()
+        of: Any = sequences if sequence else runs
+        model = (sequences.build(sequences.Model) if sequence else runs.build(0)).float()
         with bench.trace.syncs_allowed():
             settings = {"watchdog_s": 60.0, "mesh": {"tp": 2}} | config
             bench.engine = zeroshard.initialize(model, adamw, settings, tp_plan=of.PLAN).engine

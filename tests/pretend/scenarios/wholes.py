@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zeroshard
-from tests.parallel import test_divided
+from tests.parallel import runs
 from tests.pretend.scenario import Bench, add
 from tests.pretend.scenarios.divided import COMPARES
 from tests.pretend.scenarios.plain import BF16, READS_NORM
@@ -34,13 +34,13 @@ def _add(name: str, *, num_ranks: int = 2, may_sync: Iterable[str] = (), **confi
 
 
 def _divided(bench: Bench) -> None:
-    model = test_divided.build(0).float()
+    model = runs.build(0).float()
     with bench.trace.syncs_allowed():
         config = {"watchdog_s": 60.0, "mesh": {"tp": 2}, "stage": 3}
         optimizer = Muon(muon_groups(model))
-        bench.engine = zeroshard.initialize(model, optimizer, config, tp_plan=test_divided.PLAN).engine
+        bench.engine = zeroshard.initialize(model, optimizer, config, tp_plan=runs.PLAN).engine
     for number in range(3):
-        bench.engine.backward(test_divided.loss_of(bench.engine, number).float())
+        bench.engine.backward(runs.loss_of(bench.engine, number).float())
         bench.engine.step()
 
 

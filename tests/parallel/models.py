@@ -1,0 +1,96 @@
+"""Small models of transformers, for the tests of this folder."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import transformers
+
+from tests.parallel.runs import Kind
+
+BATCH, LENGTH, VOCABULARY = 4, 9, 64
+OFF = dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+SMALL = OFF | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32,
+    "use_cache": False,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+TIED = {"tie_word_embeddings": True}
+GPT2 = OFF | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
+T5 = {"d_model": 32, "d_kv": 6, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+T5 |= {"dropout_rate": 0.0, "relative_attention_num_buckets": 8, "decoder_start_token_id": 0}
+GATED = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+EXPERTS = GROUPED | {"intermediate_size": 24, "experts_implementation": "eager"}  # others have no float64
+MIXTRAL = EXPERTS | {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+CHOSEN = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = EXPERTS | CHOSEN | {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6}
+LATENT |= {"v_head_dim": 8, "num_key_value_heads": 4, "n_shared_experts": 1, "n_routed_experts": 4}
+LATENT |= {"attention_bias": True, "q_lora_rank": 12, "first_k_dense_replace": 1}
+MODELS = {
+    "Llama": ("LlamaForCausalLM", GROUPED),
+    "Llama, tied": ("LlamaForCausalLM", GROUPED | TIED | {"attention_bias": True}),
+    "Qwen3": ("Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),
+    "Gemma": ("GemmaForCausalLM", SMALL | {"num_key_value_heads": 1, "head_dim": 8}),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", SMALL),
+    "GPT-NeoX, tied": ("GPTNeoXForCausalLM", SMALL | TIED),
+    "Phi": ("PhiForCausalLM", SMALL),
+    "Phi, norms of heads": ("PhiForCausalLM", SMALL | {"qk_layernorm": True}),
+    "Apertus": ("ApertusForCausalLM", GROUPED),
+    "Phi 3, gathered": ("Phi3ForCausalLM", GROUPED | {"pad_token_id": 0}),
+    "OLMo 2, gathered": ("Olmo2ForCausalLM", GROUPED),
+    "GLM, gathered": ("GlmForCausalLM", GROUPED | {"head_dim": 8, "pad_token_id": 0}),
+    # Those for which transformers has no plan are divided by ours.
+    "GPT-2": ("GPT2LMHeadModel", GPT2),
+    "GPT-2, untied": (
+        "GPT2LMHeadModel",
+        GPT2 | {"tie_word_embeddings": False, "n_inner": 48, "scale_attn_by_inverse_layer_idx": True},
+    ),
+    "T5": ("T5ForConditionalGeneration", T5),
+    "T5, gated": ("T5ForConditionalGeneration", GATED),
+    "mT5": ("MT5ForConditionalGeneration", GATED),
+    # Those with experts.
+    "Mixtral": ("MixtralForCausalLM", MIXTRAL),
+    "Mixtral, in a batch": ("MixtralForCausalLM", MIXTRAL | {"experts_implementation": "batched_mm"}),
+    "Mixtral, without the loss of balance": ("MixtralForCausalLM", MIXTRAL | {"output_router_logits": False}),
+    "Qwen3, some experts": (
+        "Qwen3MoeForCausalLM",
+        EXPERTS | CHOSEN | {"num_experts": 4, "head_dim": 8, "mlp_only_layers": [0]},
+    ),
+    "DeepSeek V2": ("DeepseekV2ForCausalLM", LATENT),
+    "Llama 4": (
+        "Llama4ForCausalLM",
+        EXPERTS | {"num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8},
+    ),
+}
+
+
+def build(name, seed=0, **others):
+    cls, options = MODELS[name]
+    torch.manual_seed(seed)
+    cls = getattr(transformers, cls)
+    return cls(cls.config_class(**options | {"use_cache": False} | others)).double()
+
+
+def batch(name, number):
+    """Inputs of a model by name."""
+    tokens = tokens_of(number)
+    return {"input_ids": tokens, "labels": tokens.flip(1)[:, 2:].contiguous() if "T5" in name else tokens}
+
+
+def tokens_of(number):
+    return torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
+
+
+def loss_of(name, model, number, own=slice(None)):
+    return model(**{key: value[own].contiguous() for key, value in batch(name, number).items()}).loss
+
+
+def kind_of(name):
+    """For `runs.plain` and `runs.divided`."""
+    return Kind(functools.partial(build, name), functools.partial(loss_of, name), None, BATCH)

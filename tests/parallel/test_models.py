@@ -1,0 +1,57 @@
+"""Models of transformers are divided by their own plans or ours, and train to the values of one process."""
+
+import pytest
+import torch
+
+from tests.parallel.models import MODELS, build, kind_of
+from tests.parallel.runs import compare, divided, plain
+
+
+def adamw(parameters):
+    # Biases of keys have gradients near 0, of rounding in the float32 loss. With 1e-8 each is a whole step.
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
+
+
+FAST = {("Llama", 2, 2), ("Qwen3", 2, 2), ("T5", 2, 2), ("Mixtral", 2, 2), ("GPT-2", 4, 2)}
+MORE_RANKS = ("Llama", "Llama, tied", "Gemma", "GPT-2", "T5", "Mixtral", "DeepSeek V2")
+"""Models that are divided over 4 tensor ranks as well, some of which share heads of keys then."""
+CASES = [
+    *((name, 2, 2, 3) for name in MODELS),
+    *((name, 4, 2, 3 if name == "GPT-2" else 1) for name in MODELS),
+    *((name, 4, 4, 3) for name in MORE_RANKS),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "tp", "stage"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[:3] not in FAST)) for case in CASES],
+)
+def test_a_model_trains_as_in_one_process(ranks, name, num_ranks, tp, stage):
+    config = {"stage": stage, "mesh": {"tp": tp}, "clip_grad_norm": 0.5}
+    # The loss of balance is of each rank's batch.
+    want = plain(adamw, kind=kind_of(name), max_norm=0.5, num_parts=num_ranks // tp)
+    found = ranks(num_ranks, divided, config, adamw, kind=kind_of(name))
+    # The loss of transformers is in float32, and Adam divides small gradients by their own size.
+    compare(found, want, losses=1e-6, norms=1e-5, values=3e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tp", [2, 4])
+def test_products_of_all_experts_at_once_are_divided_too(ranks, tp):
+    kind = kind_of("Mixtral")._replace(build=grouped)
+    want = plain(adamw, kind=kind, dtype=torch.float32)
+    found = ranks(tp, divided, {"stage": 3, "mesh": {"tp": tp}}, adamw, kind=kind, dtype=torch.float32)
+    compare(found, want, losses=1e-5, norms=1e-4, values=1.0)  # float32, sums in another order
+
+
+def grouped(seed):
+    return build("Mixtral", seed, experts_implementation="grouped_mm", intermediate_size=32)
+
+
+def refused():
+    with pytest.raises(ValueError, match=r"64 elements cannot be divided over mesh\.tp=3 ranks"):
+        divided({"stage": 1, "mesh": {"tp": 3}}, adamw, kind=kind_of("Llama"))
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_numbers(ranks):
+    ranks(3, refused)
