@@ -53,13 +53,6 @@ def test_each_rank_has_whole_heads_of_each_section(cut):
         start += section.size
 
 
-@given(cuts())
-def test_all_ranks_have_as_much(cut):
-    sizes = {sum(span.size for span in cut.spans(rank)) for rank in range(cut.num_ranks)}
-    assert sizes == {cut.local_shape[cut.dim]}
-    assert math.prod(cut.local_shape) * cut.num_ranks == math.prod(cut.shape)
-
-
 @given(cuts(), st.data())
 def test_runs_make_up_any_range_of_a_part(cut, data):
     rank = data.draw(st.integers(0, cut.num_ranks - 1))

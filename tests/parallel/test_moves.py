@@ -1,6 +1,8 @@
 """Steps of activations over the tensor ranks give the values and gradients of one process."""
 
+import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -53,6 +55,10 @@ def exchanged(dtype):
                 )
                 found.append((over.split(everyone[0], dim), part(everyone[0], dim, over)))
     found.append((over.sum(values(0, dtype=dtype), "test"), values(0, dtype=dtype)))
+    if over.size == 2:
+        text = "expected a multiple of the 2 tensor-parallel ranks in dimension 1"
+        with pytest.raises(ValueError, match=text):
+            over.split(values(2, 5), 1)
     return found
 
 
@@ -85,16 +91,6 @@ def test_bytes_are_counted(ranks, num_ranks):
         assert sent["all_gather"] == 8 * (part + 12) * peers
 
 
-def split_unevenly():
-    over, _ = tensor_ranks()
-    with pytest.raises(ValueError, match="expected a multiple of the 2 tensor-parallel ranks in dimension 1"):
-        over.split(values(2, 5), 1)
-
-
-def test_a_part_that_does_not_divide_is_refused(ranks):
-    ranks(2, split_unevenly)
-
-
 # -------------------------------------------------------------------------------------------------- layers
 
 
@@ -119,14 +115,6 @@ def pair(by_sequence):
     return list(zip((got.detach(), *(one.grad for one in mine)), wanted, strict=True))
 
 
-@pytest.mark.parametrize("by_sequence", [False, True])
-@pytest.mark.parametrize("num_ranks", RANKS)
-def test_columns_then_rows_are_the_layers_of_one_process(ranks, num_ranks, by_sequence):
-    for found in ranks(num_ranks, pair, by_sequence):
-        for got, want in found:
-            torch.testing.assert_close(got, want.detach(), **EXACT)
-
-
 def gathered_and_split():
     """A layer divided by columns whose output is gathered; then every rank takes its rows again."""
     over, _ = tensor_ranks()
@@ -143,9 +131,17 @@ def gathered_and_split():
     return list(zip((rows.detach(), mine[0].grad, mine[1].grad), wanted, strict=True))
 
 
+LAYERS = {
+    "columns then rows": functools.partial(pair, by_sequence=False),
+    "columns then rows, along the sequence": functools.partial(pair, by_sequence=True),
+    "gathered and split": gathered_and_split,
+}
+
+
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_outputs_are_gathered_and_split(ranks, num_ranks):
-    for found in ranks(num_ranks, gathered_and_split):
+@pytest.mark.parametrize("name", LAYERS)
+def test_columns_then_rows_are_the_layers_of_one_process(ranks, num_ranks, name):
+    for found in ranks(num_ranks, LAYERS[name]):
         for got, want in found:
             torch.testing.assert_close(got, want.detach(), **EXACT)
 
@@ -193,6 +189,12 @@ def losses():
         assert sum(counter.calls.values()) - before == (over.size > 1)
         got.sum().backward()
         found += [(got, want), (mine.grad, whole.grad[:, own.slice])]
+    # Where no row counts, the sum is 0, and the mean is not a number, as in torch.
+    mine, nothing = mine.detach().requires_grad_(), torch.full_like(targets, -100)
+    total = divided_cross_entropy(mine, nothing, own, over, reduction="sum")
+    assert math.isnan(divided_cross_entropy(mine, nothing, own, over))
+    total.backward()
+    assert total == mine.grad.abs().max() == 0
     with pytest.raises(ValueError, match="reduction: expected 'mean', 'sum' or 'none', got 'max'"):
         divided_cross_entropy(mine, own_targets, own, over, reduction="max")
     return [(got.detach(), want.detach()) for got, want in found]
@@ -203,20 +205,3 @@ def test_the_loss_over_divided_logits_is_that_over_all(ranks, num_ranks):
     for found in ranks(num_ranks, losses):
         for got, want in found:
             torch.testing.assert_close(got, want, **EXACT)
-
-
-def without_targets():
-    """No row counts; the mean is then not a number, as in torch."""
-    over, _ = tensor_ranks()
-    logits = values(4, 12 // over.size).requires_grad_()
-    (own,) = Cut("head", (12, D), 0, over.size).spans(over.rank)
-    total = divided_cross_entropy(logits, torch.full((4,), -100), own, over, reduction="sum")
-    mean = divided_cross_entropy(logits, torch.full((4,), -100), own, over)
-    total.backward()
-    return total.item(), mean.item(), logits.grad.abs().max().item()
-
-
-def test_rows_that_do_not_count_give_no_loss(ranks):
-    for total, mean, largest in ranks(2, without_targets):
-        assert total == largest == 0
-        assert mean != mean

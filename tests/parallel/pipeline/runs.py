@@ -18,6 +18,21 @@ SIZES = {
 }
 
 
+LAYOUTS = {
+    "1x1x1": (1, {}, {}),
+    "dp 4": (4, {}, {}),
+    "tp 4": (4, {"tp": 4}, {}),
+    "pp 2": (2, {"pp": 2}, {"schedule": "interleaved", "num_microbatches": 2}),
+    "pp 4": (4, {"pp": 4}, {"schedule": "1f1b", "num_microbatches": 4}),
+    "pp 2 x dp 2": (4, {"pp": 2}, {"schedule": "zbv", "num_microbatches": 2}),
+    "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}, {"schedule": "1f1b", "num_microbatches": 2}),
+    "pp 4 x dp 2": (8, {"pp": 4}, {"schedule": "gpipe", "num_microbatches": 2}),
+    "2x2x2": (8, {"pp": 2, "tp": 2}, {"schedule": "1f1b", "num_microbatches": 2}),
+}
+"""(ranks, mesh, pipeline)."""
+RECOMPUTED = "0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1R1,1I1,1W1\n"
+
+
 def llama(**others):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | others))
 
@@ -67,18 +82,39 @@ def tokens_of(number, rows=BATCH):
     return torch.randint(VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(number))
 
 
-def plain(name, numbers, max_norm=0.5, make=sgd):
-    """Losses, gradient norms and parameters of training in one process."""
-    model, losses, norms = build(name), [], []
-    optimizer = make(model.parameters())
-    for number in numbers:
-        tokens = tokens_of(number)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+def rows_of(value, num, place):
+    """A part of inputs or targets."""
+    if isinstance(value, dict):
+        return {key: rows_of(one, num, place) for key, one in value.items()}
+    return value.chunk(num)[place]
+
+
+def language_loss(model, inputs, labels):
+    return model(**inputs, labels=labels).loss
+
+
+def train_plainly(model, batches, loss_of=language_loss, make=sgd, *, num=1, max_norm=None):
+    """Losses and norms of one process; a loss is the mean over `num` micro-batches."""
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, losses, norms = make(own), [], []
+    for inputs, targets in batches:
+        losses.append(0.0)
+        for place in range(num):
+            loss = loss_of(model, rows_of(inputs, num, place), rows_of(targets, num, place)) / num
+            loss.backward()
+            losses[-1] += loss.item()
+        if max_norm is not None:
+            norms.append(nn.utils.clip_grad_norm_(own, max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+    return losses, norms
+
+
+def plain(name, numbers, max_norm=0.5, make=sgd):
+    """Losses, gradient norms and parameters of training in one process."""
+    model = build(name)
+    batches = (({"input_ids": tokens}, tokens) for tokens in map(tokens_of, numbers))
+    losses, norms = train_plainly(model, batches, make=make, max_norm=max_norm)
     return losses, norms, {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
@@ -103,3 +139,28 @@ def parameters_of(engine):
     with engine.unsharded():
         named = engine.module.named_parameters(remove_duplicate=False)
         return {name: parameter.detach().clone() for name, parameter in named}
+
+
+def bits(name, schedules, options):
+    found = []
+    for schedule in schedules:
+        pipeline = {"schedule": schedule, "num_microbatches": 4}
+        engine = start(name, {"mesh": {"pp": 2}, "pipeline": pipeline, **options}, adamw)
+        rows = 8 * engine.dp_world_size
+        found.append((train(engine, range(3), rows), parameters_of(engine)))
+        engine.close(restore=False)
+    return found
+
+
+def compare_bits(ranks, num_ranks, name, schedules, options):
+    """The parameters of a rank differ between schedules, since the chunks do; together they are the model."""
+    by_rank = ranks(num_ranks, bits, name, schedules, options)
+    whole = [{} for _ in schedules]
+    for runs in by_rank:
+        for number, (numbers, state) in enumerate(runs):
+            assert numbers == by_rank[0][0][0]
+            whole[number] |= state
+    for state in whole[1:]:
+        assert state.keys() == whole[0].keys()
+        for parameter, value in state.items():
+            assert torch.equal(value, whole[0][parameter]), parameter

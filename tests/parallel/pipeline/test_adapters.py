@@ -7,19 +7,20 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 import zeroshard
-from tests.parallel.pipeline.runs import MODELS, build, parameters_of, tokens_of, train
+from tests.parallel.pipeline.runs import (
+    LAYOUTS,
+    MODELS,
+    build,
+    parameters_of,
+    tokens_of,
+    train,
+    train_plainly,
+)
 from zeroshard.parallel.pipeline.chunked import outline_of
 
 STEPS = range(3)
-LAYOUTS = {
-    "pp 2": (2, {"pp": 2}, {"schedule": "1f1b", "num_microbatches": 2}),
-    "pp 2 x dp 2": (4, {"pp": 2}, {"schedule": "interleaved", "num_microbatches": 2}),
-    "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}, {"schedule": "zbv", "num_microbatches": 2}),
-}
-"""(ranks, mesh, pipeline)."""
 
 
 def adapted(name, **options):
@@ -58,16 +59,9 @@ def trained(layout, folder, stage, name, options):
 
 
 def compare(ranks, folder, layout, stage, name, **options):
-    model, losses, norms = adapted(name, **options), [], []
-    optimizer = sgd(model.parameters())
-    for number in STEPS:
-        tokens = tokens_of(number)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
+    model = adapted(name, **options)
+    batches = (({"input_ids": tokens}, tokens) for tokens in map(tokens_of, STEPS))
+    losses, norms = train_plainly(model, batches, make=sgd, max_norm=0.5)
     want, names = dict(model.named_parameters(remove_duplicate=False)), set()
     for found, found_norms, state in ranks(LAYOUTS[layout][0], trained, layout, folder, stage, name, options):
         assert found == pytest.approx(losses, rel=1e-6)

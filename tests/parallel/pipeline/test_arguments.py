@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zeroshard
-from tests.parallel.pipeline.runs import LENGTH, MODELS, build, mixtral, sgd, start, tokens_of
+from tests.parallel.pipeline.runs import LENGTH, MODELS, build, mixtral, sgd, start, tokens_of, train_plainly
 
 NUM_MICROBATCHES, STEPS = 4, 4
 
@@ -31,32 +31,13 @@ def run(name, schedule, stage):
     return losses
 
 
-def plain(name):
-    """The means over micro-batches, which count other numbers of tokens."""
-    model, losses = build(name), []
-    optimizer = sgd(model.parameters())
-    for number in range(STEPS):
-        inputs, labels = batch(number)
-        total, size = 0.0, len(labels) // NUM_MICROBATCHES
-        for start_row in range(0, len(labels), size):
-            rows = slice(start_row, start_row + size)
-            given = {key: value[rows] for key, value in inputs.items()}
-            loss = model(**given, labels=labels[rows]).loss / NUM_MICROBATCHES
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
-
-
 @pytest.mark.long_where(schedule=["1f1b"])
 @pytest.mark.parametrize("name", ["llama", "tied gpt", "mixtral"])
 @pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 3), ("zbv", 0)])
 @pytest.mark.long_where(name=["tied gpt", "mixtral"])
 def test_masks_and_places_reach_every_chunk(ranks, name, schedule, stage):
-    want = plain(name)
+    batches = map(batch, range(STEPS))  # micro-batches count other numbers of tokens
+    want, _ = train_plainly(build(name), batches, num=NUM_MICROBATCHES, max_norm=0.5)
     for losses in ranks(2, run, name, schedule, stage):
         assert losses == pytest.approx(want, rel=1e-6)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import zeroshard
 from tests.parallel.pipeline.runs import build as language_model
-from tests.parallel.pipeline.runs import sgd, tokens_of
+from tests.parallel.pipeline.runs import sgd, train_plainly
 from zeroshard.parallel.pipeline.chunked import Chunked, outline_of
 from zeroshard.parallel.pipeline.cut import require_handed_on
 from zeroshard.parallel.pipeline.profile import SampleBatch
@@ -55,19 +55,14 @@ def trained(engine):
 
 def plain(make):
     """The same in one process."""
-    model, losses = made(make), []
-    optimizer = sgd(model.parameters())
-    for number in range(STEPS + 1):
-        model.train(number < STEPS)
-        losses.append(0.0)
-        for x, y in zip(*(value.chunk(NUM) for value in batch(number)), strict=True):
-            loss = F.mse_loss(model(x), y) / NUM
-            loss.backward()
-            losses[-1] += loss.item()
-        if number < STEPS:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
+    model = made(make)
+
+    def loss_of(model, x, y):
+        return F.mse_loss(model(x), y)
+
+    losses, _ = train_plainly(model, map(batch, range(STEPS)), loss_of, num=NUM)
+    x, y = batch(STEPS)
+    return [*losses, loss_of(model.eval(), x, y).item()]
 
 
 def message_of(error, call, *args, **kwargs):
@@ -88,18 +83,14 @@ HOOKS = {
 }
 
 
-def hooked(kind, place):
+def hooked(kind):
     model = nn.Sequential(*layers())
-    HOOKS[kind](model if place is None else model[place])
+    HOOKS[kind](model)
     return model
 
 
 def with_hooks():
-    found = {kind: message_of(ValueError, start, lambda k=kind: hooked(k, None)) for kind in HOOKS}
-    found["remedy"] = [
-        trained(start(lambda: hooked("forward pre", 0))),
-        trained(start(lambda: hooked("forward", 3))),
-    ]
+    found = {kind: message_of(ValueError, start, lambda k=kind: hooked(k)) for kind in HOOKS}
     engine = start(lambda: nn.Sequential(*layers()))
     engine.train_batch(*batch(0))
     handle = HOOKS["forward"](engine.module) if torch.distributed.get_rank() == 0 else None
@@ -108,20 +99,15 @@ def with_hooks():
     if handle is not None:
         handle.remove()
     engine.close(restore=False)
-    engine = start(lambda: nn.Sequential(*layers()))
-    HOOKS["forward"](engine.module[3])  # a stand-in on the first rank, which does not run it
-    found["later remedy"] = trained(engine)
     return found
 
 
-def test_hooks_on_a_model_that_is_cut_are_refused_and_those_on_its_layers_run_once(ranks):
-    first, last = plain(lambda: hooked("forward pre", 0)), plain(lambda: hooked("forward", 3))
+def test_hooks_on_a_model_that_is_cut_are_refused(ranks):
+    """Those on its layers are drawn by the fuzz."""
     for found in ranks(2, with_hooks):
-        for kind in (*HOOKS, "later", "evaluation"):
-            assert found[kind].startswith("mesh.pp: expected no hooks on the model and no forward set on it")
-        for losses, want in zip(found["remedy"], (first, last), strict=True):
-            assert losses == pytest.approx(want, rel=1e-6)
-        assert found["later remedy"] == pytest.approx(last, rel=1e-6)
+        assert found.keys() == {*HOOKS, "later", "evaluation"}
+        for message in found.values():
+            assert message.startswith("mesh.pp: expected no hooks on the model and no forward set on it")
 
 
 def with_a_reference():
@@ -268,35 +254,6 @@ def test_a_parameter_outside_of_the_modules_that_chunks_have_is_refused_by_name(
         require_handed_on(Chunked(model), CPU)
 
 
-def mamba():
-    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
-    return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
-
-
-def test_mamba_is_refused():
-    model = mamba()
-    with pytest.raises(ValueError, match=r"it reads 'lm_head\.weight', and another chunk has 'lm_head'"):
-        require_handed_on(Chunked(model), CPU)
-
-
-class Logits(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model = mamba()
-
-    def forward(self, tokens):
-        return self.model(tokens, use_cache=False).logits
-
-
-@pytest.mark.long
-def test_a_trace_cuts_mamba_that_returns_one_tensor():
-    torch.manual_seed(0)
-    model, tokens = Logits(), tokens_of(0, rows=2)
-    want = model(tokens)
-    found = trace(model, SampleBatch((tokens,), {}), ["model.backbone.layers.1"])
-    torch.testing.assert_close(found(1, found(0, (), {"tokens": tokens}), {"tokens": tokens}), want)
-
-
 # ------------------------------------------------------------------------------ buffers of two chunks
 
 
@@ -392,10 +349,9 @@ def edited(kind, schedule):
     return trained(start(FIRST[kind], schedule))
 
 
-@pytest.mark.long_where(schedule=["gpipe"])
 @pytest.mark.long_where(kind=["doubles"])
-@pytest.mark.long_where(schedule=["1f1b", "interleaved", "zb-h1"], kind=["doubles", "shifts"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "varuna"])
+@pytest.mark.long_where(schedule=["interleaved", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "varuna"])
 @pytest.mark.parametrize("kind", FIRST)
 def test_a_layer_that_edits_its_input_trains_as_in_one_process(ranks, kind, schedule):
     want = plain(FIRST[kind])

@@ -5,15 +5,20 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard
-from tests.parallel.pipeline.runs import train
-from tests.parallel.pipeline.test_checkpoints import LAYOUTS, begin
+from tests.parallel.pipeline.runs import LAYOUTS, adamw, start, train
 
 DECAY = 0.8
 
 
+def begin(layout, name, stage, seed=0):
+    _, mesh, pipeline = LAYOUTS[layout]
+    config = {"stage": stage, "mesh": mesh} | ({"pipeline": pipeline} if pipeline else {})
+    return start(name, config, adamw, seed)
+
+
 def averaged(folder, layout, name, stage):
     """The averages that a run shows, and torch's own over what `full_state_dict` tells after each step."""
-    engine = begin(layout, name, "AdamW", stage)
+    engine = begin(layout, name, stage)
     ema, reference = zeroshard.EMA(engine, DECAY), None
     for number in range(3):
         train(engine, range(number, number + 1))
@@ -37,7 +42,7 @@ def averaged(folder, layout, name, stage):
 
 
 def load(folder, layout, name, stage):
-    engine = begin(layout, name, "AdamW", stage, seed=1)
+    engine = begin(layout, name, stage, seed=1)
     ema = zeroshard.EMA(engine, DECAY)
     engine.load_checkpoint(folder, "saved")
     with ema.applied():

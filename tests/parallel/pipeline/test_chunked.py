@@ -84,53 +84,29 @@ def test_chunks_of_a_model_of_transformers_compute_it(kind, runs):
         assert torch.equal(value.logits, want.logits)
 
 
-def test_a_rank_holds_the_parameters_of_its_chunks_under_their_names():
-    model = build("Llama")
-    names = {name for name, _ in model.named_parameters()}
-    chunks = chunks_of(model, RUNS["four chunks"], [[0, 2], [1, 3]])
-    first = {name for name, _ in chunks[0].model.named_parameters()}
-    second = {name for name, _ in chunks[1].model.named_parameters()}
-    assert first | second == names
-    assert not first & second
-    assert {"model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight"} <= first
-    assert {"model.norm.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"} <= second
+SEQUENCES = {
+    "linear layers": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Dropout(0.0)),
+        torch.linspace(-1, 1, 6).view(2, 3),
+    ),
+    "an embedding": (
+        lambda: nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh()),
+        torch.tensor([[1, 2], [6, 0]]),
+    ),
+}
 
 
-def test_chunks_of_a_sequence_compute_it():
+@pytest.mark.parametrize("end", [1, 2])
+@pytest.mark.parametrize("kind", SEQUENCES)
+def test_chunks_of_a_sequence_compute_it(kind, end):
+    make, x = SEQUENCES[kind]
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Dropout(0.0))
-    x = torch.randn(2, 3)
-    want, state, value = model(x), model.state_dict(), ()
+    model, value = make(), ()
     for number in range(2):
-        mine = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Dropout(0.0))
-        mine.load_state_dict(state)
-        value = kept(mine, [range(2), range(2, 4)], [number])(number, value, {"input": x})
-    assert torch.equal(value, want)
-
-
-def test_a_sequence_may_begin_with_an_embedding():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
-    tokens = torch.arange(6).view(2, 3)
-    want, state, value = model(tokens), model.state_dict(), ()
-    for number in range(2):
-        mine = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
-        mine.load_state_dict(state)
-        chunked = kept(mine, [range(1), range(1, 2)], [number])
-        value = chunked(number, value, {"input": tokens})
-    assert torch.equal(value, want)
-
-
-def test_chunks_of_a_sequence_with_an_embedding_compute_it():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh())
-    tokens = torch.tensor([[1, 2], [6, 0]])
-    want, value = model(tokens), ()
-    for number in range(2):
-        mine = nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh())
+        mine = make()
         mine.load_state_dict(model.state_dict())
-        value = kept(mine, [range(2), range(2, 4)], [number])(number, value, {"input": tokens})
-    assert torch.equal(value, want)
+        value = kept(mine, [range(end), range(end, 4)], [number])(number, value, {"input": x})
+    assert torch.equal(value, model(x))
 
 
 @pytest.mark.parametrize(

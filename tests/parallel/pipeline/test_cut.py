@@ -2,7 +2,6 @@
 
 import re
 import warnings
-from itertools import combinations
 from unittest import mock
 
 import pytest
@@ -47,27 +46,17 @@ def with_times(times):
     return mock.patch.object(cutting, "count_blocks", return_value=blocks)
 
 
-def divisions(num_blocks, num_chunks):
-    """All divisions of blocks into chunks, as runs."""
-    for ends in combinations(range(1, num_blocks), num_chunks - 1):
-        bounds = [0, *ends, num_blocks]
-        yield tuple(range(bounds[i], bounds[i + 1]) for i in range(num_chunks))
-
-
 # ------------------------------------------------------------------------------------------- balance
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
-@pytest.mark.parametrize("balance", ["time", "bottleneck"])
-@pytest.mark.parametrize("times", [(9, 1, 1, 1, 1, 1, 5), (2, 2, 2, 2, 2, 2, 33), (1, 7, 2, 6, 3, 5, 4)])
-def test_counted_operations_decide_on_the_cut(times, balance, num_ranks):
-    def measure(runs):
-        sums = [sum(times[block] for block in run) for run in runs]
-        return sum(one**2 for one in sums) if balance == "time" else max(sums)
-
-    with with_times(times):
-        found = cut(sequence(7), config_of(pp=num_ranks, balance=balance))
-    assert measure(found.runs) == min(map(measure, divisions(7, num_ranks)))
+@pytest.mark.parametrize(
+    ("balance", "runs"),
+    [("time", (range(2), range(2, 3), range(3, 5))), ("bottleneck", (range(3), range(3, 4), range(4, 5)))],
+)
+def test_counted_operations_decide_on_the_cut(balance, runs):
+    with with_times((1, 1, 3, 5, 1)):
+        found = cut(sequence(5), config_of(pp=3, balance=balance))
+    assert found.runs == runs
     assert found.is_measured
 
 

@@ -157,13 +157,11 @@ def joined(found):
     return {name: value for state in found for name, value in state.items()}
 
 
-@pytest.mark.long_where(kind=["Llama"], schedule=["zb-h1"])
 @pytest.mark.long_where(kind=["GPT-2"])
-@pytest.mark.long_where(stage=[0, 1, 2])
+@pytest.mark.long_where(kind=["Llama"], schedule=["zb-h1"])
 @pytest.mark.long_where(num_ranks=[4])
 @pytest.mark.long_where(schedule=["gpipe", "1f1b", "interleaved"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (4, 0), (4, 2)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
 @pytest.mark.parametrize("kind", ["Llama", "GPT-2", "sequence"])
 def test_all_schedules_have_the_bits_of_one_process(ranks, kind, schedule, num_ranks, stage):
@@ -172,9 +170,8 @@ def test_all_schedules_have_the_bits_of_one_process(ranks, kind, schedule, num_r
 
 
 @pytest.mark.long_where(schedule=["zb-h1"])
-@pytest.mark.long_where(stage=[1])
 @pytest.mark.long_where(kind=["Mixtral", "Llama with adapters"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3])
 @pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
 @pytest.mark.parametrize("kind", ["partly frozen Llama", "Llama with adapters", "Mixtral"])
 def test_frozen_layers_adapters_and_experts_train_by_divided_backwards(ranks, kind, schedule, stage):
@@ -211,10 +208,9 @@ OPTIONS = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_divided_backwards_agree_with_whole_ones_under(ranks, options, num_ranks):
-    num_ranks = max(num_ranks, 2 * OPTIONS[options]["mesh"].get("tp", 1))
+def test_divided_backwards_agree_with_whole_ones_under(ranks, options):
+    num_ranks = 2 * OPTIONS[options]["mesh"].get("tp", 1)
     # torch 2.11 compiles no other attention in float64.
     kind = "eager Llama" if options == "compiled" else "Llama"
     want, found = (

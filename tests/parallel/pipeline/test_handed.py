@@ -1,5 +1,7 @@
 """Models that compute something between their modules are refused before they are cut."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
@@ -18,23 +20,25 @@ SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 20,
 }
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2}
 BLOOM = {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 20}
 
 
 def build(kind, sizes):
-    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
+    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    return getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**sizes))
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma", "Mixtral", "GPTNeoX"])
+@pytest.mark.parametrize(
+    "kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "GPTNeoX", "Phi", "Gemma", "GPT2"]
+)
 def test_models_whose_modules_follow_each_other_may_be_cut(kind, is_deferred):
-    sizes = {key: value for key, value in SIZES.items() if kind != "GPTNeoX" or key != "num_key_value_heads"}
-    if is_deferred:
-        with zeroshard.deferred_init():
-            model = build(kind, sizes)
-    else:
-        model = build(kind, sizes)
+    with zeroshard.deferred_init() if is_deferred else nullcontext():
+        model = build(kind, GPT2 if kind == "GPT2" else SIZES | {"head_dim": 8, "pad_token_id": 0})
+    before = {name: id(module) for name, module in model.named_modules()}
     require_handed_on(Chunked(model), CPU)
+    assert {name: id(module) for name, module in model.named_modules()} == before
 
 
 @pytest.mark.parametrize(
@@ -72,8 +76,10 @@ def test_a_forward_of_the_user_around_the_blocks_is_refused():
 
 
 def test_a_sequence_is_not_checked_and_random_numbers_stay():
-    sequence = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    require_handed_on(Chunked(sequence), CPU)
+    act = nn.Tanh()  # in each of its places
+    chunked = Chunked(nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act))
+    assert chunked.outline.blocks == ("0", "1", "2", "3")
+    require_handed_on(chunked, CPU)
     llama = build("Llama", SIZES)
     state = torch.get_rng_state()
     require_handed_on(Chunked(llama), CPU)

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.parallel.pipeline.runs import adamw, parameters_of, start, tokens_of
-from tests.parallel.pipeline.test_training import RECOMPUTED
+from tests.parallel.pipeline.runs import RECOMPUTED, adamw, parameters_of, start, tokens_of
 from tests.stores.late import stepped_late
 
 CASES = {

@@ -141,20 +141,21 @@ CASES = [
 ]
 
 
+def run_cases():
+    return [run(name, options, 4, uneven) for name, options in CASES for uneven in (False, True)]
+
+
 @pytest.mark.long_where(num_ranks=[1, 4])
-@pytest.mark.long_where(uneven=[False])
-@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_losses_and_gradients_are_those_of_one_process_to_the_bit(ranks, num_ranks, name, options, uneven):
-    num_microbatches = 4
-    results = ranks(num_ranks, run, name, options, num_microbatches, uneven)
-    num_chunks = len(results[0][1])
-    want_losses, want = plain(num_chunks, batch_of(num_microbatches, uneven=uneven))
-    for found, placement, rank, ended, _ in results:
-        own = [chunk for chunk, place in enumerate(placement) if place == rank]
-        assert ended == sorted(own * 2)
-        for losses, gradients in found:
-            assert losses == (dict(enumerate(want_losses)) if num_chunks - 1 in own else {})
-            assert sorted(gradients) == own
-            assert all(torch.equal(gradient, want[chunk]) for chunk, gradient in gradients.items())
+def test_losses_and_gradients_are_those_of_one_process_to_the_bit(ranks, num_ranks):
+    cases = [(*case, uneven) for case in CASES for uneven in (False, True)]
+    for case, *results in zip(cases, *ranks(num_ranks, run_cases, timeout=120), strict=True):
+        num_chunks = len(results[0][1])
+        want_losses, want = plain(num_chunks, batch_of(4, uneven=case[-1]))
+        for found, placement, rank, ended, _ in results:
+            own = [chunk for chunk, place in enumerate(placement) if place == rank]
+            assert ended == sorted(own * 2), case
+            for losses, gradients in found:
+                assert losses == (dict(enumerate(want_losses)) if num_chunks - 1 in own else {}), case
+                assert sorted(gradients) == own, case
+                assert all(torch.equal(gradient, want[chunk]) for chunk, gradient in gradients.items()), case

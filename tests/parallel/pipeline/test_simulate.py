@@ -74,13 +74,6 @@ def test_transfers_steps_and_durations_of_each_chunk_count() -> None:
     assert [(span.start, span.end) for span in spans[1]] == [(1.5, 4.5), (4.5, 10.5), (10.5, 20.5)]
 
 
-def test_nothing_takes_time_if_all_durations_are_0() -> None:
-    timeline = simulate(
-        build_schedule("1f1b", 2, 2), ActionCosts(forward=0, backward_input=0, backward_weight=0)
-    )
-    assert (timeline.makespan, timeline.bubble_share) == (0, 0)
-
-
 @pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
 def test_an_impossible_duration_is_refused(number: float) -> None:
     with pytest.raises(ValueError, match=f"transfer: expected a duration of at least 0, got {number}"):
@@ -184,11 +177,6 @@ def test_1f1b_needs_one_buffer_because_neighbours_send_to_each_other_at_once() -
     assert simulate(schedule, max_unreceived=1).makespan == 9
 
 
-def test_gpipe_runs_with_sends_that_wait_for_their_receive() -> None:
-    """All messages go forward, then all go back. A forward of rank 0 ends as rank 1 is free to receive."""
-    assert simulate(build_schedule("gpipe", 4, 8), max_unreceived=0).makespan == 33
-
-
 def test_a_send_that_waits_delays_its_rank() -> None:
     # Rank 1 takes 3 for a forward. Rank 0 sends at 1 and 2; the second send waits until rank 1 receives at 4.
     schedule = parse_schedule("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2")
@@ -217,30 +205,6 @@ def test_more_room_is_never_slower_and_room_for_all_is_as_no_limit(schedule: Sch
     assert makespan(schedule, room) >= makespan(schedule, room + 1) >= free.makespan
     messages = 2 * schedule.num_microbatches * schedule.num_chunks
     assert simulate(schedule, max_unreceived=messages) == free
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
-def test_schedules_whose_ranks_run_ahead_by_a_fixed_number_run_with_one_buffer(name: str) -> None:
-    for num_ranks in range(1, 6):
-        for num_microbatches in (1, 2, 5, 9):
-            simulate(build_schedule(name, num_ranks, num_microbatches), max_unreceived=1)
-
-
-def test_varuna_needs_more_buffers_because_its_forwards_run_ahead() -> None:
-    schedule = build_schedule("varuna", 3, 5)
-    with pytest.raises(ValueError, match=r"activation of 0F4 .* at most 1 .* gradient of 1B1 .* at most 1"):
-        simulate(schedule, max_unreceived=1)
-    simulate(schedule, max_unreceived=2)
-
-
-def test_interleaved_needs_more_than_one_buffer() -> None:
-    """Ranks 0 and 1 send each other forwards of the first round before either receives its next one."""
-    schedule = build_schedule("interleaved", 2, 4)
-    with pytest.raises(
-        ValueError, match=r"the activation of 0F3 from pipeline rank 0 .* at most 1 unreceived"
-    ):
-        simulate(schedule, max_unreceived=1)
-    simulate(schedule, max_unreceived=2)
 
 
 def test_the_number_of_buffers_is_checked() -> None:

@@ -1,14 +1,16 @@
 """Pipelines together with precisions, tiers, 8-bit states, hybrid sharding, recomputation, schedules."""
 
+import copy
 import functools
 import math
 import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import zeroshard
-from tests.parallel.pipeline.runs import adamw, build, parameters_of, plain, start, tokens_of, train
+from tests.parallel.pipeline.runs import adamw, build, parameters_of, plain, sgd, start, train
 from zeroshard.optim import LAMB, LARS, AdamW8bit, LAMB8bit, LARS8bit, Muon
 from zeroshard.stepping.wholes import whole_shape
 
@@ -44,46 +46,24 @@ def eightbit(parameters):
     return AdamW8bit(parameters, lr=1e-3, min_8bit_size=0)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [1, 3])
-def test_8_bit_states(ranks, stage):
-    agree(ranks, 4, "tied gpt", {"stage": stage}, eightbit, absolute=1e-5)
-
-
-@pytest.mark.long_where(stage=[1])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_states_and_main_parameters_in_host_memory(ranks, stage, tmp_path):
-    agree(ranks, 4, "tied gpt", {"stage": stage, "offload": {"optimizer": "cpu"}})
-
-
-@pytest.mark.long
-def test_states_in_files(ranks, tmp_path):
-    offload = {"optimizer": "nvme", "parameters": "nvme", "nvme_path": str(tmp_path)}
-    agree(ranks, 4, "tied gpt", {"stage": 3, "offload": offload})
+NARROW = {"precision": {"param_dtype": "bf16", "main_dtype": "bf16"}}
+RECOMPUTED = {"recompute": "unit", "offload": {"activations": "cpu"}}
+CASES = {
+    "8-bit states, stage 1": (4, "tied gpt", {"stage": 1}, {"make": eightbit, "absolute": 1e-5}),
+    "8-bit states, stage 3": (4, "tied gpt", {"stage": 3}, {"make": eightbit, "absolute": 1e-5}),
+    "hybrid sharding": (8, "tied llama", {"stage": 3, "shard_group_size": 2}, {}),
+    "activations on the host": (2, "tied llama", {"stage": 3, **RECOMPUTED}, {}),
+    "bfloat16, stage 0": (4, "tied llama", {"stage": 0, **NARROW}, {"rel": 2e-2, "absolute": 2e-2}),
+    "bfloat16, stage 3": (4, "tied llama", {"stage": 3, **NARROW}, {"rel": 2e-2, "absolute": 2e-2}),
+    "compiled": (2, "eager llama", {"stage": 3, "compile": True}, {"numbers": range(2)}),
+}
 
 
 @pytest.mark.long
-def test_hybrid_sharding(ranks):
-    agree(ranks, 8, "tied llama", {"stage": 3, "shard_group_size": 2})
-
-
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_units_that_are_recomputed(ranks, stage):
-    agree(ranks, 4, "tied llama", {"stage": stage, "recompute": "unit"})
-
-
-@pytest.mark.long
-def test_activations_in_host_memory(ranks):
-    agree(ranks, 2, "tied llama", {"stage": 3, "recompute": "unit", "offload": {"activations": "cpu"}})
-
-
-@pytest.mark.long
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_main_parameters_in_bfloat16_are_rounded_alike(ranks, stage):
-    precision = {"param_dtype": "bf16", "main_dtype": "bf16"}
-    agree(ranks, 4, "tied llama", {"stage": stage, "precision": precision}, rel=2e-2, absolute=2e-2)
+@pytest.mark.parametrize("case", CASES)
+def test_a_pipeline_goes_together_with(ranks, case):
+    num_ranks, name, config, options = CASES[case]
+    agree(ranks, num_ranks, name, config, **options)
 
 
 # --------------------------------------------------------------------------------------- float16
@@ -149,36 +129,39 @@ def test_all_ranks_name_the_gradients_that_are_not_finite(ranks, config, stage):
             assert steps == 0
 
 
-# ---------------------------------------------------------------------------------- compile, schedules
+def step_without_half_on_a_rank(split, overrides):
+    """Changes of parameters in a step, over those of plain PyTorch; one pipeline rank has no float16."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Softplus())
+    before = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    model = copy.deepcopy(plain)
+    config = {
+        "watchdog_s": 20.0,
+        "mesh": {"pp": 2},
+        "pipeline": {"num_microbatches": 2, "split": [split]},
+        "precision": {"param_dtype": "float16", "loss_scale": 1024.0, "overrides": overrides},
+    }
+
+    def loss_of(outputs, targets):
+        return (outputs.float() - targets).square().mean()
+
+    optimizer = functools.partial(torch.optim.SGD, lr=1.0)
+    engine = zeroshard.initialize(model, optimizer, config, loss_fn=loss_of).engine
+    inputs, targets = torch.linspace(-1, 1, 32).view(4, 8), torch.linspace(1, -1, 32).view(4, 8)
+    engine.train_batch(inputs, targets)
+    loss_of(plain(inputs), targets).backward()
+    return [
+        ((engine.full_parameter(name) - before[name]).norm() / parameter.grad.norm()).item()
+        for name, parameter in plain.named_parameters()
+    ]
 
 
-@pytest.mark.long
-def test_compiled_units(ranks):
-    agree(ranks, 2, "eager llama", {"stage": 3, "compile": True}, numbers=range(2))
-
-
-def scheduled():
-    mesh, pipeline = PIPELINE
-    config = {"mesh": mesh, "pipeline": pipeline | {"balance": "memory"}}
-
-    def halving(optimizer):
-        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-    given = zeroshard.initialize(build("llama"), adamw, config, lr_scheduler=halving)
-    train_no_norm(given.engine, range(3))
-    return given.lr_scheduler.get_last_lr(), given.engine.global_step
-
-
-def train_no_norm(engine, numbers):
-    for number in numbers:
-        tokens = tokens_of(number).chunk(engine.dp_world_size)[engine.dp_rank]
-        engine.train_batch({"input_ids": tokens}, tokens)
-
-
-def test_a_schedule_of_the_learning_rate_goes_on_with_each_batch(ranks):
-    for rates, steps in ranks(2, scheduled):
-        assert rates == [1e-3 / 8]
-        assert steps == 3
+@pytest.mark.parametrize(
+    ("split", "overrides"), [("3", {}), ("2", {"0": "float32"}), ("2", {"2": "float32"})]
+)
+def test_all_pipeline_ranks_scale_the_loss_if_one_has_float16(ranks, split, overrides):
+    for ratios in ranks(2, step_without_half_on_a_rank, split, overrides):
+        assert ratios == pytest.approx([1.0] * 4, rel=1e-2)  # float16 has 11 bits
 
 
 # --------------------------------------------------------------------------------------- whole tensors
@@ -200,22 +183,18 @@ OF_WHOLES = {
 }
 
 
-@pytest.mark.long_where(stage=[0, 1, 2])
-@pytest.mark.long_where(name=["LARS", "LARS8bit", "LAMB8bit"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", OF_WHOLES)
-def test_each_holder_of_a_tied_weight_steps_it_by_the_whole(ranks, name, stage):
-    check_wholes(ranks, name, {"stage": stage})
-
-
-@pytest.mark.long
-@pytest.mark.long_where(name=["LARS", "LARS8bit", "LAMB8bit", "Muon"])
-@pytest.mark.parametrize("name", OF_WHOLES)
-def test_each_tensor_rank_of_each_holder_steps_a_tied_weight_by_the_whole(ranks, name):
-    check_wholes(ranks, name, {"stage": 1, "mesh": {"pp": 2, "tp": 2}})
-
-
-def check_wholes(ranks, name, config):
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("LAMB", {"stage": 3}),
+        ("Muon", {"stage": 3}),
+        *(
+            pytest.param(name, {"stage": 1, "mesh": {"pp": 2, "tp": 2}}, marks=pytest.mark.long)
+            for name in OF_WHOLES
+        ),
+    ],
+)
+def test_each_holder_of_a_tied_weight_steps_it_by_the_whole(ranks, name, config):
     make, tied = OF_WHOLES[name], {}
     # Blocks of parts hold other elements than those of wholes; Muon iterates in bfloat16.
     relative, absolute = {"Muon": (1e-5, 3e-3), "LAMB": (1e-6, 1e-6), "LARS": (1e-6, 1e-6)}.get(
@@ -236,3 +215,40 @@ def trained(config, make):
     found = train(engine, range(3)), parameters_of(engine)
     engine.close(restore=False)
     return found
+
+
+# --------------------------------------------------------------------------- frozen parameters that are whole
+
+
+def with_frozen(frozen):
+    """Losses, the names of replicated parameters, and the gathers of a batch."""
+    torch.manual_seed(0)
+    model = build("tied llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" not in name and "layers.3" not in name)
+    config = {"stage": 3, "mesh": {"pp": 2}, "frozen": frozen, "clip_grad_norm": 0.5}
+    config["pipeline"] = {"num_microbatches": 4, "balance": "memory"}
+    engine = zeroshard.initialize(model, sgd, config).engine
+    found = train(engine, range(3))
+    names = {
+        original.fqn
+        for buffer in engine._runtime.buffers
+        for original in buffer.originals
+        if not buffer.trainable and buffer.is_resident
+    }
+    return found, names
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_pipeline_ranks_replicate_a_tied_parameter_by_any_of_its_names(ranks, num_ranks):
+    """`lm_head` is the embedding, which the first pipeline rank has under that name alone."""
+    want = ranks(num_ranks, with_frozen, "shard")
+    got = ranks(num_ranks, with_frozen, ["lm_head", "layers.3"])
+    assert [losses for losses, _ in got] == [losses for losses, _ in want]
+    half = num_ranks // 2
+    for rank, (_, names) in enumerate(got):
+        assert "model.embed_tokens.weight" in names
+        assert any("layers.3" in name for name in names) == (rank >= half)
+    if num_ranks > 2:
+        assert all(not names for _, names in want)

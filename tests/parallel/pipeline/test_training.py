@@ -10,13 +10,15 @@ import torch
 import zeroshard
 from tests.parallel.pipeline.runs import (
     BATCH,
-    adamw,
+    RECOMPUTED,
     build,
+    compare_bits,
     parameters_of,
     plain,
     start,
     tokens_of,
     train,
+    train_plainly,
 )
 
 STEPS = range(10)
@@ -42,76 +44,36 @@ def compare(found, name):
     assert names == want.keys()
 
 
-@pytest.mark.long_where(stage=[0, 1, 2])
-@pytest.mark.long_where(mesh=[{"pp": 2, "tp": 2}])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("num_ranks", "mesh", "pipeline"),
-    [
-        (2, {"pp": 2}, {"schedule": "1f1b", "num_microbatches": 4}),
-        (4, {"pp": 2}, {"schedule": "gpipe", "num_microbatches": 2}),
-        (4, {"pp": 2, "tp": 2}, {"schedule": "zbv", "num_microbatches": 4}),
-    ],
-)
-def test_a_model_trains_as_in_one_process(ranks, num_ranks, mesh, pipeline, stage):
-    compare(ranks(num_ranks, trained, "llama", stage, mesh, pipeline), "llama")
+ONE_F = {"schedule": "1f1b", "num_microbatches": 4}
+LAYOUTS = {
+    "pp 2": (2, {"pp": 2}, ONE_F),
+    "pp 2 x dp 2": (4, {"pp": 2}, {"schedule": "interleaved", "num_microbatches": 4}),
+    "pp 2 x dp 2, gpipe": (4, {"pp": 2}, {"schedule": "gpipe", "num_microbatches": 2}),
+    "pp 4": (4, {"pp": 4}, {"schedule": "zb-h1", "num_microbatches": 4}),
+    "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}, {"schedule": "zbv", "num_microbatches": 4}),
+    "2 x 2 x 2": (8, {"pp": 2, "tp": 2}, ONE_F | {"num_microbatches": 2}),
+}
+CASES = [
+    *(("llama", "pp 2", 3), ("llama", "pp 2 x dp 2, gpipe", 3), ("llama", "pp 2 x tp 2", 1)),
+    *((name, "pp 2", 2) for name in ("tied gpt", "tied llama", "mixtral")),
+    *((name, layout, 0) for name in ("tied llama", "mixtral") for layout in ("pp 2 x dp 2", "pp 4")),
+    *((name, layout, 3) for name in ("tied gpt", "mixtral") for layout in ("pp 4", "pp 2 x tp 2")),
+    *((name, "2 x 2 x 2", 3) for name in ("tied gpt", "llama", "mixtral")),
+]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["tied gpt", "tied llama", "mixtral"])
 @pytest.mark.parametrize(
-    ("num_ranks", "mesh", "pipeline"),
-    [
-        (2, {"pp": 2}, {"schedule": "1f1b", "num_microbatches": 4}),
-        (4, {"pp": 2}, {"schedule": "interleaved", "num_microbatches": 4}),
-        (4, {"pp": 4}, {"schedule": "zb-h1", "num_microbatches": 4}),
-        (4, {"pp": 2, "tp": 2}, {"schedule": "zbv", "num_microbatches": 4}),
-    ],
+    ("name", "layout", "stage"),
+    [pytest.param(*c, marks=[pytest.mark.long] * (c not in CASES[:2])) for c in CASES],
 )
-def test_models_of_several_kinds_train_as_in_one_process(ranks, num_ranks, mesh, pipeline, name, stage):
+def test_a_model_trains_as_in_one_process(ranks, name, layout, stage):
+    num_ranks, mesh, pipeline = LAYOUTS[layout]
     compare(ranks(num_ranks, trained, name, stage, mesh, pipeline), name)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("name", ["tied gpt", "llama", "mixtral"])
-def test_eight_ranks_train_as_in_one_process(ranks, name, stage):
-    pipeline = {"schedule": "1f1b", "num_microbatches": 2}
-    compare(ranks(8, trained, name, stage, {"pp": 2, "tp": 2}, pipeline), name)
-
-
-RECOMPUTED = "0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1R1,1I1,1W1\n"
 
 
 def test_a_list_that_recomputes_the_last_chunk_too_counts_each_loss_once(ranks):
     pipeline = {"schedule": RECOMPUTED, "num_microbatches": 2}
     compare(ranks(2, trained, "tied llama", 3, {"pp": 2}, pipeline), "tied llama")
-
-
-def bits(name, schedules, options):
-    found = []
-    for schedule in schedules:
-        pipeline = {"schedule": schedule, "num_microbatches": 4}
-        engine = start(name, {"mesh": {"pp": 2}, "pipeline": pipeline, **options}, adamw)
-        rows = 8 * engine.dp_world_size
-        found.append((train(engine, range(3), rows), parameters_of(engine)))
-        engine.close(restore=False)
-    return found
-
-
-def compare_bits(ranks, num_ranks, name, schedules, options):
-    """The parameters of a rank differ between schedules, since the chunks do; together they are the model."""
-    by_rank = ranks(num_ranks, bits, name, schedules, options)
-    whole = [{} for _ in schedules]
-    for runs in by_rank:
-        for number, (numbers, state) in enumerate(runs):
-            assert numbers == by_rank[0][0][0]
-            whole[number] |= state
-    for state in whole[1:]:
-        assert state.keys() == whole[0].keys()
-        for parameter, value in state.items():
-            assert torch.equal(value, whole[0][parameter]), parameter
 
 
 @pytest.mark.long_where(stage=[0])
@@ -187,12 +149,8 @@ def shorter(schedule):
 
 
 def test_a_short_last_batch_is_refused_with_its_numbers_or_takes_fewer_micro_batches(ranks):
-    model = build("llama")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    first, last = tokens_of(0), tokens_of(1, rows=BATCH - 2)
-    model(input_ids=first, labels=first).loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
+    model, last = build("llama"), tokens_of(1, rows=BATCH - 2)
+    train_plainly(model, [({"input_ids": tokens_of(0)}, tokens_of(0))], max_norm=0.5)
     want = model(input_ids=last, labels=last).loss.item()
     for message, loss in ranks(2, shorter, "1f1b"):
         assert message == (

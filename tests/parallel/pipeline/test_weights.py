@@ -1,5 +1,6 @@
 """A backward in two halves has the bits of a whole one, and its second half only multiplies."""
 
+import functools
 import gc
 import weakref
 
@@ -13,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
-from zeroshard.parallel.pipeline.actions import Kind
-from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.sharding.context import Changes
 
@@ -116,73 +115,89 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
-def test_a_weight_that_computes_twice_gets_the_sum():
-    model, x = block()
-    early = compare(model, lambda: loss_of(model, x))
-    assert early == ["first.bias", "norm.weight", "norm.bias", "last.bias"]
+class Cut(nn.Module):
+    """One whose weights are views of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(INPUTS, OUTPUTS))
+
+    def forward(self, x):
+        first, second = self.weight.t().chunk(2)
+        return F.linear(x, first) + F.linear(x, second)
 
 
-def test_frozen_layers_hand_gradients_on_and_get_none():
-    model, x = block()
+def frozen():
+    model, _ = block()
     model.middle.requires_grad_(False)
     model.first.weight.requires_grad_(False)
-    assert "first.bias" in compare(model, lambda: loss_of(model, x))
-    assert model.middle.weight.grad is None
+    return model
 
 
-def test_a_product_that_the_loss_does_not_need_has_no_gradient():
-    model, x = block()
-
-    def compute():
-        model.last(x)
-        return model.first(x).square().sum()
-
-    compare(model, compute)
-    assert model.last.weight.grad is None
+def under_autocast(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.last(model.first(x)).float().square().mean()
 
 
-def test_views_of_parameters_are_weights_too():
-    class Cut(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(INPUTS, OUTPUTS))
+def inside_a_checkpoint(model, x, *, use_reentrant):
+    return checkpoint(lambda x: model.last(model.first(x)).sin(), x, use_reentrant=use_reentrant).sum()
 
-        def forward(self, x):
-            first, second = self.weight.t().chunk(2)
-            return F.linear(x, first) + F.linear(x, second)
 
+def with_one_in_vain(model, x):
+    model.last(x)
+    return model.first(x).square().sum()
+
+
+def normed():
+    return parametrizations.weight_norm(nn.Linear(INPUTS, OUTPUTS))
+
+
+EARLY = {
+    "computes twice": (
+        lambda: block()[0],
+        lambda model, x: loss_of(model, x),
+        ["first.bias", "norm.weight", "norm.bias", "last.bias"],
+    ),
+    "frozen": (
+        frozen,
+        lambda model, x: loss_of(model, x),
+        ["first.bias", "norm.weight", "norm.bias", "last.bias"],
+    ),
+    "not needed by the loss": (lambda: block()[0], with_one_in_vain, ["first.bias"]),
+    "views": (Cut, lambda model, x: model(x).square().sum(), []),
+    "computed": (
+        normed,
+        lambda model, x: model(x).square().sum(),
+        ["bias", "parametrizations.weight.original0", "parametrizations.weight.original1"],
+    ),
+    "autocast": (
+        lambda: block()[0],
+        under_autocast,
+        ["first.weight", "first.bias", "last.weight", "last.bias"],
+    ),
+    "edited in place": (
+        lambda: block()[0],
+        lambda model, x: model.last(x).add_(1.0).relu_().sum(),
+        ["last.bias"],
+    ),
+    **{
+        f"checkpoint, reentrant: {way}": (
+            lambda: block()[0],
+            functools.partial(inside_a_checkpoint, use_reentrant=way),
+            ["first.bias", "last.bias"],
+        )
+        for way in (False, True)
+    },
+}
+"""A model, a loss, and the parameters that have a gradient after the first half."""
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_the_halves_of_a_model_give_the_bits_of_a_whole_backward(case):
+    make, compute, early = EARLY[case]
     torch.manual_seed(0)
-    model, x = Cut(), torch.randn(4, INPUTS)
-    assert compare(model, lambda: model(x).square().sum()) == []
-
-
-def test_a_weight_that_is_computed_does_not_wait():
-    torch.manual_seed(0)
-    model, x = parametrizations.weight_norm(nn.Linear(INPUTS, OUTPUTS)), torch.randn(4, INPUTS)
-    early = compare(model, lambda: model(x).square().sum())
-    assert len(early) == 3
-
-
-def test_products_under_autocast_do_not_wait():
-    model, x = block()
-
-    def compute():
-        with torch.autocast("cpu", torch.bfloat16):
-            return model.last(model.first(x)).float().square().mean()
-
-    assert "first.weight" in compare(model, compute)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_layers_inside_an_activation_checkpoint_wait_too(use_reentrant):
-    model, x = block()
-    x.requires_grad_()
-
-    def compute():
-        inner = checkpoint(lambda x: model.last(model.first(x)).sin(), x, use_reentrant=use_reentrant)
-        return inner.square().mean()
-
-    assert compare(model, compute, x) == ["first.bias", "last.bias"]
+    model, x = make(), torch.randn(4, INPUTS, requires_grad="checkpoint" in case)
+    assert compare(model, lambda: compute(model, x), *([x] if x.requires_grad else [])) == early
 
 
 def test_adapters_wait_too():
@@ -191,11 +206,6 @@ def test_adapters_wait_too():
     model, x = peft.get_peft_model(Block(), lora), torch.randn(2, 5, INPUTS)
     assert compare(model, lambda: loss_of(model, x)) == []
     assert sum(parameter.grad is not None for parameter in model.parameters()) == 4
-
-
-def test_the_result_of_a_product_may_be_edited_in_place():
-    model, x = block()
-    compare(model, lambda: model.last(x).add_(1.0).relu_().sum())
 
 
 def kept_bytes(waiting):
@@ -251,17 +261,3 @@ def test_operands_live_until_the_second_half_and_no_longer():
     assert seen[0]() is None
     waiting.compute()
     assert not kept_bytes(waiting)
-
-
-@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize(("name", "chunks"), [("zb-h1", 1), ("zb-h1", 2), ("zbv", 2)])
-def test_weight_gradients_of_a_chunk_come_in_the_order_of_micro_batches(
-    name, chunks, num_ranks, num_microbatches
-):
-    schedule = build_schedule(name, num_ranks, num_microbatches, chunks)
-    for actions in schedule.lists:
-        for chunk in range(schedule.num_chunks):
-            for kind in (Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT):
-                found = [a.microbatch for a in actions if (a.chunk, a.kind) == (chunk, kind)]
-                assert found == sorted(found)

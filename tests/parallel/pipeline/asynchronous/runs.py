@@ -144,16 +144,18 @@ def expected(num_stages, method, maker, numbers=(0,), num=30):
     return losses, dict(model.named_parameters()), taken
 
 
-def compare(found, want):
+def compare(found, want, case=""):
     """Gradients of several data-parallel ranks are added up in another order, which is 1e-16 of a value."""
     want_losses, parameters, steps = want
     names = set()
     for losses, state, taken, *_ in found:
-        assert taken == steps
-        assert losses == pytest.approx(want_losses, rel=1e-6)  # the mean is taken in float32
+        assert taken == steps, case
+        assert losses == pytest.approx(want_losses, rel=1e-6), case  # the mean is in float32
         names |= state.keys()
         for name, value in state.items():
-            torch.testing.assert_close(value, parameters[name].detach(), rtol=0, atol=1e-12, msg=name)
+            torch.testing.assert_close(
+                value, parameters[name].detach(), rtol=0, atol=1e-12, msg=f"{case}: {name}"
+            )
     assert names == parameters.keys()
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard import Config, Mesh, Pipeline
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.pipeline import WEIGHTS as NAMES
-from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_action, parse_schedule
+from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
+from zeroshard.parallel.pipeline.asynchronous.method import compensate
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.schedules import (
     SCHEDULES,
@@ -181,17 +183,6 @@ def test_a_synchronous_schedule_has_one_version(name: str) -> None:
     assert set(ages.crossed.values()) == {0}
 
 
-def test_a_step_of_one_chunk_counts_for_that_chunk_alone() -> None:
-    ages = Ages(parse_schedule("0F0,1F0,1STEP,1B0,0B0,0STEP,1STEP"))
-    assert ages.crossed == {parse_action("1B0"): 1, parse_action("0B0"): 0}
-    assert count_live(ages, WEIGHTS["stash"](ages)) == (2,)
-
-
-def test_the_halves_and_the_recompute_of_a_backward_have_ages_of_their_own() -> None:
-    ages = Ages(parse_schedule("0F0,STEP,0R0,STEP,0I0,STEP,0W0,STEP"))
-    assert {str(action): steps for action, steps in ages.crossed.items()} == {"0R0": 1, "0I0": 2, "0W0": 3}
-
-
 def test_a_rank_holds_the_activations_of_as_many_micro_batches_as_in_1f1b() -> None:
     assert (
         count_activations(steady(4, 12)).per_rank == count_activations(build_schedule("1f1b", 4, 12)).per_rank
@@ -216,26 +207,6 @@ def test_the_names_of_a_config_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("0F0,0B0,STEP,0F1,0B1,STEP\n", True),
-        ("0F0,0F1,0B0,0B1,STEP\n", False),
-        ("0F0,0F1,0B0,0B1\n", False),
-        ("0F0,1F0,1B0,1STEP,0B0,0STEP\n", False),
-        ("0F0,1F0,0STEP,1B0,0B0\n", True),
-    ],
-)
-def test_a_list_is_asynchronous_if_a_chunk_computes_behind_its_step(text: str, expected: bool) -> None:
-    assert any(Ages(parse_schedule(text)).before.values()) is expected
-
-
-def test_without_a_step_no_gradient_is_applied() -> None:
-    ages = Ages(parse_schedule("0F0,0F1,0B0,STEP,0B1"))
-    assert dict(ages.applied) == {(0, 0): 0}
-    assert ages.crossed[parse_action("0B1")] == 1
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("0F0,1F0,1B0,0B0,STEP\n", "pipeline rank 0: expected one chunk in an asynchronous list, got 0, 1"),
@@ -256,3 +227,36 @@ def test_synchronous_steps_beyond_a_list_make_no_other_list() -> None:
     found = [count_synchronous(config, 4, taken) for taken in (0, 4, 996, 998, 1000, 1004)]
     assert found == [4, 4, 4, 2, 0, 0]
     assert schedule_of(config, 4, 0) is schedule_of(config, 4, 996)
+
+
+# -------------------------------------------------------------------------------- spike compensation
+
+
+@given(st.floats(0, 0.99), st.integers(0, 6), st.integers(1, 40))
+def test_spike_compensation_is_undelayed_descent_without_the_gradients_to_come(
+    momentum: float, delay: int, num_steps: int
+) -> None:
+    """For fixed gradients: Kosson et al. 2021, "Pipelined Backpropagation at Scale", section 3.2.
+
+    The gradients of steps 0 to n - 1 arrive `delay` steps late. Undelayed momentum SGD over n steps, in which
+    the last `delay` gradients are zero, gives the same weights.
+    """
+    generator = torch.Generator().manual_seed(num_steps)
+    gradients = torch.randn(num_steps, dtype=torch.float64, generator=generator)
+    lr = 0.1
+    weights, velocity = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for step in range(num_steps):
+        arrived = gradients[step - delay] if step >= delay else torch.zeros((), dtype=torch.float64)
+        velocity = momentum * velocity + arrived
+        weights = weights - lr * velocity
+        compensate(weights, velocity, arrived, lr, momentum, delay)
+    undelayed, v = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for step in range(num_steps):
+        v = momentum * v + (gradients[step] if step < num_steps - delay else 0.0)
+        undelayed = undelayed - lr * v
+    assert weights.item() == pytest.approx(undelayed.item(), abs=1e-10)
+
+
+def test_without_a_delay_there_is_nothing_to_compensate() -> None:
+    weights, velocity, gradient = torch.ones(3), torch.full((3,), 2.0), torch.full((3,), 5.0)
+    assert torch.equal(compensate(weights, velocity, gradient, 0.1, 0.9, 0), torch.ones(3))

@@ -1,4 +1,4 @@
-"""Settings of asynchronous pipelines: their defaults, and combinations that do not go together."""
+"""Settings of asynchronous pipelines and lists of a user: what does not go together; and estimates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import nn
 import zeroshard
 from zeroshard import Config, Mesh, Pipeline
 from zeroshard.config.pipeline import ASYNCHRONOUS
-from zeroshard.parallel.pipeline.schedules import schedule_of, steady
+from zeroshard.parallel.pipeline.actions import parse_schedule
+from zeroshard.parallel.pipeline.asynchronous.method import read_delays
+from zeroshard.parallel.pipeline.schedules import require_steps
 
 
 def config_of(schedule: str = "pipedream", pp: int = 4, num: int = 16, **options: object) -> Config:
@@ -24,54 +26,6 @@ KEYS = (
     *("microbatches_per_step", "synchronous_steps", "weights", "correction", "decay", "anneal_steps"),
     *("max_crossed_steps", "num_chunks"),
 )
-
-
-@pytest.mark.parametrize(
-    ("schedule", "weights", "correction", "per_step"),
-    [
-        ("pipedream", "stash", "none", 1),
-        ("2bw", "double", "none", 4),
-        ("pipemare", "estimate", "rescale", 1),
-        ("pb", "latest", "none", 1),
-        ("spectrain", "predict", "none", 1),
-        ("lwp", "lwp", "none", 1),
-        ("paci", "bounded", "none", 3),
-    ],
-)
-def test_a_name_stands_for_weights_a_correction_and_the_size_of_a_step(
-    schedule: str, weights: str, correction: str, per_step: int
-) -> None:
-    config = config_of(schedule)
-    assert config.pipeline.is_asynchronous
-    assert (config.pipeline.chosen_weights, config.pipeline.chosen_correction) == (weights, correction)
-    assert schedule_of(config, 16) == steady(4, 16, per_step)
-
-
-def test_each_part_can_be_set_by_itself() -> None:
-    pipeline = config_of("pb", weights="vertical", correction="rescale", microbatches_per_step=3).pipeline
-    assert (pipeline.chosen_weights, pipeline.chosen_correction, pipeline.step_size(4)) == (
-        "vertical",
-        "rescale",
-        3,
-    )
-
-
-def test_the_bound_sets_the_size_of_a_step() -> None:
-    for bound, expected in [(1, 7), (2, 4), (3, 3), (7, 1), (9, 1)]:
-        assert config_of("paci", pp=8, max_crossed_steps=bound).pipeline.step_size(8) == expected
-
-
-def test_synchronous_steps_are_counted_over_lists() -> None:
-    config = config_of("pb", pp=2, num=6, synchronous_steps=4, microbatches_per_step=2)
-    assert schedule_of(config, 6) == steady(2, 6, 2, 4)
-    assert schedule_of(config, 6, steps_taken=3) == steady(2, 6, 2, 1)
-    assert schedule_of(config, 6, steps_taken=9) == steady(2, 6, 2, 0)
-
-
-def test_a_synchronous_pipeline_has_neither_weights_nor_a_correction() -> None:
-    pipeline = Pipeline(schedule="1f1b")
-    assert not pipeline.is_asynchronous
-    assert (pipeline.chosen_weights, pipeline.chosen_correction) == ("latest", "none")
 
 
 NAMES = ", ".join(ASYNCHRONOUS)
@@ -159,11 +113,6 @@ def test_kept_versions_go_together_with_recomputation_and_compilation() -> None:
         config_of("pb", weights=weights, compile=True, microbatches_per_step=4)
 
 
-def test_a_config_goes_through_json() -> None:
-    config = config_of("pipemare", decay=0.3, anneal_steps=7, synchronous_steps=2)
-    assert Config.from_dict(config.to_dict()) == config
-
-
 # ---------------------------------------------------------------------------------------- estimates
 
 
@@ -203,3 +152,67 @@ def test_an_estimate_counts_a_full_pipeline_as_lists_of_many_batches_have_it(sch
     few, many = (zeroshard.estimate(model, 4, config_of(schedule, num=num, stage=0)) for num in (1, 16))
     assert few.peak_versions == many.peak_versions > 0
     assert few.optimizer == many.optimizer
+
+
+# ------------------------------------------------------------------------------------- lists of a user
+
+TEXT = "0F0,0F1,0B0,STEP,0B1,STEP\n1F0,1B0,STEP,1F1,1B1,STEP\n"
+SYNCHRONOUS = "0F0,0B0,STEP\n1F0,1B0,STEP\n"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "others", "message"),
+    [
+        (
+            {"schedule": SYNCHRONOUS, "correction": "rescale"},
+            {},
+            "pipeline.correction='rescale' needs pipeline.weights to be set, as an asynchronous list needs "
+            "them",
+        ),
+        (
+            {"schedule": TEXT, "weights": "stash", "synchronous_steps": 1},
+            {},
+            "pipeline.synchronous_steps=1 needs pipeline.schedule to be one of",
+        ),
+        (
+            {"schedule": TEXT, "weights": "stash"},
+            {"clip_grad_norm": 1.0},
+            "pipeline.weights='stash' needs clip_grad_norm to be None, got 1.0",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_with_a_list(
+    pipeline: dict[str, object], others: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Config.parse({"mesh": {"pp": 2}, "pipeline": pipeline, **others})
+
+
+def test_ranks_with_different_numbers_of_steps_are_refused() -> None:
+    """Their schedules of the learning rate would differ, and a checkpoint has one number of steps."""
+    text = "0F0,0F1,0B0,STEP,0B1,STEP\n1F0,1B0,1F1,1B1,STEP\n"
+    message = "expected the same number of steps in all lists of an asynchronous pipeline, got 2, 1"
+    with pytest.raises(ValueError, match=message):
+        require_steps(parse_schedule(text))
+
+
+LATE = "0F0,0F1,0B0,STEP,0F2,0B1,STEP,0B2,STEP\n1F0,1B0,1F1,1B1,1F2,1B2,STEP\n"
+
+
+@pytest.mark.parametrize("weights", ["vertical", "double"])
+def test_a_version_that_a_chunk_does_not_have_yet_is_refused_on_all_ranks(weights: str) -> None:
+    schedule = parse_schedule(LATE)
+    message = f"pipeline.weights='{weights}': 1F2 uses the weights after step 1"
+    for rank in range(2):
+        with pytest.raises(ValueError, match=message):
+            read_delays(schedule, rank, weights)
+
+
+def test_double_keeps_two_versions_or_is_refused_on_all_ranks() -> None:
+    early = "0F0,0F1,0F2,0B0,STEP,0F3,0B1,STEP,0F4,0B2,STEP,0B3,STEP,0B4,STEP\n"
+    late = "1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP,1F3,1B3,STEP,1F4,1B4,STEP\n"
+    schedule = parse_schedule(early + late)
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"pipeline\.weights='double': a pipeline rank keeps 3 versions"):
+            read_delays(schedule, rank, "double")
+        read_delays(schedule, rank, "stash")

@@ -1,0 +1,190 @@
+"""What follows from the lists of a schedule: transfers, actions of the sharding, activations in flight."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+
+from tests.parallel.pipeline.random_schedules import schedules
+from zeroshard.parallel.pipeline.actions import (
+    END_BACKWARD,
+    Action,
+    ChunkTransfer,
+    Kind,
+    Schedule,
+    needed_actions,
+    parse_schedule,
+    plan_exchanges,
+    reduced_apart,
+    with_sharding,
+    without_steps,
+)
+from zeroshard.parallel.pipeline.schedules import build_schedule
+from zeroshard.parallel.pipeline.simulate import count_activations, simulate
+
+
+def plan_transfers(schedule: Schedule) -> list[list[ChunkTransfer]]:
+    """The sends and receives of each rank, in order."""
+    return [
+        [transfer for exchange in exchanges for transfer in (*exchange.receives, *exchange.sends)]
+        for exchanges in plan_exchanges(schedule)
+    ]
+
+
+@given(schedules())
+def test_messages_of_two_ranks_have_one_order_on_both_sides(schedule: Schedule) -> None:
+    sent: dict[tuple[int, int], list[ChunkTransfer]] = defaultdict(list)
+    received: dict[tuple[int, int], list[ChunkTransfer]] = defaultdict(list)
+    for rank, transfers in enumerate(plan_transfers(schedule)):
+        for transfer in transfers:
+            assert rank in (transfer.source, transfer.target)
+            (sent if rank == transfer.source else received)[transfer.source, transfer.target].append(transfer)
+    assert sent == received
+
+
+@given(schedules())
+def test_each_boundary_between_two_ranks_is_crossed_twice_for_each_microbatch(schedule: Schedule) -> None:
+    expected = [
+        (chunk, microbatch, is_activation)
+        for chunk, (here, there) in enumerate(zip(schedule.placement, schedule.placement[1:], strict=False))
+        for microbatch in range(schedule.num_microbatches)
+        for is_activation in (False, True)
+        if here != there
+    ]
+    transfers = {transfer for own in plan_transfers(schedule) for transfer in own}
+    found = [
+        (min(each.action.place, each.user.place)[0], each.action.microbatch, each.is_activation)
+        for each in transfers
+    ]
+    assert sorted(found) == expected
+
+
+@given(schedules())
+def test_an_action_receives_all_that_it_needs_before_it_and_sends_directly_behind_it(
+    schedule: Schedule,
+) -> None:
+    needed = needed_actions(schedule)
+    for rank, exchanges in enumerate(plan_exchanges(schedule)):
+        assert tuple(each.action for each in exchanges) == schedule.lists[rank]
+        there: set[ChunkTransfer] = set()
+        for exchange in exchanges:
+            there.update(exchange.receives)
+            own = {action for action in needed[exchange.action] if schedule.placement[action.chunk] != rank}
+            found = {transfer.action for transfer in there if transfer.user == exchange.action}
+            assert found == own
+            assert all(transfer.target == rank for transfer in exchange.receives)
+            for transfer in exchange.sends:
+                assert (transfer.action, transfer.source) == (exchange.action, rank)
+
+
+def test_a_message_that_overtakes_in_the_receivers_list_waits_in_its_memory() -> None:
+    schedule = parse_schedule("0F0,0F1,0B1,0B0\n1F1,1B1,1F0,1B0")
+    first = plan_exchanges(schedule)[1][0]
+    assert str(first.action) == "1F1"
+    assert [str(transfer.action) for transfer in first.receives] == ["0F0", "0F1"]
+
+
+def test_halves_of_a_backward_send_the_gradient_after_the_first_half() -> None:
+    schedule = build_schedule("zb-h1", 2, 1)
+    sends = [(str(each.action), len(each.sends)) for each in plan_exchanges(schedule)[1]]
+    assert sends == [("1F0", 0), ("1I0", 1), ("1W0", 0)]
+
+
+def test_nothing_is_sent_between_two_chunks_of_a_rank() -> None:
+    exchanges = plan_exchanges(build_schedule("zbv", 2, 1))
+    (middle,) = [each for each in exchanges[1] if each.action == Action(Kind.FORWARD, 1, 0)]
+    assert len(middle.receives) == 1
+    assert not middle.sends
+    assert not any(plan_transfers(build_schedule("interleaved", 1, 4, 3)))
+
+
+# ----------------------------------------------------------------------------------------------- the sharding
+
+
+TWO = parse_schedule("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
+
+
+def test_a_chunk_is_unsharded_once_a_batch() -> None:
+    assert str(with_sharding(TWO)) == (
+        "0UNSHARD,0F0,0F1,0B0,0B1,0RESHARD,0REDUCE_GRAD,STEP\n"
+        "1UNSHARD,1F0,1B0,1F1,1B1,1RESHARD,1REDUCE_GRAD,STEP\n"
+    )
+
+
+@given(schedules())
+def test_the_compute_stays_and_each_chunk_is_reduced_once_behind_its_last_backward(
+    schedule: Schedule,
+) -> None:
+    sharded = with_sharding(schedule)
+    assert simulate(sharded).makespan == simulate(schedule).makespan
+    for rank, own in enumerate(sharded.lists):
+        assert tuple(action for action in own if action.is_compute) == schedule.lists[rank]
+        assert [action.kind for action in own].count(Kind.STEP) == 1
+        assert own[-1].kind is Kind.STEP
+        for chunk in schedule.chunks[rank]:
+            kinds = [action.kind for action in own if action.chunk == chunk]
+            assert kinds.count(Kind.REDUCE) == 1
+            assert kinds.count(Kind.UNSHARD) == kinds.count(Kind.RESHARD) == 1
+            last = max(index for index, kind in enumerate(kinds) if kind in END_BACKWARD)
+            assert kinds[last + 1 :] == [Kind.RESHARD, Kind.REDUCE]
+
+
+@given(schedules())
+def test_the_steps_that_were_added_are_those_of_the_batch(schedule: Schedule) -> None:
+    sharded = with_sharding(schedule)
+    flushed = without_steps(sharded)
+    assert [(*own, Action(Kind.STEP, None, None)) for own in flushed.lists] == list(sharded.lists)
+    assert without_steps(flushed) == flushed
+
+
+@given(schedules())
+def test_the_reduces_that_were_added_follow_the_last_backward_at_once(schedule: Schedule) -> None:
+    assert not any(map(reduced_apart, with_sharding(schedule).lists))
+
+
+@pytest.mark.parametrize(
+    ("text", "chunks"),
+    [
+        ("0F0,1F0,1B0,0B0", []),
+        ("0F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD", []),
+        ("0F0,1F0,1B0,1RESHARD,1REDUCE_GRAD,0B0", []),
+        ("0F0,1F0,1B0,0B0,1REDUCE_GRAD,0REDUCE_GRAD", [1]),
+        ("0F0,1F0,1B0,0I0,1REDUCE_GRAD,0W0", [1]),
+        ("0F0,1F0,1B0,0F1,1F1,1REDUCE_GRAD,1B1,0B0,0B1", []),  # no gradient may follow the reduce that counts
+        ("0F0,1F0,1B0,0F1,1F1,1REDUCE_GRAD,1B1,0B0,0B1,1REDUCE_GRAD", [1]),
+    ],
+)
+def test_a_chunk_is_reduced_apart_if_others_compute_before_its_last_reduce(
+    text: str, chunks: list[int]
+) -> None:
+    assert sorted(reduced_apart(parse_schedule(text).lists[0])) == chunks
+
+
+# -------------------------------------------------------------------------------------- activations in flight
+
+
+@given(schedules())
+def test_activations_in_flight_are_those_between_forward_and_the_end_of_backward(schedule: Schedule) -> None:
+    """Against a count at every place of the list, for chunks whose backward has one form."""
+    held = count_activations(schedule)
+    recomputed = {action[1:] for _, action in schedule if action.kind is Kind.RECOMPUTE}
+    for rank, own in enumerate(schedule.lists):
+        most = 0
+        for place in range(len(own)):
+            past = own[: place + 1]
+            begun = {a[1:] for a in past if a.kind is Kind.RECOMPUTE} | {
+                a[1:] for a in past if a.kind is Kind.FORWARD and a[1:] not in recomputed
+            }
+            ended = {a[1:] for a in past if a.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)}
+            most = max(most, len(begun - ended))
+        assert held.per_rank[rank] == most
+
+
+def test_the_chunks_of_a_rank_count_with_their_weights() -> None:
+    schedule = build_schedule("interleaved", 2, 4)
+    assert str(schedule).startswith("0F0,0F1,2F0,2F1,0F2,2B0,0F3,2B1,2F2,0B0,2F3,0B1,2B2,")
+    assert count_activations(schedule).per_rank == (5, 3)  # rank 0: after 0F2
+    assert count_activations(schedule, (1, 1, 0, 0)).per_rank == (4, 3)  # rank 0: after 0F3
+    assert count_activations(schedule, (0, 0, 10, 10)).per_rank == (20, 10)  # rank 0: after 2F1
