@@ -47,13 +47,26 @@ def tied_llama():
 
 def tied_gpt():
     dropout = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 16}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **dropout))
 
 
 def mixtral(**others):
     experts = {"num_local_experts": 4, "experts_implementation": "eager"}  # others have no float64
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **experts, **others))
+
+
+GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 16}
+KINDS = ("Llama", "Qwen3", "GPT2", "Mixtral", "GPTNeoX", "Phi", "Gemma", "Mistral", "Qwen2")
+"""Models of transformers whose blocks follow each other."""
+
+
+def of_kind(kind, **others):
+    """A model with dropout, to evaluate."""
+    torch.manual_seed(0)
+    sizes = GPT2 if kind == "GPT2" else SIZES | {"num_local_experts": 4, "head_dim": 8}
+    config = getattr(transformers, f"{kind}Config")(**sizes | {"pad_token_id": None} | others)
+    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    return getattr(transformers, name)(config).eval()
 
 
 MODELS = {

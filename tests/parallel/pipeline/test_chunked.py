@@ -7,30 +7,9 @@ import torch
 import transformers
 from torch import nn
 
+from tests.parallel.pipeline.runs import KINDS, LENGTH, VOCABULARY
+from tests.parallel.pipeline.runs import of_kind as build
 from zeroshard.parallel.pipeline.chunked import Chunked, outline_of
-
-LENGTH, VOCABULARY = 6, 40
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
-GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 16}
-KINDS = {
-    "Llama": SIZES | {"num_key_value_heads": 2},
-    "Qwen3": SIZES | {"num_key_value_heads": 2, "head_dim": 8},
-    "GPT2": GPT2,
-    "Mixtral": SIZES | {"num_key_value_heads": 2, "num_local_experts": 4},
-    "GPTNeoX": SIZES,
-    "Phi": SIZES,
-    "Gemma": SIZES | {"num_key_value_heads": 2, "head_dim": 8},
-    "Mistral": SIZES | {"num_key_value_heads": 2},
-    "Qwen2": SIZES | {"num_key_value_heads": 2},
-}
-
-
-def build(kind):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(vocab_size=VOCABULARY, **KINDS[kind])
-    config.pad_token_id = None
-    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
-    return model.eval()
 
 
 def batch():

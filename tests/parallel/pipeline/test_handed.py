@@ -8,34 +8,19 @@ import transformers
 from torch import nn
 
 import zeroshard
+from tests.parallel.pipeline.runs import KINDS, SIZES, of_kind
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import require_handed_on
 
 CPU = torch.device("cpu")
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 20,
-}
-GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2}
 BLOOM = {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 20}
 
 
-def build(kind, sizes):
-    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
-    return getattr(transformers, name)(getattr(transformers, f"{kind}Config")(**sizes))
-
-
 @pytest.mark.parametrize("is_deferred", [False, True])
-@pytest.mark.parametrize(
-    "kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "GPTNeoX", "Phi", "Gemma", "GPT2"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_models_whose_modules_follow_each_other_may_be_cut(kind, is_deferred):
     with zeroshard.deferred_init() if is_deferred else nullcontext():
-        model = build(kind, GPT2 if kind == "GPT2" else SIZES | {"head_dim": 8, "pad_token_id": 0})
+        model = of_kind(kind)
     before = {name: id(module) for name, module in model.named_modules()}
     require_handed_on(Chunked(model), CPU)
     assert {name: id(module) for name, module in model.named_modules()} == before
@@ -44,15 +29,15 @@ def test_models_whose_modules_follow_each_other_may_be_cut(kind, is_deferred):
 @pytest.mark.parametrize(
     ("kind", "sizes", "why"),
     [
-        ("Gemma2", SIZES | {"head_dim": 8}, "computes outside of these"),  # scales embeddings, bounds logits
-        ("Granite", SIZES | {"embedding_multiplier": 2.0}, "computes outside of these"),
-        ("Granite", SIZES | {"logits_scaling": 2.0}, "computes outside of these"),
-        ("Cohere", SIZES, "computes outside of these"),  # scales logits
+        ("Gemma2", {}, "computes outside of these"),  # scales embeddings, bounds logits
+        ("Granite", {"embedding_multiplier": 2.0}, "computes outside of these"),
+        ("Granite", {"logits_scaling": 2.0}, "computes outside of these"),
+        ("Cohere", {}, "computes outside of these"),  # scales logits
         ("Bloom", BLOOM, "does not run without its blocks"),  # its blocks return tuples
     ],
 )
 def test_models_that_compute_between_their_modules_are_refused(kind, sizes, why):
-    model = build(kind, sizes).eval()
+    model = of_kind(kind, **sizes)
     tokens = torch.arange(6).view(1, 6)
     before = model(input_ids=tokens).logits
     with pytest.raises(ValueError, match=rf"^mesh\.pp: expected .*; got a {kind}ForCausalLM: .*{why}"):
@@ -80,7 +65,7 @@ def test_a_sequence_is_not_checked_and_random_numbers_stay():
     chunked = Chunked(nn.Sequential(nn.Linear(2, 2), act, nn.Linear(2, 2), act))
     assert chunked.outline.blocks == ("0", "1", "2", "3")
     require_handed_on(chunked, CPU)
-    llama = build("Llama", SIZES)
+    llama = of_kind("Llama")
     state = torch.get_rng_state()
     require_handed_on(Chunked(llama), CPU)
     assert torch.equal(torch.get_rng_state(), state)

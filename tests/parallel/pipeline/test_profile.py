@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-import transformers
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import zeroshard
+from tests.parallel.pipeline.runs import llama
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.profile import (
     SampleBatch,
@@ -27,13 +27,6 @@ def counted(model, sample):
 
 def rows(*shape):
     return SampleBatch((torch.randn(*shape, generator=torch.Generator().manual_seed(0)),), {})
-
-
-def llama(**sizes):
-    torch.manual_seed(0)
-    usual = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 40}
-    config = transformers.LlamaConfig(**{"num_hidden_layers": 4, "num_key_value_heads": 2} | usual | sizes)
-    return transformers.LlamaForCausalLM(config)
 
 
 # ------------------------------------------------------------------------------------------- operations
