@@ -36,6 +36,9 @@ MODELS = {
     "Llama": ("LlamaForCausalLM", GROUPED),
     "Llama, tied": ("LlamaForCausalLM", GROUPED | TIED | {"attention_bias": True}),
     "Qwen3": ("Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),
+    "Qwen3, tied": ("Qwen3ForCausalLM", GROUPED | TIED | {"head_dim": 8}),
+    # Its logits are capped before the loss.
+    "Gemma 2": ("Gemma2ForCausalLM", GROUPED | {"head_dim": 8, "final_logit_softcapping": 5.0}),
     "Gemma": ("GemmaForCausalLM", SMALL | {"num_key_value_heads": 1, "head_dim": 8}),
     "GPT-NeoX": ("GPTNeoXForCausalLM", SMALL),
     "GPT-NeoX, tied": ("GPTNeoXForCausalLM", SMALL | TIED),

@@ -12,17 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from tests.parallel import runs
 from tests.parallel.models import GROUPED
+from tests.parallel.runs import BATCH, HEAD, PLAN, VOCABULARY
 
-WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 16, 4, 24, 9, 8
-PLAN = {
-    "tokens": "rowwise",
-    "blocks.*.[qkv]": "colwise",
-    "blocks.*.up": "colwise",
-    "blocks.*.out": "rowwise",
-    "blocks.*.down": "rowwise",
-    "head": "colwise_gather_output",
-}
+LENGTH = 9
 
 
 class Drop(nn.Module):
@@ -38,13 +32,9 @@ class Drop(nn.Module):
         return x * mask
 
 
-class Block(nn.Module):
+class Block(runs.Block):
     def __init__(self):
         super().__init__()
-        self.norm, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.of_heads, self.after_heads, self.of_hidden, self.after_hidden = (Drop() for _ in range(4))
 
     def forward(self, x):
@@ -53,19 +43,18 @@ class Block(nn.Module):
     def heads(self, x):
         h = self.norm(x)
         q, k, v = (layer(h).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        mixed = self.of_heads((q @ k.transpose(-1, -2)).softmax(-1)) @ v
+        scores = self.each_head(q) @ self.each_head(k).transpose(-1, -2)
+        mixed = self.of_heads(scores.softmax(-1)) @ v
         return x + self.after_heads(self.out(mixed.transpose(1, 2).flatten(2)))
 
     def hidden(self, x):
         return x + self.after_hidden(self.down(self.of_hidden(F.gelu(self.up(self.second(x))))))
 
 
-class Model(nn.Module):
+class Model(runs.Model):
     def __init__(self):
-        super().__init__()
-        self.tokens, self.first = nn.Embedding(VOCABULARY, WIDTH), Drop()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        super().__init__(Block)
+        self.first = Drop()
 
     def forward(self, tokens):
         x = self.first(self.tokens(tokens))

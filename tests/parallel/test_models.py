@@ -15,9 +15,10 @@ def adamw(parameters):
 FAST = {("Llama", 2, 2), ("Qwen3", 2, 2), ("T5", 2, 2), ("Mixtral", 2, 2), ("GPT-2", 4, 2)}
 MORE_RANKS = ("Llama", "Llama, tied", "Gemma", "GPT-2", "T5", "Mixtral", "DeepSeek V2")
 """Models that are divided over 4 tensor ranks as well, some of which share heads of keys then."""
+NAMES = [name for name in MODELS if name not in ("Qwen3, tied", "Gemma 2")]  # which test_loss.py trains
 CASES = [
-    *((name, 2, 2, 3) for name in MODELS),
-    *((name, 4, 2, 3 if name == "GPT-2" else 1) for name in MODELS),
+    *((name, 2, 2, 3) for name in NAMES),
+    *((name, 4, 2, 3 if name == "GPT-2" else 1) for name in NAMES),
     *((name, 4, 4, 3) for name in MORE_RANKS),
 ]
 

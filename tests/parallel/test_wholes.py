@@ -7,20 +7,9 @@ import transformers
 from torch import nn
 
 import zeroshard
+from tests.parallel import models
 from tests.parallel.test_checkpoints import Model, same, start, train
 from zeroshard.safetensors import FileTensor
-
-SMALL = transformers.LlamaConfig(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=64,
-    max_position_embeddings=32,
-    tie_word_embeddings=False,
-    use_cache=False,
-)
 
 
 def shown_and_edited(stage, tp):
@@ -107,7 +96,7 @@ def test_a_closed_engine_gives_whole_parameters_and_layers_back(ranks, stage):
         torch.testing.assert_close(output, module(torch.arange(12).view(2, 6)))
 
 
-def inside_unsharded(tp):
+def refusals(tp):
     engine = start(3, tp)
     tokens = torch.arange(12).view(2, 6)
     want = engine(tokens).detach()
@@ -116,15 +105,6 @@ def inside_unsharded(tp):
         text = "'blocks.0.up' is divided over tensor-parallel ranks and has its whole parameters now"
         with pytest.raises(RuntimeError, match=text):
             engine.module.blocks[0].up(torch.ones(2, 24))
-    engine.close(restore=False)
-
-
-def test_divided_layers_refuse_to_compute_with_whole_parameters(ranks):
-    ranks(2, inside_unsharded, 2)
-
-
-def different_edits(tp):
-    engine = start(3, tp)
     with (
         pytest.raises(RuntimeError, match="the ranks made different edits"),
         engine.unsharded(write_back=True),
@@ -139,8 +119,8 @@ def different_edits(tp):
     engine.close(restore=False)
 
 
-def test_edits_that_differ_between_tensor_ranks_are_refused(ranks):
-    ranks(2, different_edits, 2)
+def test_products_with_whole_parameters_and_edits_that_differ_between_tensor_ranks_are_refused(ranks):
+    ranks(2, refusals, 2)
 
 
 # ------------------------------------------------------------------------------------------- transformers
@@ -175,8 +155,7 @@ def trained(folder, tp, stage):
 @pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_model_is_read_in_parts_and_written_whole(ranks, tmp_path, stage):
-    torch.manual_seed(0)
-    base = transformers.LlamaForCausalLM(SMALL)
+    base = models.build("Llama").float()
     base.save_pretrained(tmp_path / "base")
     [(begun, state, _), *others] = found = ranks(4, trained, tmp_path, 2, stage)
     assert same(begun, dict(base.state_dict())) == []

@@ -7,19 +7,19 @@ import transformers
 from torch import nn
 
 import zeroshard
+from tests.parallel.pipeline.runs import (
+    GPT2,
+    LENGTH,
+    VOCABULARY,
+    eager_llama,
+    llama,
+    mixtral,
+    rows_of,
+    tied_gpt,
+)
 from zeroshard.parallel.pipeline.weights import Waiting
 
-VOCABULARY, LENGTH, WIDTH, STEPS, NUM = 40, 6, 32, 2, 4
-LLAMA = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-}
-GPT2 = {"n_embd": WIDTH, "n_layer": 4, "n_head": 4, "n_positions": 16, "vocab_size": VOCABULARY}
-NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+WIDTH, STEPS, NUM = 32, 2, 4
 
 
 class Twice(nn.Module):
@@ -39,37 +39,33 @@ def sequence(dropout=0.0):
 
 
 def partly_frozen():
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    model = llama()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("mlp" not in name and "layers.2" not in name and "embed" not in name)
     return model
 
 
 def adapted():
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     lora = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return peft.inject_adapter_in_model(lora, model)  # add_adapter of transformers wants a newer peft
+    return peft.inject_adapter_in_model(lora, llama())  # add_adapter of transformers wants a newer peft
+
+
+def gpt2(**options):
+    config = transformers.GPT2Config(**GPT2, **options, tie_word_embeddings=False)
+    return transformers.GPT2LMHeadModel(config)
 
 
 MODELS = {
-    "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)),
-    "eager Llama": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**LLAMA, attn_implementation="eager")
-    ),
-    "GPT-2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**GPT2, **NO_DROPOUT, tie_word_embeddings=False)
-    ),
-    "tied GPT-2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **NO_DROPOUT)),
-    "GPT-2 with dropout": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**GPT2, tie_word_embeddings=False)
-    ),
+    "Llama": llama,
+    "eager Llama": eager_llama,
+    "GPT-2": lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "tied GPT-2": tied_gpt,
+    "GPT-2 with dropout": gpt2,
     "sequence": sequence,
     "sequence with dropout": lambda: sequence(0.2),
     "partly frozen Llama": partly_frozen,
     "Llama with adapters": adapted,
-    "Mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**LLAMA, num_local_experts=4, experts_implementation="eager")
-    ),
+    "Mixtral": mixtral,
 }
 
 
@@ -92,12 +88,6 @@ def batch_of(kind, number, num_ranks):
     return {"input_ids": tokens}, tokens
 
 
-def cut(value, num, place):
-    if isinstance(value, dict):
-        return {name: one.chunk(num)[place] for name, one in value.items()}
-    return value.chunk(num)[place]
-
-
 def square(output, targets):
     return (output - targets).square().mean()
 
@@ -113,9 +103,9 @@ def plain(kind, num_ranks):
     for number in range(STEPS):
         batch, sums = batch_of(kind, number, num_ranks), []
         for rank in range(num_ranks):
-            inputs, targets = (cut(value, num_ranks, rank) for value in batch)
+            inputs, targets = (rows_of(value, num_ranks, rank) for value in batch)
             for place in range(NUM):
-                piece, target = cut(inputs, NUM, place), cut(targets, NUM, place)
+                piece, target = rows_of(inputs, NUM, place), rows_of(targets, NUM, place)
                 whole = isinstance(piece, dict)
                 loss = model(**piece, labels=target).loss if whole else square(model(piece), target)
                 (loss / NUM).backward()
@@ -134,7 +124,7 @@ def trained(kind, config):
     torch.manual_seed(5)
     for number in range(STEPS):
         batch = batch_of(kind, number, engine.dp_world_size)
-        inputs, targets = (cut(value, engine.dp_world_size, engine.dp_rank) for value in batch)
+        inputs, targets = (rows_of(value, engine.dp_world_size, engine.dp_rank) for value in batch)
         engine.train_batch(inputs, targets)
     with engine.unsharded():
         state = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
