@@ -311,39 +311,6 @@ def test_without_an_optimizer_step_is_an_error_and_gradients_can_be_had(ranks):
         assert (with_gradients, count) == (13, 0)
 
 
-def plain_loop():
-    """Where `loss.backward(); optimizer.step(); optimizer.zero_grad()` differs from plain PyTorch."""
-    failures = []
-    for stage in ALL_STAGES:
-        model = tiny()
-        plain = copy.deepcopy(model)
-        reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        engine, optimizer, _, _ = zeroshard.initialize(
-            model, optimizer, {"stage": stage, "gradient_accumulation_steps": 4}
-        )
-        for number in range(3):
-            x = numbers(number, 5, 7, rank=0)
-            loss, expected = engine(x).square().mean(), plain(x).square().mean()
-            loss.backward()
-            expected.backward()
-            optimizer.step()
-            reference.step()
-            failures += [] if loss.item() == expected.item() else [f"stage {stage}: loss {number}"]
-            optimizer.zero_grad()
-            reference.zero_grad()
-            failures += [
-                f"{name} has a gradient" for name, p in engine.named_parameters() if p.grad is not None
-            ]
-        failures += [f"stage {stage}: {n}" for n in unequal(full(engine), dict(plain.named_parameters()))]
-    return failures
-
-
-@RANKS
-def test_the_loop_of_plain_pytorch_works_and_divides_nothing(ranks, num_ranks):
-    assert ranks(num_ranks, plain_loop) == [[]] * num_ranks
-
-
 def gradients(param_dtype):
     """What is wrong with the gradients between backward and step, by stage."""
     failures = []
@@ -378,38 +345,6 @@ def test_gradients_are_one_dimensional_slices_in_the_main_dtype(ranks, param_dty
 # -------------------------------------------------------------------------------------------- train_batch
 
 
-def batches():
-    """Where train_batch differs from the loop by hand, what it returned, and this rank's losses."""
-    failures, returned, losses = [], [], []
-    for stage in ALL_STAGES:
-        config = {"stage": stage, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5}
-
-        def build(config=config):
-            model = tiny()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            return zeroshard.initialize(model, optimizer, config, loss_fn=F.mse_loss).engine
-
-        by_batch, by_hand = build(), build()
-        for number in range(3):
-            x, y = numbers(number, 6, 7), numbers(50 + number, 6, 3)
-            value = by_batch.train_batch(x, y)
-            own = []
-            for part in (slice(0, 3), slice(3, 6)):
-                loss = F.mse_loss(by_hand(x[part]), y[part])
-                by_hand.backward(loss)
-                by_hand.step()
-                own.append(loss.item())
-            returned.append(value.item())
-            losses.append(sum(own) / 2)
-            if value.requires_grad or value.ndim:
-                failures.append("expected a detached scalar")
-            if not torch.equal(by_batch.grad_norm, by_hand.grad_norm):
-                failures.append(f"stage {stage}: grad_norm")
-        failures += [f"stage {stage}: {name}" for name in unequal(full(by_batch), full(by_hand))]
-        failures += [] if by_batch.global_step == by_hand.global_step == 3 else ["global_step"]
-    return failures, returned, losses
-
-
 def batches_under_bfloat16():
     """By stage, the mean loss that train_batch returns where bfloat16 is the default; this rank's mean."""
     found = []
@@ -442,17 +377,6 @@ def test_train_batch_returns_a_mean_in_float32_where_bfloat16_is_the_default(ran
             value, _, is_float32, num_steps = found[stage]
             assert value == pytest.approx(mean, rel=1e-6)
             assert (is_float32, num_steps) == (True, 1)
-
-
-@pytest.mark.long_where(num_ranks=[3])
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_train_batch_is_the_loop_by_hand_and_returns_the_mean_over_all_ranks(ranks, num_ranks):
-    results = ranks(num_ranks, batches)
-    means = [sum(values) / num_ranks for values in zip(*(losses for _, _, losses in results), strict=True)]
-    for failures, returned, _ in results:
-        assert failures == []
-        assert returned == results[0][1]
-        assert returned == pytest.approx(means, rel=1e-6)
 
 
 def batches_in_a_row():

@@ -47,6 +47,17 @@ def same_batch(engine, step):
     return engine(numbers(step, 5, 7, rank=0)).square().mean()
 
 
+def unlike(engine, optimizer, plain, reference, num_steps=3):
+    """The names of parameters that differ after steps of both, on rank 0."""
+    for step in range(num_steps):
+        for model, made in ((engine, optimizer), (plain, reference)):
+            same_batch(model, step).backward()
+            made.step()
+            made.zero_grad()
+    state = engine.full_state_dict()
+    return [n for n, value in plain.state_dict().items() if state and not torch.equal(state[n], value)]
+
+
 # ---------------------------------------------------------------------------------------- what comes back
 
 
@@ -115,19 +126,7 @@ def hyperparameters():
         sharded = dict(engine.named_parameters())
         if any(sharded[p.fqn] is not p for g in made.param_groups for p in g["params"]):
             failures.append(f"stage {stage}: others than the engine's")
-        for step in range(3):
-            same_batch(engine, step).backward()
-            made.step()
-            made.zero_grad()
-            same_batch(plain, step).backward()
-            reference.step()
-            reference.zero_grad()
-        state = engine.full_state_dict()
-        failures += [
-            f"stage {stage}: {name}"
-            for name, value in plain.state_dict().items()
-            if state and not torch.equal(state[name], value)
-        ]
+        failures += [f"stage {stage}: {name}" for name in unlike(engine, made, plain, reference)]
     return failures
 
 
@@ -479,15 +478,7 @@ def unknown_optimizers():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             engine, optimizer, _, _ = zeroshard.initialize(model, optimizer)
-            for step in range(2):
-                same_batch(engine, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                same_batch(plain, step).backward()
-                reference.step()
-                reference.zero_grad()
-        state = engine.full_state_dict() or plain.state_dict()
-        same = all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+            same = not unlike(engine, optimizer, plain, reference)
         found.append(([(str(w.message), w.category, w.filename) for w in caught], same))
     return found
 
@@ -520,20 +511,9 @@ def known_optimizers():
                 warnings.simplefilter("always")
                 optimizer = kind(model.parameters(), lr=0.05, **options)
                 engine, optimizer, _, _ = zeroshard.initialize(model, optimizer, {"stage": stage})
-                for step in range(3):
-                    same_batch(engine, step).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    same_batch(plain, step).backward()
-                    reference.step()
-                    reference.zero_grad()
+                wrong = unlike(engine, optimizer, plain, reference)
             found += [f"{kind.__name__}: {w.message}" for w in caught]
-            state = engine.full_state_dict() or plain.state_dict()
-            found += [
-                f"{kind.__name__}, stage {stage}: {name}"
-                for name, value in plain.state_dict().items()
-                if not torch.equal(state[name], value)
-            ]
+            found += [f"{kind.__name__}, stage {stage}: {name}" for name in wrong]
             shapes = {
                 (tuple(value.shape), tuple(p.shape))
                 for p, values in optimizer.state.items()
@@ -571,43 +551,30 @@ def test_parameters_that_the_optimizer_does_not_hold_stay_as_they_are(ranks):
 # ---------------------------------------------------------------------- refused: schedulers, data, the loss
 
 
-def test_a_scheduler_without_an_optimizer_is_refused():
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
+NO_SCHEDULER = "expected a scheduler whose step() needs no argument, got "
+SCHEDULERS = {
+    "without an optimizer": (None, lambda own, other: own, "expected an optimizer to go with it, got None"),
+    "of another": (adamw, lambda own, other: other, "belongs to another optimizer than the one given"),
+    "a number": (adamw, lambda own, other: 3, "expected a scheduler or a callable, got 3"),
+    "a word": (adamw, lambda own, other: "cosine", "expected a scheduler or a callable, got 'cosine'"),
+    "with a metric": (adamw, lambda own, other: PLATEAU(own.optimizer), f"{NO_SCHEDULER}ReduceLROnPlateau"),
+    "a class with one": (adamw, lambda own, other: PLATEAU, f"{NO_SCHEDULER}ReduceLROnPlateau"),
+    "makes a number": (adamw, lambda own, other: lambda optimizer: 0.1, f"{NO_SCHEDULER}float"),
+    "makes nothing": (adamw, lambda own, other: lambda optimizer: None, f"{NO_SCHEDULER}NoneType"),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULERS)
+def test_what_is_no_scheduler_of_the_optimizer_is_refused(case):
+    make, choose, text = SCHEDULERS[case]
     model = Tiny()
-    scheduler = torch.optim.lr_scheduler.StepLR(adamw(model), 1)
-    for given in (scheduler, lambda optimizer: scheduler):
-        assert refusal(model, lr_scheduler=given) == (
-            "lr_scheduler: expected an optimizer to go with it, got None"
-        )
-
-
-def test_a_scheduler_of_another_optimizer_is_refused():
-    model = Tiny()
-    scheduler = torch.optim.lr_scheduler.StepLR(adamw(model), 1)
-    for given in (scheduler, lambda optimizer: scheduler):
-        assert refusal(model, adamw(model), lr_scheduler=given) == (
-            "lr_scheduler belongs to another optimizer than the one given"
-        )
-
-
-@pytest.mark.parametrize("given", [3, "cosine", {"step_size": 1}])
-def test_what_is_neither_a_scheduler_nor_a_callable_is_refused(given):
-    model = Tiny()
-    message = refusal(model, adamw(model), lr_scheduler=given)
-    assert message == f"lr_scheduler: expected a scheduler or a callable, got {given!r}"
-
-
-def test_a_scheduler_whose_step_needs_a_metric_or_that_has_none_is_refused():
-    model = Tiny()
-    optimizer = adamw(model)
-    for given, name in (
-        (torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "ReduceLROnPlateau"),
-        (torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau"),
-        (lambda optimizer: 0.1, "float"),
-        (lambda optimizer: None, "NoneType"),
-    ):
-        assert refusal(model, optimizer, lr_scheduler=given) == (
-            f"lr_scheduler: expected a scheduler whose step() needs no argument, got {name}"
-        )
+    own, other = (torch.optim.lr_scheduler.StepLR(adamw(model), 1) for _ in range(2))
+    given = choose(own, other)
+    for scheduler in (given, lambda optimizer: given) if given in (own, other) else (given,):
+        message = refusal(model, make and own.optimizer, lr_scheduler=scheduler)
+        assert message.startswith("lr_scheduler")
+        assert message.endswith(text)
 
 
 class Endless(IterableDataset):
@@ -964,22 +931,27 @@ def test_the_first_parameter_of_a_group_that_differs_is_named(ranks):
         assert message.endswith(expected)
 
 
-@pytest.mark.parametrize("index", [0, 1, 63, 64, 98, 99])
-def test_the_first_difference_is_found_wherever_it_is(ranks, index):
-    expected = f"rank(s) 0 have parameter 'layer_{index:04d}.weight' (1, 1) torch.float32; rank(s) 1 have "
-    for message in ranks(2, frozen_from, index):
-        assert expected in message
+INDICES = (0, 1, 63, 64, 98, 99)
 
 
-def frozen_from(index):
+def frozen_from():
     """What initialize says where rank 1 has frozen all layers from one on."""
-    model = layers_by_name(100)
-    for layer in list(model.values())[index:]:
-        layer.requires_grad_(dist.get_rank() != 1)
-    try:
-        zeroshard.initialize(model)
-    except RuntimeError as error:
-        return str(error)
+    found = []
+    for index in INDICES:
+        model = layers_by_name(100)
+        for layer in list(model.values())[index:]:
+            layer.requires_grad_(dist.get_rank() != 1)
+        with pytest.raises(RuntimeError) as caught:
+            zeroshard.initialize(model)
+        found.append(str(caught.value))
+    return found
+
+
+def test_the_first_difference_is_found_wherever_it_is(ranks):
+    for messages in ranks(2, frozen_from):
+        for index, message in zip(INDICES, messages, strict=True):
+            name = f"parameter 'layer_{index:04d}.weight' (1, 1) torch.float32"
+            assert f"rank(s) 0 have {name}; rank(s) 1 have " in message
 
 
 class Left(nn.Sequential):
