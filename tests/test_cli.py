@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.commands import examples, failure, rows, shown
 from tests.distributed.models import GPT, Tiny
 from tests.distributed.training import build, square_loss, start, step, token_loss
 from tests.test_chat import save_tiny_llama
@@ -57,12 +57,6 @@ def folder(ranks, tmp_path_factory):
     return folder
 
 
-def rows(text: str) -> dict[str, list[str]]:
-    """The cells of each line of the tables, by the first one."""
-    lines = [re.split(r"\s{3,}", line.strip()) for line in text.splitlines()]
-    return {name: cells for name, *cells in lines if cells}
-
-
 def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folder):
     command = [sys.executable, "-m", "zeroshard", "inspect", folder]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -80,18 +74,18 @@ def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folde
         assert line in " ".join(summary.split())
     seconds = (folder / "second.0" / "zeroshard.json").stat().st_mtime
     assert f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC" in summary
-    found = rows(totals)
+    found = rows(totals, 3)
     assert found["parameters"] == ["float32", str(count), f"{numel:,}", f"{numel * 4 / 1024:.1f} KiB"]
     assert found["optimizer states"][1:3] == [str(2 * count), f"{2 * numel:,}"]
     assert found["total"] == ["float32", str(3 * count), f"{3 * numel:,}", f"{numel * 12 / 1024:.1f} KiB"]
     for name, parameter in model.named_parameters():
         shape = "x".join(map(str, parameter.shape)) or "scalar"
         size = f"{parameter.nbytes} B" if parameter.nbytes < 1024 else f"{parameter.nbytes / 1024:.1f} KiB"
-        assert rows(parameters)[name] == ["float32", shape, size]
+        assert rows(parameters, 3)[name] == ["float32", shape, size]
         lines = [line.split() for line in states.splitlines()]
         for key in ("exp_avg", "exp_avg_sq"):
             assert [f"optimizer/{name}/{key}", "float32", shape, *size.split()] in lines
-    names = [name for name in rows(parameters) if "." in name]
+    names = [name for name in rows(parameters, 3) if "." in name]
     assert names == [name for name, _ in model.named_parameters() if "." in name]
     assert verdict == "intact: all files are there and as they were written\n"
     assert not done.stderr
@@ -125,21 +119,9 @@ def test_tied_parameters_are_listed_once(folder, capsys):
         name for name, p in model.named_parameters(remove_duplicate=False) if p is model.head.weight
     )
     assert f"{first} = {second}" in out
-    assert first in rows(out)
-    assert second not in rows(out)
-    assert rows(out)["parameters"][1] == str(len(list(model.parameters())))
-
-
-def failure(capsys, *arguments: object) -> tuple[int, str]:
-    """The exit code and the one line of a command that fails."""
-    try:
-        code = main(list(map(str, arguments)))
-    except SystemExit as end:
-        code = end.code
-    err = capsys.readouterr().err
-    assert err.startswith("zeroshard: ")
-    assert err.count("\n") == 1
-    return code, err
+    assert first in rows(out, 3)
+    assert second not in rows(out, 3)
+    assert rows(out, 3)["parameters"][1] == str(len(list(model.parameters())))
 
 
 def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
@@ -189,7 +171,7 @@ def test_what_is_damaged_ends_with_1_and_the_name_of_the_file(folder, capsys):
     contents = (file, content), (file, content[:-1]), (manifest, of_another_step), (manifest, b"{}")
     for damaged, new in contents:
         damaged.write_bytes(new)
-        code, said = failure(capsys, "inspect", folder / "first")
+        code, said = failure(capsys, "inspect", folder / "first", prints=True)
         assert code == 1
         assert str(damaged) in said
 
@@ -235,7 +217,7 @@ def test_numbers_of_parameters_are_read_as_people_write_them(text, expected):
 
 
 def table(text: str) -> dict[str, list[str]]:
-    return {name: cells for name, cells in rows(text).items() if all("B" in cell for cell in cells)}
+    return {name: cells for name, cells in rows(text, 3).items() if all("B" in cell for cell in cells)}
 
 
 def test_estimate_shows_all_stages_side_by_side(capsys):
@@ -387,6 +369,26 @@ def save_tokenizer(folder: Path) -> None:
     tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "word": 1}, unk_token="[UNK]"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+
+
+EXAMPLES = [
+    ("reference", "estimate", 1),
+    ("reference", "mesh", 1),
+    ("reference", "plan", 1),
+    ("pipeline_parallel", "plan", 2),
+    ("asynchronous_pipelines", "plan", 1),
+]
+
+
+@pytest.mark.parametrize(("page", "command", "number"), EXAMPLES)
+def test_the_examples_of_the_documentation_are_what_is_printed(capsys, monkeypatch, page, command, number):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = examples(page, command)
+    assert len(found) == number
+    for arguments, printed in found:
+        out = shown(capsys, command, *arguments)
+        # The example of an estimate leaves out the note below the table.
+        assert out.startswith(printed) if command == "estimate" else out == printed
 
 
 def test_the_command_is_installed():

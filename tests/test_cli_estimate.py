@@ -5,17 +5,15 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 import zeroshard
+from tests.commands import failure
+from tests.commands import shown as shown_by
 from zeroshard.cli import planning
-from zeroshard.cli.main import main
 from zeroshard.memory.activations import Tokens
 from zeroshard.tables import format_bytes
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -26,17 +24,12 @@ def own_path(monkeypatch, tmp_path):
 
 
 def shown(capsys, *arguments: object) -> str:
-    assert main(["estimate", *map(str, arguments)]) == 0
-    out, err = capsys.readouterr()
-    assert not err
-    return out
+    return shown_by(capsys, "estimate", *arguments)
 
 
 def refused(capsys, *arguments: object) -> str:
-    assert main(["estimate", *map(str, arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.count("\n") == 1
+    code, err = failure(capsys, "estimate", *arguments)
+    assert code == 2
     return err
 
 
@@ -153,15 +146,6 @@ def test_a_model_is_built_by_a_function_of_the_user(capsys, tmp_path):
     assert "no_such" in refused(capsys, "no_such:build")
     assert "AttributeError" in refused(capsys, "own_models:other")
     assert "expected a function that returns a model, got Holder" in refused(capsys, "own_models:Holder")
-
-
-def test_the_examples_of_the_documentation_are_what_is_printed(capsys):
-    page = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
-    examples = re.findall(r"```\n\$ zeroshard estimate ([^\n]*)\n(.*?)```", page, re.DOTALL)
-    assert len(examples) == 1
-    for arguments, printed in examples:
-        # The first one leaves out the note below the table.
-        assert shown(capsys, *arguments.split()).startswith(printed)
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-from zeroshard.cli.main import main
+from tests import commands
 from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
 from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
-
-ROOT = Path(__file__).parents[1]
 
 
 def shown(capsys, *arguments: object) -> list[str]:
     """The paragraphs that the command prints."""
-    assert main(["mesh", *map(str, arguments)]) == 0
-    out, err = capsys.readouterr()
-    assert not err
-    paragraphs: list[str] = out.removesuffix("\n").split("\n\n")
-    return paragraphs
+    return commands.shown(capsys, "mesh", *arguments).removesuffix("\n").split("\n\n")
 
 
 def cells(paragraph: str) -> tuple[str, list[str], list[list[str]]]:
@@ -115,14 +108,6 @@ def test_a_long_group_is_shortened_and_its_title_has_the_stride(capsys):
     assert max(map(len, "\n".join(paragraphs).splitlines())) <= 100
 
 
-def test_the_example_of_the_documentation_is_what_is_printed(capsys):
-    page = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```\n\$ zeroshard mesh (.*?)\n(.*?)```", page, re.DOTALL)
-    arguments, printed = example
-    assert main(["mesh", *arguments.split()]) == 0
-    assert capsys.readouterr().out == printed
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -148,12 +133,6 @@ def test_the_example_of_the_documentation_is_what_is_printed(capsys):
     ],
 )
 def test_a_mesh_that_cannot_be_ends_with_2_and_one_line(capsys, arguments, expected):
-    try:
-        code = main(["mesh", *map(str, arguments)])
-    except SystemExit as end:
-        code = end.code
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert err.startswith("zeroshard: ")
-    assert err.count("\n") == 1
+    code, err = commands.failure(capsys, "mesh", *arguments)
+    assert code == 2
     assert expected in err

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import builtins
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zeroshard.cli.main import main
+from tests.commands import failure, rows
+from tests.commands import shown as shown_by
 from zeroshard.cli.pipelines import Chart, draw_text
 from zeroshard.parallel.pipeline.actions import parse_schedule
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
-ROOT = Path(__file__).parents[1]
 FOUR_EIGHT = ("--stages", 4, "--microbatches", 8)
 
 
@@ -25,16 +23,7 @@ def narrow_terminal(monkeypatch):
 
 
 def shown(capsys, *arguments: object) -> str:
-    assert main(["plan", *map(str, arguments)]) == 0
-    out, err = capsys.readouterr()
-    assert not err
-    return out
-
-
-def rows(out: str) -> dict[str, list[str]]:
-    """The cells of each row of the table, by its first one."""
-    lines = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
-    return {name: cells for name, *cells in lines if cells}
+    return shown_by(capsys, "plan", *arguments)
 
 
 def named(*names: str) -> list[str]:
@@ -175,19 +164,10 @@ def test_a_picture_without_matplotlib_names_the_package_to_install(capsys, tmp_p
         return original(name, *rest, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    code = main(["plan", *named("1f1b"), *map(str, FOUR_EIGHT), "--plot", str(tmp_path / "chart.png")])
+    arguments = (*named("1f1b"), *FOUR_EIGHT, "--plot", tmp_path / "chart.png")
+    code, err = failure(capsys, "plan", *arguments, prints=True)
     assert code == 2
-    assert "needs matplotlib: pip install zeroshard[plot]" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("name", "number"), [("pipeline_parallel", 2), ("asynchronous_pipelines", 1)])
-def test_the_examples_of_the_documentation_are_what_is_printed(capsys, name, number):
-    page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
-    examples = re.findall(r"```\n\$ zeroshard plan ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", page, re.DOTALL)
-    assert len(examples) == number
-    for arguments, printed in examples:
-        assert main(["plan", *arguments.replace("\\", "").split()]) == 0
-        assert capsys.readouterr().out == printed
+    assert "needs matplotlib: pip install zeroshard[plot]" in err
 
 
 DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
@@ -229,19 +209,14 @@ DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
 def test_a_plan_that_cannot_be_ends_with_2_and_one_line(capsys, tmp_path, arguments, expected):
     file = tmp_path / "own.csv"
     file.write_text(DEADLOCK, encoding="utf-8")
-    try:
-        code = main(["plan", *(str(word).replace("{file}", str(file)) for word in arguments)])
-    except SystemExit as end:
-        code = end.code
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert err.startswith("zeroshard: ")
-    assert err.count("\n") == 1
+    code, err = failure(capsys, "plan", *(str(word).replace("{file}", str(file)) for word in arguments))
+    assert code == 2
     assert expected in err
 
 
 def test_a_file_with_another_content_is_named(capsys, tmp_path):
     file = tmp_path / "own.csv"
     file.write_text("0F0,0X0\n", encoding="utf-8")
-    assert main(["plan", *named(str(file))]) == 2
-    assert f"{file}: pipeline rank 0: expected an action as chunk" in capsys.readouterr().err
+    code, err = failure(capsys, "plan", *named(str(file)))
+    assert code == 2
+    assert f"{file}: pipeline rank 0: expected an action as chunk" in err

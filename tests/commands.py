@@ -1,0 +1,46 @@
+"""Calls of the command line in this process, for the tests of its commands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from zeroshard.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What a command prints that ends well."""
+    assert main(list(map(str, arguments))) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    return out
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: object, prints: bool = False) -> tuple[int, str]:
+    """The exit code and the one line of a command that fails; `prints` for one that prints before."""
+    try:
+        code = main(list(map(str, arguments)))
+    except SystemExit as end:
+        code = int(end.code or 0)
+    out, err = capsys.readouterr()
+    assert prints or not out
+    assert err.startswith("zeroshard: ")
+    assert err.count("\n") == 1
+    return code, err
+
+
+def rows(text: str, gap: int = 2) -> dict[str, list[str]]:
+    """The cells of each line of the tables, by the first one; some spaces are between two cells."""
+    lines = [re.split(rf"\s{{{gap},}}", line.strip()) for line in text.splitlines()]
+    return {name: cells for name, *cells in lines if cells}
+
+
+def examples(page: str, command: str) -> list[tuple[list[str], str]]:
+    """The arguments and the outputs that a page of the docs shows of a command."""
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    found = re.findall(rf"```\n\$ zeroshard {command} ((?:[^\n]*\\\n)*[^\n]*)\n(.*?)```", text, re.DOTALL)
+    return [(arguments.replace("\\", "").split(), printed) for arguments, printed in found]
