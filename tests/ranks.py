@@ -19,13 +19,18 @@ then all processes are killed, and the next test gets new ones.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import os
 import pickle
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from tests.forks import Forker
@@ -186,3 +191,52 @@ def _rank_error(step: str, failures: dict[int, Failure], num_ranks: int) -> Rank
         parts.append(f"---- rank {rank}: {failure.kind}: {failure.message}\n{failure.details}")
     named = {rank: (failure.kind, failure.message) for rank, failure in failures.items()}
     return RankError("\n".join(parts), [named.get(rank) for rank in range(num_ranks)])
+
+
+# ------------------------------------------------------------------------------- tests that are run by ranks
+
+
+def on_ranks(*numbers: Any, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A test whose body all ranks run, at each of these numbers of ranks.
+
+        @on_ranks(1, 2)
+        def test_mean(value):
+            assert mean(value) == value
+
+    The body returns nothing, or what is wrong. Parameters and fixtures are as in any test, and are pickled;
+    `num_ranks` is one of them, by itself in a table of cases if there are no `numbers`.
+
+    Args:
+        numbers: of ranks, or `pytest.param`s of them.
+        options: of `Ranks`, `timeout` or `process_group`.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        names = list(inspect.signature(body).parameters)
+
+        @functools.wraps(body)
+        def test(ranks: Ranks, num_ranks: int = numbers[0] if numbers else 0, **arguments: Any) -> None:
+            __tracebackhide__ = True
+            if "num_ranks" in names:
+                arguments["num_ranks"] = num_ranks
+            wrong = ranks(num_ranks, _run_body, body.__module__, body.__name__, arguments, **options)
+            assert not any(wrong), wrong
+
+        own = ["num_ranks"] * (len(numbers) != 1) + [name for name in names if name != "num_ranks"]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # which pytest reads
+            [inspect.Parameter(name, kind) for name in ("ranks", *own)]
+        )
+        return test if len(numbers) < 2 else pytest.mark.parametrize("num_ranks", numbers)(test)
+
+    return decorate
+
+
+def _run_body(module: str, name: str, arguments: dict[str, Any]) -> Any:
+    """On a rank; an assertion that fails shows the local variables around it."""
+    try:
+        return getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    except AssertionError as error:
+        frames = traceback.TracebackException.from_exception(error, capture_locals=True).stack
+        shown = [f"{key} = {value[:VALUE_CHARACTERS]}" for key, value in (frames[-1].locals or {}).items()]
+        raise AssertionError("\n".join((str(error), *shown))) from error

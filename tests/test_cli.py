@@ -374,7 +374,6 @@ def save_tokenizer(folder: Path) -> None:
 EXAMPLES = [
     ("reference", "estimate", 1),
     ("reference", "mesh", 1),
-    ("reference", "plan", 1),
     ("pipeline_parallel", "plan", 2),
     ("asynchronous_pipelines", "plan", 1),
 ]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks as ranks_module
-from tests.ranks import RankError, Ranks
+from tests.ranks import RankError, Ranks, on_ranks
 
 
 def describe(*values: object, **named: object) -> tuple[object, ...]:
@@ -211,6 +211,30 @@ def test_no_thread_of_a_rank_takes_a_core_from_a_running_one(ranks: Ranks) -> No
 
 
 @pytest.mark.long
+@on_ranks(1, 2)
+def test_ranks_run_the_body_of_a_test(tmp_path: Path, num_ranks: int) -> None:
+    assert dist.get_world_size() == num_ranks
+    assert tmp_path.exists()
+
+
+@on_ranks(2)
+def body_that_fails() -> None:
+    number = dist.get_rank()
+    assert number == 0
+
+
+@on_ranks(2)
+def body_that_returns() -> list[str]:
+    return [f"found on rank {dist.get_rank()}"]
+
+
+def test_a_body_that_fails_shows_its_local_variables_and_what_one_returns_is_wrong(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="number = 1"):
+        body_that_fails(ranks)
+    with pytest.raises(AssertionError, match="found on rank 1"):
+        body_that_returns(ranks)
+
+
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     file = tmp_path / "process_id"
     code = "import sys; from tests.ranks import Ranks; from tests import test_ranks; Ranks()"

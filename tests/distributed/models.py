@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 509
 WIDTH = 84
@@ -144,6 +145,46 @@ class Layered(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x + self.table.sum(0)
+
+
+class Recomputed(nn.Module):
+    """An activation checkpoint around a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Residual(nn.Module):
+    """A block of `Stemmed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Stemmed(nn.Module):
+    """Blocks between a stem, and a norm and a head; the same on every rank; [n, 7] -> [n, 7]."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.blocks = nn.Linear(7, 7), nn.ModuleList(Residual() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(7), nn.Linear(7, 7)
+        if tied:
+            self.head.weight = self.stem.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.distributed.training import STAGES, differences, finish, numbers, square_loss, start, step
+from tests.ranks import on_ranks
 
 
 def build():
@@ -39,41 +40,37 @@ REFUSED = {
 }
 
 
-def refused(stage):
-    """Where an added parameter reaches a step or a save."""
-    found = []
-    for add, name in REFUSED.items():
-        engine, optimizer = start(build(), "SGD", stage=stage)
-        add(engine.module)
-        engine.backward(engine(numbers(0, 5, 7)).square().mean())
-        for call in (engine.step, optimizer.step, engine.full_state_dict, engine.unsharded().__enter__):
-            with pytest.raises(RuntimeError) as error:
-                call()
-            if f"'{name}' was added to a sharded model" not in str(error.value):
-                found.append(str(error.value))
-    model = build()
-    replica = copy.deepcopy(model)
-    engine, optimizer = start(model, "SGD", stage=stage)
-    model[0].append(nn.Dropout(0.0))  # nothing to shard
-    model.same = model[1]
-    del model.same
-    engine.close()
-    model[0].new = nn.Linear(7, 1)
-    del model[0].new
-    engine, optimizer = start(model, "SGD", stage=stage)
-    got = finish(engine, [step(engine, optimizer, lambda m, n: m(numbers(0, 5, 7)).square().mean(), 0)])
-    made = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
-    want = finish(replica, [step(replica, made, square_loss, 0)])
-    return found + differences(f"stage {stage}", got, want)
-
-
-@pytest.mark.parametrize("num_ranks", [1])
-def test_what_is_added_to_a_sharded_model_is_refused_and_to_a_closed_one_is_not(ranks, num_ranks):
+@on_ranks(1)
+def test_what_is_added_to_a_sharded_model_is_refused_and_to_a_closed_one_is_not():
     for stage in STAGES:
-        assert not any(ranks(num_ranks, refused, stage))
+        found = []
+        for add, name in REFUSED.items():
+            engine, optimizer = start(build(), "SGD", stage=stage)
+            add(engine.module)
+            engine.backward(engine(numbers(0, 5, 7)).square().mean())
+            for call in (engine.step, optimizer.step, engine.full_state_dict, engine.unsharded().__enter__):
+                with pytest.raises(RuntimeError) as error:
+                    call()
+                if f"'{name}' was added to a sharded model" not in str(error.value):
+                    found.append(str(error.value))
+        model = build()
+        replica = copy.deepcopy(model)
+        engine, optimizer = start(model, "SGD", stage=stage)
+        model[0].append(nn.Dropout(0.0))  # nothing to shard
+        model.same = model[1]
+        del model.same
+        engine.close()
+        model[0].new = nn.Linear(7, 1)
+        del model[0].new
+        engine, optimizer = start(model, "SGD", stage=stage)
+        got = finish(engine, [step(engine, optimizer, lambda m, n: m(numbers(0, 5, 7)).square().mean(), 0)])
+        made = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
+        want = finish(replica, [step(replica, made, square_loss, 0)])
+        assert not (found + differences(f"stage {stage}", got, want))
 
 
-def ties():
+@on_ranks(2)
+def test_parameters_that_are_tied_under_unsharded_are_refused_by_name():
     messages = []
     for stage in STAGES:
         model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
@@ -84,27 +81,11 @@ def ties():
         messages.append(str(error.value))
         after = engine.full_state_dict()
         assert all(torch.equal(value, before[name]) for name, value in after.items())
-    return messages
+    assert all("'2.weight' was tied to '0.weight'" in message for message in messages)
 
 
-def test_parameters_that_are_tied_under_unsharded_are_refused_by_name(ranks):
-    for messages in ranks(2, ties):
-        assert all("'2.weight' was tied to '0.weight'" in message for message in messages)
-
-
-def dropped(stage):
-    """A zero_grad() before each micro-batch: no step would ever come."""
-    engine, _ = start(build(), "SGD", stage=stage, gradient_accumulation_steps=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for number in range(5):
-            engine.module.zero_grad()
-            engine.backward(square_loss(engine, number))
-            assert not engine.step()
-    return len([one for one in caught if "leave zero_grad() out of the loop" in str(one.message)])
-
-
-def never_dropped():
+@on_ranks(2)
+def test_ordinary_accumulation_and_a_step_that_is_dropped_warn_of_nothing():
     engine, _ = start(build(), "SGD", stage=2, gradient_accumulation_steps=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -115,13 +96,17 @@ def never_dropped():
         for number in range(6):
             engine.backward(square_loss(engine, number))
             engine.step()
-    return True
 
 
-def test_ordinary_accumulation_and_a_step_that_is_dropped_warn_of_nothing(ranks):
-    assert all(ranks(2, never_dropped))
-
-
-def test_a_zero_grad_before_each_micro_batch_warns_once(ranks):
+@on_ranks(1)
+def test_a_zero_grad_before_each_micro_batch_warns_once():
+    """A zero_grad() before each micro-batch: no step would ever come."""
     for stage in STAGES:
-        assert ranks(1, dropped, stage) == [1]
+        engine, _ = start(build(), "SGD", stage=stage, gradient_accumulation_steps=2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for number in range(5):
+                engine.module.zero_grad()
+                engine.backward(square_loss(engine, number))
+                assert not engine.step()
+        assert len([one for one in caught if "leave zero_grad() out of the loop" in str(one.message)]) == 1

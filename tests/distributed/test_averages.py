@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zeroshard
 from tests.distributed.training import STAGES, numbers, start, step, token_loss, unequal
 from tests.distributed.training import build as language_model
+from tests.ranks import on_ranks
 from zeroshard.plan import pieces
 from zeroshard.stores.swapfile import SwapFile
 
@@ -101,7 +102,8 @@ def test_averages_are_those_of_torch_to_the_bit(ranks, num_ranks):
     assert ranks(num_ranks, averages_of, STAGES)[0] == []
 
 
-def with_narrow_parameters():
+@on_ranks(2)
+def test_averages_of_bfloat16_parameters_are_float32_and_are_shown_rounded():
     """bfloat16 in compute, with float32 main parameters or without."""
     found = []
     for precision in ("bf16", {"param_dtype": "bf16", "main_dtype": "bf16"}):
@@ -125,14 +127,11 @@ def with_narrow_parameters():
     return found
 
 
-def test_averages_of_bfloat16_parameters_are_float32_and_are_shown_rounded(ranks):
-    assert ranks(2, with_narrow_parameters)[0] == []
-
-
-def shown_everywhere(stages):
+@on_ranks(2)
+def test_all_that_reads_parameters_sees_the_averages():
     """Forwards, single parameters, units and blocks of full parameters inside `applied()`."""
     found = []
-    for stage in stages:
+    for stage in STAGES:
         engine, _ = start(build(), stage=stage)
         ema, twin = zeroshard.EMA(engine, DECAY), build()
         for number in range(3):
@@ -162,10 +161,6 @@ def shown_everywhere(stages):
     return found
 
 
-def test_all_that_reads_parameters_sees_the_averages(ranks):
-    assert ranks(2, shown_everywhere, STAGES) == [[], []]
-
-
 def calls_inside(engine, optimizer, other):
     """Calls that are refused, by their names in errors."""
     whole = torch.ones(24, 7)
@@ -185,9 +180,10 @@ def calls_inside(engine, optimizer, other):
     }
 
 
-def refused(stages):
+@on_ranks(1, 2)
+def test_training_and_edits_inside_are_refused_and_change_nothing():
     found = []
-    for stage in stages:
+    for stage in STAGES:
         engine, optimizer = start(build(), stage=stage)
         ema, other = zeroshard.EMA(engine, DECAY), zeroshard.EMA(engine, 0.5, name="fast")
         for number in range(2):
@@ -210,19 +206,15 @@ def refused(stages):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_training_and_edits_inside_are_refused_and_change_nothing(ranks, num_ranks):
-    assert ranks(num_ranks, refused, STAGES) == [[]] * num_ranks
-
-
-def failing(stages):
+@on_ranks(2)
+def test_trained_values_are_back_after_an_exception():
     """Exceptions of the user, in the block and in the middle of a forward."""
 
     def fail(*_):
         raise KeyError("in the middle")
 
     found = []
-    for stage in stages:
+    for stage in STAGES:
         model = build()
         engine, _ = start(model, stage=stage)
         ema, plain = zeroshard.EMA(engine, DECAY), copy.deepcopy(engine.config)
@@ -243,11 +235,8 @@ def failing(stages):
     return found
 
 
-def test_trained_values_are_back_after_an_exception(ranks):
-    assert ranks(2, failing, STAGES)[0] == []
-
-
-def counted_steps():
+@on_ranks(2)
+def test_the_steps_that_the_engine_counts_update_an_average():
     """Updates with accumulation, with steps of the user, and without those that are left out."""
     engine, optimizer = start(build(), stage=3, gradient_accumulation_steps=2, nonfinite="skip")
     ema, counts = zeroshard.EMA(engine, DECAY), []
@@ -262,67 +251,44 @@ def counted_steps():
     ema = zeroshard.EMA(engine, DECAY)
     engine(numbers(0, 6, 7)).square().mean().backward()
     optimizer.step()
-    return [*counts, ema.num_updates]
+    assert [*counts, ema.num_updates] == [0, 1, 1, 2, 2, 1]
 
 
-def test_the_steps_that_the_engine_counts_update_an_average(ranks):
-    assert ranks(2, counted_steps) == [[0, 1, 1, 2, 2, 1]] * 2
-
-
-def wrong_arguments():
+@on_ranks(2)
+def test_wrong_arguments_are_refused_on_all_ranks():
     engine, _ = start(build(), stage=3)
     zeroshard.EMA(engine, DECAY)
-    found = []
-    for args, name in (
-        ((engine, 1.5), "a"),
-        ((engine, True), "a"),
-        ((engine, DECAY), "a b"),
-        ((engine, DECAY), "ema"),
-        ((engine.module, DECAY), "a"),
-        ((engine, 0.5 + dist.get_rank() / 10), "a"),
+    for args, name, text in (
+        ((engine, 1.5), "a", "from 0 to 1"),
+        ((engine, True), "a", "from 0 to 1"),
+        ((engine, DECAY), "a b", "expected a name"),
+        ((engine, DECAY), "ema", "another name"),
+        ((engine.module, DECAY), "a", "got Net"),
+        ((engine, 0.5 + dist.get_rank() / 10), "a", "the same on every"),
     ):
-        with pytest.raises(ValueError, match=r"EMA|decay") as caught:
+        with pytest.raises(ValueError, match=text):
             zeroshard.EMA(*args, name=name)
-        found.append(str(caught.value))
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         zeroshard.EMA(engine, DECAY, name="late")
-    return found
 
 
-def test_wrong_arguments_are_refused_on_all_ranks(ranks):
-    found, other = ranks(2, wrong_arguments)
-    assert found == other
-    expected = [
-        "from 0 to 1",
-        "from 0 to 1",
-        "expected a name",
-        "another name",
-        "got Net",
-        "the same on every",
-    ]
-    for message, part in zip(found, expected, strict=True):
-        assert part in message
-
-
-def memory_of_averages():
+@on_ranks(2)
+def test_the_memory_report_counts_averages():
     engine, _ = start(build(), stage=3)
     before = engine.memory_report()
     zeroshard.EMA(engine, DECAY)
     after = engine.memory_report()
-    values = sum(p.numel() for p in engine._runtime.parameters if p.requires_grad)
-    assert after.averages >= 4 * values
+    assert after.averages >= 4 * sum(p.numel() for p in engine._runtime.parameters if p.requires_grad)
     assert after.total - before.total == after.averages
-    return str(after)
+    assert "averages" in str(after)
 
 
-def test_the_memory_report_counts_averages(ranks):
-    assert "averages" in ranks(2, memory_of_averages)[0]
-
-
-def in_files(folder, parameters):
+@pytest.mark.parametrize("parameters", ["none", "nvme"])
+@on_ranks(1, 2)
+def test_averages_in_files_are_those_of_torch_to_the_bit(tmp_path, parameters):
     """Averages in files, in ranges of a block; then a checkpoint of them."""
-    offload = {"optimizer": "nvme", "parameters": parameters, "nvme_path": str(folder)}
+    offload = {"optimizer": "nvme", "parameters": parameters, "nvme_path": str(tmp_path)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "NEAR_BYTES", 1024)
         found = averages_of((3,) if parameters == "nvme" else (1, 3), offload=offload)
@@ -332,22 +298,16 @@ def in_files(folder, parameters):
         assert len(ranges_of_one) > 1 or dist.get_world_size() > 1
     for number in range(2):
         train(engine, number)
-    engine.save_checkpoint(folder / "saved")
+    engine.save_checkpoint(tmp_path / "saved")
     with ema.applied():
         shown = engine.full_state_dict()
     twin, _ = start(build(), stage=1)
     again = zeroshard.EMA(twin, DECAY)
     for own, average in ((twin, again), (engine, ema)):
-        own.load_checkpoint(folder / "saved")
+        own.load_checkpoint(tmp_path / "saved")
         with average.applied():
             found += unequal("loaded", own.full_state_dict(), shown)
     return found
-
-
-@pytest.mark.parametrize("parameters", ["none", "nvme"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_averages_in_files_are_those_of_torch_to_the_bit(ranks, tmp_path, num_ranks, parameters):
-    assert ranks(num_ranks, in_files, tmp_path, parameters)[0] == []
 
 
 def unwritten(folder):
@@ -384,16 +344,8 @@ def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(ra
     assert differ == []
 
 
-def with_parameters_in_files(folder):
-    offload = {"parameters": "nvme", "nvme_path": str(folder)}
-    return averages_of((3,), offload=offload, precision="bf16")
-
-
-def test_parameters_in_files_beside_main_parameters_in_memory_show_averages(ranks, tmp_path):
-    assert ranks(2, with_parameters_in_files, tmp_path)[0] == []
-
-
-def exported(folder):
+@on_ranks(2)
+def test_averages_are_exported_and_generate(tmp_path):
     """Files of transformers and generated tokens, from averages."""
     transformers = pytest.importorskip("transformers")
     engine, optimizer = start(language_model("transformers Llama"), stage=3)
@@ -403,23 +355,20 @@ def exported(folder):
     prompt, options = torch.arange(4)[None], {"max_new_tokens": 4, "do_sample": False}
     with ema.applied():
         states = [engine.full_state_dict()]
-        engine.save_pretrained(folder)
+        engine.save_pretrained(tmp_path)
         engine.eval()
         generated = engine.generate(prompt, **options)
     dist.broadcast_object_list(states)
-    twin = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     found = list(unequal("files", twin.state_dict(), states[0]))
     return found + list(unequal("tokens", {"": generated}, {"": twin.generate(prompt, **options)}))
 
 
-def test_averages_are_exported_and_generate(ranks, tmp_path):
-    assert ranks(2, exported, tmp_path) == [[], []]
-
-
-def in_the_middle(stages):
+@on_ranks(1, 2)
+def test_an_evaluation_in_the_middle_of_a_step_changes_nothing():
     """An evaluation between the micro-batches of a step changes nothing of it."""
     found = []
-    for stage in stages:
+    for stage in STAGES:
         states = []
         for evaluates in (False, True):
             engine, _ = start(build(), stage=stage, gradient_accumulation_steps=2)
@@ -438,11 +387,6 @@ def in_the_middle(stages):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_evaluation_in_the_middle_of_a_step_changes_nothing(ranks, num_ranks):
-    assert ranks(num_ranks, in_the_middle, STAGES)[0] == []
-
-
 # ------------------------------------------------------------------------------------- a step inside a step
 
 
@@ -458,13 +402,13 @@ class Own(torch.optim.SGD):
         return loss
 
 
-def counted(kind, stage, by_user):
+def counted(kind, by_user):
     torch.optim.SGD(
         [nn.Parameter(torch.ones(1))], lr=1.0
     )  # torch wraps the step of a class with its first object
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))
-    engine, optimizer, *_ = zeroshard.initialize(model, kind(model.parameters(), lr=0.1), {"stage": stage})
+    engine, optimizer, *_ = zeroshard.initialize(model, kind(model.parameters(), lr=0.1))
     ema, counts = zeroshard.EMA(engine, DECAY), []
     for number in range(4):
         engine.backward(engine(numbers(number, 3, 7)).square().mean())
@@ -480,8 +424,8 @@ def counted(kind, stage, by_user):
 
 
 @pytest.mark.parametrize("by_user", [False, True])
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.long)])
-def test_a_step_that_calls_the_step_of_its_base_is_counted_once(ranks, stage, by_user):
+@on_ranks(2)
+def test_a_step_that_calls_the_step_of_its_base_is_counted_once(by_user):
     want = [(number, number) for number in (1, 2, 3, 4)]
-    assert ranks(2, counted, torch.optim.SGD, stage, by_user) == [want, want]
-    assert ranks(2, counted, Own, stage, by_user) == [want[:3], want[:3]]
+    assert counted(torch.optim.SGD, by_user) == want
+    assert counted(Own, by_user) == want[:3]

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import zeroshard
 from tests.optim.eightbit.reference import Reference
+from tests.ranks import on_ranks
 from zeroshard.optim import AdamW8bit
 from zeroshard.optim.adopted import num_bits, to_common
 from zeroshard.optim.eightbit import step as steps
@@ -153,7 +154,7 @@ def join(part, whole_size):
     return first
 
 
-def every_kind(names, stage, use_numba=False):
+def every_kind(names, use_numba=False):
     found = {}
     for name in names:
         kind = getattr(bnb, name)
@@ -164,7 +165,7 @@ def every_kind(names, stage, use_numba=False):
             given.append(kind(model.parameters(), **options))
             return given[0]
 
-        engine, optimizer = train(make, stage, use_numba=use_numba)
+        engine, optimizer = train(make, 3, use_numba=use_numba)
         assert optimizer is given[0]
         assert type(optimizer) is kind
         found[name] = gather(engine, optimizer)
@@ -180,39 +181,25 @@ def check(found, want):
             assert torch.equal(found[name][1][key], value), (name, key)
 
 
-AT = [
-    (4, 3, KINDS),
-    (1, 0, KINDS[::2]),
-    (2, 1, KINDS[1::2]),
-    (2, 3, ["AdamW", "PagedLion"]),
-    (3, 2, ["AdamW", "SGD", "AdEMAMix"]),
-]
-
-
-@pytest.mark.long_where(num_ranks=[1, 3, 4])
-@pytest.mark.long_where(num_ranks=[2], stage=[1])
-@pytest.mark.parametrize(("num_ranks", "stage", "kinds"), AT)
-def test_8_bit_states_are_the_same_bits_at_every_number_of_ranks_and_stage(ranks, num_ranks, stage, kinds):
-    found = ranks(num_ranks, every_kind, [f"{kind}8bit" for kind in kinds], stage)[0]
+@pytest.mark.parametrize(
+    ("num_ranks", "kinds"), [(2, ["AdamW", "PagedLion"]), pytest.param(4, KINDS, marks=pytest.mark.long)]
+)
+def test_8_bit_states_are_the_same_bits_at_every_number_of_ranks(ranks, num_ranks, kinds):
+    found = ranks(num_ranks, every_kind, [f"{kind}8bit" for kind in kinds])[0]
     for kind in kinds:
         check(found[f"{kind}8bit"], by_reference(kind.removeprefix("Paged")))
 
 
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_compiled_steps_are_the_same_bits_too(ranks, stage):
+def test_compiled_steps_are_the_same_bits_too(ranks):
     pytest.importorskip("numba")
-    found = ranks(2, every_kind, ["AdamW8bit"], stage, use_numba=True)[0]
+    found = ranks(2, every_kind, ["AdamW8bit"], use_numba=True)[0]
     check(found["AdamW8bit"], by_reference("AdamW"))
 
 
 @pytest.mark.long
-@pytest.mark.long_where(num_ranks=[1, 3, 4])
-@pytest.mark.long_where(num_ranks=[2], stage=[1])
-@pytest.mark.parametrize(("num_ranks", "stage", "kinds"), AT)
-def test_32_bit_steps_are_those_of_the_class_in_one_process(ranks, num_ranks, stage, kinds):
-    names = [*kinds, *(f"{kind}32bit" for kind in kinds if num_ranks == 2)]
-    found = ranks(num_ranks, every_kind, names, stage)[0]
+def test_32_bit_steps_are_those_of_the_class_in_one_process(ranks):
+    names = [*KINDS, *(f"{kind}32bit" for kind in KINDS)]
+    found = ranks(2, every_kind, names)[0]
     for name in names:
         check(found[name], {key: (p, {}) for key, p in by_class(name).items()})
 
@@ -229,30 +216,27 @@ def learn(model, optimizer):
     return losses
 
 
-def learn_sharded(name, stage):
+def learn_sharded(name):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(100, 60), nn.Tanh(), nn.Linear(60, 80))
-    engine, optimizer, *_ = zeroshard.initialize(model, getattr(bnb, name), {"stage": stage})
+    engine, optimizer, *_ = zeroshard.initialize(model, getattr(bnb, name), {"stage": 3})
     with mock.patch.object(steps, "_has_numba", return_value=False):
         return learn(engine, optimizer)
 
 
-@pytest.mark.long_where(stage=[0, 1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_each_forward_sees_the_parameters_of_the_step_before(ranks, stage):
+def test_each_forward_sees_the_parameters_of_the_step_before(ranks):
     for name, kind in (("AdamW", bnb.AdamW), ("AdamW8bit", AdamW8bit)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(100, 60), nn.Tanh(), nn.Linear(60, 80))
         optimizer = kind(model.parameters())
         want = learn(model, optimizer)
-        assert ranks(2, learn_sharded, name, stage) == [want, want]
+        assert ranks(2, learn_sharded, name) == [want, want]
 
 
 # ------------------------------------------------------------------------------------ groups and schedules
 
 
-def in_groups(stage):
-
+def in_groups():
     def make(model):
         of_first = list(model.layers[0].parameters())
         of_second = list(model.layers[1].parameters())
@@ -262,15 +246,13 @@ def in_groups(stage):
         ]
         return bnb.AdamW8bit(groups, lr=1e-2, betas=(0.8, 0.9))
 
-    engine, optimizer = train(make, stage, lr_scheduler=lambda optimizer: StepLR(optimizer, 1, 0.5))
+    engine, optimizer = train(make, 3, lr_scheduler=lambda optimizer: StepLR(optimizer, 1, 0.5))
     rates = [group["lr"] for group in optimizer.param_groups]
     return gather(engine, optimizer), rates, optimizer.param_groups[0]["label"]
 
 
-@pytest.mark.long_where(stage=[1])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_groups_keep_their_hyperparameters_and_schedulers_go_on_working(ranks, stage):
-    found, rates, label = ranks(2, in_groups, stage)[0]
+def test_groups_keep_their_hyperparameters_and_schedulers_go_on_working(ranks):
+    found, rates, label = ranks(2, in_groups)[0]
     assert rates == [0.1 * 0.5**NUM_STEPS, 1e-2 * 0.5**NUM_STEPS]
     assert label == "first"
     for name, p in build().named_parameters():
@@ -286,7 +268,7 @@ def test_groups_keep_their_hyperparameters_and_schedulers_go_on_working(ranks, s
 # ------------------------------------------------------------------------------------------- overrides
 
 
-def with_overrides(own, stage):
+def with_overrides(own):
     """`layers.0.weight` has 32 bits and `layers.1.bias` 8; ours has another rate for `layers.1.weight`."""
     manager = bnb.GlobalOptimManager.get_instance()
 
@@ -302,17 +284,14 @@ def with_overrides(own, stage):
             manager.register_module_override(model.layers[1], "bias", {"min_8bit_size": 300})
         return optimizer
 
-    engine, optimizer = train(make, stage)
+    engine, optimizer = train(make, 3)
     bits = {name: num_bits(optimizer, p) for name, p in engine.named_parameters()}
     return gather(engine, optimizer), bits
 
 
-@pytest.mark.long_where(own=[False])
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize(("num_ranks", "stage"), [(4, 3), (2, 0)])
 @pytest.mark.parametrize("own", [True, False])
-def test_overrides_of_parameters_and_modules_are_honoured(ranks, own, num_ranks, stage):
-    found, bits = ranks(num_ranks, with_overrides, own, stage)[0]
+def test_overrides_of_parameters_and_modules_are_honoured(ranks, own):
+    found, bits = ranks(2, with_overrides, own)[0]
     assert [name for name, num in bits.items() if num == 8] == [
         "layers.0.odd",
         "layers.1.weight",
@@ -365,23 +344,20 @@ def test_ranks_with_other_overrides_are_an_error_that_names_the_difference(ranks
         )
 
 
-def measure():
+@on_ranks(3)
+def test_a_state_takes_a_byte_an_element_and_a_scale_for_each_block():
     """The bytes of the states of a rank, and those of its slices by the formula."""
     engine, _ = train(lambda model: bnb.AdamW8bit(model.parameters()), 3)
     expected = 0
     for p in engine.parameters():
         is_large = p.full_shape.numel() >= 4096
         expected += 2 * (p.numel() + 4 * -(-p.numel() // 256)) if is_large else 8 * p.numel()
-    return engine.memory_report().optimizer, expected
+    measured = engine.memory_report().optimizer
+    assert measured == expected
 
 
-def test_a_state_takes_a_byte_an_element_and_a_scale_for_each_block(ranks):
-    for measured, expected in ranks(3, measure):
-        assert measured == expected
-
-
-def by_hand():
-    """What the composable layer says of an optimizer that nobody took over."""
+@on_ranks(2)
+def test_the_composable_layer_refuses_what_would_depend_on_slices():
     model = nn.Linear(80, 70)
     runtime = zeroshard.shard(model, {"stage": 1})
     answers = []
@@ -390,20 +366,13 @@ def by_hand():
             runtime.attach(kind(model.parameters()))
         except ValueError as error:
             answers.append(str(error))
-    return answers
+    for name, answer in zip(("AdamW8bit", "Derived"), answers, strict=True):
+        assert f"{name} would choose the precision of its states by the sizes of this rank's slices" in answer
 
 
-def test_the_composable_layer_refuses_what_would_depend_on_slices(ranks):
-    for answers in ranks(2, by_hand):
-        for name, answer in zip(("AdamW8bit", "Derived"), answers, strict=True):
-            assert (
-                f"{name} would choose the precision of its states by the sizes of this rank's slices"
-                in answer
-            )
-
-
-def unattached(stage):
-    """Losses of the composable layer with an optimizer whose kernels autograd does not see."""
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@on_ranks(2)
+def test_replicated_parameters_follow_steps_that_autograd_does_not_see(stage):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 80), nn.Tanh(), nn.Linear(80, 70))
     plain = copy.deepcopy(model)
@@ -420,11 +389,6 @@ def unattached(stage):
             optimizer.zero_grad()
             own.append(loss.item())
         losses.append(own)
-    return losses
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_replicated_parameters_follow_steps_that_autograd_does_not_see(ranks, stage):
-    for want, got in ranks(2, unattached, stage):
-        assert got == want
-        assert len(set(got)) == 3
+    want, got = losses
+    assert got == want
+    assert len(set(got)) == 3

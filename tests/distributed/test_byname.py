@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -80,7 +81,12 @@ def close(got, want):
 LAYOUTS = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "shard_group_size": 1}]
 
 
-def read_all(layouts):
+@pytest.mark.long_where(num_ranks=[1])
+@pytest.mark.parametrize(
+    "layouts", [LAYOUTS[::3], pytest.param(LAYOUTS[1:3] + LAYOUTS[4:], marks=pytest.mark.long)]
+)
+@on_ranks(1, 2)
+def test_what_is_read_by_name_is_that_of_plain_pytorch(layouts):
     for config in layouts:
         pair = Pair(**config)
         pair.check()
@@ -91,8 +97,10 @@ def read_all(layouts):
             pair.check()
 
 
-def write_all(layouts):
-    for config in layouts:
+@pytest.mark.long
+@on_ranks(1, 2)
+def test_training_goes_on_from_what_is_written_by_name():
+    for config in LAYOUTS:
         pair = Pair(**config)
         pair.backward(0)
         pair.step()
@@ -121,32 +129,8 @@ def write_all(layouts):
         pair.check()
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize(
-    "layouts", [LAYOUTS[::3], pytest.param(LAYOUTS[1:3] + LAYOUTS[4:], marks=pytest.mark.long)]
-)
-def test_what_is_read_by_name_is_that_of_plain_pytorch(ranks, num_ranks, layouts):
-    ranks(num_ranks, read_all, layouts)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_training_goes_on_from_what_is_written_by_name(ranks, num_ranks):
-    ranks(num_ranks, write_all, LAYOUTS)
-
-
-def read_hybrid():
-    read_all([{"stage": 3, "shard_group_size": 2}])
-    write_all([{"stage": 3, "shard_group_size": 2}])
-
-
-@pytest.mark.long
-def test_shard_groups_of_two_read_and_write_the_same(ranks):
-    ranks(4, read_hybrid)
-
-
-def accumulate():
+@on_ranks(2)
+def test_a_gradient_in_the_middle_of_an_accumulation_is_the_sum_so_far():
     """In the middle of an accumulation the gradient is the sum so far, at every stage."""
     for stage in range(4):
         pair = Pair(stage=stage, gradient_accumulation_steps=2)
@@ -158,10 +142,6 @@ def accumulate():
         pair.optimizer.step()
         pair.optimizer.zero_grad()
         pair.check()
-
-
-def test_a_gradient_in_the_middle_of_an_accumulation_is_the_sum_so_far(ranks):
-    ranks(2, accumulate)
 
 
 def eight_bits(stage):
@@ -191,14 +171,11 @@ def eight_bits(stage):
     assert isinstance(again["step"], int)
 
 
-def in_eight_bits():
+@pytest.mark.long
+@on_ranks(2)
+def test_states_of_8_bits_come_back_in_float32():
     for stage in (0, 1, 3):
         eight_bits(stage)
-
-
-@pytest.mark.long
-def test_states_of_8_bits_come_back_in_float32(ranks):
-    ranks(2, in_eight_bits)
 
 
 def refuse():

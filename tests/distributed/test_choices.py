@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.training import numbers, same_as_replicated, start
+from tests.ranks import on_ranks
 
 WIDTH = 7
 
@@ -83,20 +84,6 @@ def bart(**sizes):
     return BartForConditionalGeneration(BartConfig(**SIZES | sizes, max_position_embeddings=16)).train()
 
 
-def whisper(**sizes):
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        **SIZES | sizes,
-        num_mel_bins=4,
-        max_source_positions=8,
-        max_target_positions=16,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )
-    return WhisperForConditionalGeneration(config).train()
-
-
 def words(number, low=3):
     return torch.randint(
         low, 40, (2, 6), generator=torch.Generator().manual_seed(10 * number + dist.get_rank())
@@ -105,11 +92,6 @@ def words(number, low=3):
 
 def bart_loss(model, number):
     return other_layers_on_each_rank(number, lambda: model(words(number), labels=words(50 + number)).loss)
-
-
-def whisper_loss(model, number):
-    inputs, labels = numbers(number, 2, 4, 16), words(number)
-    return other_layers_on_each_rank(number, lambda: model(inputs, labels=labels).loss)
 
 
 def other_layers_on_each_rank(number, loss):
@@ -121,14 +103,7 @@ MODELS = {
     "adaptive softmax": (Softmax, softmax_loss, {}),
     "a head for each task": (Tasks, task_loss, {"units": ["Bilinear", "Heads"]}),
     "Bart that drops layers": (bart, bart_loss, {}),
-    "Whisper that drops layers": (whisper, whisper_loss, {}),
 }
-
-
-def trained(name):
-    torch.manual_seed(0)
-    make, loss, config = MODELS[name]
-    return same_as_replicated(make(), num_steps=3, loss=seeded(loss), find_unused=True, **config)
 
 
 def seeded(loss):
@@ -140,38 +115,34 @@ def seeded(loss):
 
 
 @pytest.mark.long_where(name=list(MODELS)[1:])
-@pytest.mark.long_where(name=["Whisper that drops layers"])
 @pytest.mark.parametrize("name", MODELS)
-def test_ranks_that_run_other_parts_of_a_list_train_as_in_ddp_to_the_bit(ranks, name):
-    assert ranks(2, trained, name) == [[], []]
+@on_ranks(2)
+def test_ranks_that_run_other_parts_of_a_list_train_as_in_ddp_to_the_bit(name):
+    torch.manual_seed(0)
+    make, loss, config = MODELS[name]
+    return same_as_replicated(make(), num_steps=3, loss=seeded(loss), find_unused=True, **config)
 
 
-def without_units(grad):
+@on_ranks(2, process_group=False)
+def test_a_choice_that_units_cut_is_an_error_that_says_what_to_list():
     torch.manual_seed(0)
     engine, _ = start(Tasks(), stage=3, watchdog_s=30.0)
-    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError) as error:
         task_loss(engine, 0)
-    return str(error.value)
+    message = str(error.value)
+    assert "all-gather of unit 'heads.heads.0'" in message
+    assert "list in units= the class of the module that holds them" in message
 
 
-@pytest.mark.long_where(grad=[False])
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_choice_that_units_cut_is_an_error_that_says_what_to_list(ranks, grad):
-    for message in ranks(2, without_units, grad, process_group=False):
-        assert "all-gather of unit 'heads.heads.0'" in message
-        assert "list in units= the class of the module that holds them" in message
-
-
-def units_with(make, layerdrop):
-    engine, _ = start(make(encoder_layerdrop=layerdrop, decoder_layerdrop=layerdrop), stage=3)
+def units_with(layerdrop):
+    engine, _ = start(bart(encoder_layerdrop=layerdrop, decoder_layerdrop=layerdrop), stage=3)
     return {unit.name: unit.reason for unit in engine.units}
 
 
-@pytest.mark.parametrize("make", [bart, whisper])
-def test_layers_that_transformers_names_are_units_unless_some_are_dropped_at_random(ranks, make):
-    (whole,) = ranks(1, units_with, make, 0.5)
+def test_layers_that_transformers_names_are_units_unless_some_are_dropped_at_random(ranks):
+    (whole,) = ranks(1, units_with, 0.5)
     assert list(whole) == ["", "model.encoder", "model.decoder"]
     assert "which may run some modules of 'layers' alone" in whole["model.encoder"]
-    (cut,) = ranks(1, units_with, make, 0.0)
+    (cut,) = ranks(1, units_with, 0.0)
     assert list(cut)[1:] == [f"model.{part}.layers.{n}" for part in ("encoder", "decoder") for n in range(3)]
     assert all("named in the model's _no_split_modules" in reason for reason in list(cut.values())[1:])

@@ -11,6 +11,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import STAGES, numbers, plain, replicate, square_loss
+from tests.ranks import on_ranks
 from zeroshard.checkpoint import save as saving
 from zeroshard.parameters.sharded import ShardedParameter
 
@@ -122,63 +123,53 @@ def closed_again(**options):
     return [(options, problem) for problem in problems]
 
 
-def all_closed_again():
+@on_ranks(2)
+def test_a_closed_engine_gives_the_model_back_whole_and_plain():
     options = [{"stage": stage} for stage in STAGES]
     options += [{"stage": 3, "shard_group_size": 1}, {"stage": 3, "recompute": "unit"}]
     options += [{"stage": stage, "precision": {"param_dtype": "bf16"}} for stage in (2, 3)]
     return [problem for option in options for problem in closed_again(**option)]
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@RANKS
-def test_a_closed_engine_gives_the_model_back_whole_and_plain(ranks, num_ranks):
-    assert ranks(num_ranks, all_closed_again) == [[]] * num_ranks
-
-
-def compiled():
+@on_ranks(1)
+def test_a_closed_engine_takes_compiled_forwards_away():
     model = net()
     start(model, compile=True).engine.close()
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-def test_a_closed_engine_takes_compiled_forwards_away(ranks):
-    assert ranks(1, compiled) == [[]]
-
-
-def deferred():
+@on_ranks(1, 2)
+def test_a_model_that_was_built_without_memory_has_ordinary_parameters_after_close():
     with zeroshard.deferred_init():
         model = net()
     engine = start(model, stage=3).engine
     want = values_of(engine)
     engine.close()
     same = [torch.equal(p, want[name]) for name, p in model.named_parameters(remove_duplicate=False)]
-    return all(same), model.head.weight is model.blocks[0][0].weight, model(numbers(0, 5, 7)).shape
+    assert (all(same), model.head.weight is model.blocks[0][0].weight, model(numbers(0, 5, 7)).shape) == (
+        True,
+        True,
+        (5, 7),
+    )
 
 
-@RANKS
-def test_a_model_that_was_built_without_memory_has_ordinary_parameters_after_close(ranks, num_ranks):
-    assert ranks(num_ranks, deferred) == [(True, True, (5, 7))] * num_ranks
-
-
-def bfloat16_main():
+@on_ranks(1, 2)
+def test_parameters_come_back_in_the_main_dtype():
     model = net().bfloat16()
     engine = start(model, precision={"main_dtype": "bf16", "param_dtype": "bf16"}).engine
     train(engine)
     want = values_of(engine)
     engine.close()
-    return [(p.dtype, torch.equal(p, want[name])) for name, p in model.named_parameters()]
-
-
-@RANKS
-def test_parameters_come_back_in_the_main_dtype(ranks, num_ranks):
-    for parameters in ranks(num_ranks, bfloat16_main):
-        assert set(parameters) == {(torch.bfloat16, True)}
+    parameters = [(p.dtype, torch.equal(p, want[name])) for name, p in model.named_parameters()]
+    assert set(parameters) == {(torch.bfloat16, True)}
 
 
 # -------------------------------------------------------------------------------------- and can be used again
 
 
-def one_after_the_other(stages):
+@pytest.mark.parametrize("stages", [(3, 0, 2), (1, 3, 3)])
+@on_ranks(2)
+def test_a_second_engine_goes_on_with_the_model_of_a_closed_one(stages):
     """Three engines over one model, with new optimizers and plain steps between, against DDP throughout."""
     model, replica = net(), replicate(net())
     for turn, stage in enumerate(stages):
@@ -195,36 +186,30 @@ def one_after_the_other(stages):
     return [name for name in want if not torch.allclose(got[name], want[name], rtol=1e-5, atol=1e-6)]
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@RANKS
-@pytest.mark.parametrize("stages", [(3, 0, 2), (1, 3, 3)])
-def test_a_second_engine_goes_on_with_the_model_of_a_closed_one(ranks, num_ranks, stages):
-    assert ranks(num_ranks, one_after_the_other, stages) == [[]] * num_ranks
-
-
-def freed(restore):
-    """Whether the memory of shards goes with the engine, while the optimizer is still there."""
-    model = net()
-    engine, optimizer, *_ = start(model, stage=2)
-    slices = list(engine.parameters())
-    storage = weakref.ref(next(engine._runtime.buffers))
-    train(engine)
-    engine.close(restore)
-    gc.collect()
-    sizes = {p.untyped_storage().nbytes() for p in slices}
-    return storage() is None, sizes, all(p.grad is None for p in optimizer.param_groups[0]["params"])
-
-
-@RANKS
-def test_close_gives_back_the_memory_of_shards(ranks, num_ranks):
+@on_ranks(1, 2)
+def test_close_gives_back_the_memory_of_shards():
     for restore in (True, False):
-        assert ranks(num_ranks, freed, restore) == [(True, {0}, True)] * num_ranks
+        model = net()
+        engine, optimizer, *_ = start(model, stage=2)
+        slices = list(engine.parameters())
+        storage = weakref.ref(next(engine._runtime.buffers))
+        train(engine)
+        engine.close(restore)
+        gc.collect()
+        sizes = {p.untyped_storage().nbytes() for p in slices}
+        assert (
+            storage() is None,
+            sizes,
+            all(p.grad is None for p in optimizer.param_groups[0]["params"]),
+        ) == (True, {0}, True)
 
 
 # ----------------------------------------------------------------------------------------- what is refused
 
 
-def uses(restore, folder):
+@pytest.mark.parametrize("restore", [True, False])
+@on_ranks(1, 2)
+def test_uses_of_a_closed_engine_are_refused(tmp_path, restore):
     model = net()
     engine, optimizer, *_ = start(model, stage=3)
     train(engine)
@@ -242,9 +227,9 @@ def uses(restore, folder):
         "clip_grad_norm_": lambda: engine.clip_grad_norm_(1.0),
         "unsharded": lambda: engine.unsharded().__enter__(),
         "full_state_dict": engine.full_state_dict,
-        "save_checkpoint": lambda: engine.save_checkpoint(folder),
-        "load_checkpoint": lambda: engine.load_checkpoint(folder),
-        "save_pretrained": lambda: engine.save_pretrained(folder),
+        "save_checkpoint": lambda: engine.save_checkpoint(tmp_path),
+        "load_checkpoint": lambda: engine.load_checkpoint(tmp_path),
+        "save_pretrained": lambda: engine.save_pretrained(tmp_path),
         "memory_report": engine.memory_report,
         "units": lambda: engine.units,
     }
@@ -255,38 +240,29 @@ def uses(restore, folder):
         "loss.backward": caught(loss.backward),
     }
     optimizer.zero_grad()
-    return refusals, stale, type(next(model.parameters())) is ShardedParameter, caught(model, x)
+    is_sharded, forward = type(next(model.parameters())) is ShardedParameter, caught(model, x)
+    for name, text in refusals.items():
+        assert text.startswith("RuntimeError: the engine is closed"), (name, text)
+    assert "make a new optimizer" in stale["optimizer.step"] or not restore
+    assert "SGD.step(): the sharded parameter 'blocks.0.0.weight'" in stale["optimizer.step"]
+    assert "engine that was closed" in stale["weight"]
+    assert "engine that has been closed: call backward" in stale["loss.backward"]
+    assert is_sharded is not restore
+    assert forward == "nothing was raised" if restore else "its model cannot be used" in forward
 
 
-@RANKS
-def test_uses_of_a_closed_engine_are_refused(ranks, num_ranks, tmp_path):
-    for restore in (True, False):
-        for refusals, stale, is_sharded, forward in ranks(num_ranks, uses, restore, tmp_path):
-            for name, text in refusals.items():
-                assert text.startswith("RuntimeError: the engine is closed"), (name, text)
-            assert "make a new optimizer" in stale["optimizer.step"] or not restore
-            assert "SGD.step(): the sharded parameter 'blocks.0.0.weight'" in stale["optimizer.step"]
-            assert "engine that was closed" in stale["weight"]
-            assert "engine that has been closed: call backward" in stale["loss.backward"]
-            assert is_sharded is not restore
-            assert forward == "nothing was raised" if restore else "its model cannot be used" in forward
-
-
-def old_optimizer_again():
+@on_ranks(1, 2)
+def test_the_optimizer_of_a_closed_engine_is_refused():
     model = net()
     engine, optimizer, *_ = start(model, stage=3)
     train(engine)
     engine.close()
-    return caught(lambda: zeroshard.initialize(model, optimizer))
+    text = caught(lambda: zeroshard.initialize(model, optimizer))
+    assert text.startswith("ValueError: SGD holds the slices of another engine; expected a new optimizer")
 
 
-@RANKS
-def test_the_optimizer_of_a_closed_engine_is_refused(ranks, num_ranks):
-    for text in ranks(num_ranks, old_optimizer_again):
-        assert text.startswith("ValueError: SGD holds the slices of another engine; expected a new optimizer")
-
-
-def replaced_on_the_last_rank():
+@on_ranks(1, 2)
+def test_close_does_not_write_over_a_parameter_that_was_replaced(num_ranks):
     model = net()
     engine = start(model, stage=3).engine
     train(engine)
@@ -294,17 +270,12 @@ def replaced_on_the_last_rank():
         model.frozen.weight = nn.Parameter(torch.ones(7, 7))
     text = caught(engine.close)
     engine.close(restore=False)
-    return text
+    assert "'frozen.weight' was replaced, tied or removed" in text
+    assert num_ranks == 1 or f"rank {num_ranks - 1}" in text
 
 
-@RANKS
-def test_close_does_not_write_over_a_parameter_that_was_replaced(ranks, num_ranks):
-    for text in ranks(num_ranks, replaced_on_the_last_rank):
-        assert "'frozen.weight' was replaced, tied or removed" in text
-        assert num_ranks == 1 or f"rank {num_ranks - 1}" in text
-
-
-def at_wrong_times():
+@on_ranks(1, 2)
+def test_close_at_the_wrong_time_is_refused_and_changes_nothing():
     model = net()
     engine = start(model, stage=3).engine
     with engine.unsharded():
@@ -314,42 +285,29 @@ def at_wrong_times():
     model.norm._forward_hooks.clear()
     train(engine)
     engine.close()
-    return inside, forward, type(model.head.weight)
+    kind = type(model.head.weight)
+    assert "inside engine.unsharded()" in inside
+    assert "not inside a forward" in forward
+    assert kind is nn.Parameter
 
 
-@RANKS
-def test_close_at_the_wrong_time_is_refused_and_changes_nothing(ranks, num_ranks):
-    for inside, forward, kind in ranks(num_ranks, at_wrong_times):
-        assert "inside engine.unsharded()" in inside
-        assert "not inside a forward" in forward
-        assert kind is nn.Parameter
-
-
-def failed_save(folder):
+@on_ranks(1, 2)
+def test_close_tells_that_a_save_in_the_background_failed(tmp_path):
     engine = start(net(), stage=3).engine
     with mock.patch.object(saving, "write_part", side_effect=OSError("the disk is full")):
-        engine.save_checkpoint(folder, blocking=False)
-        return caught(engine.close), caught(engine.step), caught(engine.close)
-
-
-@RANKS
-def test_close_tells_that_a_save_in_the_background_failed(ranks, num_ranks, tmp_path):
-    for first, step, second in ranks(num_ranks, failed_save, tmp_path):
+        engine.save_checkpoint(tmp_path, blocking=False)
+        first, step, second = caught(engine.close), caught(engine.step), caught(engine.close)
         assert "saved in the background failed" in first
         assert "the disk is full" in first
         assert "the engine is closed" in step
         assert second == "nothing was raised"
 
 
-def alone(restore):
+@on_ranks(2)
+def test_one_rank_may_let_go_without_the_others():
     """Rank 0 fails and lets go; the other one finds that out by itself."""
     engine = start(net(), stage=3).engine
     train(engine)
     if dist.get_rank() == 0:
         engine.close(restore=False)
     dist.barrier()
-    return True
-
-
-def test_one_rank_may_let_go_without_the_others(ranks):
-    assert ranks(2, alone, False) == [True, True]

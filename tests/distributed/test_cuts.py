@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.distributed.training import numbers, start
+from tests.ranks import on_ranks
 
 WIDTH = 12
 
@@ -115,45 +116,6 @@ def follow(model, plan, **config):
     return found + (["losses", losses, want_losses] if losses != want_losses else [])
 
 
-def cut_cases(seeds, stages):
-    found = {}
-    for seed in seeds:
-        for stage in stages:
-            random = Random(seed * 10 + stage)
-            num_blocks = random.randint(4, 12)
-            torch.manual_seed(seed)
-            config = {
-                "stage": stage,
-                "num_prefetch": random.randint(0, 3),
-                "recompute": random.choice(("none", "unit")),
-                "reshard_after_forward": random.random() < 0.8,
-            }
-            checkpoints = config["recompute"] == "none" and random.random() < 0.3
-            order = random.sample(range(num_blocks), num_blocks)
-            if random.random() < 0.4:
-                order += random.choices(range(num_blocks), k=3)
-            sizes = random.choice(((20,), (20, 33, 7, 120)))
-            model = Chain(num_blocks, order=order, checkpoints=checkpoints, sizes=sizes)
-            if difference := follow(model, Plan(seed), **config):
-                found[seed, stage] = difference, config, order, checkpoints
-    return found
-
-
-@pytest.mark.long_where(num_ranks=[3])
-@pytest.mark.parametrize(
-    ("num_ranks", "seeds"),
-    [
-        (2, range(200, 201)),
-        (3, range(300, 301)),
-        pytest.param(2, range(201, 206), marks=pytest.mark.long),
-        pytest.param(3, range(301, 304), marks=pytest.mark.long),
-        pytest.param(4, range(400, 402), marks=pytest.mark.long),
-    ],
-)
-def test_random_cuts_per_rank_and_step_train_as_plain_pytorch_to_the_bit(ranks, num_ranks, seeds):
-    assert ranks(num_ranks, cut_cases, seeds, (1, 2, 3)) == [{}] * num_ranks
-
-
 class Once(Plan):
     """The second rank cuts block 4 from the second step on."""
 
@@ -164,56 +126,11 @@ class Once(Plan):
         return "detach"
 
 
-def one_cut(stage, recompute):
-    torch.manual_seed(0)
-    return follow(Chain(6), Once(0), stage=stage, recompute=recompute)
-
-
-@pytest.mark.long_where(stage=[1, 2])
-@pytest.mark.parametrize("recompute", ["none", "unit"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_one_rank_may_detach_a_block_that_all_ranks_call(ranks, stage, recompute):
-    assert ranks(2, one_cut, stage, recompute) == [[], []]
-
-
-def cut_units_in_recomputed_units(num_prefetch):
-    """Each block is recomputed and holds three units, which its second forward gathers."""
-    found = []
-    for seed in range(4):
-        torch.manual_seed(seed)
-        model = Chain(4, nested=True)
-        config = {"stage": 3, "recompute": "unit", "units": ["Block"], "num_prefetch": num_prefetch}
-        found += follow(model, Plan(seed), **config)
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_prefetch", [0, 1, 3])
-def test_cuts_around_recomputed_units_with_units_inside(ranks, num_prefetch):
-    assert ranks(2, cut_units_in_recomputed_units, num_prefetch) == [[], []]
-
-
-@pytest.mark.long
-def test_random_cuts_with_shard_groups_train_as_plain_pytorch(ranks):
-    for found in ranks(4, hybrid_cuts_within_tolerance):
-        assert found == {}
-
-
-def hybrid_cuts_within_tolerance():
-    """1e-5: two groups of two are summed in another order than four ranks."""
-    found = {}
-    for seed in range(4):
-        torch.manual_seed(seed)
-        model = Chain(6)
-        _, want = reference(copy.deepcopy(model), Plan(seed))
-        engine, _ = start(model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, shard_group_size=2)
-        for step in range(Plan(seed).num_steps):
-            engine.backward(loss_of(engine, Plan(seed), step))
-            engine.step()
-        for name, value in engine.full_state_dict().items():
-            if not torch.allclose(value, want[name], atol=1e-5, rtol=0):
-                found[seed, name] = (value - want[name]).abs().max().item()
-    return found
+@on_ranks(2)
+def test_one_rank_may_detach_a_block_that_all_ranks_call():
+    for stage, recompute in ((2, "none"), (3, "none"), (3, "unit")):
+        torch.manual_seed(0)
+        assert not follow(Chain(6), Once(0), stage=stage, recompute=recompute)
 
 
 class Segments(Chain):
@@ -237,22 +154,6 @@ class Segments(Chain):
 
     def call_checkpointed(self, block, x, is_cut, how):
         return checkpoint(self.call, block, x, is_cut, how, use_reentrant=False)
-
-
-def cut_segments(num_prefetch):
-    found = []
-    for seed in range(3):
-        torch.manual_seed(seed)
-        model = Segments(8, 3 + seed)
-        found += follow(model, Plan(seed), stage=3, num_prefetch=num_prefetch)
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.long_where(num_prefetch=[0])
-@pytest.mark.parametrize("num_prefetch", [0, 2])
-def test_cuts_inside_checkpoints_around_several_units(ranks, num_prefetch):
-    assert ranks(2, cut_segments, num_prefetch) == [[], []]
 
 
 class PackedBytes:
@@ -293,18 +194,6 @@ class Funnel(Chain):
         super().__init__(len(sizes), sizes=sizes)
 
 
-def packed_bytes(sizes, stage, cut):
-    """(most packed bytes, the allowed ones, most bytes of the pool) where all ranks cut the same."""
-    torch.manual_seed(0)
-    engine, _ = start(Funnel(sizes), "SGD", stage=stage)
-    packed = PackedBytes(engine)
-    for number in range(3):
-        engine.backward(engine(numbers(number, 5, 7), cut).square().mean())
-        engine.step()
-    root, *blocks = (4 * unit.numel for unit in engine.units)
-    return packed.most, root + max(a + b for a, b in pairwise(blocks)), packed.pooled
-
-
 class TwoSegments(Segments):
     """A block is in two checkpoints."""
 
@@ -332,17 +221,14 @@ class SomeCheckpoint(Segments):
         return self.last(x)
 
 
-def odd_checkpoints():
+@on_ranks(2)
+def test_a_block_in_two_checkpoints_and_checkpoints_on_one_rank_alone():
     found = []
     for seed in range(3):
         torch.manual_seed(seed)
         found += follow(TwoSegments(5, 3), Plan(seed), stage=3)
         found += follow(SomeCheckpoint(6, 2), Plan(seed), stage=3)
     return found
-
-
-def test_a_block_in_two_checkpoints_and_checkpoints_on_one_rank_alone(ranks):
-    assert ranks(2, odd_checkpoints) == [[], []]
 
 
 class Grouped(Chain):
@@ -355,7 +241,10 @@ class Grouped(Chain):
         return self.last(x)
 
 
-def orders_of_groups():
+@pytest.mark.long
+@on_ranks(4)
+def test_shard_groups_may_call_blocks_in_different_orders():
+    """1e-5: two groups of two are summed in another order than four ranks."""
     torch.manual_seed(0)
     model = Grouped(4)
     _, want = reference(copy.deepcopy(model), Plan(0))
@@ -368,14 +257,12 @@ def orders_of_groups():
     return {name for name, value in got.items() if not torch.allclose(value, want[name], atol=1e-5, rtol=0)}
 
 
-@pytest.mark.long
-def test_shard_groups_may_call_blocks_in_different_orders(ranks):
-    """1e-5: two groups of two are summed in another order than four ranks."""
-    assert ranks(4, orders_of_groups) == [set()] * 4
-
-
-def packed_with_other_forwards(stage, how):
-    """(most packed bytes, those of a forward alone) where other forwards have had no backward."""
+@pytest.mark.parametrize(
+    ("stage", "how"), [(3, "dropped"), pytest.param(2, "reversed", marks=pytest.mark.long)]
+)
+@on_ranks(2)
+def test_other_forwards_leave_no_more_gradients_packed(stage, how):
+    """Than those of a forward alone, where other forwards have had no backward."""
     torch.manual_seed(0)
     engine, _ = start(Chain(8), "SGD", stage=stage)
 
@@ -394,24 +281,24 @@ def packed_with_other_forwards(stage, how):
                 first.backward()
             engine.step()
         found.append(packed.most)
-    return found
+    alone, most = found
+    assert most <= alone
 
 
-@pytest.mark.long_where(how=["reversed"])
-@pytest.mark.long_where(stage=[2], how=["dropped"])
-@pytest.mark.parametrize(("stage", "how"), [(2, "dropped"), (3, "dropped"), (2, "reversed")])
-def test_other_forwards_leave_no_more_gradients_packed(ranks, stage, how):
-    for alone, most in ranks(2, packed_with_other_forwards, stage, how):
-        assert most <= alone
-
-
-@pytest.mark.long_where(stage=[2])
-@pytest.mark.long_where(sizes=[tuple(range(20, 420, 50))])
-@pytest.mark.parametrize("sizes", [(40,) * 8, tuple(range(20, 420, 50)), tuple(range(420, 20, -50))])
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("cut", [(), (3, 4)])
-def test_no_more_gradients_are_packed_at_once_than_those_of_two_units_and_the_root(ranks, sizes, stage, cut):
+@pytest.mark.parametrize(
+    ("sizes", "stage", "cut"),
+    [((40,) * 8, 2, ()), ((40,) * 8, 3, (3, 4)), (tuple(range(420, 20, -50)), 3, ())],
+)
+@on_ranks(2)
+def test_no_more_gradients_are_packed_at_once_than_those_of_two_units_and_the_root(sizes, stage, cut):
     """The pool also holds what two ranks receive, half of each unit whose reduction is under way."""
-    for most, allowed, pooled in ranks(2, packed_bytes, sizes, stage, cut):
-        assert 0 < most <= allowed
-        assert pooled <= 1.5 * allowed
+    torch.manual_seed(0)
+    engine, _ = start(Funnel(sizes), "SGD", stage=stage)
+    packed = PackedBytes(engine)
+    for number in range(3):
+        engine.backward(engine(numbers(number, 5, 7), cut).square().mean())
+        engine.step()
+    root, *blocks = (4 * unit.numel for unit in engine.units)
+    allowed = root + max(a + b for a, b in pairwise(blocks))
+    assert 0 < packed.most <= allowed
+    assert packed.pooled <= 1.5 * allowed

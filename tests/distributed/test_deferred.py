@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
+from tests.ranks import on_ranks
 
 
 def make() -> nn.Module:
@@ -53,15 +54,13 @@ def train(how: str, config: dict) -> list:
     return [losses, {name: value.tolist() for name, value in engine.full_state_dict().items()}]
 
 
-@pytest.mark.long_where(how=["meta"], config=[{"stage": 0}])
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
-    "config", [{"stage": 0}, {"stage": 3, "precision": {"param_dtype": "bf16"}}], ids=str
+    ("how", "config"),
+    [("deferred", {"stage": 0}), ("meta", {"stage": 3, "precision": {"param_dtype": "bf16"}})],
 )
-@pytest.mark.parametrize("how", ["deferred", "meta"])
-def test_a_model_without_memory_trains_as_an_ordinary_one(ranks, num_ranks, config, how):
-    assert ranks(num_ranks, train, how, config) == ranks(num_ranks, train, "plain", config)
+@on_ranks(2)
+def test_a_model_without_memory_trains_as_an_ordinary_one(how, config):
+    assert train(how, config) == train("plain", config)
 
 
 def adagrad_on_meta() -> str:
@@ -77,7 +76,8 @@ def test_an_optimizer_whose_state_has_no_values_is_refused(ranks):
     assert message.startswith("Adagrad has made its state for '0.weight' on the meta device")
 
 
-def start_inside() -> list:
+@on_ranks(1, 2)
+def test_what_needs_memory_is_refused_while_a_model_is_recorded_and_works_afterwards():
     engine, *_ = zeroshard.initialize(make(), grouped, {"stage": 3})
     tokens = torch.arange(9)[None]
     with zeroshard.deferred_init():
@@ -94,9 +94,4 @@ def start_inside() -> list:
         loss = F.cross_entropy(made(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         made.backward(loss)
         losses.append(made.step())
-    return losses
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_needs_memory_is_refused_while_a_model_is_recorded_and_works_afterwards(ranks, num_ranks):
-    assert ranks(num_ranks, start_inside) == [[True, True]] * num_ranks
+    assert losses == [True, True]

@@ -1,6 +1,8 @@
 """A parameter that a forward or backward edits is refused by name; reads and other memory are right."""
 
 import copy
+import functools
+import itertools
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.distributed.training import (
     train_replicated,
     train_sharded,
 )
+from tests.ranks import on_ranks
 
 
 class Block(nn.Module):
@@ -129,43 +132,31 @@ class Teaching(Block):
         self.teacher = nn.Parameter(torch.ones(3), requires_grad=False)
 
 
-def edited_frozen():
+@on_ranks(2)
+def test_an_edit_of_a_frozen_parameter_is_refused_even_if_it_changes_no_value():
     engine, _ = start(build(of_a_teacher, Teaching), "SGD", stage=3)
-    return refused(lambda: engine(numbers(0, 5, 7)))
+    message = refused(lambda: engine(numbers(0, 5, 7)))
+    assert "'0.0.teacher' was edited in a forward" in message
 
 
-def test_an_edit_of_a_frozen_parameter_is_refused_even_if_it_changes_no_value(ranks):
-    for message in ranks(2, edited_frozen):
-        assert "'0.0.teacher' was edited in a forward" in message
-
-
-def edited_main(units):
+@on_ranks(1, 2)
+def test_an_edit_of_main_parameters_with_which_modules_compute_is_as_in_ddp():
     """Where modules compute with the main parameters themselves, nothing is lost."""
-    stages = STAGES if torch.distributed.get_world_size() == 1 else [1]
-    return same_as_replicated(build(in_place), "SGD", 3, same_batch_loss, units=units, stages=stages)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_edit_of_main_parameters_with_which_modules_compute_is_as_in_ddp(ranks, num_ranks):
     for units in (["Sequential"], []):
-        assert not any(ranks(num_ranks, edited_main, units))
+        stages = STAGES if torch.distributed.get_world_size() == 1 else [1]
+        assert not same_as_replicated(build(in_place), "SGD", 3, same_batch_loss, units=units, stages=stages)
 
 
-def edited_in_all_ways(units):
-    cases = [(edit, stage) for edit in EDITS for stage in STAGES]
-    return [(edit.__name__, stage, edited(stage, edit, units)) for edit, stage in cases]
-
-
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value(ranks, num_ranks):
+@on_ranks(2)
+def test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value():
     for units in (["Sequential"], []):
-        for found in ranks(num_ranks, edited_in_all_ways, units):
-            for edit, stage, (one, other, *more) in found:
-                assert one == other
-                assert "'0.0.weight' was edited in a forward or backward" in one, (edit, stage)
-                assert "register_buffer" in one
-                assert not more, (edit, stage)
+        cases = [(edit, stage) for edit in EDITS for stage in STAGES]
+        found = [(edit.__name__, stage, edited(stage, edit, units)) for edit, stage in cases]
+        for edit, stage, (one, other, *more) in found:
+            assert one == other
+            assert "'0.0.weight' was edited in a forward or backward" in one, (edit, stage)
+            assert "register_buffer" in one
+            assert not more, (edit, stage)
 
 
 class InHook(Block):
@@ -202,21 +193,14 @@ class InSecondForward(Block):
         return checkpoint(self.part, x, use_reentrant=False).tanh()
 
 
-def edited_late(stage, block, edit, units):
-    engine, _ = start(build(edit, block), "SGD", stage=stage, units=units, precision=BF16)
-    loss = same_batch_loss(engine, 0)
-    return refused(lambda: engine.backward(loss))
-
-
 @pytest.mark.long_where(block=[InHook])
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("block", [InHook, InTensorHook, InSecondForward])
-def test_an_edit_in_a_backward_is_refused_by_name(ranks, num_ranks, block):
-    for units in (["Sequential"], [block.__name__], []):
-        for stage in STAGES:
-            for message in ranks(num_ranks, edited_late, stage, block, by_data, units):
-                assert "weight' was edited in a forward or backward" in message
+@on_ranks(2)
+def test_an_edit_in_a_backward_is_refused_by_name(block):
+    for stage, units in itertools.product(STAGES, (["Sequential"], [block.__name__], [])):
+        engine, _ = start(build(by_data, block), "SGD", stage=stage, units=units, precision=BF16)
+        message = refused(functools.partial(engine.backward, same_batch_loss(engine, 0)))
+        assert "weight' was edited in a forward or backward" in message
 
 
 class Generates(nn.Module):
@@ -233,32 +217,25 @@ class Generates(nn.Module):
         return before + self(x)
 
 
-def edited_between_forwards(stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(1, 2)
+def test_an_edit_between_the_forwards_of_generate_is_refused_by_name(stage):
     engine, _ = start(Generates(), "SGD", stage=stage, units=["Block"], precision=BF16)
-    return refused(lambda: engine.generate(numbers(0, 5, 7, rank=0)))
+    message = refused(lambda: engine.generate(numbers(0, 5, 7, rank=0)))
+    assert "'first.weight' was edited" in message
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_edit_between_the_forwards_of_generate_is_refused_by_name(ranks, num_ranks):
-    for stage in STAGES:
-        for message in ranks(num_ranks, edited_between_forwards, stage):
-            assert "'first.weight' was edited" in message
-
-
-def kept_from_the_forward(stage):
+@on_ranks(1, 2)
+def test_an_edit_of_an_object_that_a_forward_has_left_is_refused_before_values_are_read():
     """The only edit is of an object that a forward has left; the values are to be saved."""
+    stage = 1
     engine, _ = start(build(), "SGD", stage=stage, precision=BF16)
     kept = []
     engine.module[0][0].edit = lambda block: kept.append(block.bias)
     engine.backward(same_batch_loss(engine, 0))
     engine.step()
     with torch.no_grad():
-        return refused(lambda: (kept[0].mul_(2), engine.full_state_dict()))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_edit_of_an_object_that_a_forward_has_left_is_refused_before_values_are_read(ranks, num_ranks):
-    for message in ranks(num_ranks, kept_from_the_forward, 1):
+        message = refused(lambda: (kept[0].mul_(2), engine.full_state_dict()))
         assert "'0.0.bias' was edited" in message
 
 
@@ -275,21 +252,16 @@ def moves_unseen(block):
             parameter.set_(parameter.clone())
 
 
-def unedited(act, units):
-    want = train_replicated(build(), "SGD", 3, same_batch_loss)
-    found = []
-    for stage in STAGES:
-        got = train_sharded(build(act), "SGD", 3, same_batch_loss, stage=stage, units=units)
-        found += differences(f"stage {stage}", got, want)
-    return found
-
-
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("act", [reads, moves_unseen])
-def test_a_parameter_whose_values_stay_trains_as_before(ranks, num_ranks, act):
+@on_ranks(2)
+def test_a_parameter_whose_values_stay_trains_as_before(act):
     for units in (["Sequential"], []):
-        assert not any(ranks(num_ranks, unedited, act, units))
+        want = train_replicated(build(), "SGD", 3, same_batch_loss)
+        found = []
+        for stage in STAGES:
+            got = train_sharded(build(act), "SGD", 3, same_batch_loss, stage=stage, units=units)
+            found += differences(f"stage {stage}", got, want)
+        assert not found
 
 
 class Parametrized(nn.Module):
@@ -305,62 +277,51 @@ class Parametrized(nn.Module):
         return self.old(self.weight(self.spectral(x).tanh()).tanh())
 
 
-def parametrized():
+@on_ranks(1, 2)
+def test_weights_that_are_computed_from_parameters_train_as_before():
     torch.manual_seed(0)
     return same_as_replicated(Parametrized(), "SGD", 3, same_batch_loss)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_weights_that_are_computed_from_parameters_train_as_before(ranks, num_ranks):
-    assert not any(ranks(num_ranks, parametrized))
-
-
-def shown(stage):
-    model = build(num_blocks=1)
-    replica = copy.deepcopy(model)
-    engine, optimizer = start(model, "SGD", stage=stage)
-    messages, x = [], numbers(0, 5, 7, rank=0)
-    for edit in (
-        lambda p: p.mul_(2.0),
-        lambda p: p.data.mul_(2.0),
-        lambda p: setattr(p, "data", p.data * 2),
-    ):
-        for name in ("0.0.weight", "1.bias"):
-            with engine.unsharded(), torch.no_grad():
-                assert model(x).shape == (5, 1)
-                edit(dict(model.named_parameters())[name])
-                with pytest.raises(RuntimeError) as error:
-                    model(x)
-                messages.append(str(error.value))
-                assert f"after an edit of '{name}'" in messages[-1], messages
-                assert "write_back=True" in messages[-1]
-    optimizer_of_replica = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
-    got = finish(engine, [step(engine, optimizer, same_batch_loss, 1)])
-    return differences(
-        f"stage {stage}", got, finish(replica, [step(replica, optimizer_of_replica, same_batch_loss, 1)])
-    )
-
-
-def copied_while_shown(stage):
-    engine, _ = start(build(num_blocks=1), "SGD", stage=stage)
-    with engine.unsharded():
-        shown = engine.module[1].weight
-        made = nn.Parameter(shown)
-        assert isinstance(made, nn.Parameter)
-        assert made.requires_grad
-        assert made.data_ptr() == shown.data_ptr()
-        assert type(shown.detach()) is type(shown.data) is torch.Tensor
-        layer = nn.Linear(7, 1)
-        layer.weight = made
-        assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
-
-
-def test_a_shown_parameter_can_become_that_of_another_module(ranks):
+@on_ranks(2)
+def test_a_shown_parameter_can_become_that_of_another_module():
     for stage in STAGES:
-        ranks(2, copied_while_shown, stage)
+        engine, _ = start(build(num_blocks=1), "SGD", stage=stage)
+        with engine.unsharded():
+            shown = engine.module[1].weight
+            made = nn.Parameter(shown)
+            assert isinstance(made, nn.Parameter)
+            assert made.requires_grad
+            assert made.data_ptr() == shown.data_ptr()
+            assert type(shown.detach()) is type(shown.data) is torch.Tensor
+            layer = nn.Linear(7, 1)
+            layer.weight = made
+            assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_forward_inside_unsharded_after_an_edit_there_is_refused_by_name(ranks, num_ranks):
+@on_ranks(1, 2)
+def test_a_forward_inside_unsharded_after_an_edit_there_is_refused_by_name():
     for stage in STAGES:
-        assert not any(ranks(num_ranks, shown, stage))
+        model = build(num_blocks=1)
+        replica = copy.deepcopy(model)
+        engine, optimizer = start(model, "SGD", stage=stage)
+        messages, x = [], numbers(0, 5, 7, rank=0)
+        for edit in (
+            lambda p: p.mul_(2.0),
+            lambda p: p.data.mul_(2.0),
+            lambda p: setattr(p, "data", p.data * 2),
+        ):
+            for name in ("0.0.weight", "1.bias"):
+                with engine.unsharded(), torch.no_grad():
+                    assert model(x).shape == (5, 1)
+                    edit(dict(model.named_parameters())[name])
+                    with pytest.raises(RuntimeError) as error:
+                        model(x)
+                    messages.append(str(error.value))
+                    assert f"after an edit of '{name}'" in messages[-1], messages
+                    assert "write_back=True" in messages[-1]
+        optimizer_of_replica = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
+        got = finish(engine, [step(engine, optimizer, same_batch_loss, 1)])
+        assert not differences(
+            f"stage {stage}", got, finish(replica, [step(replica, optimizer_of_replica, same_batch_loss, 1)])
+        )

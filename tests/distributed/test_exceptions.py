@@ -23,6 +23,7 @@ from tests.distributed.training import (
     token_loss,
     unequal,
 )
+from tests.ranks import on_ranks
 
 
 class Boom(torch.autograd.Function):
@@ -79,8 +80,9 @@ def one_run(stage, where, error, at, **config):
     return finish(engine, losses)
 
 
-def fail_anywhere(error_type):
-    found = []
+@on_ranks(1, 2, timeout=120)
+def test_an_exception_passes_and_the_next_step_is_that_of_a_run_without_it():
+    found, error_type = [], ValueError if dist.get_world_size() > 1 else KeyboardInterrupt
     for stage in STAGES:
         want = one_run(stage, None, None, -1)
         for where in ("forward", "backward"):
@@ -88,36 +90,6 @@ def fail_anywhere(error_type):
                 got = one_run(stage, where, error_type("boom"), at)
                 found += differences(f"stage {stage}, {where}, step {at}", got, want)
     return found
-
-
-@pytest.mark.long_where(error_type=[ValueError], num_ranks=[1])
-@pytest.mark.long_where(error_type=[KeyboardInterrupt], num_ranks=[2])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("error_type", [ValueError, KeyboardInterrupt])
-def test_an_exception_passes_and_the_next_step_is_that_of_a_run_without_it(ranks, num_ranks, error_type):
-    assert ranks(num_ranks, fail_anywhere, error_type, timeout=120) == [[]] * num_ranks
-
-
-def fail_repeatedly():
-    """Several failures in a row, with prefetching and with all kept."""
-    found = []
-    for options in ({"num_prefetch": 0}, {"num_prefetch": 3}, {"reshard_after_forward": False}):
-        want = one_run(3, None, None, -1, **options)
-        model = build("tied GPT")
-        fuse = Fuse(model)
-        engine, optimizer = start(model, stage=3, **options)
-        losses = []
-        for number in range(3):
-            for where in ("forward", "forward", "backward", "backward", "forward"):
-                with fuse.burns(where, ValueError(where)):
-                    token_loss(engine, 9).backward()
-            losses.append(step(engine, optimizer, token_loss, number))
-        found += differences(str(options), finish(engine, losses), want)
-    return found
-
-
-def test_failures_in_a_row_leave_nothing_behind(ranks):
-    assert ranks(2, fail_repeatedly) == [[], []]
 
 
 # ------------------------------------------------------------------------------ between micro-batches
@@ -132,8 +104,9 @@ def in_ddp(numbers):
     return flat_gradients(replica)
 
 
-def failed_forward_between(error_type):
-    """By stage, distance from DDP's gradients of the two micro-batches that did not fail."""
+@on_ranks(2)
+def test_gradients_of_earlier_micro_batches_survive_a_failed_forward():
+    """1e-6: stages 2 and 3 add in another order than DDP."""
     want, found = in_ddp([0, 1]), {}
     for stage in STAGES:
         model = build("tied GPT")
@@ -141,24 +114,16 @@ def failed_forward_between(error_type):
         engine, _ = start(model, stage=stage, gradient_accumulation_steps=2)
         engine.backward(token_loss(engine, 0))
         engine.step()
-        with fuse.burns("forward", error_type("boom")):
+        with fuse.burns("forward", KeyboardInterrupt("boom")):
             token_loss(engine, 9)
         engine.backward(token_loss(engine, 1))
         found[stage] = max(distances(full_gradients(engine), want).values())
         assert engine.step() is True
-    return found
+    assert max(found.values()) <= 1e-6, found
 
 
-@pytest.mark.long_where(error_type=[ValueError])
-@pytest.mark.parametrize("error_type", [ValueError, KeyboardInterrupt])
-def test_gradients_of_earlier_micro_batches_survive_a_failed_forward(ranks, error_type):
-    """1e-6: stages 2 and 3 add in another order than DDP."""
-    for found in ranks(2, failed_forward_between, error_type):
-        assert max(found.values()) <= 1e-6, found
-
-
-def failed_backward_between():
-    """What step() says after a backward failed halfway, and whether zero_grad() makes all good."""
+@on_ranks(1, 2)
+def test_a_backward_that_failed_on_top_of_gradients_is_an_error_until_zero_grad():
     found = []
     for stage in STAGES:
         model = build("tied GPT")
@@ -188,12 +153,8 @@ def failed_backward_between():
     return found
 
 
-def test_a_backward_that_failed_on_top_of_gradients_is_an_error_until_zero_grad(ranks):
-    for num_ranks in (1, 2):
-        assert ranks(num_ranks, failed_backward_between) == [[]] * num_ranks
-
-
-def backward_of_another_forward():
+@on_ranks(1, 2)
+def test_a_backward_right_after_a_failed_one_gives_its_own_gradients():
     """Two forwards, the backward of the first fails, that of the second follows at once."""
     found = []
     for stage in STAGES:
@@ -210,12 +171,8 @@ def backward_of_another_forward():
     return found
 
 
-def test_a_backward_right_after_a_failed_one_gives_its_own_gradients(ranks):
-    for num_ranks in (1, 2):
-        assert ranks(num_ranks, backward_of_another_forward) == [[]] * num_ranks
-
-
-def failed_evaluation():
+@on_ranks(2)
+def test_a_failed_evaluation_does_not_disturb_a_pending_backward():
     """An exception under no_grad, between a forward and its backward."""
     found = []
     for stage in STAGES:
@@ -236,11 +193,8 @@ def failed_evaluation():
     return found
 
 
-def test_a_failed_evaluation_does_not_disturb_a_pending_backward(ranks):
-    assert ranks(2, failed_evaluation) == [[], []]
-
-
-def failed_loss():
+@on_ranks(2)
+def test_a_failure_between_forward_and_backward_leaves_nothing_behind():
     """An exception outside the model: after its forward, and in the gradient of the loss."""
     found = []
     for stage in STAGES:
@@ -258,10 +212,6 @@ def failed_loss():
             losses.append(step(engine, optimizer, token_loss, number))
         found += differences(f"stage {stage}", finish(engine, losses), want)
     return found
-
-
-def test_a_failure_between_forward_and_backward_leaves_nothing_behind(ranks):
-    assert ranks(2, failed_loss) == [[], []]
 
 
 class Skippable(nn.Module):
@@ -303,7 +253,8 @@ def failed_in_branches(at, **config):
     return finish(engine, losses)
 
 
-def ranks_that_reduced_different_units():
+@on_ranks(2, timeout=120)
+def test_a_failure_where_ranks_took_different_branches_leaves_no_exchange_half_done():
     """When block 1's input fails, rank 1 reduces block 1 already, and rank 0, which skipped it, does not."""
     return [
         line
@@ -315,10 +266,6 @@ def ranks_that_reduced_different_units():
             failed_in_branches(-1, stage=stage),
         )
     ]
-
-
-def test_a_failure_where_ranks_took_different_branches_leaves_no_exchange_half_done(ranks):
-    assert ranks(2, ranks_that_reduced_different_units, timeout=120) == [[], []]
 
 
 def one_rank_fails(stage):

@@ -12,22 +12,18 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.models import VOCABULARY
-from tests.distributed.test_unused import adamw, sgd
 from tests.distributed.training import (
     STAGES,
+    adamw,
     differences,
-    distance_of_all,
     finish,
-    flat_gradients,
-    full_gradients,
     numbers,
     plain,
     replicate,
     same_as_replicated,
     start,
-    train_replicated,
-    train_sharded,
 )
+from tests.ranks import on_ranks
 
 WIDTH, NUM_EXPERTS = 14, 6
 
@@ -82,23 +78,15 @@ def counts_of_experts(model, number):
     return torch.stack(everyone)
 
 
-def train_mixtral(implementation, **config):
+@pytest.mark.parametrize("implementation", ["grouped_mm", pytest.param("eager", marks=pytest.mark.long)])
+@on_ranks(2, timeout=120)
+def test_a_mixtral_whose_ranks_route_differently_trains_as_in_ddp_to_the_bit(implementation):
     torch.manual_seed(0)
     model = mixtral(implementation)
     counts = counts_of_experts(model, 0)
     assert ((counts[0] == 0) != (counts[1] == 0)).any(), "some expert has tokens on one rank alone"
     assert (counts.sum(0) == 0).any(), "some expert has no token at all"
-    return same_as_replicated(model, num_steps=4, loss=mixtral_loss, find_unused=True, **config)
-
-
-@pytest.mark.long_where(implementation=["eager"])
-@pytest.mark.long_where(config=[{"recompute": "unit"}])
-@pytest.mark.parametrize(
-    ("implementation", "config"), [("eager", {}), ("grouped_mm", {}), ("grouped_mm", {"recompute": "unit"})]
-)
-def test_a_mixtral_whose_ranks_route_differently_trains_as_in_ddp_to_the_bit(ranks, implementation, config):
-    pytest.importorskip("transformers")
-    assert ranks(2, train_mixtral, implementation, timeout=120, **config) == [[], []]
+    return same_as_replicated(model, num_steps=4, loss=mixtral_loss, find_unused=True)
 
 
 # --------------------------------------------------------------------------------- experts as modules
@@ -168,8 +156,10 @@ def expert_loss(model, number):
     return model(numbers(number, 4 + rank, 7), allowed).square().mean()
 
 
-def train_experts(make, make_optimizer, **config):
-    """Where parameters, losses, and the names of what has a gradient differ from DDP's."""
+@pytest.mark.parametrize("make", [Model, one_layer, OfExperts])
+@on_ranks(2)
+def test_experts_that_some_or_all_ranks_leave_out_train_as_in_ddp_to_the_bit(make):
+    """And experts are no units where nothing else is repeated."""
     torch.manual_seed(0)
     model, found = make(), []
     replica = replicate(model, find_unused=True)
@@ -185,10 +175,10 @@ def train_experts(make, make_optimizer, **config):
             losses.append(loss.item())
         return finish(net, losses), having
 
-    want, wanted = run(replica, make_optimizer(replica.parameters()))
+    want, wanted = run(replica, adamw(replica.parameters()))
     for stage in STAGES:
         sharded = copy.deepcopy(model)
-        engine, optimizer = start(sharded, make_optimizer(sharded.parameters()), stage=stage, **config)
+        engine, optimizer = start(sharded, adamw(sharded.parameters()), stage=stage)
         got, having = run(engine, optimizer)
         found += differences(f"stage {stage}", got, want)
         found += [(stage, a ^ b) for a, b in zip(having, wanted, strict=True) if a != b]
@@ -199,63 +189,3 @@ def train_experts(make, make_optimizer, **config):
     assert len(set(sizes)) > 1
     assert max(sizes) < len(list(model.parameters()))
     return found
-
-
-@pytest.mark.long_where(config=[{"recompute": "unit"}, {"num_prefetch": 3}])
-@pytest.mark.long_where(optimizer=[sgd])
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
-@pytest.mark.parametrize("config", [{}, {"recompute": "unit"}, {"num_prefetch": 3}], ids=str)
-def test_experts_that_some_or_all_ranks_leave_out_train_as_in_ddp_to_the_bit(ranks, optimizer, config):
-    assert ranks(2, train_experts, Model, optimizer, **config) == [[], []]
-
-
-@pytest.mark.parametrize("make", [one_layer, OfExperts])
-def test_experts_are_no_units_where_nothing_else_is_repeated(ranks, make):
-    assert ranks(2, train_experts, make, adamw) == [[], []]
-
-
-def on_many_ranks():
-    torch.manual_seed(0)
-    model = Model()
-    want = train_replicated(model, "SGD", 5, expert_loss, find_unused=True)
-    runs = {stage: train_sharded(model, "SGD", 5, expert_loss, stage=stage) for stage in STAGES}
-    found = [line for stage in STAGES for line in differences(f"stage {stage}", runs[stage], runs[3])]
-    losses = max(abs(a - b) / abs(b) for a, b in zip(runs[3].losses, want.losses, strict=True))
-    parameters = runs[3].parameters
-    return found, losses, distance_of_all(parameters, want.parameters) if parameters else 0
-
-
-@pytest.mark.long
-def test_on_four_ranks_stages_agree_to_the_bit_and_stay_close_to_ddp(ranks):
-    for found, losses, parameters in ranks(4, on_many_ranks):
-        assert found == []
-        assert losses <= 1e-6
-        assert parameters <= 5e-6
-
-
-def over_micro_batches():
-    """Gradients of two micro-batches with other experts each, against their mean computed by hand."""
-    torch.manual_seed(0)
-    model, found = Model(), {}
-    reference = copy.deepcopy(model)
-    for number in range(2):
-        (expert_loss(reference, number) / 2).backward()
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, flat_gradients(reference))
-    names = set().union(*everyone)
-    want = {n: sum(own[n] for own in everyone if n in own) / len(everyone) for n in names}
-    for stage in STAGES:
-        engine, _ = start(copy.deepcopy(model), stage=stage, gradient_accumulation_steps=2)
-        engine.backward(expert_loss(engine, 0))
-        engine.step()
-        engine.backward(expert_loss(engine, 1))
-        engine._runtime.before_step()
-        found[stage] = distance_of_all(full_gradients(engine), want)
-    assert len(names) < len(list(model.parameters()))
-    return found
-
-
-def test_experts_of_several_micro_batches_add_up(ranks):
-    for found in ranks(2, over_micro_batches):
-        for stage, distance in found.items():
-            assert distance <= 1e-6, stage

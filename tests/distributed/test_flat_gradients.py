@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.distributed.training import STAGES, start
 from tests.operators import Operators
+from tests.ranks import on_ranks
 from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.stepping.clipping import contiguous_runs, global_norm, own_gradients, scale_
 
@@ -70,22 +71,20 @@ def test_a_buffer_without_padding_is_one_run_and_kernels_do_not_grow_with_its_pa
         assert max(kernels) <= 4
 
 
-def bits_on_all_stages(depth):
+@on_ranks(2)
+def test_runs_give_the_norm_of_all_stages_to_the_bit():
     """The norms of the accelerator's arithmetic, and of the CPU's."""
     norms = set()
     for stage in STAGES:
-        engine = trained(depth, stage)
+        engine = trained(5, stage)
         total = foreach_sum_of_squares(contiguous_runs(own_gradients(engine._runtime))).sum()
         norms.add(engine._axes.dp_shard.sum(total, "test").sqrt().float().item())
         norms.add(engine.clip_grad_norm_(1e9).item())
-    return len(norms)
+    assert len(norms) == 1
 
 
-def test_runs_give_the_norm_of_all_stages_to_the_bit(ranks):
-    assert ranks(2, bits_on_all_stages, 5) == [1, 1]
-
-
-def scaled_in_bfloat16():
+@on_ranks(2)
+def test_gradients_of_bfloat16_are_scaled_in_float32_with_one_kernel_per_buffer():
     engine = trained(4, 3, main_dtype="bf16", param_dtype="bf16")
     grads = [p.grad for p in engine.parameters()]
     assert {grad.dtype for grad in grads} == {torch.bfloat16}
@@ -94,14 +93,11 @@ def scaled_in_bfloat16():
     with Operators() as products:
         scale_(grads, factor)
     same = all(torch.equal(grad, expected) for grad, expected in zip(grads, want, strict=True))
-    return same, products.num_kernels
+    assert (same, products.num_kernels) == (True, NUM_BLOCKS)
 
 
-def test_gradients_of_bfloat16_are_scaled_in_float32_with_one_kernel_per_buffer(ranks):
-    assert ranks(2, scaled_in_bfloat16) == [(True, NUM_BLOCKS)] * 2
-
-
-def replaced():
+@on_ranks(2)
+def test_gradients_that_the_user_replaced_count_like_the_others():
     """A gradient of the user's is clipped like the others, and found where it is not finite."""
     engine = trained(4, 3)
     own = [p for p in engine.parameters() if p.numel()]
@@ -113,14 +109,10 @@ def replaced():
     finite = [bool(global_norm(engine._runtime).isfinite())]
     own[0].grad[-1] = math.nan
     finite.append(bool(global_norm(engine._runtime).isfinite()))
-    return abs(got.item() / norm.item() - 1), clipped, finite
-
-
-def test_gradients_that_the_user_replaced_count_like_the_others(ranks):
-    for off, clipped, finite in ranks(2, replaced):
-        assert off <= 1e-6
-        assert clipped
-        assert finite == [True, False]
+    off = abs(got.item() / norm.item() - 1)
+    assert off <= 1e-6
+    assert clipped
+    assert finite == [True, False]
 
 
 @pytest.mark.gpu

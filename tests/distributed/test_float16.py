@@ -28,6 +28,7 @@ from tests.distributed.training import (
     start,
     token_loss,
 )
+from tests.ranks import on_ranks
 from zeroshard import Config, Engine
 
 BAD = 7
@@ -78,8 +79,10 @@ def caught(function, *args):
 # ------------------------------------------------------------------------------------------ the numbers
 
 
-def against_hand_written(kind, optimizer, reduce_dtype):
-    model, found = build(kind), []
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float16])
+@on_ranks(2)
+def test_a_static_scale_equals_the_hand_written_loop_to_the_bit(reduce_dtype):
+    model, optimizer, found = build("tied GPT"), "AdamW", []
     want = by_hand(
         model,
         optimizer,
@@ -100,30 +103,13 @@ def against_hand_written(kind, optimizer, reduce_dtype):
     return found
 
 
-@pytest.mark.long_where(kind=["Llama"])
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize(
-    ("num_ranks", "kind", "optimizer", "reduce_dtype"),
-    [
-        (1, "tied GPT", "AdamW", None),
-        (2, "tied GPT", "AdamW", None),
-        (2, "Llama", "SGD", None),
-        (2, "tied GPT", "AdamW", torch.float16),
-    ],
-)
-def test_a_static_scale_equals_the_hand_written_loop_to_the_bit(
-    ranks, num_ranks, kind, optimizer, reduce_dtype
-):
-    assert ranks(num_ranks, against_hand_written, kind, optimizer, reduce_dtype) == [[]] * num_ranks
-
-
 def vanishing_loss(model, number):
     """Gradients of about 1e-8; the smallest number of float16 is 6e-8."""
     return 1e-7 * batch_loss(model, number)
 
 
-def gradients_of_a_small_loss():
-    """By stage, of two batches: distance of the gradients and their norm from fp32, first without a scale."""
+@on_ranks(1, 2)
+def test_gradients_that_vanish_in_float16_are_kept_and_shown_unscaled():
     replica, found = replicate(tiny()), []
     for number in range(2):
         vanishing_loss(replica, number).backward()
@@ -139,18 +125,13 @@ def gradients_of_a_small_loss():
             off.append(distance_of_all(full_gradients(engine), want))
         norm = engine.clip_grad_norm_(1.0).item()
         found.append((*off, abs(norm - wanted) / wanted))
-    return found
+    for unscaled, *scaled in found:
+        assert unscaled > 0.1
+        assert max(scaled) <= 0.005  # float16 rounds by up to 0.05%
 
 
-def test_gradients_that_vanish_in_float16_are_kept_and_shown_unscaled(ranks):
-    for num_ranks in (1, 2):
-        for found in ranks(num_ranks, gradients_of_a_small_loss):
-            for unscaled, *scaled in found:
-                assert unscaled > 0.1
-                assert max(scaled) <= 0.005  # float16 rounds by up to 0.05%
-
-
-def clipped_norms():
+@on_ranks(2)
+def test_clipping_sees_the_norm_of_the_unscaled_gradients():
     """Norms of the same steps, seen by Config.clip_grad_norm, with a scale and in fp32."""
     norms = []
     for stage in ALL_STAGES:
@@ -159,17 +140,14 @@ def clipped_norms():
             steps(engine, [0])
             steps(engine, [1])
             norms.append(engine.grad_norm.item())
-    return norms
+    found = norms
+    assert min(found) > 0.1
+    assert len(set(found[::2])) == len(set(found[1::2])) == 1
+    assert found[0] == pytest.approx(found[1], rel=2e-3)
 
 
-def test_clipping_sees_the_norm_of_the_unscaled_gradients(ranks):
-    for found in ranks(2, clipped_norms):
-        assert min(found) > 0.1
-        assert len(set(found[::2])) == len(set(found[1::2])) == 1
-        assert found[0] == pytest.approx(found[1], rel=2e-3)
-
-
-def half_model():
+@on_ranks(2)
+def test_a_half_model_gets_fp32_main_parameters_and_a_dynamic_scale():
     """A model that is given in float16, and one that is told to compute in it."""
     found = []
     for stage in ALL_STAGES:
@@ -182,23 +160,20 @@ def half_model():
         runs = [steps(engine, range(3), loss)[0] for engine in (native, told)]
         found += differences(f"stage {stage}", *runs)
         found += [(e.loss_scale, p.dtype) for e in (native, told) for p in e.parameters()]
-    return set(found)
-
-
-def test_a_half_model_gets_fp32_main_parameters_and_a_dynamic_scale(ranks):
-    assert ranks(2, half_model) == [{(65536.0, torch.float32)}] * 2
+    assert set(found) == {(65536.0, torch.float32)}
 
 
 # ---------------------------------------------------------------------------------------------- overflow
 
 
-def skip_one(config):
+@on_ranks(1, 2)
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all():
     """A run with a bad batch on one rank, compared with one that never had it."""
     found = []
     for stage in ALL_STAGES:
         engines = []
         for which in ([0, 1, BAD, 2, 3], [0, 1, 2, 3]):
-            engine, optimizer = start(tiny(), "AdamW", stage=stage, clip_grad_norm=1.0, **config)
+            engine, optimizer = start(tiny(), "AdamW", stage=stage, clip_grad_norm=1.0, **half(1024))
             engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
             run, taken = steps(engine, which)
             engines.append((run, taken))
@@ -211,56 +186,13 @@ def skip_one(config):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[3, 4])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks, num_ranks):
-    assert ranks(num_ranks, skip_one, half(1024)) == [[]] * num_ranks
-
-
-@pytest.mark.long
-def test_in_other_dtypes_steps_are_left_out_when_that_is_asked_for(ranks):
-    assert ranks(2, skip_one, {"nonfinite": "skip"}) == [[], []]
-    assert ranks(2, skip_one, {"nonfinite": "skip", "precision": {"param_dtype": "bf16"}}) == [[], []]
-
-
-def overflow_in_a_micro_batch(way):
-    """The second of three micro-batches is bad; before and after it there is a good step."""
-    found = []
-    for stage in ALL_STAGES:
-        runs = []
-        for which in ([0, 1, 2, 3, BAD, 4, 5, 6, 8], [0, 1, 2, 5, 6, 8]):
-            engine, _ = start(tiny(), stage=stage, gradient_accumulation_steps=3, **half(1024))
-            taken = []
-            if way == "step":
-                taken = steps(engine, which)[1]
-            else:
-                engine.loss_fn = lambda output, target: (output.float() - target).square().mean()
-                for at in range(0, len(which), 3):
-                    whole = torch.cat([batch(number) for number in which[at : at + 3]])
-                    engine.train_batch(whole, torch.zeros(15, 3))
-            runs.append(finish(engine, []))
-            found.append((engine.global_step, engine.skipped_steps, taken))
-        assert not differences(f"stage {stage}", *runs)
-    return found
-
-
-@pytest.mark.long
-def test_an_overflow_in_one_micro_batch_leaves_out_the_whole_step(ranks):
-    wait = [False, False]
-    for num_ranks in (1, 2):
-        taken = [*wait, True, *wait, False, *wait, True]
-        want = [(2, 1, taken), (2, 0, [*wait, True, *wait, True])] * 4
-        assert ranks(num_ranks, overflow_in_a_micro_batch, "step") == [want] * num_ranks
-    want = [(2, 1, []), (2, 0, [])] * 4
-    assert ranks(2, overflow_in_a_micro_batch, "train_batch") == [want] * 2
-
-
 def large_loss(model, number):
     dtype = next(model.parameters()).dtype  # the engine casts inputs by itself
     return 30 * model(batch(number).to(dtype)).float().square().mean()
 
 
-def find_scale():
+@on_ranks(2)
+def test_a_dynamic_scale_falls_until_gradients_fit_and_leaves_no_trace():
     """Each step is repeated until it is taken; the first one has the largest gradients."""
     found, model, order = [], tiny(), (2, 0, 1)
     for stage in ALL_STAGES:
@@ -276,52 +208,36 @@ def find_scale():
         run.losses = losses
         found += differences(f"stage {stage}", only(run, want.parameters), only(want, run.parameters))
         found.append((scales, 65536.0 * 0.5**engine.skipped_steps))
-    return found
-
-
-def test_a_dynamic_scale_falls_until_gradients_fit_and_leaves_no_trace(ranks):
-    for found in ranks(2, find_scale):
-        _, expected = found[0]
-        assert found == [({expected}, expected)] * 4
-        assert 1 <= expected < 65536
+    _, expected = found[0]
+    assert found == [({expected}, expected)] * 4
+    assert 1 <= expected < 65536
 
 
 # ------------------------------------------------------------------------------------- the plain way
 
 
-def plain_calls(config):
-    """What the plain loop's calls say, and whether the engine goes on as if they had not been made."""
-    told, found = set(), []
+@pytest.mark.parametrize("config", [half(1024), {"nonfinite": "skip"}], ids=["float16", "skip"])
+@on_ranks(1, 2)
+def test_an_unscaled_backward_and_a_step_that_cannot_be_left_out_are_refused(config):
+    """And the engine goes on as if they had not been tried."""
+    found = []
     for stage in ALL_STAGES:
         engine, optimizer = start(tiny(), stage=stage, **config)
         if "precision" in config:
-            told.add(caught(square_loss(engine, 0).backward))
-            told.add(caught(torch.autograd.backward, engine(batch(0)).float().sum()))
+            loss = engine(batch(0)).float().sum()
+            for call in (square_loss(engine, 0).backward, loss.backward):
+                said = caught(call)
+                assert "without loss scale" in said
+                assert "call engine.backward(loss), not loss.backward()" in said
         engine.zero_grad()
         engine.backward(batch_loss(engine, 0))
-        told.add(caught(optimizer.step))
+        assert "call engine.step(), not optimizer.step()" in caught(optimizer.step)
         engine.step()
         run, _ = steps(engine, [1, 2])
-        run.losses = []
         clean, _ = steps(start(tiny(), stage=stage, **config)[0], range(3))
-        clean.losses = []
+        run.losses = clean.losses = []
         found += differences(f"stage {stage}", run, clean)
-    return sorted(told), found
-
-
-def test_an_unscaled_backward_and_a_step_that_cannot_be_left_out_are_refused(ranks):
-    for num_ranks in (1, 2):
-        for told, found in ranks(num_ranks, plain_calls, half(1024)):
-            assert found == []
-            *backward, step = told
-            assert all(
-                "without loss scale" in said and "call engine.backward(loss), not loss.backward()" in said
-                for said in backward
-            )
-            assert "call engine.step(), not optimizer.step()" in step
-    for told, found in ranks(2, plain_calls, {"nonfinite": "skip"}):
-        assert found == []
-        assert len(told) == 1
+    return found
 
 
 class Float(nn.Module):
@@ -331,20 +247,16 @@ class Float(nn.Module):
         return x.float()
 
 
-def other_ways():
-    """What a plain backward says behind a frozen float16 layer, and in a module that has no engine."""
+@on_ranks(2)
+def test_an_unscaled_backward_is_refused_wherever_float16_is():
     torch.manual_seed(0)
     frozen = nn.Linear(7, 10).half().requires_grad_(False)
     engine, _ = start(nn.Sequential(frozen, Float(), nn.Linear(10, 3)), stage=3)
     module = tiny()
     zeroshard.shard(module, Config.from_dict(half()))
     inputs = batch(0)
-    return caught(engine(inputs.half()).sum().backward), caught(module(inputs).sum().backward)
-
-
-def test_an_unscaled_backward_is_refused_wherever_float16_is(ranks):
-    for said in ranks(2, other_ways):
-        assert all("got the gradient of a loss without loss scale" in each for each in said)
+    said = caught(engine(inputs.half()).sum().backward), caught(module(inputs).sum().backward)
+    assert all("got the gradient of a loss without loss scale" in each for each in said)
 
 
 def at_the_floor(loss_scale, nonfinite):

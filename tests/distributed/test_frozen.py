@@ -14,15 +14,15 @@ from safetensors.torch import load_file
 
 import zeroshard
 from tests.distributed.models import Tiny
-from tests.distributed.test_memory import live_bytes
-from tests.distributed.test_unused import adamw
 from tests.distributed.training import (
     STAGES,
+    adamw,
     build,
     by_hand,
     differences,
-    distance_of_all,
     finish,
+    live_bytes,
+    lora,
     only,
     same_as_replicated,
     square_loss,
@@ -34,32 +34,9 @@ from tests.distributed.training import (
     train_sharded,
     unequal,
 )
+from tests.ranks import on_ranks
 
 peft = pytest.importorskip("peft")
-
-
-def lora(dtype=torch.float32, *, checkpoints=False, **options):
-    """Adapters, with random values in both halves, on a small Llama; the rest is frozen.
-
-    Args:
-        dtype: of what is frozen; adapters stay in fp32.
-        checkpoints: whether there are activation checkpoints.
-        options: of peft.
-    """
-    base = build("tied transformers Llama").to(dtype)
-    config = peft.LoraConfig(
-        r=4,
-        target_modules=["q_proj", "v_proj", "down_proj"],
-        init_lora_weights=False,
-        task_type="CAUSAL_LM",
-        **options,
-    )
-    if checkpoints:
-        base.gradient_checkpointing_enable()
-        base.enable_input_require_grads()
-    model = peft.get_peft_model(base, config)
-    assert {p.dtype for p in trained(model).values()} == {torch.float32}
-    return model.train()
 
 
 def trained(model):
@@ -69,7 +46,8 @@ def trained(model):
 # ------------------------------------------------------------------------------------------------ parity
 
 
-def lora_as_in_ddp():
+@on_ranks(2, timeout=120)
+def test_adapters_train_as_in_ddp_to_the_bit():
     models = {
         name: same_as_replicated(lora(**options), num_steps=2)
         for name, options in {
@@ -85,15 +63,12 @@ def lora_as_in_ddp():
         str(config): same_as_replicated(lora(), num_steps=2, **config)
         for config in ({"recompute": "unit"}, {"num_prefetch": 3})
     }
-    return models | configs
+    found = models | configs
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_adapters_train_as_in_ddp_to_the_bit(ranks):
-    for found in ranks(2, lora_as_in_ddp, timeout=120):
-        assert {name: lines for name, lines in found.items() if lines} == {}
-
-
-def lora_in_bf16():
+@on_ranks(2, timeout=120)
+def test_adapters_in_bf16_equal_the_hand_written_loop_to_the_bit():
     model, found = lora(), []
     names = trained(model).keys()
     want = only(by_hand(model, "AdamW", range(3), token_loss, torch.bfloat16), names)
@@ -101,36 +76,6 @@ def lora_in_bf16():
         got = train_sharded(model, "AdamW", 3, stage=stage, precision={"param_dtype": "bf16"})
         found += differences(f"stage {stage}", only(got, names), want)
     return found
-
-
-def test_adapters_in_bf16_equal_the_hand_written_loop_to_the_bit(ranks):
-    assert ranks(2, lora_in_bf16, timeout=120) == [[], []]
-
-
-def lora_on_many_ranks():
-    model = lora()
-    want = train_replicated(model, "AdamW", 4)
-    runs = [train_sharded(model, "AdamW", 4, stage=stage) for stage in (1, 3)]
-    hybrid = train_sharded(model, "AdamW", 4, shard_group_size=2)
-    losses = [
-        max(abs(a - b) / abs(b) for a, b in zip(run.losses, want.losses, strict=True))
-        for run in (runs[1], hybrid)
-    ]
-    names = trained(model) if runs[1].parameters else ()
-    distances = [
-        distance_of_all(only(run, names).parameters, only(want, names).parameters)
-        for run in (runs[1], hybrid)
-        if names
-    ]
-    return differences("stage 1", *runs), losses, distances
-
-
-@pytest.mark.long
-def test_on_four_ranks_stages_agree_to_the_bit_and_stay_close_to_ddp(ranks):
-    for found, losses, parameters in ranks(4, lora_on_many_ranks, timeout=120):
-        assert found == []
-        assert max(losses) <= 1e-6
-        assert all(distance <= 5e-5 for distance in parameters)
 
 
 # ------------------------------------------------------------------------------------- memory and traffic
@@ -147,9 +92,15 @@ def sizes(engine):
     return {kind: sum(total for key, total in padded.items() if key[1] is kind) for kind in (True, False)}
 
 
-def costs(dtype, param_dtype):
-    """By stage: (bytes measured, formula) at rest, reported parameters and formula, elements sent."""
-    found, n = {}, dist.get_world_size()
+@pytest.mark.long_where(param_dtype=["bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "bf16")]
+)
+@on_ranks(2, timeout=120)
+def test_what_is_frozen_is_held_in_its_dtype_and_is_neither_reduced_nor_gathered_below_stage_3(
+    dtype, param_dtype
+):
+    n, size = dist.get_world_size(), 4 if param_dtype is None else 2
     for stage in STAGES:
         gc.collect()
         gc.freeze()
@@ -169,33 +120,19 @@ def costs(dtype, param_dtype):
         parameters = P[False] * frozen_bytes / (n if stage == 3 else 1) + P[True] * main
         own = sum(p.numel() for p in engine.parameters() if p.requires_grad)
         total = parameters + P[True] * gradients + 8 * own
-        traffic = sent["all_gather"], sent["reduce_scatter"], P[True] * (n - 1) // n
         if stage == 3 and dtype is torch.float32:  # one dtype on the wire
             kept = sum(unit.numel for unit in engine.units if unit.kept)
             assert sent["all_gather"] == frozen_bytes * (2 * sum(P.values()) - kept) * (n - 1) // n
-        found[stage] = (live_bytes(), total), (report.parameters, parameters), traffic
+        share = P[True] * (n - 1) // n
+        assert live_bytes() == pytest.approx(total, rel=0.02), stage
+        assert report.parameters == parameters
+        assert sent["reduce_scatter"] == 4 * share
+        assert stage == 3 or sent["all_gather"] == (4 if stage == 0 else size) * share
         del engine, optimizer
-    return found
 
 
-@pytest.mark.long_where(dtype=[torch.float32], param_dtype=["bf16"])
-@pytest.mark.parametrize(
-    ("dtype", "param_dtype"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "bf16")]
-)
-def test_what_is_frozen_is_held_in_its_dtype_and_is_neither_reduced_nor_gathered_below_stage_3(
-    ranks, dtype, param_dtype
-):
-    size = 4 if param_dtype is None else 2
-    for found in ranks(2, costs, dtype, param_dtype, timeout=120):
-        for stage, ((held, total), (reported, parameters), (gathered, reduced, share)) in found.items():
-            assert held == pytest.approx(total, rel=0.02), stage
-            assert reported == parameters
-            assert reduced == 4 * share
-            if stage < 3:
-                assert gathered == (4 if stage == 0 else size) * share
-
-
-def gathered_beside_frozen():
+@on_ranks(2)
+def test_frozen_units_before_all_that_is_trained_are_not_gathered_for_backward():
     """Elements gathered in a step whose first block needs no backward, and those of its two gathers."""
     model = Tiny(3)
     model.inner.requires_grad_(False)
@@ -207,13 +144,9 @@ def gathered_beside_frozen():
     sent = engine.comm_report().bytes_sent["all_gather"] // 4
     size = {unit.name: unit.numel // 2 for unit in engine.units}
     kept = [unit.name for unit in engine.units if unit.kept]
-    return sent, kept, sum(size.values()) + size["blocks.1"]
-
-
-def test_frozen_units_before_all_that_is_trained_are_not_gathered_for_backward(ranks):
-    for sent, kept, want in ranks(2, gathered_beside_frozen):
-        assert kept == ["", "blocks.2"]
-        assert sent == want
+    want = sum(size.values()) + size["blocks.1"]
+    assert kept == ["", "blocks.2"]
+    assert sent == want
 
 
 # ------------------------------------------------------------------------------- frozen and trained by turns
@@ -270,35 +203,31 @@ def average(net):
             dist.all_reduce(parameter.grad)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_was_trained_can_be_frozen_and_trained_again_between_steps(ranks, num_ranks):
-    assert ranks(num_ranks, train_by_turns) == [[]] * num_ranks
-    assert ranks(num_ranks, train_by_turns, recompute="unit") == [[]] * num_ranks
+@on_ranks(2)
+def test_what_was_trained_can_be_frozen_and_trained_again_between_steps():
+    return train_by_turns() + train_by_turns(recompute="unit")
 
 
-def reference_without_adapters(stage):
+@on_ranks(2)
+def test_adapters_can_be_disabled_for_a_reference_and_go_on_training():
     """As preference losses do: the same model without its adapters gives the reference."""
     model = lora()
     with torch.no_grad(), model.disable_adapter():
         want = token_loss(model, 0)
     replica = train_replicated(model, "AdamW", 2)
-    engine, optimizer = start(model, stage=stage)
+    engine, optimizer = start(model)
     losses, references = [], []
     for number in range(2):
         with torch.no_grad(), model.disable_adapter():
             references.append(token_loss(engine, 0))
         losses.append(step(engine, optimizer, token_loss, number))
-    return differences("", finish(engine, losses), replica), [torch.equal(r, want) for r in references]
+    assert all(torch.equal(reference, want) for reference in references)
+    return differences("", finish(engine, losses), replica)
 
 
-@pytest.mark.long_where(stage=[0])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_adapters_can_be_disabled_for_a_reference_and_go_on_training(ranks, stage):
-    assert ranks(2, reference_without_adapters, stage) == [([], [True, True])] * 2
-
-
-def unfreeze(stage):
-    """What is said to someone who trains what was frozen at initialize, by the way he goes."""
+@on_ranks(2)
+def test_what_was_frozen_at_initialize_cannot_be_trained_and_is_named(stage):
     model = Tiny()
     model.inner.requires_grad_(False)
     engine, _ = start(model, stage=stage)
@@ -329,67 +258,51 @@ def unfreeze(stage):
         with pytest.raises(RuntimeError) as caught:
             way()
         said.append(str(caught.value))
-    return said
+    for message in said:
+        assert "'inner." in message
+        assert "frozen at initialize" in message
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_was_frozen_at_initialize_cannot_be_trained_and_is_named(ranks, stage):
-    for said in ranks(2, unfreeze, stage):
-        for message in said:
-            assert "'inner." in message
-            assert "frozen at initialize" in message
-
-
-def freeze_under_unsharded():
+@on_ranks(2)
+def test_what_is_frozen_under_unsharded_stays_frozen():
     model = Tiny()
     engine, _ = start(model)
     with engine.unsharded(model.inner):
         model.inner.requires_grad_(False)
     square_loss(engine, 0).backward()
-    return {name for name, p in engine.named_parameters() if p.grad is None}
-
-
-def test_what_is_frozen_under_unsharded_stays_frozen(ranks):
-    assert ranks(2, freeze_under_unsharded) == [{"inner.weight", "inner.bias"}] * 2
+    assert {name for name, p in engine.named_parameters() if p.grad is None} == {"inner.weight", "inner.bias"}
 
 
 # --------------------------------------------------------------------------------- reading and evaluating
 
 
-def saved(stage, dtype):
-    """Where what is read from a trained engine differs from the model trained in DDP."""
-    model, found = lora(dtype), []
+@on_ranks(2, timeout=120)
+def test_adapters_can_be_read_saved_and_merged_under_unsharded():
+    model, found = lora(), []
     want = train_replicated(model, "AdamW", 2).parameters
     keys = peft.get_peft_model_state_dict(model).keys()
-    engine, optimizer = start(model, stage=stage)
+    engine, optimizer = start(model)
     train(engine, optimizer, 2)
     whole = engine.full_state_dict()
-    wide = {name: value.float() for name, value in want.items()}
-    found += unequal("full_state_dict", whole, wide if whole else {})
+    found += unequal("full_state_dict", whole, want if whole else {})
     with engine.unsharded():
         shown = {name: p.detach().clone() for name, p in model.named_parameters()}
         adapters = {name: p.clone() for name, p in peft.get_peft_model_state_dict(model).items()}
     found += unequal("unsharded", shown, {name: want[name] for name in shown})
     found += unequal("adapters", adapters, {k: want[k.replace(".weight", ".default.weight")] for k in keys})
-    plain_model = lora(dtype)
+    plain_model = lora()
     plain_model.load_state_dict(want)
     with engine.unsharded(write_back=True):
         model.merge_adapter()
     plain_model.merge_adapter()
-    wide = {name: value.float() for name, value in plain_model.state_dict().items()}
     whole = engine.full_state_dict()
-    found += unequal("merged in place", whole, wide if whole else {})
+    found += unequal("merged in place", whole, plain_model.state_dict() if whole else {})
     losses = [token_loss(net, 7).item() for net in (engine, plain_model)]
     return found if losses[0] == losses[1] else [*found, losses]
 
 
-@pytest.mark.long_where(stage=[0, 2])
-@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (2, torch.bfloat16), (3, torch.float32)])
-def test_adapters_can_be_read_saved_and_merged_under_unsharded(ranks, stage, dtype):
-    assert ranks(2, saved, stage, dtype, timeout=120) == [[], []]
-
-
-def evaluate_frozen():
+@on_ranks(2)
+def test_a_frozen_model_is_evaluated_and_gathered_once():
     """A model that is all frozen, without and with gradients enabled: losses, elements gathered."""
     model = build("tied transformers Llama").requires_grad_(False).eval()
     want, found = token_loss(model, 0).item(), []
@@ -404,10 +317,6 @@ def evaluate_frozen():
             if (got, sent["all_gather"], sent["reduce_scatter"]) != (want, share, 0):
                 found.append((stage, enabled, got, want, dict(sent), share))
     return found
-
-
-def test_a_frozen_model_is_evaluated_and_gathered_once(ranks):
-    assert ranks(2, evaluate_frozen) == [[], []]
 
 
 def held_in_bfloat16(folder):

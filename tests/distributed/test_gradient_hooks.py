@@ -21,6 +21,7 @@ from tests.distributed.training import (
     square_loss,
     start,
 )
+from tests.ranks import on_ranks
 
 NAMES = ("blocks.1.0.weight", "table")
 
@@ -84,32 +85,14 @@ def test_a_post_accumulate_hook_gets_the_sharded_parameter_with_its_gradient(ran
             assert found == []
 
 
-def edited_by_hooks():
-    """Gradients clamped and scaled in hooks; DDP's are changed after its reduction."""
-    found = []
-    reference = replicate(Layered(), find_unused=True)
-    square_loss(reference, 0).backward()
-    want = dict(plain(reference).named_parameters())
-    for stage in STAGES:
-        engine, _ = start(Layered(), "SGD", stage=stage)
-        parameters = dict(engine.named_parameters())
-        for name in NAMES:
-            parameters[name].register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
-        removed = parameters["table"].register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
-        removed.remove()
-        square_loss(engine, 0).backward()
-        got = full_gradients(engine)
-        wanted = {name: want[name].grad.flatten().clamp(-1e-3, 1e-3) for name in NAMES}
-        found += [(stage, name) for name in NAMES if not torch.equal(got[name], wanted[name])]
-    return found
+def critic_loss(model, number):
+    x = numbers(number, 5, 7).requires_grad_()
+    (slopes,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return slopes.square().mean() + square_loss(model, number)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_post_accumulate_hook_may_edit_the_gradient(ranks, num_ranks):
-    assert ranks(num_ranks, edited_by_hooks) == [[]] * num_ranks
-
-
-def penalized():
+@on_ranks(2)
+def test_gradients_of_inputs_call_no_post_accumulate_hook():
     """Calls of a hook that halves gradients, where each micro-batch takes gradients of its inputs too."""
     found = []
     for stage in STAGES:
@@ -142,18 +125,8 @@ def penalized():
     return found
 
 
-def critic_loss(model, number):
-    x = numbers(number, 5, 7).requires_grad_()
-    (slopes,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    return slopes.square().mean() + square_loss(model, number)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_gradients_of_inputs_call_no_post_accumulate_hook(ranks, num_ranks):
-    assert ranks(num_ranks, penalized) == [[]] * num_ranks
-
-
-def stepped_in_hooks():
+@on_ranks(2)
+def test_optimizers_may_step_in_the_hooks():
     """An optimizer for each parameter, stepped in its hook, against one that steps after the backward."""
     found = []
     for stage in STAGES:
@@ -179,13 +152,8 @@ def stepped_in_hooks():
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_optimizers_may_step_in_the_hooks(ranks, num_ranks):
-    assert ranks(num_ranks, stepped_in_hooks) == [[]] * num_ranks
-
-
-def hooked_in_a_forward():
+@on_ranks(1, 2)
+def test_a_post_accumulate_hook_may_be_registered_inside_a_forward():
     """Hooks registered on what the forward sees: calls, by stage."""
     counts = []
     for stage in STAGES:
@@ -197,15 +165,11 @@ def hooked_in_a_forward():
         for number in range(2):
             square_loss(engine, number).backward()
         counts.append(calls)
-    return counts
+    assert counts == [[True, True]] * len(STAGES)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_post_accumulate_hook_may_be_registered_inside_a_forward(ranks, num_ranks):
-    assert ranks(num_ranks, hooked_in_a_forward) == [[[True, True]] * len(STAGES)] * num_ranks
-
-
-def deferred_under_no_sync():
+@on_ranks(1, 2)
+def test_hooks_of_gradients_under_no_sync_are_called_before_the_step():
     """Calls after two backwards under no_sync, and after the step."""
     counts = []
     for stage in STAGES:
@@ -218,19 +182,15 @@ def deferred_under_no_sync():
         before = len(calls)
         optimizer.step()
         counts.append((before, len(calls)))
-    return counts
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_hooks_of_gradients_under_no_sync_are_called_before_the_step(ranks, num_ranks):
-    assert ranks(num_ranks, deferred_under_no_sync) == [[(0, 1)] * len(STAGES)] * num_ranks
+    assert counts == [(0, 1)] * len(STAGES)
 
 
 class StopError(Exception):
     pass
 
 
-def raised_in_a_hook():
+@on_ranks(1, 2)
+def test_an_exception_in_a_hook_passes_and_the_next_backward_is_whole():
     """A hook that raises once; the next backward is whole."""
     found = []
     for stage in STAGES:
@@ -255,15 +215,12 @@ def raised_in_a_hook():
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_exception_in_a_hook_passes_and_the_next_backward_is_whole(ranks, num_ranks):
-    assert ranks(num_ranks, raised_in_a_hook) == [[]] * num_ranks
-
-
 # ------------------------------------------------------------------------------------------- tensor hooks
 
 
-def masked(where):
+@pytest.mark.parametrize("where", ["after initialize", "forward"])
+@on_ranks(2)
+def test_a_tensor_hook_gets_the_whole_local_gradient_as_in_ddp(where):
     """A mask of the whole gradient: the gradients that are left differ from DDP's in these places."""
     mask = torch.ones(3, 7)
     mask[1] = 0
@@ -290,14 +247,9 @@ def masked(where):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("where", ["after initialize", "forward"])
-def test_a_tensor_hook_gets_the_whole_local_gradient_as_in_ddp(ranks, num_ranks, where):
-    assert ranks(num_ranks, masked, where) == [[]] * num_ranks
-
-
-def hook_inside_unsharded(stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(1, 2)
+def test_a_hook_on_a_parameter_that_unsharded_shows_is_a_hook_on_the_trained_one(stage):
     engine, _ = start(Layered(), "SGD", stage=stage)
     called, ended, file = [], [], io.BytesIO()
     with engine.unsharded():
@@ -309,16 +261,13 @@ def hook_inside_unsharded(stage):
     square_loss(engine, 0).backward()
     table = dict(engine.named_parameters())["table"]
     loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    return called == [loaded.shape] and len(ended) == 1 and ended[0] is table
+    assert called == [loaded.shape]
+    assert len(ended) == 1
+    assert ended[0] is table
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_hook_on_a_parameter_that_unsharded_shows_is_a_hook_on_the_trained_one(ranks, num_ranks):
-    for stage in STAGES:
-        assert ranks(num_ranks, hook_inside_unsharded, stage) == [True] * num_ranks
-
-
-def hooks_and_garbage():
+@on_ranks(1)
+def test_hooks_do_not_keep_an_engine_alive():
     engine, optimizer = start(Layered(), "SGD", stage=3)
     for parameter in trained(engine):
         parameter.register_post_accumulate_grad_hook(lambda p: None)
@@ -328,8 +277,4 @@ def hooks_and_garbage():
     reference = weakref.ref(engine._runtime)
     del engine, optimizer, parameter
     gc.collect()
-    return reference() is None
-
-
-def test_hooks_do_not_keep_an_engine_alive(ranks):
-    assert ranks(1, hooks_and_garbage) == [True]
+    assert reference() is None

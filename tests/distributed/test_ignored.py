@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
 from tests.distributed.training import STAGES, numbers, plain, start, step
+from tests.ranks import on_ranks
 
 WIDTH = 7
 IGNORED = ["blocks.*.scale", "expert.*"]
@@ -61,8 +62,8 @@ def replicated(model):
     return DistributedDataParallel(replica)
 
 
-def trained():
-    """Where losses and parameters are not those of DDP that ignores the same."""
+@on_ranks(1, 2)
+def test_ignored_parameters_stay_each_ranks_own_as_in_ddp_that_ignores_them():
     replica, found = replicated(built()), []
     optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-2)
     want = [step(replica, optimizer, loss_of, number) for number in range(3)]
@@ -81,11 +82,6 @@ def trained():
         assert all(type(engine.get_parameter(name)) is nn.Parameter for name in names_of(engine))
         assert "expert" not in str(engine.units)
     return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_ignored_parameters_stay_each_ranks_own_as_in_ddp_that_ignores_them(ranks, num_ranks):
-    assert ranks(num_ranks, trained) == [[]] * num_ranks
 
 
 def without_memory():
@@ -133,13 +129,15 @@ def test_norms_and_clipping_leave_ignored_gradients_out(ranks):
         assert kept
 
 
-def saved(folder, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_checkpoints_leave_ignored_parameters_out_with_a_warning_and_alone_when_loaded(tmp_path, stage):
     engine, optimizer = start(built(), "AdamW", stage=stage, ignored=IGNORED)
     optimizer = engine.optimizer
     step(engine, optimizer, loss_of, 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine.save_checkpoint(folder, "a")
+        engine.save_checkpoint(str(tmp_path), "a")
     notes = [
         str(warning.message)
         for warning in caught
@@ -149,7 +147,7 @@ def saved(folder, stage):
     step(engine, optimizer, loss_of, 1)
     after = {name: p.detach().clone() for name, p in engine.named_parameters()}
     states = {name: dict(optimizer.state[engine.get_parameter(name)]) for name in names_of(engine)}
-    engine.load_checkpoint(folder, "a")
+    engine.load_checkpoint(str(tmp_path), "a")
     wrong = []
     for name, parameter in engine.named_parameters():
         want = after if name in states else before
@@ -157,17 +155,9 @@ def saved(folder, stage):
     for name, state in states.items():
         wrong += [f"state of {name}"] * (optimizer.state[engine.get_parameter(name)] != state)
     step(engine, optimizer, loss_of, 2)
-    return wrong, notes
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_checkpoints_leave_ignored_parameters_out_with_a_warning_and_alone_when_loaded(
-    ranks, tmp_path, stage
-):
-    for wrong, notes in ranks(2, saved, str(tmp_path), stage):
-        assert wrong == []
-        assert len(notes) == 1
-        assert "'blocks.0.scale'" in notes[0]
+    assert wrong == []
+    assert len(notes) == 1
+    assert "'blocks.0.scale'" in notes[0]
 
 
 def refusals():

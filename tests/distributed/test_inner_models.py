@@ -13,6 +13,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import zeroshard
 from tests.distributed.training import STAGES
+from tests.ranks import on_ranks
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -59,7 +60,11 @@ def message_of(act, *args):
     return str(error.value)
 
 
-def methods(how, stage, folder):
+@pytest.mark.parametrize("how", ["initialize", pytest.param("shard", marks=pytest.mark.long)])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_methods_of_inner_models_have_whole_parameters_or_are_refused(tmp_path, how, stage):
+    folder = str(tmp_path / str(stage))
     model = Two()
     plain = copy.deepcopy(model)
     plain(TOKENS).backward()
@@ -102,13 +107,9 @@ def methods(how, stage, folder):
     trained(model, how, stage).close()
 
 
-@pytest.mark.parametrize("how", ["initialize", pytest.param("shard", marks=pytest.mark.long)])
-def test_methods_of_inner_models_have_whole_parameters_or_are_refused(ranks, tmp_path, how):
-    for stage in STAGES:
-        ranks(2, methods, how, stage, str(tmp_path / str(stage)))
-
-
-def parts_of_a_pipeline(folder):
+@on_ranks(2)
+def test_a_part_of_a_pipeline_is_not_saved_as_a_whole_model(tmp_path):
+    folder = str(tmp_path)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=2, num_key_value_heads=1))
     plain = copy.deepcopy(model).state_dict()
@@ -122,26 +123,18 @@ def parts_of_a_pipeline(folder):
     found = engine.full_state_dict()
     assert dist.get_rank() or found.keys() == plain.keys()
     engine.close(restore=False)
-    return whole, inner
+    assert "save engine.full_state_dict()" in whole
+    assert "or call save_pretrained() of the engine" in whole
+    assert inner.endswith("save engine.full_state_dict(), which has the parameters of all pipeline ranks")
 
 
-def test_a_part_of_a_pipeline_is_not_saved_as_a_whole_model(ranks, tmp_path):
-    for whole, inner in ranks(2, parts_of_a_pipeline, str(tmp_path)):
-        assert "save engine.full_state_dict()" in whole
-        assert "or call save_pretrained() of the engine" in whole
-        assert inner.endswith("save engine.full_state_dict(), which has the parameters of all pipeline ranks")
-
-
-def warnings_of_a_file(folder):
+@on_ranks(2)
+def test_a_file_of_safetensors_with_slices_gets_a_warning(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8))
     engine = zeroshard.initialize(model, config={"stage": 3}).engine
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        safetensors.torch.save_file(model[0].state_dict(), f"{folder}/{dist.get_rank()}.safetensors")
+        safetensors.torch.save_file(model[0].state_dict(), f"{tmp_path}/{dist.get_rank()}.safetensors")
     engine.close(restore=False)
-    return [str(warning.message) for warning in caught]
-
-
-def test_a_file_of_safetensors_with_slices_gets_a_warning(ranks, tmp_path):
-    for found in ranks(2, warnings_of_a_file, str(tmp_path)):
-        assert [text[:43] for text in found] == ["a state_dict() of a sharded model is being "]
+    found = [str(warning.message) for warning in caught]
+    assert [text[:43] for text in found] == ["a state_dict() of a sharded model is being "]

@@ -1,15 +1,14 @@
 """Ctrl-C anywhere in training, then save_checkpoint(): what is saved is never a half-made step."""
 
 import contextlib
-import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zeroshard
 from tests.distributed.training import STAGES, finish, numbers, unequal
+from tests.ranks import on_ranks
 
 
 class Interrupted(torch.autograd.Function):
@@ -98,11 +97,8 @@ def interrupted(engine, where):
                 train(engine, 9)
             raise AssertionError("nothing was interrupted")
     finally:
-        engine.module.at, engine.optimizer.is_interrupted, engine.lr_scheduler.is_interrupted = (
-            None,
-            False,
-            False,
-        )
+        engine.module.at = None
+        engine.optimizer.is_interrupted = engine.lr_scheduler.is_interrupted = False
 
 
 def saved_after(where, stage, folder):
@@ -129,42 +125,32 @@ def saved_after(where, stage, folder):
     return found, message
 
 
-def save_in_all_stages(where, folder):
-    return [saved_after(where, stage, f"{folder}/{stage}") for stage in STAGES]
+@pytest.mark.parametrize(("num_ranks", "where"), [(1, "forward"), (2, "backward")])
+@on_ranks()
+def test_after_ctrl_c_before_the_step_the_state_of_the_last_step_is_saved(where, tmp_path):
+    for stage in STAGES:
+        assert saved_after(where, stage, f"{tmp_path}/{stage}") == ([], "")
 
 
-@pytest.mark.long_where(where=["backward"], num_ranks=[1])
-@pytest.mark.long_where(num_ranks=[2], where=["forward"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_ctrl_c_before_the_step_the_state_of_the_last_step_is_saved(ranks, num_ranks, where, tmp_path):
-    results = ranks(num_ranks, save_in_all_stages, where, str(tmp_path))
-    assert results == [[([], "")] * len(STAGES)] * num_ranks
-
-
-@pytest.mark.long_where(where=["plain step"])
-@pytest.mark.long_where(num_ranks=[1], where=["step", "plain step"])
-@pytest.mark.long_where(num_ranks=[2], where=["closure", "forward of a closure", "schedule"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("where", ["step", "plain step", "closure", "forward of a closure", "schedule"])
-def test_after_ctrl_c_inside_a_step_nothing_is_saved(ranks, num_ranks, where, tmp_path):
-    for stages in ranks(num_ranks, save_in_all_stages, where, str(tmp_path)):
-        for found, message in stages:
-            assert found == []
-            assert "a step that was interrupted" in message
-            assert "Load the last checkpoint" in message
+@pytest.mark.parametrize(
+    ("num_ranks", "where"),
+    [(1, "closure"), (1, "forward of a closure"), (1, "schedule"), (2, "step"), (2, "plain step")],
+)
+@on_ranks()
+def test_after_ctrl_c_inside_a_step_nothing_is_saved(where, tmp_path):
+    for stage in STAGES:
+        found, message = saved_after(where, stage, f"{tmp_path}/{stage}")
+        assert found == []
+        assert "a step that was interrupted" in message
+        assert "Load the last checkpoint" in message
     assert not list(tmp_path.glob("*/after*"))
 
 
-def go_on_after(folder):
-    """A whole step after an interrupted one makes saving possible again."""
+@on_ranks(2)
+def test_after_a_whole_step_a_checkpoint_can_be_saved_again(tmp_path):
     engine, *_ = start(2)
     interrupted(engine, "step")
     engine.zero_grad()
     train(engine, 0)
-    engine.save_checkpoint(folder, "next")
-    return engine.global_step, copy.copy(dist.get_rank())
-
-
-def test_after_a_whole_step_a_checkpoint_can_be_saved_again(ranks, tmp_path):
-    assert ranks(2, go_on_after, str(tmp_path)) == [(1, 0), (1, 1)]
+    engine.save_checkpoint(tmp_path, "next")
+    assert engine.global_step == 1

@@ -9,16 +9,14 @@ import weakref
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zeroshard
 from tests.distributed.training import ALL_STAGES, square_loss
+from tests.ranks import on_ranks
 from zeroshard.checkpoint import save as saving
-
-RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
 
 
 def small(seed=0):
@@ -61,23 +59,6 @@ def once(number, folder, closes):
     return [weakref.ref(it) for it in (engine, runtime, engine.module)]
 
 
-def many(count, folder, closes):
-    for number in range(6):
-        once(number, folder, closes)
-    gc.collect()
-    _let_threads_end()
-    before, memory = held(), psutil.Process().memory_info().rss
-    alive = 0
-    for number in range(count):
-        references = once(number, folder, closes)
-        if not closes:
-            gc.collect()
-        alive += sum(reference() is not None for reference in references)
-    _let_threads_end()
-    grown = psutil.Process().memory_info().rss - memory
-    return before, held(), alive, grown / 2**20
-
-
 def _let_threads_end():
     """The threads of saves in the background, which the system sees a moment longer than Python."""
     while any("checkpoint" in thread.name for thread in threading.enumerate()):
@@ -85,40 +66,40 @@ def _let_threads_end():
     time.sleep(0.2)
 
 
-def leaves_nothing(ranks, num_ranks, count, folder):
+@on_ranks(2)
+def test_engines_that_are_dropped_or_closed_leave_nothing(tmp_path):
     for closes in (False, True):
-        for before, after, alive, grown in ranks(num_ranks, many, count, folder, closes, timeout=600):
-            assert after == before
-            assert alive == 0
-            assert grown < 20
+        count = 12
+        folder = tmp_path
+        for number in range(6):
+            once(number, folder, closes)
+        gc.collect()
+        _let_threads_end()
+        before, memory = held(), psutil.Process().memory_info().rss
+        alive = 0
+        for number in range(count):
+            references = once(number, folder, closes)
+            if not closes:
+                gc.collect()
+            alive += sum(reference() is not None for reference in references)
+        _let_threads_end()
+        grown = psutil.Process().memory_info().rss - memory
+        after, grown = held(), grown / 2**20
+        assert after == before
+        assert alive == 0
+        assert grown < 20
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@RANKS
-def test_engines_that_are_dropped_or_closed_leave_nothing(ranks, num_ranks, tmp_path):
-    leaves_nothing(ranks, num_ranks, 12, tmp_path)
-
-
-@pytest.mark.long
-@RANKS
-def test_200_engines_that_are_dropped_or_closed_leave_nothing(ranks, num_ranks, tmp_path):
-    leaves_nothing(ranks, num_ranks, 200, tmp_path)
-
-
-def groups_of_engines():
+@on_ranks(2)
+def test_engines_over_the_same_ranks_share_their_groups():
     """The number of process groups after each of several engines, which stay alive."""
     counts, engines = [], []
     for options in ({}, {}, {"shard_group_size": 1}, {"shard_group_size": 1}, {"stage": 1}):
         engines.append(start(**options).engine)
         counts.append(held()[2])
-    return counts
-
-
-def test_engines_over_the_same_ranks_share_their_groups(ranks):
-    for counts in ranks(2, groups_of_engines):
-        one, two, *hybrid, last = counts
-        assert one == two == 1
-        assert hybrid[0] == hybrid[1] == last
+    one, two, *hybrid, last = counts
+    assert one == two == 1
+    assert hybrid[0] == hybrid[1] == last
 
 
 # ------------------------------------------------------------------------------------ those that stay alive
@@ -151,20 +132,18 @@ def by_turns(stage, groups):
     ]
 
 
-def all_by_turns():
-    return [all(by_turns(stage, (None, None))) for stage in ALL_STAGES] + [
+@on_ranks(2)
+def test_live_engines_over_the_same_and_overlapping_groups_do_not_disturb_each_other():
+    assert [all(by_turns(stage, (None, None))) for stage in ALL_STAGES] + [
         all(by_turns(3, groups)) for groups in ((1, 1), (1, None), (None, 1), (2, 1))
-    ]
-
-
-def test_live_engines_over_the_same_and_overlapping_groups_do_not_disturb_each_other(ranks):
-    assert ranks(2, all_by_turns) == [[True] * 8] * 2
+    ] == [True] * 8
 
 
 # ----------------------------------------------------------------------------------- saves in the background
 
 
-def saved_by_two(folder):
+@on_ranks(2)
+def test_a_background_save_of_a_dropped_engine_is_written_beside_those_of_others(tmp_path):
     """Two engines save in the background at once, ranks at different speeds; one is dropped meanwhile."""
     first, second = (start(small(seed), stage=3).engine for seed in (0, 1))
     train(first)
@@ -176,32 +155,28 @@ def saved_by_two(folder):
 
     saving.write_part = slow
     try:
-        first.save_checkpoint(folder, "first", blocking=False)
-        second.save_checkpoint(folder, "second", blocking=False)
+        first.save_checkpoint(tmp_path, "first", blocking=False)
+        second.save_checkpoint(tmp_path, "second", blocking=False)
         want = parameters_of(first)
         del first
         gc.collect()
         train(second)
-        second.save_checkpoint(folder, "third")
+        second.save_checkpoint(tmp_path, "third")
         _let_threads_end()
     finally:
         saving.write_part = write_part
     engine = start(small(2), stage=3).engine
-    engine.load_checkpoint(folder, "first")
-    return [torch.equal(*pair) for pair in zip(parameters_of(engine), want, strict=True)], sorted(
-        os.listdir(folder)
+    engine.load_checkpoint(tmp_path, "first")
+    equal, names = (
+        [torch.equal(*pair) for pair in zip(parameters_of(engine), want, strict=True)],
+        sorted(os.listdir(tmp_path)),
     )
+    assert all(equal)
+    assert {"first", "second", "third"} <= set(names)
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@RANKS
-def test_a_background_save_of_a_dropped_engine_is_written_beside_those_of_others(ranks, num_ranks, tmp_path):
-    for equal, names in ranks(num_ranks, saved_by_two, tmp_path):
-        assert all(equal)
-        assert {"first", "second", "third"} <= set(names)
-
-
-def failure_of_a_dropped_engine(folder):
+@on_ranks(2)
+def test_a_background_save_that_fails_when_its_engine_is_gone_warns(tmp_path):
     engine = start().engine
     is_released = threading.Event()
     write_part = saving.write_part
@@ -214,33 +189,23 @@ def failure_of_a_dropped_engine(folder):
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            engine.save_checkpoint(folder, "lost", blocking=False)
+            engine.save_checkpoint(tmp_path, "lost", blocking=False)
             del engine
             is_released.set()
             _let_threads_end()
     finally:
         saving.write_part = write_part
-    return [str(warning.message) for warning in caught]
+    messages = [str(warning.message) for warning in caught]
+    assert any("the disk is full" in message for message in messages), messages
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@RANKS
-def test_a_background_save_that_fails_when_its_engine_is_gone_warns(ranks, num_ranks, tmp_path):
-    for messages in ranks(num_ranks, failure_of_a_dropped_engine, tmp_path):
-        assert any("the disk is full" in message for message in messages), messages
-
-
-def opens_aside_late(folder):
+@on_ranks(1, 2)
+def test_the_group_of_background_saves_is_made_at_the_first_one(tmp_path):
     counts = []
     engine = start(stage=3).engine
     for save_next in (None, True, False, False):
         if save_next is not None:
-            engine.save_checkpoint(folder, f"tag-{len(counts)}", blocking=save_next)
+            engine.save_checkpoint(tmp_path, f"tag-{len(counts)}", blocking=save_next)
         counts.append(held()[2])
-    return counts, sorted(path.name for path in Path(folder).iterdir())
-
-
-@RANKS
-def test_the_group_of_background_saves_is_made_at_the_first_one(ranks, num_ranks, tmp_path):
-    for counts, _ in ranks(num_ranks, opens_aside_late, tmp_path):
-        assert counts == [1, 1, 2, 2]
+    _ = sorted(path.name for path in Path(tmp_path).iterdir())
+    assert counts == [1, 1, 2, 2]

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.distributed.training import ALL_STAGES, STAGES, build, start, step, token_loss, unequal
+from tests.distributed.training import STAGES, build, start, step, token_loss, unequal
+from tests.ranks import on_ranks
 
 
 def whole_state(engine):
@@ -19,12 +20,13 @@ def whole_state(engine):
     return states[0]
 
 
-def streamed(kind, stages, **config):
+@on_ranks(1, 2)
+def test_the_stream_is_the_full_state_to_the_bit():
     found = []
-    for stage in stages:
-        model = build(kind)
+    for stage in STAGES:
+        model = build("tied Llama")
         names = [name for name, _ in model.named_parameters()]
-        engine, optimizer = start(model, stage=stage, **config)
+        engine, optimizer = start(model, stage=stage)
         for number in range(2):
             step(engine, optimizer, token_loss, number)
         want = {name: whole_state(engine)[name] for name in names}
@@ -38,19 +40,14 @@ def streamed(kind, stages, **config):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_the_stream_is_the_full_state_to_the_bit(ranks, num_ranks):
-    assert ranks(num_ranks, streamed, "tied Llama", STAGES) == [[]] * num_ranks
-
-
-def left_between(stage, folder):
+@on_ranks(2)
+def test_a_stream_does_not_mix_parameters_with_averages_or_later_ones(tmp_path):
     """The refusals of streams that go on after main parameters have changed, and the stream after them."""
-    engine, optimizer = start(build("tied Llama"), stage=stage)
+    engine, optimizer = start(build("tied Llama"))
     ema = zeroshard.EMA(engine, 0.5)
     for number in range(2):
         step(engine, optimizer, token_loss, number)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     refused = []
 
     def goes_on(stream):
@@ -69,7 +66,7 @@ def left_between(stage, folder):
         goes_on(stream)
     for change in (
         lambda: step(engine, optimizer, token_loss, 2),
-        lambda: engine.load_checkpoint(folder),
+        lambda: engine.load_checkpoint(tmp_path),
     ):
         stream = engine.named_full_parameters()
         next(stream)
@@ -77,13 +74,7 @@ def left_between(stage, folder):
         goes_on(stream)
     got = {name: values.clone() for name, values in engine.named_full_parameters()}
     want = whole_state(engine)
-    return len(refused), list(unequal("after", got, {name: want[name] for name in got}))
-
-
-@pytest.mark.long_where(stage=[1])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stream_does_not_mix_parameters_with_averages_or_later_ones(ranks, tmp_path, stage):
-    assert ranks(2, left_between, stage, tmp_path) == [(5, [])] * 2
+    assert (len(refused), list(unequal("after", got, {name: want[name] for name in got}))) == (5, [])
 
 
 LORA = {
@@ -137,27 +128,23 @@ def merged(how, stages, **config):
 FAST = ("linear", "saved embedding, tied", "tokens")
 
 
-@pytest.mark.long_where(how=[how for how in LORA if how not in FAST])
-@pytest.mark.parametrize("how", LORA)
-def test_adapters_are_merged_on_the_way_as_peft_merges_them(ranks, how):
-    pytest.importorskip("peft")
-    assert ranks(2, merged, how, (3,)) == [[]] * 2
+@pytest.mark.parametrize(
+    "hows", [FAST, pytest.param([how for how in LORA if how not in FAST], marks=pytest.mark.long)], ids=len
+)
+@on_ranks(2)
+def test_adapters_are_merged_on_the_way_as_peft_merges_them(hows):
+    return [line for how in hows for line in merged(how, (3,))]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_adapters_are_merged_at_all_stages(ranks, num_ranks):
-    pytest.importorskip("peft")
-    assert ranks(num_ranks, merged, "saved head", ALL_STAGES) == [[]] * num_ranks
+@on_ranks(2)
+def test_adapters_are_merged_at_all_stages_and_in_units_of_their_own():
+    return merged("linear", STAGES) + merged("linear", (3,), units=["Linear"])
 
 
-def test_adapters_in_units_of_their_own_are_merged(ranks):
-    pytest.importorskip("peft")
-    assert ranks(2, merged, "linear", (3,), units=["Linear"]) == [[]] * 2
-
-
-def beside_a_copy(stage):
+@on_ranks(1)
+def test_a_tied_parameter_that_is_not_sharded_keeps_its_other_name():
     """Parameters that are not sharded, and of which a copy stands in for the first of two names."""
+    stage = 3
     plain = adapted("saved embedding, tied")
     config = {"ignored": ["*original_module.weight", "*norm.weight"]}
     engine, _ = start(copy.deepcopy(plain), "SGD", stage=stage, **config)
@@ -166,12 +153,8 @@ def beside_a_copy(stage):
     return list(unequal("", dict(sorted(got.items())), dict(sorted(want.items()))))
 
 
-def test_a_tied_parameter_that_is_not_sharded_keeps_its_other_name(ranks):
-    pytest.importorskip("peft")
-    assert ranks(1, beside_a_copy, 3) == [[]]
-
-
-def with_prompts():
+@on_ranks(2)
+def test_prompts_and_wrong_arguments_are_refused_by_name():
     import peft
 
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
@@ -182,11 +165,6 @@ def with_prompts():
         engine.named_full_parameters("float33")
     with engine.unsharded(), pytest.raises(RuntimeError, match=r"inside engine\.unsharded"):
         engine.named_full_parameters()
-
-
-def test_prompts_and_wrong_arguments_are_refused_by_name(ranks):
-    pytest.importorskip("peft")
-    ranks(2, with_prompts)
 
 
 def live_bytes():
@@ -200,7 +178,8 @@ def live_bytes():
     return sum(storages.values())
 
 
-def held_at_once():
+@on_ranks(2)
+def test_one_unit_is_held_at_a_time():
     engine, _ = start(build("Llama", num_blocks=6), stage=3)
     largest = 4 * max(unit.numel for unit in engine.units)
     total, before, most = 4 * sum(unit.numel for unit in engine.units), live_bytes(), 0
@@ -211,15 +190,11 @@ def held_at_once():
         del values
     assert len(set(sent)) == len(engine.units), "expected a gather for each unit, when it is asked for"
     assert live_bytes() == before
-    return most, largest, total
+    assert 0 < most <= largest < total / 2
 
 
-def test_one_unit_is_held_at_a_time(ranks):
-    for most, largest, total in ranks(2, held_at_once):
-        assert 0 < most <= largest < total / 2
-
-
-def averages_streamed():
+@on_ranks(2)
+def test_averages_are_streamed_where_they_are_applied():
     engine, optimizer = start(build("Llama"), stage=3)
     ema = zeroshard.EMA(engine, 0.5)
     for number in range(3):
@@ -230,13 +205,10 @@ def averages_streamed():
     return list(unequal("averages", got, {name: state[name] for name in got}))
 
 
-def test_averages_are_streamed_where_they_are_applied(ranks):
-    assert ranks(2, averages_streamed) == [[], []]
-
-
-def beside_ignored(stages):
+@on_ranks(2)
+def test_parameters_that_are_not_sharded_come_last():
     found = []
-    for stage in stages:
+    for stage in STAGES:
         engine, _ = start(build("Llama"), stage=stage, ignored=["layers.0.*"])
         got = {name: values.clone() for name, values in engine.named_full_parameters()}
         state = whole_state(engine)
@@ -244,7 +216,3 @@ def beside_ignored(stages):
         assert got.keys() == {name for name, _ in engine.named_parameters()}
         found += unequal(f"stage {stage}", got, {name: state[name] for name in got})
     return found
-
-
-def test_parameters_that_are_not_sharded_come_last(ranks):
-    assert ranks(2, beside_ignored, STAGES)[0] == []

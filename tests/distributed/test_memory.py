@@ -1,6 +1,5 @@
 """Bytes that a rank holds, counted by walking all live tensors, against the formulas of the stages."""
 
-import contextlib
 import gc
 import sys
 from pathlib import Path
@@ -8,23 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.training import ALL_STAGES, build, padded_size, start, token_loss
-
-
-def live_bytes(messages=True):
-    """Of every tensor made since the last gc.freeze(), each storage once.
-
-    Without `messages`, tensors of uint8 do not count: those of the ranks come and go in the background.
-    """
-    gc.collect()
-    storages = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for thing in gc.get_objects():
-            if isinstance(thing, torch.Tensor) and (messages or thing.dtype != torch.uint8):
-                with contextlib.suppress(RuntimeError, NotImplementedError):  # fake and meta tensors
-                    storage = thing.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+from tests.distributed.training import ALL_STAGES, build, live_bytes, padded_size, start, token_loss
+from tests.ranks import on_ranks
 
 
 def formula(stage, n):
@@ -37,92 +21,65 @@ def kinds(stage, n):
     return {0: (4, 4, 8), 1: (4, 4 / n, 8 / n), 2: (4, 4 / n, 8 / n), 3: (4 / n, 4 / n, 8 / n)}[stage]
 
 
-def held(kind, optimizer):
-    """By stage: bytes per element from outside, the same after an evaluation, and by memory_report."""
-    found = {}
-    for stage in ALL_STAGES:
-        gc.collect()
-        gc.freeze()
-        engine, made = start(build(kind), optimizer, stage=stage)
-        for number in range(2):
-            made.zero_grad()
-            token_loss(engine, number).backward()
-            made.step()
-        P, report = padded_size(engine), engine.memory_report()
-        reported = report.parameters, report.gradients, report.optimizer, report.unsharded
-        after_step = live_bytes() / P
-        with torch.no_grad():
-            token_loss(engine, 0)
-        after_evaluation = live_bytes() / P
-        found[stage] = after_step, after_evaluation, tuple(value / P for value in reported)
-        del engine, made
-    return found
-
-
-@pytest.mark.long_where(kind=["Llama"])
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize(("num_ranks", "kind"), [(1, "GPT"), (2, "tied GPT"), (2, "Llama"), (4, "GPT")])
-def test_after_a_step_with_its_gradients_a_rank_holds_what_the_formula_says(ranks, num_ranks, kind):
+@on_ranks(1, 2, pytest.param(4, marks=pytest.mark.long))
+def test_after_a_step_with_its_gradients_a_rank_holds_what_the_formula_says(num_ranks):
     """1.02: besides model states there are a step number per parameter, the batch, the model's buffers.
 
     Below the formula by up to 4%, as an optimizer has no states for padding.
     """
-    for found in ranks(num_ranks, held, kind, "AdamW"):
-        for stage, (measured, after_evaluation, reported) in found.items():
-            assert after_evaluation == pytest.approx(measured, rel=0.001)
-            assert measured <= 1.02 * formula(stage, num_ranks), (stage, found)
-            assert sum(reported) == pytest.approx(measured, rel=0.01)
-            for value, want in zip(reported, kinds(stage, num_ranks), strict=False):
-                assert 0.96 * want <= value <= 1.001 * want
-            assert reported[3] == 0
+    for stage in ALL_STAGES:
+        gc.collect()
+        gc.freeze()
+        engine, optimizer = start(build("tied GPT"), stage=stage)
+        for number in range(2):
+            optimizer.zero_grad()
+            token_loss(engine, number).backward()
+            optimizer.step()
+        P, report = padded_size(engine), engine.memory_report()
+        reported = report.parameters, report.gradients, report.optimizer
+        measured = live_bytes() / P
+        with torch.no_grad():
+            token_loss(engine, 0)
+        assert live_bytes() / P == pytest.approx(measured, rel=0.001)
+        assert measured <= 1.02 * formula(stage, num_ranks), stage
+        assert sum(reported) / P == pytest.approx(measured, rel=0.01)
+        for value, want in zip(reported, kinds(stage, num_ranks), strict=True):
+            assert 0.96 * want <= value / P <= 1.001 * want
+        assert report.unsharded == 0
+        del engine, optimizer
 
 
-def held_in_bf16():
-    found = {}
+@on_ranks(2)
+def test_in_bf16_a_rank_holds_a_copy_in_bf16_beside_its_part_of_the_main_parameters():
+    n = 2
+    want = {0: 2 + 16, 1: 2 + 16 / n, 2: 2 + 16 / n, 3: 16 / n}
     for stage in ALL_STAGES:
         gc.collect()
         gc.freeze()
         engine, optimizer = start(build("tied GPT"), stage=stage, precision={"param_dtype": "bf16"})
         token_loss(engine, 0).backward()
         optimizer.step()
-        P = padded_size(engine)
         with torch.no_grad():
             token_loss(engine, 0)
-        found[stage] = live_bytes() / P
+        assert live_bytes() / padded_size(engine) == pytest.approx(want[stage], rel=0.03)
         del engine, optimizer
-    return found
 
 
-def test_in_bf16_a_rank_holds_a_copy_in_bf16_beside_its_part_of_the_main_parameters(ranks):
-    n = 2
-    want = {0: 2 + 16, 1: 2 + 16 / n, 2: 2 + 16 / n, 3: 16 / n}
-    for found in ranks(n, held_in_bf16):
-        for stage, measured in found.items():
-            assert measured == pytest.approx(want[stage], rel=0.03)
-
-
-def held_after_zero_grad():
+@on_ranks(2)
+def test_zero_grad_frees_gradients_and_no_sync_holds_whole_sums():
     """Bytes per element at rest without gradients, and with the sums that no_sync leaves."""
-    found = {}
     for stage in ALL_STAGES:
         engine, optimizer = start(build("tied GPT"), stage=stage)
         for number in range(2):
             token_loss(engine, number).backward()
             optimizer.step()
             optimizer.zero_grad()
-        P, rest = padded_size(engine), engine.memory_report()
+        rest = engine.memory_report()
         with engine.no_sync():
             token_loss(engine, 0).backward()
         deferred = engine.memory_report()
-        found[stage] = rest.gradients, deferred.gradients / P, deferred.unsharded
-    return found
-
-
-def test_zero_grad_frees_gradients_and_no_sync_holds_whole_sums(ranks):
-    for found in ranks(2, held_after_zero_grad):
-        for at_rest, deferred, gathered in found.values():
-            assert at_rest == gathered == 0
-            assert deferred == pytest.approx(4)
+        assert rest.gradients == deferred.unsharded == 0
+        assert deferred.gradients / padded_size(engine) == pytest.approx(4)
 
 
 # ---------------------------------------------------------------------------------- gathered at a time
@@ -166,8 +123,9 @@ class Watch:
         return hook
 
 
-def gathered_units(num_prefetch):
-    """(most in forward, most in backward, between, after)"""
+@pytest.mark.parametrize("num_prefetch", [0, 2])
+@on_ranks(2)
+def test_at_most_the_unit_at_work_and_those_prefetched_are_gathered_besides_the_kept(num_prefetch):
     engine, optimizer = start(build("tied GPT", num_blocks=7), stage=3, num_prefetch=num_prefetch)
     watch = Watch(engine)
     results = set()
@@ -184,22 +142,17 @@ def gathered_units(num_prefetch):
     peak, P = engine.memory_report().peak_unsharded, padded_size(engine)
     largest = max(unit.numel for unit in engine.units if not unit.kept)
     kept = sum(unit.numel for unit in engine.units if unit.kept)
-    return results, peak <= 4 * (kept + (1 + num_prefetch) * largest) < 4 * P
+    is_peak_bounded = peak <= 4 * (kept + (1 + num_prefetch) * largest) < 4 * P
+    assert len(results) == 1
+    forward, backward, between, after = results.pop()
+    assert 1 <= forward <= 1 + num_prefetch
+    assert 1 <= backward <= 1 + num_prefetch
+    assert between == after == 0
+    assert is_peak_bounded
 
 
-@pytest.mark.long_where(num_prefetch=[1])
-@pytest.mark.parametrize("num_prefetch", [0, 1, 2])
-def test_at_most_the_unit_at_work_and_those_prefetched_are_gathered_besides_the_kept(ranks, num_prefetch):
-    for results, is_peak_bounded in ranks(2, gathered_units, num_prefetch):
-        assert len(results) == 1
-        forward, backward, between, after = results.pop()
-        assert 1 <= forward <= 1 + num_prefetch
-        assert 1 <= backward <= 1 + num_prefetch
-        assert between == after == 0
-        assert is_peak_bounded
-
-
-def memory_over_time():
+@on_ranks(2)
+def test_memory_does_not_grow_from_step_to_step():
     """Live bytes after steps, evaluations and discarded forwards."""
     sizes = {}
     for stage in ALL_STAGES:
@@ -216,27 +169,19 @@ def memory_over_time():
             optimizer.zero_grad()
             seen.append(live_bytes(messages=False))
         sizes[stage] = seen
-    return sizes
+    for seen in sizes.values():
+        assert seen[-1] == seen[1] > 0
 
 
-def test_memory_does_not_grow_from_step_to_step(ranks):
-    for sizes in ranks(2, memory_over_time):
-        for seen in sizes.values():
-            assert seen[-1] == seen[1] > 0
-
-
-def benchmark_rows():
+@on_ranks(2)
+def test_the_benchmark_of_memory_counts_what_the_formula_says():
     """The rows of benchmarks/memory.py for a small model, by stage."""
     sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
     from memory import measure_one, parse
 
     args = parse(["--dim", "64", "--depth", "2", "--vocabulary", "256"])
-    return {stage: measure_one(args, stage, "fp32", torch.device("cpu")) for stage in (0, 3)}
-
-
-def test_the_benchmark_of_memory_counts_what_the_formula_says(ranks):
-    for found in ranks(2, benchmark_rows):
-        for stage, row in found.items():
-            want = formula(stage, 2) * row["padded_elements"]
-            assert row["formula_bytes"] == want
-            assert row["live_tensor_bytes"] == pytest.approx(want, rel=0.04)
+    found = {stage: measure_one(args, stage, "fp32", torch.device("cpu")) for stage in (0, 3)}
+    for stage, row in found.items():
+        want = formula(stage, 2) * row["padded_elements"]
+        assert row["formula_bytes"] == want
+        assert row["live_tensor_bytes"] == pytest.approx(want, rel=0.04)

@@ -10,6 +10,7 @@ from torch import nn
 import zeroshard
 from tests.distributed.training import (
     STAGES,
+    averaged_step,
     build,
     differences,
     finish,
@@ -21,6 +22,7 @@ from tests.distributed.training import (
     token_loss,
     train_sharded,
 )
+from tests.ranks import on_ranks
 
 
 class TwoTowers(nn.Module):
@@ -59,22 +61,13 @@ def encoded_loss(net, number):
     return (images * net.encode_text(x + 1)["text"]).mean() + net.through_forward(x).mean()
 
 
-def towers():
+@on_ranks(2)
+def test_registered_methods_train_as_in_plain_pytorch_to_the_bit():
     torch.manual_seed(0)
     model, found = TwoTowers(), []
-    replica = replicate(model)
-    optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-2)
-    losses = []
-    for number in range(4):
-        with replica.no_sync():  # DDP knows forward only
-            loss = encoded_loss(plain(replica), number)
-            loss.backward()
-        for parameter in plain(replica).parameters():
-            dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    want = finish(replica, losses)
+    replica = copy.deepcopy(model)
+    made = torch.optim.AdamW(replica.parameters(), lr=1e-2)
+    want = finish(replica, [averaged_step(replica, made, encoded_loss, number) for number in range(4)])
     for stage in STAGES:
         optimizer = torch.optim.AdamW((copied := copy.deepcopy(model)).parameters(), lr=1e-2)
         engine, optimizer = start(copied, optimizer, stage=stage)
@@ -85,14 +78,11 @@ def towers():
         with torch.no_grad():
             direct = engine.module.encode_image(numbers(0, 5, 7))  # the model's own name works too
             found += [] if torch.equal(direct, engine.encode_image(numbers(0, 5, 7))) else ["direct"]
-    return found, engine.memory_report().unsharded
+    assert (found, engine.memory_report().unsharded) == ([], 0)
 
 
-def test_registered_methods_train_as_in_plain_pytorch_to_the_bit(ranks):
-    assert ranks(2, towers) == [([], 0)] * 2
-
-
-def failing_method():
+@on_ranks(2)
+def test_a_method_that_raises_leaves_the_engine_usable():
     """A method that raises leaves everything as it was."""
     torch.manual_seed(0)
     model = TwoTowers()
@@ -111,11 +101,8 @@ def failing_method():
     return [name for name in want if not torch.equal(got[name], want[name])]
 
 
-def test_a_method_that_raises_leaves_the_engine_usable(ranks):
-    assert ranks(2, failing_method) == [[], []]
-
-
-def refusals():
+@on_ranks(1)
+def test_methods_that_cannot_be_registered_are_refused_by_name():
     engine, _ = start(TwoTowers(), "SGD")
     messages = []
     for name in ("encode_sound", "step"):
@@ -124,13 +111,9 @@ def refusals():
         messages.append(str(caught.value))
     with pytest.raises(AttributeError, match="TwoTowers has no method 'generate'"):
         engine.generate()
-    return messages
-
-
-def test_methods_that_cannot_be_registered_are_refused_by_name(ranks):
-    for missing, taken in ranks(1, refusals):
-        assert missing.endswith("expected a method of TwoTowers, got 'encode_sound'")
-        assert taken.startswith("the engine has a method 'step' of its own")
+    missing, taken = messages
+    assert missing.endswith("expected a method of TwoTowers, got 'encode_sound'")
+    assert taken.startswith("the engine has a method 'step' of its own")
 
 
 # --------------------------------------------------------------------------------------- other ways through
@@ -156,7 +139,8 @@ def branch_loss(net, number):
     return net(numbers(number, 5, 7), WAYS[number]).square().mean()
 
 
-def branching():
+@on_ranks(2)
+def test_units_that_the_first_forward_did_not_use_train_and_are_reduced_once():
     torch.manual_seed(0)
     model, found, sent = Branching(), [], []
     replica = replicate(model, find_unused=True)
@@ -171,20 +155,19 @@ def branching():
             losses.append(step(engine, optimizer, branch_loss, number))
         found += differences(f"stage {stage}", finish(engine, losses), want)
         sent.append(engine.comm_report().bytes_sent["reduce_scatter"])
-    return found, sent
-
-
-def test_units_that_the_first_forward_did_not_use_train_and_are_reduced_once(ranks):
-    for found, (_, *sent) in ranks(2, branching):
-        assert found == []
-        assert len(set(sent)) == 1
+    (_, *sent) = sent
+    assert found == []
+    assert len(set(sent)) == 1
 
 
 # ---------------------------------------------------------------------------------------------- generate
 
 
-def generated(stage):
-    """(tokens as plain PyTorch gives them, by each way; what was sent; whether training goes on as before)"""
+@pytest.mark.long_where(stage=[0])
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2, timeout=120)
+def test_ranks_generate_different_lengths_as_plain_pytorch_does(stage):
+    pytest.importorskip("transformers")
     model = build("tied transformers Llama")
     rank = dist.get_rank()
     prompt = torch.arange(1, 4 + rank).unsqueeze(0)
@@ -203,19 +186,12 @@ def generated(stage):
     at_rest = engine.memory_report().unsharded
     engine.register_forward_method("generate")
     synced = engine.generate(prompt, synced_gpus=True, **options)[:, : len(want[0])].tolist()
-    return free == want, synced == want, same, sent, at_rest
-
-
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_generate_different_lengths_as_plain_pytorch_does(ranks, stage):
-    pytest.importorskip("transformers")
-    for free, synced, same, sent, at_rest in ranks(2, generated, stage, timeout=120):
-        assert free
-        assert synced
-        assert same == []
-        assert at_rest == 0
-        assert (sent > 0) == (stage == 3)
+    free, synced = free == want, synced == want
+    assert free
+    assert synced
+    assert same == []
+    assert at_rest == 0
+    assert (sent > 0) == (stage == 3)
 
 
 def small_t5():
@@ -238,25 +214,22 @@ def small_llama_with_adapter():
     return model
 
 
-def generated_in_parts(make, stage):
-    """The model is not called as a whole: the encoder by itself, or what an adapter wraps."""
-    model, rank = make(), dist.get_rank()
-    model.eval()
-    ids = torch.arange(3, 7 + rank).unsqueeze(0)
-    options = {"input_ids": ids, "max_new_tokens": 4 + 3 * rank, "do_sample": False, "pad_token_id": 0}
-    want = copy.deepcopy(model).generate(**options).tolist()
-    engine, _ = start(model, "SGD", stage=stage)
-    free = engine.generate(**options).tolist()
-    synced = engine.generate(synced_gpus=True, **options)[:, : len(want[0])].tolist()
-    return free == want, synced == want, engine.memory_report().unsharded
-
-
 @pytest.mark.long_where(make=[small_llama_with_adapter])
 @pytest.mark.parametrize("make", [small_t5, small_llama_with_adapter])
-def test_models_that_generate_through_their_parts_generate_as_plain_pytorch_does(ranks, make):
+@on_ranks(2, timeout=120)
+def test_models_that_generate_through_their_parts_generate_as_plain_pytorch_does(make):
+    """The model is not called as a whole: the encoder by itself, or what an adapter wraps."""
     pytest.importorskip("transformers")
     for stage in (0, 3):
-        assert ranks(2, generated_in_parts, make, stage, timeout=120) == [(True, True, 0)] * 2
+        model, rank = make(), dist.get_rank()
+        model.eval()
+        ids = torch.arange(3, 7 + rank).unsqueeze(0)
+        options = {"input_ids": ids, "max_new_tokens": 4 + 3 * rank, "do_sample": False, "pad_token_id": 0}
+        want = copy.deepcopy(model).generate(**options).tolist()
+        engine, _ = start(model, "SGD", stage=stage)
+        free = engine.generate(**options).tolist()
+        synced = engine.generate(synced_gpus=True, **options)[:, : len(want[0])].tolist()
+        assert (free == want, synced == want, engine.memory_report().unsharded) == (True, True, 0)
 
 
 # ------------------------------------------------------------------------------------- methods of parts
@@ -298,7 +271,10 @@ def parts_loss(model, number):
     return loss
 
 
-def methods_of_parts(config):
+@pytest.mark.long_where(num_ranks=[1], config=[{"recompute": "unit"}])
+@pytest.mark.parametrize("config", [{}, {"recompute": "unit"}, {"units": ["Encoder", "Sequential"]}])
+@on_ranks(1, 2)
+def test_methods_of_parts_train_as_in_plain_pytorch_to_the_bit(config):
     torch.manual_seed(0)
     model, found = Parts(), []
     replica = copy.deepcopy(model)
@@ -322,14 +298,7 @@ def methods_of_parts(config):
             engine.register_forward_method(name)
         got = finish(engine, [step(engine, optimizer, parts_loss, number) for number in range(4)])
         found += differences(f"stage {stage}", got, want)
-    return found, engine.memory_report().unsharded
-
-
-@pytest.mark.long_where(num_ranks=[1], config=[{"recompute": "unit"}])
-@pytest.mark.parametrize("config", [{}, {"recompute": "unit"}, {"units": ["Encoder", "Sequential"]}])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_methods_of_parts_train_as_in_plain_pytorch_to_the_bit(ranks, num_ranks, config):
-    assert ranks(num_ranks, methods_of_parts, config) == [([], 0)] * num_ranks
+    assert (found, engine.memory_report().unsharded) == ([], 0)
 
 
 def unknown_parts():

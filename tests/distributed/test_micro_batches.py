@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.distributed.training import STAGES, full_gradients, numbers, plain, replicate, start
+from tests.ranks import on_ranks
 
 RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
 PRECISIONS = ({}, {"precision": {"param_dtype": "fp16"}})
@@ -68,17 +69,29 @@ def together_and_apart(stage):
     return problems
 
 
-def all_together():
+@on_ranks(1, 2)
+def test_one_plain_backward_over_the_losses_of_two_engines_is_one_for_each():
     return {stage: problems for stage in STAGES if (problems := together_and_apart(stage))}
 
 
-@RANKS
-def test_one_plain_backward_over_the_losses_of_two_engines_is_one_for_each(ranks, num_ranks):
-    assert ranks(num_ranks, all_together) == [{}] * num_ranks
+@on_ranks(1, 2)
+def test_a_scaled_backward_may_come_through_a_frozen_engine():
+    """The gradients of an engine in float16 whose loss comes through another engine, and without a scale."""
+    found = []
+    for stage in STAGES:
+        for scales in ((2.0**8, None), (2.0**8, 2.0**8), (None, None)):
+            first, second = pair(stage, scales)
+            second.requires_grad_(False)
+            first.backward(second(first(numbers(0, 4, 7)).float()).float().square().mean())
+            found.append(full_gradients(first))
+    for half, halves, want in zip(found[::3], found[1::3], found[2::3], strict=True):
+        for name, gradient in want.items():
+            torch.testing.assert_close(half[name], gradient, atol=1e-2, rtol=1e-2)
+            torch.testing.assert_close(halves[name], gradient, atol=1e-2, rtol=1e-2)
 
 
-def scaled_for_one():
-    """The error of a scaled backward that comes to another engine; and that the remedy trains both."""
+@on_ranks(1, 2)
+def test_a_scaled_backward_that_comes_to_another_engine_is_refused():
     found = []
     for stage in STAGES:
         for scales in ((2.0**8, None), (2.0**8, 2.0**8)):
@@ -89,35 +102,8 @@ def scaled_for_one():
                 for one in (engine, alone):
                     one.backward(loss_of(one, 1))
                 found += unequal(full_gradients(engine), full_gradients(alone))
-    return found
-
-
-def through_frozen():
-    """The gradients of an engine in float16 whose loss comes through another engine, and without a scale."""
-    found = []
-    for stage in STAGES:
-        for scales in ((2.0**8, None), (2.0**8, 2.0**8), (None, None)):
-            first, second = pair(stage, scales)
-            second.requires_grad_(False)
-            first.backward(second(first(numbers(0, 4, 7)).float()).float().square().mean())
-            found.append(full_gradients(first))
-    return found
-
-
-@RANKS
-def test_a_scaled_backward_may_come_through_a_frozen_engine(ranks, num_ranks):
-    for found in ranks(num_ranks, through_frozen):
-        for half, halves, want in zip(found[::3], found[1::3], found[2::3], strict=True):
-            for name, gradient in want.items():
-                torch.testing.assert_close(half[name], gradient, atol=1e-2, rtol=1e-2)
-                torch.testing.assert_close(halves[name], gradient, atol=1e-2, rtol=1e-2)
-
-
-@RANKS
-def test_a_scaled_backward_that_comes_to_another_engine_is_refused(ranks, num_ranks):
-    for found in ranks(num_ranks, scaled_for_one):
-        assert len(found) == 2 * len(STAGES)
-        assert all("of another engine, which does not know the scale" in text for text in found)
+    assert len(found) == 2 * len(STAGES)
+    assert all("of another engine, which does not know the scale" in text for text in found)
 
 
 def returned(stage, **options):
@@ -127,30 +113,23 @@ def returned(stage, **options):
     return value.item() == loss.item(), value.requires_grad
 
 
-def all_returned():
-    return {returned(stage, **precision) for stage in STAGES for precision in PRECISIONS}
+@on_ranks(1, 2)
+def test_backward_returns_the_loss_as_it_was_given():
+    assert {returned(stage, **precision) for stage in STAGES for precision in PRECISIONS} == {(True, False)}
 
 
-@RANKS
-def test_backward_returns_the_loss_as_it_was_given(ranks, num_ranks):
-    assert ranks(num_ranks, all_returned) == [{(True, False)}] * num_ranks
-
-
-def names_of_the_engine():
+@on_ranks(2)
+def test_what_the_model_names_like_the_engine_is_found_by_name():
     model = net()
     model.register_buffer("loss_fn", torch.ones(2))
     model.units = nn.Parameter(torch.ones(3))
     engine, _ = start(model, stage=3)
-    return (
+    assert (
         engine.get_buffer("loss_fn").tolist(),
         engine.get_parameter("units") is model.units,
         engine.get_submodule("0") is model[0],
         engine.loss_fn,
-    )
-
-
-def test_what_the_model_names_like_the_engine_is_found_by_name(ranks):
-    assert ranks(2, names_of_the_engine) == [([1.0, 1.0], True, True, None)] * 2
+    ) == ([1.0, 1.0], True, True, None)
 
 
 # ----------------------------------------------------------------------- other numbers of micro-batches
@@ -194,19 +173,14 @@ def uneven_steps(stage, as_batches):
     ]
 
 
-def all_uneven_steps():
+@on_ranks(2)
+def test_each_step_may_have_its_own_number_of_micro_batches():
     return {
         (stage, as_batches): problems
         for stage in STAGES
         for as_batches in (False, True)
         if (problems := uneven_steps(stage, as_batches))
     }
-
-
-@pytest.mark.long_where(num_ranks=[1])
-@RANKS
-def test_each_step_may_have_its_own_number_of_micro_batches(ranks, num_ranks):
-    assert ranks(num_ranks, all_uneven_steps) == [{}] * num_ranks
 
 
 def assignments(stage):
@@ -230,14 +204,10 @@ def assignments(stage):
     )
 
 
-def all_assignments():
-    return [assignments(stage) for stage in STAGES]
-
-
-@RANKS
-def test_the_number_of_micro_batches_is_checked_and_kept_within_a_step(ranks, num_ranks):
-    for stages in ranks(num_ranks, all_assignments):
-        for wrong, inside, after, number, configured in stages:
-            assert all("expected an integer >= 1" in text for text in wrong)
-            assert all("in the middle of a step: its gradients are divided by 2" in text for text in inside)
-            assert (after, number, configured) == ("nothing was raised", 3, 2)
+@on_ranks(1, 2)
+def test_the_number_of_micro_batches_is_checked_and_kept_within_a_step():
+    stages = [assignments(stage) for stage in STAGES]
+    for wrong, inside, after, number, configured in stages:
+        assert all("expected an integer >= 1" in text for text in wrong)
+        assert all("in the middle of a step: its gradients are divided by 2" in text for text in inside)
+        assert (after, number, configured) == ("nothing was raised", 3, 2)

@@ -19,6 +19,7 @@ from tests.distributed.training import (
     replicate,
     start,
 )
+from tests.ranks import on_ranks
 
 BAD = 7
 """The number of a step in which the last rank's batch holds an inf."""
@@ -37,8 +38,8 @@ def loss_of(model, number):
     return output.mean()
 
 
-def report():
-    """Whether parameters become nan where those of DDP do, and the norms that are seen."""
+@on_ranks(1, 2)
+def test_by_default_the_step_is_taken_as_by_plain_pytorch_and_the_norm_tells():
     replica = replicate(tiny())
     optimizer = OPTIMIZERS["SGD"](replica.parameters())
     loss_of(replica, BAD).backward()
@@ -55,14 +56,9 @@ def report():
             if clip is None:
                 same = (torch.equal(got[name].isfinite(), want[name].isfinite()) for name in got)
                 found.append(all(same))
-    return found, all(value.isfinite().all() for value in want.values())
-
-
-def test_by_default_the_step_is_taken_as_by_plain_pytorch_and_the_norm_tells(ranks):
-    for num_ranks in (1, 2):
-        for found, is_finite in ranks(num_ranks, report):
-            assert not is_finite
-            assert found == [(True, 1, 0, None), True, (True, 1, 0, False)] * 4
+    is_finite = all(value.isfinite().all() for value in want.values())
+    assert not is_finite
+    assert found == [(True, 1, 0, None), True, (True, 1, 0, False)] * 4
 
 
 def is_told(clip, backward, nonfinite, numbers_of_steps):
@@ -84,14 +80,9 @@ def is_told(clip, backward, nonfinite, numbers_of_steps):
 
 
 @pytest.mark.long_where(clip=[None])
-@pytest.mark.long_where(backward=["plain"])
 @pytest.mark.parametrize(
     ("clip", "backward"),
-    [
-        (1.0, "engine"),
-        (1.0, "plain"),
-        (None, "engine"),  # the loss tells, on the rank that has it; then all parameters are nan
-    ],
+    [(1.0, "plain"), (None, "engine")],  # None: the loss tells, on the rank that has it; then all are nan
 )
 def test_the_first_step_with_nan_is_told_once_and_the_remedy_leaves_it_out(ranks, clip, backward):
     for said in ranks(1, is_told, clip, backward, "report", [0, BAD, 1, 2]):
@@ -107,11 +98,20 @@ def test_the_first_step_with_nan_is_told_once_and_the_remedy_leaves_it_out(ranks
     assert ranks(2, is_told, clip, backward, "skip", [0, BAD, 1, 2]) == [[[[]] * 4] * len(STAGES)] * 2
 
 
-def refuse(way, **config):
-    """What is said, by stage, and whether the run goes on as one that never had the bad batch."""
-    told, found = [], []
+@pytest.mark.parametrize(
+    ("num_ranks", "way", "config"),
+    [
+        (1, "engine", {}),
+        (2, "optimizer", {}),
+        (2, "engine", {"precision": {"param_dtype": "bf16"}, "clip_grad_norm": 1.0}),
+    ],
+)
+@on_ranks()
+def test_as_an_error_it_comes_on_all_ranks_before_anything_changes(way, config):
+    """And the run goes on as one that never had the bad batch."""
+    found = []
     for stage in ALL_STAGES:
-        runs = []
+        told, runs = [], []
         for which in ([0, BAD, 1], [0, 1]):
             engine, optimizer = start(tiny(), stage=stage, nonfinite="error", **config)
             step = engine.step if way == "engine" else optimizer.step
@@ -124,28 +124,11 @@ def refuse(way, **config):
                 engine.zero_grad()
             runs.append(finish(engine, []))
         found += differences(f"stage {stage}", *runs)
-    return told, found
-
-
-@pytest.mark.long_where(num_ranks=[2], way=["engine"])
-@pytest.mark.long_where(num_ranks=[3])
-@pytest.mark.parametrize(
-    ("num_ranks", "way", "config"),
-    [
-        (1, "engine", {}),
-        (2, "engine", {"clip_grad_norm": 1.0}),
-        (2, "optimizer", {}),
-        (3, "optimizer", {"precision": {"param_dtype": "bf16"}, "clip_grad_norm": 1.0}),
-    ],
-)
-def test_as_an_error_it_comes_on_all_ranks_before_anything_changes(ranks, num_ranks, way, config):
-    for told, found in ranks(num_ranks, refuse, way, **config):
-        assert found == []
-        assert len(told) == 4
-        for said in told:
-            assert said.startswith(("the gradient norm is inf; not finite", "the gradient norm is nan; not"))
-            assert "the gradients of 'gain', 'inner.weight', 'inner.bias' and 10 more" in said
-            assert said.endswith("The step was not taken: Config(nonfinite='error')")
+        (said,) = told
+        assert said.startswith(("the gradient norm is inf; not finite", "the gradient norm is nan; not"))
+        assert "the gradients of 'gain', 'inner.weight', 'inner.bias' and 10 more" in said
+        assert said.endswith("The step was not taken: Config(nonfinite='error')")
+    return found
 
 
 def small_messages(**config):

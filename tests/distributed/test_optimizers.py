@@ -24,6 +24,7 @@ from tests.distributed.training import (
     token_loss,
     train,
 )
+from tests.ranks import on_ranks
 
 ELEMENT_WISE = [
     ("ASGD", {}),
@@ -44,8 +45,8 @@ ELEMENT_WISE = [
 ]
 
 
-def every_optimizer(stage):
-    """By optimizer: where it differs from DDP."""
+@on_ranks(2)
+def test_every_element_wise_optimizer_of_torch_trains_as_in_ddp_to_the_bit():
     found = {}
     for name, options in ELEMENT_WISE:
         torch.manual_seed(0)
@@ -57,16 +58,10 @@ def every_optimizer(stage):
         replica = replicate(model)
         want = train(replica, make(replica.parameters()), 6, square_loss)
         sharded = copy.deepcopy(model)
-        got = train(*start(sharded, make(sharded.parameters()), stage=stage), 6, square_loss)
+        got = train(*start(sharded, make(sharded.parameters())), 6, square_loss)
         if lines := differences(name, got, want):
             found[name, str(options)] = lines
     return found
-
-
-@pytest.mark.long_where(stage=[1])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_every_element_wise_optimizer_of_torch_trains_as_in_ddp_to_the_bit(ranks, stage):
-    assert ranks(2, every_optimizer, stage) == [{}, {}]
 
 
 # ------------------------------------------------------------------------------------ groups and schedules
@@ -97,10 +92,11 @@ SCHEDULERS = {
 }
 
 
-def schedule(how):
+@on_ranks(2)
+def test_groups_keep_their_hyperparameters_and_schedulers_go_on_working():
     """Differences from DDP of parameters and learning rates, the scheduler stepped by hand or by engine."""
     found, model = [], build("tied GPT")
-    for name, make in SCHEDULERS.items():
+    for how, (name, make) in zip(("by hand", "given", "built"), SCHEDULERS.items(), strict=True):
         replica = replicate(model)
         optimizer = torch.optim.AdamW(in_groups(replica.module), lr=1e-3)
         scheduler, losses, rates = make(optimizer), [], []
@@ -109,7 +105,7 @@ def schedule(how):
             scheduler.step()
             rates.append([group["lr"] for group in optimizer.param_groups])
         want = finish(replica, losses)
-        for stage in STAGES if name == "StepLR" else (3,):
+        for stage in STAGES:
             sharded = copy.deepcopy(model)
             optimizer = torch.optim.AdamW(in_groups(sharded), lr=1e-3)
             given = {"by hand": None, "given": make(optimizer), "built": make}[how]
@@ -134,12 +130,6 @@ def schedule(how):
     return found
 
 
-@pytest.mark.long_where(how=["by hand", "given"])
-@pytest.mark.parametrize("how", ["by hand", "given", "built"])
-def test_groups_keep_their_hyperparameters_and_schedulers_go_on_working(ranks, how):
-    assert ranks(2, schedule, how) == [[], []]
-
-
 def by_dimensions(parameters):
     """Weight decay for matrices alone, as GPT's recipe has it."""
     parameters = list(parameters)
@@ -152,7 +142,8 @@ def by_dimensions(parameters):
     )
 
 
-def from_callable():
+@on_ranks(2)
+def test_a_callable_sees_full_shapes_so_that_groups_by_dimension_mean_what_they_say():
     model = build("tied GPT")
     replica = replicate(model)
     want = train(replica, by_dimensions(replica.parameters()), 4)
@@ -168,11 +159,8 @@ def from_callable():
     return found
 
 
-def test_a_callable_sees_full_shapes_so_that_groups_by_dimension_mean_what_they_say(ranks):
-    assert ranks(2, from_callable) == [[], []]
-
-
-def over_some():
+@on_ranks(2)
+def test_an_optimizer_may_hold_a_part_of_the_parameters():
     """An optimizer over a part of the parameters leaves the others alone, as in plain PyTorch."""
     found, model = [], build("tied GPT")
 
@@ -188,12 +176,8 @@ def over_some():
     return found
 
 
-def test_an_optimizer_may_hold_a_part_of_the_parameters(ranks):
-    # DDP's gradients of the others add up, unread, as its optimizer does not zero them; so do these.
-    assert ranks(2, over_some) == [[], []]
-
-
-def with_closure():
+@on_ranks(2)
+def test_a_step_may_take_a_closure():
     """optimizer.step(closure), which runs forward and backward inside the step."""
     model, found = build("tied GPT"), []
 
@@ -217,11 +201,8 @@ def with_closure():
     return found
 
 
-def test_a_step_may_take_a_closure(ranks):
-    assert ranks(2, with_closure) == [[], []]
-
-
-def state_shapes():
+@on_ranks(2)
+def test_states_have_the_shape_of_the_slice_even_where_it_has_no_elements():
     """Shapes of states, by stage, for the rank's slices; and what states hold for a slice of no elements."""
     found = []
     for stage in STAGES:
@@ -235,43 +216,10 @@ def state_shapes():
     return found
 
 
-def test_states_have_the_shape_of_the_slice_even_where_it_has_no_elements(ranks):
-    assert ranks(2, state_shapes) == [[], []]
-
-
-def with_a_late_group():
+@on_ranks(2)
+def test_a_parameter_that_was_added_after_sharding_is_refused_at_the_step():
     engine, optimizer = start(nn.Sequential(nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)))
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 4))]})
     engine(torch.ones(2, 7)).sum().backward()
     with pytest.raises(RuntimeError, match=r"group 1 .* shape \[3, 4\], added after the model"):
         optimizer.step()
-    return True
-
-
-def with_a_late_layer():
-    """The errors of steps that train a layer that got into the model after initialize unnoticed, by stage."""
-    found = []
-    for stage in STAGES:
-        engine, optimizer = start(nn.Sequential(nn.Linear(7, 3), nn.Tanh()), stage=stage)
-        engine.module._modules["2"] = nn.Linear(3, 1)
-        optimizer.add_param_group({"params": list(engine.module[2].parameters())})
-        engine(torch.ones(2, 7)).sum().backward()
-        try:
-            optimizer.step()
-            found.append("nothing was raised")
-        except RuntimeError as error:
-            found.append(str(error))
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_layer_that_was_added_after_sharding_is_named_at_the_step(ranks, num_ranks):
-    for found in ranks(num_ranks, with_a_late_layer):
-        assert len(found) == len(STAGES)
-        for text in found:
-            assert "'2.weight' was added to a sharded model" in text
-            assert "before initialize" in text
-
-
-def test_a_parameter_that_was_added_after_sharding_is_refused_at_the_step(ranks):
-    assert ranks(2, with_a_late_group) == [True, True]

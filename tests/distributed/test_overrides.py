@@ -16,7 +16,6 @@ from tests.distributed.training import (
     build,
     by_hand,
     differences,
-    finish,
     numbers,
     only,
     start,
@@ -25,6 +24,7 @@ from tests.distributed.training import (
     train_replicated,
     train_sharded,
 )
+from tests.ranks import on_ranks
 from zeroshard import Config, Precision
 
 NORMS = ("norm", *(f"blocks.{block}.norm_{place}" for block in range(3) for place in (1, 2)))
@@ -32,19 +32,6 @@ NORMS = ("norm", *(f"blocks.{block}.norm_{place}" for block in range(3) for plac
 
 def bf16(overrides, **options):
     return {"precision": {"param_dtype": "bf16", "overrides": overrides, **options}}
-
-
-def against_hand_written(kind, optimizer, overrides, wide, stages, **config):
-    model = build(kind)
-    want = by_hand(model, optimizer, range(3), token_loss, torch.bfloat16, wide=wide)
-    if dist.get_rank():
-        want.parameters = {}
-    found = []
-    for stage in stages:
-        made = start(copy.deepcopy(model), optimizer, stage=stage, **bf16(overrides), **config)
-        run = train(*made, 3, token_loss)
-        found += differences(f"stage {stage}", only(run, want.parameters), want)
-    return found
 
 
 CASES = {
@@ -64,69 +51,20 @@ CASES = {
 }
 
 
-@pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.long_where(case=["norms of transformers", "a block and a layer"])
-@pytest.mark.long_where(num_ranks=[1], case=[case for case in CASES if case != "norms"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_overridden_modules_compute_as_wrapped_by_hand_to_the_bit(ranks, num_ranks, case):
-    assert ranks(num_ranks, against_hand_written, *CASES[case], ALL_STAGES) == [[]] * num_ranks
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("stages", [(3,), pytest.param((0, 1, 2), marks=pytest.mark.long)])
-def test_so_they_do_in_units_that_are_recomputed(ranks, stages):
-    config = {"recompute": "unit"}
-    found = ranks(2, against_hand_written, *CASES["norms"], stages, **config)
-    assert found == [[], []]
-    assert ranks(2, against_hand_written, *CASES["a block and a layer"], stages, **config) == [[], []]
-
-
-@pytest.mark.long
-def test_so_they_do_if_each_of_them_is_a_unit(ranks):
-    config = {"units": ["LayerNorm"], "reshard_after_forward": False, "num_prefetch": 2}
-    assert ranks(2, against_hand_written, *CASES["norms"], (2, 3), **config) == [[], []]
-
-
-@pytest.mark.long
-def test_so_they_do_with_main_parameters_on_the_host(ranks):
-    config = {"offload": {"optimizer": "cpu"}}
-    assert ranks(2, against_hand_written, *CASES["norms"], STAGES, **config) == [[], []]
-
-
-def in_float16():
-    model, found = build("GPT"), []
-    options = {"loss_scale": 1024.0}
-    want = by_hand(model, "AdamW", range(3), token_loss, torch.float16, wide=NORMS, **options)
+@on_ranks(2)
+def test_overridden_modules_compute_as_wrapped_by_hand_to_the_bit(case):
+    kind, optimizer, overrides, wide = CASES[case]
+    model = build(kind)
+    want = by_hand(model, optimizer, range(3), token_loss, torch.bfloat16, wide=wide)
     if dist.get_rank():
         want.parameters = {}
-    for stage in ALL_STAGES:
-        precision = {"param_dtype": "fp16", "overrides": {"*norm*": "fp32"}, "loss_scale": 1024}
-        engine, _ = start(copy.deepcopy(model), stage=stage, precision=precision)
-        losses = []
-        for number in range(3):
-            value = token_loss(engine, number)
-            engine.backward(value)
-            engine.step()
-            losses.append(value.item())
-        run = finish(engine, losses)
-        found += differences(f"stage {stage}", only(run, want.parameters), want)
+    found = []
+    for stage in STAGES:
+        made = start(copy.deepcopy(model), optimizer, stage=stage, **bf16(overrides))
+        found += differences(f"stage {stage}", only(train(*made, 3), want.parameters), want)
     return found
-
-
-@pytest.mark.long
-def test_in_float16_the_loss_is_scaled_for_all_of_them(ranks):
-    assert ranks(2, in_float16) == [[], []]
-
-
-def compiled(stage):
-    """Losses with torch.compile and without."""
-    losses = {}
-    for compiles in (False, True):
-        model = build("GPT", num_blocks=2)
-        engine, optimizer = start(model, stage=stage, compile=compiles, **bf16({"*norm*": "fp32"}))
-        losses[compiles] = train(engine, optimizer, 2).losses
-    return losses
 
 
 @pytest.mark.long
@@ -134,9 +72,15 @@ def compiled(stage):
     not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
     reason="torch.compile needs a C++ compiler on CPUs",
 )
-def test_compiled_units_cast_as_well(ranks):
-    for losses in ranks(2, compiled, 3, timeout=240):
-        assert losses[True] == pytest.approx(losses[False], rel=4e-3)  # bf16 has 8 bits
+@on_ranks(2, timeout=240)
+def test_compiled_units_cast_as_well():
+    stage = 3
+    losses = {}
+    for compiles in (False, True):
+        model = build("GPT", num_blocks=2)
+        engine, optimizer = start(model, stage=stage, compile=compiles, **bf16({"*norm*": "fp32"}))
+        losses[compiles] = train(engine, optimizer, 2).losses
+    assert losses[True] == pytest.approx(losses[False], rel=4e-3)  # bf16 has 8 bits
 
 
 # ------------------------------------------------------------------------------------------------ dtypes
@@ -185,52 +129,49 @@ class Mixture(nn.Module):
 OVERRIDES = {"router": "fp32", "frozen": "fp32", "table": "fp32", "decay": "fp32"}
 
 
-def dtypes(stage):
-    torch.manual_seed(0)
-    engine, optimizer = start(Mixture(), "SGD", stage=stage, **bf16(OVERRIDES))
-    output = engine(numbers(0, 5, 8))
-    output.float().sum().backward()
-    grads = {p.grad.dtype for p in engine.parameters() if p.requires_grad}
-    optimizer.step()
-    return engine.module.seen, engine.module.router.seen, output.dtype, grads
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_inputs_of_a_module_are_cast_once_around_all_of_it_and_its_outputs_back(ranks, num_ranks):
+@on_ranks(1, 2)
+def test_inputs_of_a_module_are_cast_once_around_all_of_it_and_its_outputs_back():
     half, wide = torch.bfloat16, torch.float32
     for stage in STAGES:
-        for seen, in_router, output, grads in ranks(num_ranks, dtypes, stage):
-            assert seen == {
-                "table": half, "frozen": half, "scores": half, "chosen": torch.int64,
-                "total": torch.float64, "decay": wide,
-            }  # fmt: skip
-            assert in_router == [(wide, wide, wide)]
-            assert output == half
-            assert grads == {wide}
+        torch.manual_seed(0)
+        engine, optimizer = start(Mixture(), "SGD", stage=stage, **bf16(OVERRIDES))
+        output = engine(numbers(0, 5, 8))
+        output.float().sum().backward()
+        grads = {p.grad.dtype for p in engine.parameters() if p.requires_grad}
+        optimizer.step()
+        seen, in_router, output = engine.module.seen, engine.module.router.seen, output.dtype
+        assert seen == {
+            "table": half, "frozen": half, "scores": half, "chosen": torch.int64,
+            "total": torch.float64, "decay": wide,
+        }  # fmt: skip
+        assert in_router == [(wide, wide, wide)]
+        assert output == half
+        assert grads == {wide}
 
 
-def counted(stage):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
-    engine, _ = start(model, "SGD", stage=stage, **bf16({"1": "fp32"}))
-    engine(numbers(0, 5, 16)).float().sum().backward()
-    engine.step()
-    config = Config(stage=stage, precision=Precision(param_dtype="bf16", overrides={"1": "fp32"}))
-    return engine.memory_report(), config
-
-
-def test_reports_and_estimates_count_the_bytes_of_each_dtype(ranks):
+@on_ranks(2)
+def test_reports_and_estimates_count_the_bytes_of_each_dtype():
     shapes = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     padded = 512  # 256 elements, for two ranks a block each
     for stage in ALL_STAGES:
-        for report, config in ranks(2, counted, stage):
-            estimate = zeroshard.estimate(shapes, 2, config, host_computes=True)
-            unsharded = padded * 2 + padded * 4
-            assert report.peak_unsharded == estimate.peak_unsharded == (unsharded if stage == 3 else 0)
-            assert report.parameters == estimate.parameters
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+        engine, _ = start(model, "SGD", stage=stage, **bf16({"1": "fp32"}))
+        engine(numbers(0, 5, 16)).float().sum().backward()
+        engine.step()
+        config = Config(stage=stage, precision=Precision(param_dtype="bf16", overrides={"1": "fp32"}))
+        report = engine.memory_report()
+        estimate = zeroshard.estimate(shapes, 2, config, host_computes=True)
+        unsharded = padded * 2 + padded * 4
+        assert report.peak_unsharded == estimate.peak_unsharded == (unsharded if stage == 3 else 0)
+        assert report.parameters == estimate.parameters
 
 
-def encoded(overrides):
+@pytest.mark.parametrize(
+    "overrides", [{"*norm*": "fp32"}, {"layers.1": "fp32"}, {"layers.1.self_attn": "fp32"}]
+)
+@on_ranks(2)
+def test_torchs_encoder_evaluates_as_it_trains(overrides):
     """The outputs of torch's encoder in training and in evaluation, where nothing is padded."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
@@ -241,14 +182,7 @@ def encoded(overrides):
     trained.float().sum().backward()
     engine.eval()
     with torch.no_grad():
-        return trained.detach(), engine(x, src_key_padding_mask=padded)[~padded]
-
-
-@pytest.mark.parametrize(
-    "overrides", [{"*norm*": "fp32"}, {"layers.1": "fp32"}, {"layers.1.self_attn": "fp32"}]
-)
-def test_torchs_encoder_evaluates_as_it_trains(ranks, overrides):
-    for trained, evaluated in ranks(2, encoded, overrides):
+        trained, evaluated = trained.detach(), engine(x, src_key_padding_mask=padded)[~padded]
         assert trained.dtype == evaluated.dtype == torch.bfloat16
         assert (trained - evaluated).abs().max() <= 2**-5  # values up to 3, and bf16 has 8 bits
 
@@ -278,38 +212,33 @@ def loss_under_autocast(model, number):
         return model(numbers(number, 5, 8)).float().square().sum()
 
 
-def under_autocast(stages, **config):
+@on_ranks(2)
+def test_autocast_leaves_such_a_module_in_its_dtype():
     torch.manual_seed(0)
     model, by_hand, found = Routed(), RoutedByHand(), []
     by_hand.load_state_dict(model.state_dict())
     want = train_replicated(by_hand, "AdamW", 3, loss_under_autocast)
-    config |= {"precision": {"overrides": {"router": "fp32"}}}
-    for stage in stages:
+    for recompute, stage in (("none", 1), ("unit", 3)):
+        config = {"recompute": recompute, "precision": {"overrides": {"router": "fp32"}}}
         run = train_sharded(model, "AdamW", 3, loss_under_autocast, stage=stage, **config)
         found += differences(f"stage {stage}", run, want)
     return found
 
 
-@pytest.mark.parametrize("recompute", ["none", "unit"])
-def test_autocast_leaves_such_a_module_in_its_dtype(ranks, recompute):
-    assert ranks(2, under_autocast, STAGES, recompute=recompute) == [[], []]
-
-
 # ------------------------------------------------------------------------------------------------ the rest
 
 
-def closed():
+@on_ranks(2)
+def test_a_closed_engine_leaves_no_cast_behind():
     engine, _ = start(build("GPT"), stage=3, **bf16({"*norm*": "fp32"}))
     model = engine.module
     engine.close()
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-def test_a_closed_engine_leaves_no_cast_behind(ranks):
-    assert ranks(2, closed) == [[], []]
-
-
-def resumed(folder):
+@on_ranks(2)
+def test_a_checkpoint_loads_at_another_stage_and_without_overrides(tmp_path):
+    folder = str(tmp_path)
     engine, optimizer = start(build("GPT"), stage=3, **bf16({"*norm*": "fp32"}))
     train(engine, optimizer, 1)
     engine.save_checkpoint(folder)
@@ -322,35 +251,14 @@ def resumed(folder):
     return found
 
 
-def test_a_checkpoint_loads_at_another_stage_and_without_overrides(ranks, tmp_path):
-    assert ranks(2, resumed, str(tmp_path)) == [[], []]
-
-
-def method_of_part():
+@on_ranks(2)
+def test_registered_methods_of_such_a_module_cast_as_its_forward_does():
     """The dtypes inside and outside of a method of a module that is cast."""
+    want = [torch.float32], torch.bfloat16, torch.bfloat16
     model, seen = Mixture(), []
     model.router.score = lambda x: seen.append(x.dtype) or model.router.layers(x)
     engine, _ = start(model, "SGD", stage=3, **bf16(OVERRIDES))
     engine.register_forward_method("router.score")
     engine.register_forward_method("router.layers.forward")
     output = engine.module.router.score(numbers(0, 5, 8).bfloat16())
-    return seen, output.dtype, engine.module.router.layers.forward(numbers(0, 5, 8)).dtype
-
-
-def test_registered_methods_of_such_a_module_cast_as_its_forward_does(ranks):
-    want = [torch.float32], torch.bfloat16, torch.bfloat16
-    assert ranks(2, method_of_part) == [want, want]
-
-
-def differing():
-    overrides = {"*norm*": "fp32"} if dist.get_rank() else {"*norm*": "fp64"}
-    try:
-        start(build("GPT"), stage=3, **bf16(overrides))
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_ranks_with_different_overrides_are_told(ranks):
-    for message in ranks(2, differing):
-        assert "rank(s) 0 have config precision" in message
-        assert "float64" in message
+    assert (seen, output.dtype, engine.module.router.layers.forward(numbers(0, 5, 8)).dtype) == want

@@ -11,6 +11,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import STAGES, finish, numbers, square_loss, start
+from tests.ranks import on_ranks
 
 
 def build():
@@ -72,8 +73,8 @@ CASES = (
 )
 
 
-def step_with_nothing():
-    """(stage, case, what is not as expected), also that the schedule and the counts stand still."""
+@on_ranks(1, 2)
+def test_a_step_without_a_gradient_warns_and_takes_nothing():
     found = []
     for stage in STAGES:
         model = build()
@@ -94,26 +95,19 @@ def step_with_nothing():
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_without_a_gradient_warns_and_takes_nothing(ranks, num_ranks):
-    assert ranks(num_ranks, step_with_nothing) == [[]] * num_ranks
-
-
-def step_in_float16():
+@on_ranks(2)
+def test_a_step_without_a_gradient_leaves_the_loss_scale_alone():
     """What a step that ends three micro-batches without gradients says, and whether the loss scale stays."""
     precision = {"param_dtype": "fp16"}
     engine, _ = start(build(), "SGD", stage=1, precision=precision, gradient_accumulation_steps=3)
     before = engine.loss_scale
     with warned() as texts:
         taken = [engine.step() for _ in range(3)] != [False] * 3
-    return taken, engine.loss_scale == before, len(texts)
+    assert (taken, engine.loss_scale == before, len(texts)) == (False, True, 1)
 
 
-def test_a_step_without_a_gradient_leaves_the_loss_scale_alone(ranks):
-    assert ranks(2, step_in_float16) == [(False, True, 1)] * 2
-
-
-def no_gradient_on_one_rank():
+@on_ranks(2)
+def test_a_loss_of_zero_on_one_rank_is_a_gradient():
     """Rank 1's loss depends on no parameter of ours but through a product with 0, as DDP wants it."""
     found = []
     for stage in STAGES:
@@ -127,38 +121,22 @@ def no_gradient_on_one_rank():
     return found
 
 
-def test_a_loss_of_zero_on_one_rank_is_a_gradient(ranks):
-    assert ranks(2, no_gradient_on_one_rank) == [[], []]
-
-
-def plain_loop(accumulation, every, num_steps, backward):
-    """By stage, the warnings of a loop that steps the optimizer itself."""
-    said = []
+@pytest.mark.parametrize(
+    ("accumulation", "every", "backward"), [(4, 1, "plain"), (4, 1, "engine"), (1, 2, "plain")]
+)
+@on_ranks(1, 2)
+def test_a_plain_loop_is_told_once_that_it_accumulates_nothing_where_it_should(accumulation, every, backward):
     for stage in STAGES:
         engine, optimizer = start(build(), "SGD", stage=stage, gradient_accumulation_steps=accumulation)
         with warned() as texts:
-            for number in range(num_steps * every):
+            for number in range(3 * every):
                 loss = square_loss(engine, number)
                 engine.backward(loss) if backward == "engine" else loss.backward()
                 if (number + 1) % every == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-        said.append(texts)
-    return said
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("backward", ["plain", "engine"])
-def test_a_plain_loop_is_told_once_that_it_accumulates_nothing(ranks, num_ranks, backward):
-    for said in ranks(num_ranks, plain_loop, 4, 1, 3, backward):
-        for texts in said:
-            assert len(texts) == 1
-            assert "gradient_accumulation_steps=4" in texts[0]
-            assert "engine.step()" in texts[0]
-
-
-def test_a_plain_loop_that_counts_by_itself_is_told_nothing_without_accumulation(ranks):
-    assert ranks(2, plain_loop, 1, 2, 2, "plain") == [[[]] * len(STAGES)] * 2
+        assert len(texts) == (accumulation > 1)
+        assert all("gradient_accumulation_steps=4" in text and "engine.step()" in text for text in texts)
 
 
 def engine_steps(backward):
@@ -188,7 +166,8 @@ def of_a_divided_loss(engine, loss):
     engine.backward(loss / 2, scale_wrt_gas=False)
 
 
-def sums():
+@on_ranks(1, 2)
+def test_a_step_with_gradients_that_nobody_divided_is_told_once():
     said, sums = engine_steps(by_the_loss)
     for texts in said:
         assert len(texts) == 1
@@ -200,11 +179,6 @@ def sums():
         assert said == [[]] * len(STAGES)
         for got, one in zip(means, sums, strict=True):
             torch.testing.assert_close(2 * got, one)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_step_with_gradients_that_nobody_divided_is_told_once(ranks, num_ranks):
-    ranks(num_ranks, sums)
 
 
 # ---------------------------------------------------------------------------- ranks that leave out a batch
@@ -259,16 +233,13 @@ def _raise(fails, engine=None):
         raise StopError
 
 
-def left_out(where):
-    return [go_on(stage, where) for stage in STAGES if stage < 3]
-
-
 @pytest.mark.parametrize("where", ["forward", "loss"])
-def test_a_rank_that_leaves_out_a_batch_is_told_to_all_ranks(ranks, where):
-    for stages in ranks(2, left_out, where):
-        for texts, error in stages:
-            assert not error
-            assert len([text for text in texts if "the ranks have called the model" in text]) == 1
+@on_ranks(2)
+def test_a_rank_that_leaves_out_a_batch_is_told_to_all_ranks(where):
+    stages = [go_on(stage, where) for stage in STAGES if stage < 3]
+    for texts, error in stages:
+        assert not error
+        assert len([text for text in texts if "the ranks have called the model" in text]) == 1
 
 
 @pytest.mark.long_where(stage=[1, 2])
@@ -280,7 +251,8 @@ def test_a_rank_that_leaves_out_a_step_is_an_error_on_all_ranks(ranks, stage):
     assert "left out a step" in error or stage == 3, error
 
 
-def as_many_everywhere():
+@on_ranks(2)
+def test_ranks_that_keep_pace_are_told_nothing():
     """Warnings of a run whose ranks fail, evaluate and accumulate alike, or unevenly without gradients."""
     said = []
     for stage in STAGES:
@@ -297,8 +269,4 @@ def as_many_everywhere():
                 engine.step()
         finish(engine, [])
         said.append(texts)
-    return said
-
-
-def test_ranks_that_keep_pace_are_told_nothing(ranks):
-    assert ranks(2, as_many_everywhere) == [[[]] * len(STAGES)] * 2
+    assert said == [[]] * len(STAGES)

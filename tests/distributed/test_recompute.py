@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from tests.distributed.models import Recomputed
 from tests.distributed.training import (
     STAGES,
     build,
@@ -26,9 +26,12 @@ from tests.distributed.training import (
     train_replicated,
     train_sharded,
 )
+from tests.ranks import on_ranks
 
 
-def recomputed_against_ddp(kinds):
+@on_ranks(2)
+def test_recomputed_units_give_the_numbers_of_ddp_to_the_bit():
+    kinds = ["tied GPT", "Llama"]
     return [
         line
         for kind in kinds
@@ -36,46 +39,17 @@ def recomputed_against_ddp(kinds):
     ]
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_recomputed_units_give_the_numbers_of_ddp_to_the_bit(ranks, num_ranks):
-    assert ranks(num_ranks, recomputed_against_ddp, ["tied GPT", "Llama"]) == [[]] * num_ranks
-
-
-def recomputed_on_four():
-    model = build("tied GPT")
-    want = train_sharded(model, "AdamW", 3)
-    runs = [train_sharded(model, "AdamW", 3, stage=stage, recompute="unit") for stage in STAGES]
-    runs.append(train_sharded(model, "AdamW", 3, recompute="unit", reshard_after_forward=2))
-    return [line for run in runs for line in differences("recomputed", run, want)]
-
-
-@pytest.mark.long
-def test_stages_agree_to_the_bit_with_recomputation(ranks):
-    assert ranks(4, recomputed_on_four) == [[]] * 4
-
-
-class Checkpointed(nn.Module):
-    """What a user does for a part of a block."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
 def with_dropout():
     """Dropout inside blocks, one of them checkpointed by the user in part."""
     model = build("tied GPT")
     for block in model.blocks:
         block.mlp.append(nn.Dropout(0.3))
-    model.blocks[1].mlp = Checkpointed(model.blocks[1].mlp)
+    model.blocks[1].mlp = Recomputed(model.blocks[1].mlp)
     return model
 
 
-def dropping():
+@on_ranks(2)
+def test_dropout_is_repeated_and_checkpoints_of_the_user_compose():
     model, found = with_dropout(), []
 
     def loss(net, number):
@@ -89,10 +63,6 @@ def dropping():
     return found
 
 
-def test_dropout_is_repeated_and_checkpoints_of_the_user_compose(ranks):
-    assert ranks(2, dropping) == [[], []]
-
-
 class Normalized(nn.Module):
     """A block with running statistics, which a forward changes."""
 
@@ -104,7 +74,8 @@ class Normalized(nn.Module):
         return x + self.norm(self.linear(x)).tanh()
 
 
-def running_statistics():
+@on_ranks(1, 2)
+def test_recomputation_leaves_running_statistics_as_one_forward_makes_them():
     torch.manual_seed(0)
     model = nn.Sequential(Normalized(), Normalized())
     want = train_replicated(model, "SGD", 3, square_loss)
@@ -115,12 +86,8 @@ def running_statistics():
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_recomputation_leaves_running_statistics_as_one_forward_makes_them(ranks, num_ranks):
-    assert ranks(num_ranks, running_statistics) == [[]] * num_ranks
-
-
-def two_backwards():
+@on_ranks(1, 2)
+def test_a_graph_is_recomputed_in_each_backward_through_it():
     """The second through the graph of the first."""
     torch.manual_seed(0)
     model = nn.Sequential(Normalized(), Normalized())
@@ -133,12 +100,7 @@ def two_backwards():
 
     want = train_replicated(model, "SGD", 2, loss).losses
     runs = [train_sharded(model, "SGD", 2, loss, stage=stage, recompute="unit") for stage in STAGES]
-    return [run.losses == want for run in runs]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_graph_is_recomputed_in_each_backward_through_it(ranks, num_ranks):
-    assert ranks(num_ranks, two_backwards) == [[True] * len(STAGES)] * num_ranks
+    assert [run.losses == want for run in runs] == [True] * len(STAGES)
 
 
 class Averaging(nn.Module):
@@ -159,7 +121,8 @@ class Averaging(nn.Module):
         return y.tanh()
 
 
-def averaging():
+@on_ranks(2)
+def test_buffers_that_a_forward_reads_and_changes_are_read_again_as_they_were():
     torch.manual_seed(0)
     model = nn.Sequential(*[Averaging() for _ in range(3)])
 
@@ -170,10 +133,6 @@ def averaging():
     want = train_sharded(model, "SGD", 3, loss)
     runs = [train_sharded(model, "SGD", 3, loss, stage=stage, recompute="unit") for stage in (1, 3)]
     return [line for run in runs for line in differences("recomputed", run, want)]
-
-
-def test_buffers_that_a_forward_reads_and_changes_are_read_again_as_they_were(ranks):
-    assert ranks(2, averaging) == [[], []]
 
 
 class SelfAttention(nn.Module):
@@ -187,9 +146,10 @@ class SelfAttention(nn.Module):
         return x + self.attention(x, x, value=x, need_weights=False)[0]
 
 
-def attending():
+@on_ranks(2)
+def test_an_input_given_twice_is_one_tensor_again_when_a_checkpoint_or_hooks_around_save_it():
     torch.manual_seed(0)
-    around = nn.Sequential(nn.Linear(7, 8), Checkpointed(SelfAttention()))
+    around = nn.Sequential(nn.Linear(7, 8), Recomputed(SelfAttention()))
     beside = nn.Sequential(nn.Linear(7, 8), SelfAttention())
 
     def loss(net, number):
@@ -206,10 +166,6 @@ def attending():
             config = {"stage": stage, "units": ["MultiheadAttention"], "recompute": "unit"}
             found += differences(f"stage {stage}", train_sharded(model, "SGD", 3, value, **config), want)
     return found
-
-
-def test_an_input_given_twice_is_one_tensor_again_when_a_checkpoint_or_hooks_around_save_it(ranks):
-    assert ranks(2, attending) == [[], []]
 
 
 class ByKeyword(nn.Module):
@@ -233,23 +189,21 @@ class CallsByKeyword(nn.Module):
         return x
 
 
-def saved_inputs():
+@on_ranks(2)
+def test_inputs_given_by_keyword_can_be_saved_elsewhere_too():
     engine, _ = start(CallsByKeyword(), "SGD", recompute="unit")
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, _same):
         engine(numbers(0, 5, 7))
-    return [any(t.data_ptr() == x.data_ptr() for t in saved) for x in engine.module.given]
-
-
-def test_inputs_given_by_keyword_can_be_saved_elsewhere_too(ranks):
-    assert ranks(2, saved_inputs) == [[True] * 3] * 2
+    assert [any(t.data_ptr() == x.data_ptr() for t in saved) for x in engine.module.given] == [True] * 3
 
 
 def _same(tensor):
     return tensor
 
 
-def traffic_and_memory():
+@on_ranks(2)
+def test_recomputation_gathers_nothing_twice_and_keeps_fewer_activations():
     found = {}
     for recompute in ("none", "unit"):
         engine, optimizer = start(build("GPT"), "SGD", recompute=recompute)
@@ -266,16 +220,14 @@ def traffic_and_memory():
         sent = engine.comm_report().bytes_sent
         found[recompute] = num_bytes, sent["all_gather"] // 4, sent["reduce_scatter"] // 4
     P, last = padded_size(engine), [unit.numel for unit in engine.units if unit.kept]
-    return found, (2 * P - sum(last)) // 2, P // 2
+    gathered, reduced = (2 * P - sum(last)) // 2, P // 2
+    assert found["none"][1:] == found["unit"][1:] == (gathered, reduced)
+    assert found["unit"][0] < 0.5 * found["none"][0]
 
 
-def test_recomputation_gathers_nothing_twice_and_keeps_fewer_activations(ranks):
-    for found, gathered, reduced in ranks(2, traffic_and_memory):
-        assert found["none"][1:] == found["unit"][1:] == (gathered, reduced)
-        assert found["unit"][0] < 0.5 * found["none"][0]
-
-
-def cached():
+@on_ranks(2)
+def test_a_cache_that_recomputation_would_fill_twice_is_refused_with_the_remedy():
+    pytest.importorskip("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -287,32 +239,11 @@ def cached():
         engine(ids, labels=ids, use_cache=True)
     message = str(refused.value)
     engine(ids, labels=ids, use_cache=False).loss.backward()
-    return message
-
-
-def test_a_cache_that_recomputation_would_fill_twice_is_refused_with_the_remedy(ranks):
-    pytest.importorskip("transformers")
-    for message in ranks(2, cached):
-        assert "LlamaDecoderLayer" in message
-        assert "set use_cache=False" in message
+    assert "LlamaDecoderLayer" in message
+    assert "set use_cache=False" in message
 
 
 # ------------------------------------------------------------------------------------------------ compile
-
-
-def compiled(stage, recompute):
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model = build("tied GPT")
-    want = train_replicated(model, "SGD", 5)
-    engine, optimizer = start(copy.deepcopy(model), "SGD", stage=stage, compile=True, recompute=recompute)
-    losses = [step(engine, optimizer, token_loss, number) for number in range(2)]
-    with torch.compiler.set_stance("fail_on_recompile"):
-        losses += [step(engine, optimizer, token_loss, number) for number in range(2, 5)]
-    got = train(engine, optimizer, 0)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    far = distance_of_all(got.parameters, want.parameters) if got.parameters else 0.0
-    return max(abs(a - b) / b for a, b in zip(losses, want.losses, strict=True)), far, graphs
 
 
 @pytest.mark.long
@@ -320,9 +251,20 @@ def compiled(stage, recompute):
     not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
     reason="torch.compile needs a C++ compiler on CPUs",
 )
-@pytest.mark.parametrize(("stage", "recompute"), [(3, "unit"), (1, "none")])
-def test_compiled_units_are_close_and_are_not_compiled_again(ranks, stage, recompute):
-    for losses, parameters, graphs in ranks(2, compiled, stage, recompute, timeout=240):
-        assert losses <= 1e-5
-        assert parameters <= 1e-5
-        assert graphs == 1  # for all blocks, which are alike
+@on_ranks(2, timeout=240)
+def test_compiled_units_are_close_and_are_not_compiled_again():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build("tied GPT")
+    want = train_replicated(model, "SGD", 5)
+    engine, optimizer = start(copy.deepcopy(model), "SGD", compile=True, recompute="unit")
+    losses = [step(engine, optimizer, token_loss, number) for number in range(2)]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        losses += [step(engine, optimizer, token_loss, number) for number in range(2, 5)]
+    got = train(engine, optimizer, 0)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    far = distance_of_all(got.parameters, want.parameters) if got.parameters else 0.0
+    losses, parameters = max(abs(a - b) / b for a, b in zip(losses, want.losses, strict=True)), far
+    assert losses <= 1e-5
+    assert parameters <= 1e-5
+    assert graphs == 1  # for all blocks, which are alike

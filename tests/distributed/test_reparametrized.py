@@ -13,8 +13,18 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import zeroshard
-from tests.distributed.test_transforms import apart, averaged_step, sgd
-from tests.distributed.training import STAGES, finish, numbers, square_loss, start, step
+from tests.distributed.training import (
+    STAGES,
+    apart,
+    averaged_step,
+    finish,
+    numbers,
+    sgd,
+    square_loss,
+    start,
+    step,
+)
+from tests.ranks import on_ranks
 
 
 class Lower(nn.Module):
@@ -40,34 +50,28 @@ REPARAMETRIZE = {
 }
 
 
-def train_reparametrized(stage):
-    warnings.simplefilter("ignore")
-    found = []
-    for name, change in REPARAMETRIZE.items():
-        model = base()
-        for layer in (model[0], model[1][0], model[2][2]):
-            change(layer)
-        plain = base()
-        for layer in (plain[0], plain[1][0], plain[2][2]):
-            change(layer)
-        plain.load_state_dict(model.state_dict())
-        optimizer = sgd(plain)
-        engine, own = start(model, sgd(model), stage=stage)
-        got = [step(engine, own, square_loss, number) for number in range(2)]
-        want = [averaged_step(plain, optimizer, square_loss, number) for number in range(2)]
-        got, want = finish(engine, got), finish(plain, want)
-        kept = {key: value for key, value in got.parameters.items() if not key.endswith(("_u", "_v"))}
-        got.parameters = kept  # each rank's own power iterations
-        found += apart(f"stage {stage}, {name}", got, want)
-    return found
-
-
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_layers_reparametrized_before_initialize_train_as_in_plain_pytorch(ranks, num_ranks):
+@on_ranks(2)
+def test_layers_reparametrized_before_initialize_train_as_in_plain_pytorch():
     for stage in STAGES:
-        for found in ranks(num_ranks, train_reparametrized, stage):
-            assert found == []
+        warnings.simplefilter("ignore")
+        found = []
+        for name, change in REPARAMETRIZE.items():
+            model = base()
+            for layer in (model[0], model[1][0], model[2][2]):
+                change(layer)
+            plain = base()
+            for layer in (plain[0], plain[1][0], plain[2][2]):
+                change(layer)
+            plain.load_state_dict(model.state_dict())
+            optimizer = sgd(plain)
+            engine, own = start(model, sgd(model), stage=stage)
+            got = [step(engine, own, square_loss, number) for number in range(2)]
+            want = [averaged_step(plain, optimizer, square_loss, number) for number in range(2)]
+            got, want = finish(engine, got), finish(plain, want)
+            kept = {key: value for key, value in got.parameters.items() if not key.endswith(("_u", "_v"))}
+            got.parameters = kept  # each rank's own power iterations
+            found += apart(f"stage {stage}, {name}", got, want)
+        assert found == []
 
 
 def change_shown(engine, change, write_back=True):
@@ -137,32 +141,31 @@ BUFFERS = {
 }
 
 
-def hold_buffers(stage):
-    model = base()
-    for name, make in BUFFERS.items():
-        model.register_buffer(name.replace("-", "_"), make())
-    want = {name: buffer.clone().resolve_conj().resolve_neg() for name, buffer in model.named_buffers()}
-    engine, optimizer = start(model, stage=stage)
-    step(engine, optimizer, square_loss, 0)
-    state = engine.full_state_dict()
-    return [
-        f"stage {stage}: {name} is {got}"
-        for name, value in want.items()
-        for got in (dict(engine.named_buffers())[name], state.get(name, value))
-        if got.dtype != value.dtype or not torch.equal(_bytes(got), _bytes(value))
-    ]
-
-
 def _bytes(tensor):
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def test_dense_buffers_of_every_kind_keep_their_values(ranks):
+@on_ranks(2)
+def test_dense_buffers_of_every_kind_keep_their_values():
     for stage in STAGES:
-        assert ranks(2, hold_buffers, stage) == [[], []]
+        model = base()
+        for name, make in BUFFERS.items():
+            model.register_buffer(name.replace("-", "_"), make())
+        want = {name: buffer.clone().resolve_conj().resolve_neg() for name, buffer in model.named_buffers()}
+        engine, optimizer = start(model, stage=stage)
+        step(engine, optimizer, square_loss, 0)
+        state = engine.full_state_dict()
+        assert not [
+            f"stage {stage}: {name} is {got}"
+            for name, value in want.items()
+            for got in (dict(engine.named_buffers())[name], state.get(name, value))
+            if got.dtype != value.dtype or not torch.equal(_bytes(got), _bytes(value))
+        ]
 
 
-def keep_attributes(stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_attributes_of_parameters_are_seen_before_and_after_initialize_and_in_forward(stage):
     model = base()
     for name, parameter in model.named_parameters():
         parameter.no_decay = name.endswith("bias")
@@ -182,12 +185,10 @@ def keep_attributes(stage):
         seen.append(engine.module[0].weight.tensor_model_parallel)
         shown = [parameter.no_decay for parameter in engine.module.parameters()]
     kept = [parameter.no_decay for parameter in engine.parameters()]
-    return asked == shown == kept and any(kept) and not all(kept) and seen == [tag, tag]
-
-
-def test_attributes_of_parameters_are_seen_before_and_after_initialize_and_in_forward(ranks):
-    for stage in STAGES:
-        assert ranks(2, keep_attributes, stage) == [True, True]
+    assert asked == shown == kept
+    assert any(kept)
+    assert not all(kept)
+    assert seen == [tag, tag]
 
 
 def accumulate_in_autocast(model, optimizer, number, *, averages):
@@ -205,24 +206,21 @@ def accumulate_in_autocast(model, optimizer, number, *, averages):
     return losses
 
 
-def train_in_one_autocast(stage, config):
+@on_ranks(1, 2)
+def test_casts_that_autocast_caches_are_not_used_after_a_step():
     """Several steps inside one context, which caches the casts of parameters to its end."""
-    model = base()
-    plain = copy.deepcopy(model)
-    optimizer = sgd(plain)
-    engine, own = start(model, sgd(model), stage=stage, **config)
-    got, want = [], []
-    with torch.autocast("cpu", torch.bfloat16):
-        for number in range(3):
-            got += accumulate_in_autocast(engine, own, number, averages=False)
-    for number in range(3):  # a context for each step, as torch advises
-        with torch.autocast("cpu", torch.bfloat16):
-            want += accumulate_in_autocast(plain, optimizer, number, averages=True)
-    return apart(f"stage {stage}", finish(engine, got), finish(plain, want))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_casts_that_autocast_caches_are_not_used_after_a_step(ranks, num_ranks):
     for stage in STAGES:
-        for found in ranks(num_ranks, train_in_one_autocast, stage, {}):
-            assert found == []
+        config = {}
+        model = base()
+        plain = copy.deepcopy(model)
+        optimizer = sgd(plain)
+        engine, own = start(model, sgd(model), stage=stage, **config)
+        got, want = [], []
+        with torch.autocast("cpu", torch.bfloat16):
+            for number in range(3):
+                got += accumulate_in_autocast(engine, own, number, averages=False)
+        for number in range(3):  # a context for each step, as torch advises
+            with torch.autocast("cpu", torch.bfloat16):
+                want += accumulate_in_autocast(plain, optimizer, number, averages=True)
+        found = apart(f"stage {stage}", finish(engine, got), finish(plain, want))
+        assert found == []

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed.test_frozen import lora
 from tests.distributed.training import (
     ALL_STAGES,
+    averaged_step,
     differences,
     numbers,
     same_as_replicated,
@@ -21,6 +21,7 @@ from tests.distributed.training import (
     train_sharded,
     unequal,
 )
+from tests.ranks import on_ranks
 
 WIDTH = 20
 
@@ -67,59 +68,40 @@ def loss_of(model, number, **others):
     return model(numbers(number, 5, WIDTH), **others).float().square().mean()
 
 
-def against_ddp(stages, **config):
-    return same_as_replicated(build(), "AdamW", 3, loss_of, stages=stages, **config)
-
-
-@pytest.mark.long_where(num_ranks=[1, 4])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_replicated_parameters_train_as_in_ddp_to_the_bit(ranks, num_ranks):
-    if num_ranks < 4:
-        for frozen in ("replicate", "tower", ["tower.blocks.*", "trunk.1.up.weight"]):
-            assert ranks(num_ranks, against_ddp, ALL_STAGES, frozen=frozen) == [[]] * num_ranks
-        return
-    for result in ranks(4, as_sharded, {"shard_group_size": 2, "reshard_after_forward": 2}):
-        assert result == []
-
-
-def as_sharded(config):
-    """Where a run with replicated parameters differs from one with sharded ones."""
-    config = {"stage": 3, **config}
-    want = train_sharded(build(), "AdamW", 3, loss_of, **config)
-    got = train_sharded(build(), "AdamW", 3, loss_of, frozen="replicate", **config)
-    return differences(str(config), got, want)
+@on_ranks(2)
+def test_replicated_parameters_train_as_in_ddp_to_the_bit():
+    found = []
+    for frozen in ("replicate", "tower", ["tower.blocks.*", "trunk.1.up.weight"]):
+        found += same_as_replicated(build(), "AdamW", 3, loss_of, stages=ALL_STAGES, frozen=frozen)
+    return found
 
 
 CONFIGS = [
-    {"precision": "bf16"},
     {"precision": {"param_dtype": "bf16", "overrides": {"tower.norm": "fp32", "trunk": "fp32"}}},
     {"recompute": "unit", "num_prefetch": 2},
     {"reshard_after_forward": False},
     {"offload": {"optimizer": "cpu", "parameters": "cpu"}},
     {"units": ["Linear"]},
-    {"units": []},
 ]
 
 
-@pytest.mark.long_where(config=[{"units": []}, {"precision": "bf16"}, {"units": ["Linear"]}])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_they_give_the_bits_of_sharded_ones(ranks, config):
-    assert ranks(2, as_sharded, config) == [[], []]
-
-
-def adapters(**config):
-    found = same_as_replicated(lora(), num_steps=2, stages=(3,), frozen="replicate", **config)
-    half = [
-        train_sharded(lora(torch.bfloat16), "AdamW", 2, frozen=frozen, precision="bf16", **config)
-        for frozen in ("shard", "replicate")
-    ]
-    return found + differences("in bf16", *half)
-
-
-@pytest.mark.long
-def test_adapters_over_a_replicated_base_train_as_in_ddp(ranks):
-    assert ranks(2, adapters, timeout=120) == [[], []]
-    assert ranks(2, adapters, recompute="unit", timeout=120) == [[], []]
+@pytest.mark.parametrize(
+    ("num_ranks", "configs"),
+    [
+        (2, CONFIGS),
+        pytest.param(4, [{"shard_group_size": 2, "reshard_after_forward": 2}], marks=pytest.mark.long),
+    ],
+)
+@on_ranks()
+def test_they_give_the_bits_of_sharded_ones(configs):
+    found = []
+    for config in configs:
+        want, got = (
+            train_sharded(build(), "AdamW", 3, loss_of, stage=3, frozen=frozen, **config)
+            for frozen in ("shard", "replicate")
+        )
+        found += differences(str(config), got, want)
+    return found
 
 
 # ------------------------------------------------------------------------------------- memory and traffic
@@ -169,7 +151,9 @@ def test_sharded_ones_are_gathered_and_take_less_at_rest(ranks):
     assert report.peak_unsharded > more.peak_unsharded
 
 
-def uneven(is_first):
+@pytest.mark.parametrize("is_first", [True, False])
+@on_ranks(2)
+def test_a_rank_may_leave_out_a_tower_that_is_not_gathered(is_first):
     """Where runs differ in which ranks leave out the blocks of a tower by turns.
 
     Args:
@@ -182,25 +166,16 @@ def uneven(is_first):
     other = torch.optim.AdamW([p for p in replica.parameters() if p.requires_grad], lr=1e-3)
     for number in range(3):
         sees = (dist.get_rank() + number) % 2 == 0
-        got = step(engine, optimizer, lambda m, n, s=sees: loss_of(m, n, sees=s), number)
-        loss = loss_of(replica, number, sees=sees)
-        loss.backward()
-        for parameter in replica.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad /= dist.get_world_size()
-                dist.all_reduce(parameter.grad)
-        other.step()
-        other.zero_grad()
-        found += [] if got == loss.item() else [(number, got, loss.item())]
+
+        def loss(net, number, sees=sees):
+            return loss_of(net, number, sees=sees)
+
+        got = step(engine, optimizer, loss, number)
+        want = averaged_step(replica, other, loss, number)
+        found += [] if got == want else [(number, got, want)]
     state = engine.full_state_dict()
     want = {name: value for name, value in replica.state_dict().items() if state}
     return found + list(unequal("parameters", state, want))
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_rank_may_leave_out_a_tower_that_is_not_gathered(ranks, is_first):
-    assert ranks(2, uneven, is_first) == [[], []]
 
 
 # --------------------------------------------------------------------------------------------- the rest
@@ -225,10 +200,9 @@ def loaded(folder, **config):
     return train(engine, optimizer, 2, loss_of)
 
 
-@pytest.mark.long_where(keeps=[True])
-@pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize(
-    ("before", "after"), [("replicate", "shard"), pytest.param("shard", "tower", marks=pytest.mark.long)]
+    ("before", "after", "keeps"),
+    [("replicate", "shard", False), pytest.param("shard", "tower", True, marks=pytest.mark.long)],
 )
 def test_checkpoints_load_with_another_choice_at_any_stage(ranks, tmp_path, before, after, keeps):
     folder = str(tmp_path)
@@ -240,8 +214,8 @@ def test_checkpoints_load_with_another_choice_at_any_stage(ranks, tmp_path, befo
         assert num_ranks == 1 or got.losses == want.losses
 
 
-def values():
-    """What the engine tells of the parameters, and what is left of it."""
+@on_ranks(2)
+def test_names_streams_averages_and_edits_see_them_whole():
     model = build()
     want = {name: value.clone() for name, value in model.state_dict().items()}
     if dist.get_rank():
@@ -266,11 +240,11 @@ def values():
     engine.set_full_parameter("tower.stem.bias", torch.ones(WIDTH))
     first = loss_of(engine, 0).item()
     engine.close()
-    return found, first == loss_of(model, 0).item(), model.tower["stem"].bias.sum().item()
-
-
-def test_names_streams_averages_and_edits_see_them_whole(ranks):
-    assert ranks(2, values) == [([], True, WIDTH)] * 2
+    assert (found, first == loss_of(model, 0).item(), model.tower["stem"].bias.sum().item()) == (
+        [],
+        True,
+        WIDTH,
+    )
 
 
 def deferred(how, frozen):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.models import GPT, VOCABULARY, Tiny
+from tests.distributed.models import GPT, VOCABULARY, Recomputed, Tiny
 from tests.distributed.training import (
     ALL_STAGES,
     STAGES,
@@ -30,8 +30,7 @@ from tests.distributed.training import (
     token_loss,
     tokens,
 )
-
-RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
+from tests.ranks import on_ranks
 
 
 def run_loop(model, loop, num_steps=3):
@@ -73,14 +72,6 @@ def evaluating_loop(net, optimizer, number):
     return sum(values) + loss.item()
 
 
-def two_summed(net, optimizer, number):
-    loss = token_loss(net, number) + 0.5 * token_loss(net, 10 + number)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
 def discarding_loop(net, optimizer, number):
     """The loss of another forward is dropped, before and after the one that counts."""
     token_loss(net, 20 + number)
@@ -93,36 +84,13 @@ def discarding_loop(net, optimizer, number):
     return loss.item()
 
 
-def dropped_at_last(net, optimizer, number):
-    """The forward that ends a step is dropped."""
-    loss = token_loss(net, number)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    token_loss(net, 40 + number)
-    return loss.item()
+@on_ranks(2)
+def test_forwards_between_and_before_backwards_give_the_numbers_of_plain_pytorch():
+    return run_loop(build("tied GPT"), evaluating_loop)
 
 
-LOOPS = {
-    "evaluation": evaluating_loop,
-    "two summed": two_summed,
-    "dropped at last": dropped_at_last,
-}
-
-
-def loop_by_name(name, kind):
-    return run_loop(build(kind), LOOPS[name])
-
-
-@pytest.mark.long_where(name=["two summed", "dropped at last"])
-@pytest.mark.long_where(num_ranks=[1])
-@RANKS
-@pytest.mark.parametrize("name", LOOPS)
-def test_forwards_between_and_before_backwards_give_the_numbers_of_plain_pytorch(ranks, num_ranks, name):
-    assert ranks(num_ranks, loop_by_name, name, "tied GPT") == [[]] * num_ranks
-
-
-def discarded():
+@on_ranks(2)
+def test_forwards_whose_losses_are_dropped_change_nothing():
     """DDP cannot do this one; the reference is a run without the other forwards."""
     found = []
     for stage in STAGES:
@@ -135,12 +103,6 @@ def discarded():
             runs.append(finish(engine, [loop(engine, made, number) for number in range(3)]))
         found += differences(f"stage {stage}", *runs)
     return found
-
-
-@pytest.mark.long_where(num_ranks=[1])
-@RANKS
-def test_forwards_whose_losses_are_dropped_change_nothing(ranks, num_ranks):
-    assert ranks(num_ranks, discarded) == [[]] * num_ranks
 
 
 def gradients_of(model, ways):
@@ -185,20 +147,16 @@ def in_parts(net):
     second.logsumexp(-1).mean().backward()
 
 
-def separate_backwards():
-    ways = {"in turn": in_turn, "last first": last_first, "retained": retained, "in parts": in_parts}
-    return gradients_of(build("tied GPT"), ways)
-
-
-@pytest.mark.long_where(num_ranks=[1])
-@RANKS
-def test_several_backwards_over_pending_forwards_add_up(ranks, num_ranks):
+@on_ranks(2)
+def test_several_backwards_over_pending_forwards_add_up(num_ranks):
     """1e-6: two reductions are added where plain PyTorch reduces the sum; on one rank to the bit."""
-    for found in ranks(num_ranks, separate_backwards):
-        assert max(found.values()) <= (1e-6 if num_ranks > 1 else 0), found
+    ways = {"in turn": in_turn, "last first": last_first, "retained": retained, "in parts": in_parts}
+    found = gradients_of(build("tied GPT"), ways)
+    assert max(found.values()) <= (1e-6 if num_ranks > 1 else 0), found
 
 
-def of_inputs():
+@on_ranks(1, 2)
+def test_gradients_of_inputs_can_be_had_alone():
     """torch.autograd.grad for the input of a model, which leaves parameters without gradients."""
     torch.manual_seed(0)
     model, found = Tiny(3), []
@@ -212,11 +170,6 @@ def of_inputs():
         found += [stage for p in engine.parameters() if p.grad is not None]
         optimizer.zero_grad()
     return found
-
-
-@RANKS
-def test_gradients_of_inputs_can_be_had_alone(ranks, num_ranks):
-    assert ranks(num_ranks, of_inputs) == [[]] * num_ranks
 
 
 # ----------------------------------------------------------------------------------------------- modules
@@ -251,44 +204,15 @@ class Recurrent(nn.Module):
         return self.head(x)
 
 
-class Attending(nn.Module):
-    """torch's own attention reads the weight of its output layer without calling the layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, 20)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(20, 2, 37, dropout=0.0, batch_first=True) for _ in range(3)
-        )
-        self.head = nn.Linear(20, VOCABULARY)
-
-    def forward(self, batch):
-        x = self.tokens(batch)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def train_module(make, options):
-    torch.manual_seed(0)
-    return same_as_replicated(make(), num_steps=3, **options)
-
-
-@pytest.mark.long_where(make=[Attending])
-@pytest.mark.long_where(num_ranks=[1])
-@RANKS
 @pytest.mark.parametrize(
     ("make", "options"),
-    [
-        (Twice, {}),
-        (Recurrent, {}),
-        (Recurrent, {"units": ["LSTM"]}),
-        (Attending, {}),
-    ],
-    ids=["a block called several times", "an LSTM", "LSTMs as units", "torch's encoder layer"],
+    [(Twice, {}), (Recurrent, {"units": ["LSTM"]})],
+    ids=["a block called several times", "LSTMs as units"],
 )
-def test_modules_of_other_kinds_train_as_in_ddp_to_the_bit(ranks, num_ranks, make, options):
-    assert ranks(num_ranks, train_module, make, options) == [[]] * num_ranks
+@on_ranks(2)
+def test_modules_of_other_kinds_train_as_in_ddp_to_the_bit(make, options):
+    torch.manual_seed(0)
+    return same_as_replicated(make(), num_steps=3, **options)
 
 
 # ---------------------------------------------------------------------------------- activation checkpoints
@@ -319,15 +243,6 @@ class Checkpointed(GPT):
         for block in self.blocks[begin:end]:
             x = block(x)
         return x
-
-
-class Recomputed(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 class InsideAndOutside(nn.Module):
@@ -361,7 +276,14 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-def checkpointed():
+def same_as_averaged(model, loss):
+    """Where gradients are further than 1e-6 from plain PyTorch's, averaged over the ranks."""
+    found = gradients_of(model, {"one": lambda net: loss(net, 0).backward()})
+    return [f"stage {stage}: {distance:g}" for (_, stage), distance in found.items() if distance > 1e-6]
+
+
+@on_ranks(2, timeout=120)
+def test_checkpoints_around_blocks_and_parts_of_them_change_no_number():
     """To the bit where DDP can; it refuses parameters that a backward reaches twice."""
     found = []
     for how in ("blocks", "parts", "pairs", "all"):
@@ -374,18 +296,6 @@ def checkpointed():
         lines = same_as_averaged(model, lambda net, n: net(numbers(n, 5, 7)).square().mean())
         found += [f"inside first {inside_first}: {line}" for line in lines]
     return found
-
-
-def same_as_averaged(model, loss):
-    """Where gradients are further than 1e-6 from plain PyTorch's, averaged over the ranks."""
-    found = gradients_of(model, {"one": lambda net: loss(net, 0).backward()})
-    return [f"stage {stage}: {distance:g}" for (_, stage), distance in found.items() if distance > 1e-6]
-
-
-@pytest.mark.long_where(num_ranks=[2])
-@RANKS
-def test_checkpoints_around_blocks_and_parts_of_them_change_no_number(ranks, num_ranks):
-    assert ranks(num_ranks, checkpointed, timeout=120) == [[]] * num_ranks
 
 
 class OwnCheckpoint(torch.autograd.Function):
@@ -421,7 +331,8 @@ class Reentrant(nn.Module):
         return checkpoint(inside, x, use_reentrant=True).square().mean()
 
 
-def refused():
+@on_ranks(2)
+def test_reentrant_checkpoints_are_refused_in_the_forward_or_with_the_first_gradient():
     found = []
     for stage in ALL_STAGES:
         for what, is_own, frozen in product(("block", "last"), (False, True), (False, True)):
@@ -432,11 +343,7 @@ def refused():
                 engine.backward(engine(numbers(0, 5, 7)))
             with torch.no_grad():
                 found.append(engine(numbers(0, 5, 7)).item())
-    return all(math.isfinite(loss) for loss in found)
-
-
-def test_reentrant_checkpoints_are_refused_in_the_forward_or_with_the_first_gradient(ranks):
-    assert ranks(2, refused) == [True, True]
+    assert all(math.isfinite(loss) for loss in found)
 
 
 # ------------------------------------------------------------------------------------------- two engines
@@ -476,16 +383,15 @@ def adversaries(stage):
     ]
 
 
-def play_all():
+@on_ranks(1, 2)
+def test_two_engines_may_take_turns_and_feed_each_other():
     return [line for stage in STAGES for line in adversaries(stage)]
 
 
-@RANKS
-def test_two_engines_may_take_turns_and_feed_each_other(ranks, num_ranks):
-    assert ranks(num_ranks, play_all) == [[]] * num_ranks
-
-
-def one_dropped(stage):
+@pytest.mark.long_where(stage=[1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, timeout=15)
+def test_an_engine_may_be_dropped_right_after_a_step(stage):
     """An engine is dropped while the gathers that its step has started are under way; another goes on."""
     for number in range(4):
         engine, optimizer = start(build("tied GPT"), stage=stage)
@@ -494,13 +400,7 @@ def one_dropped(stage):
         gc.collect()
         total = torch.ones(())
         dist.all_reduce(total)
-    return total.item()
-
-
-@pytest.mark.long_where(stage=[1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_engine_may_be_dropped_right_after_a_step(ranks, stage):
-    assert ranks(2, one_dropped, stage, timeout=15) == [2.0, 2.0]
+    assert total.item() == 2.0
 
 
 # ------------------------------------------------------------------------------------------------- edits
@@ -517,21 +417,10 @@ def edit_data(parameters):
         parameter.data.mul_(0.5)
 
 
-def edit_foreach(parameters):
-    with torch.no_grad():
-        torch._foreach_mul_(list(parameters), 0.5)
-
-
-def edit_average(parameters):
-    """As weight averaging does: towards an older copy."""
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.lerp_(torch.ones_like(parameter), 0.1)
-
-
-def edited():
+@on_ranks(2)
+def test_edits_of_sharded_parameters_between_steps_are_seen_by_the_next_forward():
     found = []
-    for edit in (edit_copy, edit_data, edit_foreach, edit_average):
+    for edit in (edit_copy, edit_data):
 
         def loop(net, optimizer, number, edit=edit):
             first = step(net, optimizer, token_loss, number)
@@ -543,43 +432,6 @@ def edited():
 
         found += [f"{edit.__name__}: {line}" for line in run_loop(build("tied GPT"), loop)]
     return found
-
-
-@pytest.mark.long_where(num_ranks=[1])
-@RANKS
-def test_edits_of_sharded_parameters_between_steps_are_seen_by_the_next_forward(ranks, num_ranks):
-    assert ranks(num_ranks, edited) == [[]] * num_ranks
-
-
-def dropout_loss(net, number):
-    torch.manual_seed(1000 * number + dist.get_rank())
-    return net(numbers(number, 5, 7)).square().mean()
-
-
-class Stateful(nn.Module):
-    """Dropout, and batch norm with running statistics."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.ReLU()) for _ in range(3)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x) + x
-        return x
-
-
-def stateful():
-    """Rank 0's running statistics are compared: DDP gives them to all ranks, here they are each rank's."""
-    torch.manual_seed(0)
-    return same_as_replicated(Stateful(), num_steps=4, loss=dropout_loss)
-
-
-@RANKS
-def test_dropout_and_running_statistics_are_those_of_ddp(ranks, num_ranks):
-    assert ranks(num_ranks, stateful) == [[]] * num_ranks
 
 
 class CallsItself(nn.Module):
@@ -596,7 +448,8 @@ class CallsItself(nn.Module):
         return (x @ self.weight).tanh()
 
 
-def calling_themselves():
+@on_ranks(1, 2)
+def test_a_unit_may_call_itself_inside_its_forward():
     torch.manual_seed(0)
     layers = [layer for _ in range(2) for layer in (CallsItself(), nn.Linear(7, 7))]
     model = nn.Sequential(*layers, nn.Linear(7, 1))
@@ -605,8 +458,3 @@ def calling_themselves():
         for units in (["CallsItself"], ["CallsItself", "Linear"])
         for message in same_as_replicated(model, "SGD", 3, square_loss, units=units)
     ]
-
-
-@RANKS
-def test_a_unit_may_call_itself_inside_its_forward(ranks, num_ranks):
-    assert not any(ranks(num_ranks, calling_themselves))

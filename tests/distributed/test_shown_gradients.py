@@ -17,9 +17,11 @@ from tests.distributed.training import (
     square_loss,
     start,
 )
+from tests.ranks import on_ranks
 
 
-def shown_gradients():
+@on_ranks(2)
+def test_full_gradients_are_shown_with_full_parameters():
     found = []
     replica = replicate(Layered(), find_unused=True)
     square_loss(replica, 0).backward()
@@ -48,12 +50,6 @@ def shown_gradients():
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_full_gradients_are_shown_with_full_parameters(ranks, num_ranks):
-    assert ranks(num_ranks, shown_gradients) == [[]] * num_ranks
-
-
 def edit(model):
     """A gradient clamped, one that is taken away, one that is made, one that is replaced."""
     first, second = model.blocks
@@ -63,7 +59,9 @@ def edit(model):
     second[0].weight.grad = second[0].weight.grad * 2
 
 
-def edited_gradients(precision):
+@pytest.mark.parametrize("precision", [{}, {"main_dtype": "bf16"}])
+@on_ranks(1, 2)
+def test_edits_of_shown_gradients_are_kept_with_write_back(precision):
     found = []
     replica = replicate(Layered(), find_unused=True)
     reference = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
@@ -85,13 +83,8 @@ def edited_gradients(precision):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("precision", [{}, {"main_dtype": "bf16"}])
-def test_edits_of_shown_gradients_are_kept_with_write_back(ranks, num_ranks, precision):
-    assert ranks(num_ranks, edited_gradients, precision) == [[]] * num_ranks
-
-
-def dropped_edits():
+@on_ranks(1, 2)
+def test_edits_of_shown_gradients_without_write_back_are_told():
     said = []
     for stage in STAGES:
         engine, _ = start(Layered(), "SGD", stage=stage)
@@ -104,20 +97,15 @@ def dropped_edits():
         after = full_gradients(engine)
         same = all(torch.equal(before[name], after[name]) for name in before)
         said.append((same, [str(one.message) for one in caught]))
-    return said
+    for same, texts in said:
+        assert same
+        assert len(texts) == 1
+        assert "'blocks.0.2.bias'" in texts[0]
+        assert "write_back=True" in texts[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_edits_of_shown_gradients_without_write_back_are_told(ranks, num_ranks):
-    for said in ranks(num_ranks, dropped_edits):
-        for same, texts in said:
-            assert same
-            assert len(texts) == 1
-            assert "'blocks.0.2.bias'" in texts[0]
-            assert "write_back=True" in texts[0]
-
-
-def different_edits():
+@on_ranks(2)
+def test_different_edits_of_gradients_are_an_error_on_all_ranks():
     messages = []
     for stage in STAGES:
         engine, _ = start(Layered(), "SGD", stage=stage)
@@ -125,9 +113,4 @@ def different_edits():
         with pytest.raises(RuntimeError) as error, engine.unsharded(write_back=True):
             engine.module.blocks[0][2].bias.grad.mul_(dist.get_rank())
         messages.append(str(error.value))
-    return messages
-
-
-def test_different_edits_of_gradients_are_an_error_on_all_ranks(ranks):
-    for messages in ranks(2, different_edits):
-        assert all("'blocks.0.2.bias'" in message and "different edits" in message for message in messages)
+    assert all("'blocks.0.2.bias'" in message and "different edits" in message for message in messages)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeroshard
 from tests.distributed.training import (
+    averaged_step,
     by_hand,
     differences,
     finish,
@@ -20,6 +21,7 @@ from tests.distributed.training import (
     start,
     step,
 )
+from tests.ranks import on_ranks
 
 VOCABULARY = 97
 
@@ -129,23 +131,23 @@ def gradient_penalty(model, number):
 def gradients_by_hand(model, loss):
     """Of plain PyTorch, averaged over the ranks: DDP does not take all of these losses."""
     model = copy.deepcopy(model)
-    losses = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(2):
-        value = loss(model, number)
-        value.backward()
-        for parameter in model.parameters():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradient *= 1 / dist.get_world_size()
-            dist.all_reduce(gradient)
-            parameter.grad = gradient
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(value.item())
-    return finish(model, losses)
+    return finish(model, [averaged_step(model, optimizer, loss, number) for number in range(2)])
 
 
-def train_both(make, loss, config):
+@pytest.mark.parametrize(
+    ("make", "loss", "config"),
+    [
+        (llama, loss_through_a_cache, {}),
+        (llama, loss_of_attentions, {}),
+        (Stack, loss_aside, {}),
+        (Stack, gradient_penalty, {"reshard_after_forward": False}),
+        (ReturnsView, square_loss, {"units": ["Positions", "Block"]}),
+        (Collecting, square_loss, {}),
+    ],
+)
+@on_ranks(2)
+def test_a_loss_on_what_leaves_a_unit_trains_as_in_plain_pytorch_to_the_bit(make, loss, config):
     model = make()
     want = gradients_by_hand(model, loss)
     engine, optimizer = start(model, torch.optim.SGD(model.parameters(), lr=0.1), **config)
@@ -153,60 +155,13 @@ def train_both(make, loss, config):
     return differences(make.__name__, got, want)
 
 
-@pytest.mark.long_where(config=[{"stage": 3, "reshard_after_forward": False}, {"stage": 2}])
-@pytest.mark.parametrize("config", [{"stage": 3}, {"stage": 3, "reshard_after_forward": False}, {"stage": 2}])
-@pytest.mark.parametrize(
-    ("make", "loss"),
-    [
-        (llama, loss_through_a_cache),
-        (llama, loss_of_attentions),
-        (Stack, loss_aside),
-        (Stack, gradient_penalty),
-        (ReturnsView, square_loss),
-        (Collecting, square_loss),
-    ],
-)
-def test_a_loss_on_what_leaves_a_unit_trains_as_in_plain_pytorch_to_the_bit(ranks, make, loss, config):
-    if make is ReturnsView:
-        config = config | {"units": ["Positions", "Block"]}
-    for found in ranks(2, train_both, make, loss, config):
-        assert found == []
-
-
-def evaluate_with_views():
+@on_ranks(2)
+def test_a_view_of_a_parameter_outlives_its_unit_in_evaluation():
     model = ReturnsView()
     expected = model(numbers(0, 5, 7))
     engine, _ = start(model, stage=3, units=["Positions", "Block"])
     with torch.no_grad():
-        return torch.equal(engine(numbers(0, 5, 7)), expected)
-
-
-def test_a_view_of_a_parameter_outlives_its_unit_in_evaluation(ranks):
-    assert all(ranks(2, evaluate_with_views))
-
-
-def train_in_dtype(make, dtype, keep, stage):
-    torch.manual_seed(0)
-    model = make()
-
-    def cast_loss(net, number):
-        return net(numbers(number, 6, 7).to(dtype)).float().square().mean()
-
-    def loss(net, number):
-        return net(numbers(number, 6, 7)).float().square().mean()
-
-    want = only(by_hand(model, "SGD", range(3), cast_loss, dtype, keep=keep), dict(model.named_parameters()))
-    engine, optimizer = start(model, "SGD", stage=stage, precision={"param_dtype": dtype})
-    got = finish(engine, [step(engine, optimizer, loss, number) for number in range(3)])
-    return differences(f"stage {stage}", only(got, dict(engine.named_parameters())), want)
-
-
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_add_to_the_lists_they_are_given_whatever_the_dtype_to_compute_in(ranks, dtype, stage):
-    for found in ranks(2, train_in_dtype, Collecting, dtype, (), stage):
-        assert found == []
+        assert torch.equal(engine(numbers(0, 5, 7)), expected)
 
 
 class Normalized(nn.Sequential):
@@ -215,46 +170,27 @@ class Normalized(nn.Sequential):
         super().__init__(*blocks, nn.Linear(7, 3))
 
 
-@pytest.mark.long_where(stage=[0, 1])
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_batch_norm_keeps_its_dtype_where_the_rest_computes_in_bfloat16(ranks, stage):
-    for found in ranks(2, train_in_dtype, Normalized, torch.bfloat16, nn.BatchNorm1d, stage):
-        assert found == []
+@pytest.mark.parametrize(("make", "keep"), [(Collecting, ()), (Normalized, nn.BatchNorm1d)])
+@on_ranks(2)
+def test_in_bfloat16_lists_that_blocks_are_given_are_added_to_and_batch_norm_keeps_its_dtype(make, keep):
+    model = make()
 
-
-class Encoding(Stack):
-    def encode(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, x):
-        return self.head(self.encode(x))
-
-
-def train_with_a_method_of_the_forward(stage):
-    model = Encoding()
+    def cast_loss(net, number):
+        return net(numbers(number, 6, 7).bfloat16()).float().square().mean()
 
     def loss(net, number):
-        value = net(numbers(number, 5, 7)).square().mean()
-        return value + net.encode(numbers(number + 1, 5, 7)).mean() if number else value
+        return net(numbers(number, 6, 7)).float().square().mean()
 
-    want = gradients_by_hand(model, loss)
-    engine, optimizer = start(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
-    engine.register_forward_method("encode")
-    with torch.no_grad():
-        engine(numbers(9, 5, 7))
-    got = finish(engine, [step(engine, optimizer, loss, number) for number in range(2)])
-    return differences(f"stage {stage}", got, want)
+    want = by_hand(model, "SGD", range(3), cast_loss, torch.bfloat16, keep=keep)
+    engine, optimizer = start(model, "SGD", precision={"param_dtype": "bf16"})
+    got = finish(engine, [step(engine, optimizer, loss, number) for number in range(3)])
+    names = dict(engine.named_parameters())
+    return differences(make.__name__, only(got, names), only(want, names))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_registered_method_may_be_what_forward_calls(ranks, stage):
-    for found in ranks(2, train_with_a_method_of_the_forward, stage):
-        assert found == []
-
-
-def save_slices(folder):
+@on_ranks(2)
+def test_a_model_that_shows_slices_is_not_saved_as_a_whole_one(tmp_path):
+    folder = str(tmp_path)
     model = llama()
     engine, _ = start(model, stage=3)
     with pytest.raises(RuntimeError, match=r"or call save_pretrained\(\) of the engine"):
@@ -265,14 +201,12 @@ def save_slices(folder):
     dist.barrier()
     loaded = LlamaForCausalLM.from_pretrained(folder).state_dict()
     with engine.unsharded():
-        return all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+        assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_model_that_shows_slices_is_not_saved_as_a_whole_one(ranks, tmp_path):
-    assert ranks(2, save_slices, str(tmp_path)) == [True] * 2
-
-
-def resized(stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_embeddings_are_resized_before_initialize_or_after_close(stage):
     model = llama()
     engine = zeroshard.initialize(model, config={"stage": stage}).engine
     with pytest.raises(RuntimeError, match=r"call it before initialize, or after engine.close\(\)"):
@@ -283,9 +217,7 @@ def resized(stage):
     engine.close()
     model = engine.module
     model.resize_token_embeddings(VOCABULARY + 3)
-    return zeroshard.initialize(model, config={"stage": stage}).engine(batch(0)).logits.shape[-1]
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_embeddings_are_resized_before_initialize_or_after_close(ranks, stage):
-    assert ranks(2, resized, stage) == [VOCABULARY + 3] * 2
+    assert (
+        zeroshard.initialize(model, config={"stage": stage}).engine(batch(0)).logits.shape[-1]
+        == VOCABULARY + 3
+    )

@@ -16,6 +16,7 @@ from tests.distributed.training import (
     step,
     train_replicated,
 )
+from tests.ranks import on_ranks
 
 
 def build():
@@ -93,46 +94,39 @@ CASES = {
 }
 
 
-def refused(stage):
+@on_ranks(1, 2)
+def test_another_parameter_in_a_slot_is_refused_by_name_and_the_next_step_is_right():
     """Refuses each case, and trains on as if nothing had been tried."""
-    model, found = build(), []
-    want = train_replicated(copy.deepcopy(model), "SGD", len(CASES), square_loss)
-    engine, optimizer = start(model, "SGD", stage=stage)
-    losses = []
-    for number, (case, message) in enumerate(CASES.items()):
-        slots = [(part, dict(part._parameters)) for part in model.modules()]
-        more = [engine] if case is assign_and_read else []
-        with pytest.raises(RuntimeError) as error:
-            case(model, numbers(99, 5, 7), *more)
-        if message not in str(error.value):
-            found.append(f"{case.__name__}: {error.value}")
-        for part, parameters in slots:
-            for name, parameter in parameters.items():
-                setattr(part, name, parameter)
-        losses.append(step(engine, optimizer, square_loss, number))
-    return found + differences(f"stage {stage}", finish(engine, losses), want)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_another_parameter_in_a_slot_is_refused_by_name_and_the_next_step_is_right(ranks, num_ranks):
     for stage in STAGES:
-        assert not any(ranks(num_ranks, refused, stage))
+        model, found = build(), []
+        want = train_replicated(copy.deepcopy(model), "SGD", len(CASES), square_loss)
+        engine, optimizer = start(model, "SGD", stage=stage)
+        losses = []
+        for number, (case, message) in enumerate(CASES.items()):
+            slots = [(part, dict(part._parameters)) for part in model.modules()]
+            more = [engine] if case is assign_and_read else []
+            with pytest.raises(RuntimeError) as error:
+                case(model, numbers(99, 5, 7), *more)
+            if message not in str(error.value):
+                found.append(f"{case.__name__}: {error.value}")
+            for part, parameters in slots:
+                for name, parameter in parameters.items():
+                    setattr(part, name, parameter)
+            losses.append(step(engine, optimizer, square_loss, number))
+        assert not (found + differences(f"stage {stage}", finish(engine, losses), want))
 
 
-def with_own(stage):
-    model = build()
-    with torch.no_grad():
-        want = [float(square_loss(model, 0))]
-    engine, _ = start(model, "SGD", stage=stage)
-    own = dict(engine.named_parameters())
-    with torch.no_grad():
-        output = torch.func.functional_call(engine, own, numbers(0, 5, 7))
-    return [float(output.square().mean())] == want
-
-
-def test_functional_call_with_the_sharded_parameters_themselves_is_the_forward(ranks):
+@on_ranks(2)
+def test_functional_call_with_the_sharded_parameters_themselves_is_the_forward():
     for stage in STAGES:
-        assert all(ranks(2, with_own, stage))
+        model = build()
+        with torch.no_grad():
+            want = [float(square_loss(model, 0))]
+        engine, _ = start(model, "SGD", stage=stage)
+        own = dict(engine.named_parameters())
+        with torch.no_grad():
+            output = torch.func.functional_call(engine, own, numbers(0, 5, 7))
+        assert [float(output.square().mean())] == want
 
 
 class Penalized(nn.Module):
@@ -164,32 +158,29 @@ USES = {
 }
 
 
-def kept_elsewhere(stage):
-    torch.manual_seed(0)
-    model, found = Penalized(), []
-    engine, optimizer = start(model, "SGD", stage=stage)
-    for what, use in USES.items():
-        for is_in_forward in (True, False):
-            model.uses = use if is_in_forward else None
-            with pytest.raises(RuntimeError) as error:
-                engine(numbers(0, 5, 7)) if is_in_forward else use(model.kept)
-            if "'inner.weight', from a reference that was kept" not in str(error.value):
-                found.append(f"{what}: {error.value}")
-    model.uses = None
-    assert "inner.weight" in repr(model.kept)
-    assert model.kept[0] in {model.kept[0]}
-    assert model.kept[0].dtype is torch.float32
-    step(engine, optimizer, square_loss, 0)
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_parameter_that_was_kept_elsewhere_raises_by_name_where_it_is_used(ranks, num_ranks):
+@on_ranks(1, 2)
+def test_a_parameter_that_was_kept_elsewhere_raises_by_name_where_it_is_used():
     for stage in STAGES:
-        assert not any(ranks(num_ranks, kept_elsewhere, stage))
+        torch.manual_seed(0)
+        model, found = Penalized(), []
+        engine, optimizer = start(model, "SGD", stage=stage)
+        for what, use in USES.items():
+            for is_in_forward in (True, False):
+                model.uses = use if is_in_forward else None
+                with pytest.raises(RuntimeError) as error:
+                    engine(numbers(0, 5, 7)) if is_in_forward else use(model.kept)
+                if "'inner.weight', from a reference that was kept" not in str(error.value):
+                    found.append(f"{what}: {error.value}")
+        model.uses = None
+        assert "inner.weight" in repr(model.kept)
+        assert model.kept[0] in {model.kept[0]}
+        assert model.kept[0].dtype is torch.float32
+        step(engine, optimizer, square_loss, 0)
+        assert not found
 
 
-def with_an_optimizer_over_originals():
+@on_ranks(1)
+def test_an_optimizer_over_the_original_parameters_raises_in_its_step():
     torch.manual_seed(0)
     model = Penalized()
     late = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -197,12 +188,8 @@ def with_an_optimizer_over_originals():
     square_loss(engine, 0).backward()
     with pytest.raises(RuntimeError) as error:
         late.step()
-    return str(error.value)
-
-
-def test_an_optimizer_over_the_original_parameters_raises_in_its_step(ranks):
-    for message in ranks(1, with_an_optimizer_over_originals):
-        assert "Build an optimizer that initialize is not given over engine.parameters()" in message
+    message = str(error.value)
+    assert "Build an optimizer that initialize is not given over engine.parameters()" in message
 
 
 class Small(nn.Module):

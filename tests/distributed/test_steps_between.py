@@ -8,37 +8,13 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.distributed.models import Stemmed
 from tests.distributed.training import ALL_STAGES, flat_gradients, full_gradients, numbers, start, unequal
+from tests.ranks import on_ranks
 from zeroshard import Config
 
 REFUSED = "modified by an inplace operation"
 BF16 = {"param_dtype": "bfloat16"}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).tanh())
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.blocks, self.head = (
-            nn.Linear(7, 7),
-            nn.ModuleList([Block(), Block()]),
-            nn.Linear(7, 1),
-        )
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def loss(model, number=0):
@@ -79,15 +55,16 @@ def settings():
 
 
 def engine_of(stage, precision, **config):
-    return start(Net(), "SGD", stage=stage, units=["Block"], precision=precision, **config)
+    return start(Stemmed(), "SGD", stage=stage, units=["Residual"], precision=precision, **config)
 
 
-def not_refused():
+@on_ranks(1, 2)
+def test_a_backward_of_values_before_a_step_is_refused_as_in_plain_pytorch():
     """The ways and settings in which values from before a step are used, or those after it, in silence."""
     found = []
     ways = (step_between, step_and_forward_between, second_backward_after_a_step)
     for way in ways:
-        plain = Net()
+        plain = Stemmed()
         with pytest.raises(RuntimeError, match=REFUSED):
             way(plain, torch.optim.SGD(plain.parameters()))
         for setting in settings():
@@ -100,18 +77,13 @@ def not_refused():
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_backward_of_values_before_a_step_is_refused_as_in_plain_pytorch(ranks, num_ranks):
-    assert not any(ranks(num_ranks, not_refused))
-
-
 class Pair(nn.Module):
     """Both halves have layers outside of blocks, which lie in one buffer."""
 
     def __init__(self):
         super().__init__()
-        self.maker, self.judge = Net(), Net()
-        self.made = nn.Linear(1, 7)
+        self.maker, self.judge = Stemmed(), Stemmed()
+        self.made = nn.Linear(7, 7)
 
     def forward(self, x, makes):
         return self.made(self.maker(x)) if makes else self.judge(x)
@@ -146,40 +118,30 @@ def only_one(model):
     return [optimizer, optimizer]
 
 
-def games(make):
+@pytest.mark.parametrize("make", [halves_of, only_one])
+@on_ranks(2)
+def test_a_step_outdates_no_values_of_other_parameters(make):
     plain = Pair()
     runs = [played(plain, make(plain))]
     for stage in ALL_STAGES:
         model = Pair()
-        sharded = zeroshard.shard(model, Config(stage=stage, units=["Block"]))
+        sharded = zeroshard.shard(model, Config(stage=stage, units=["Residual"]))
         optimizers = make(model)
         for optimizer in dict.fromkeys(optimizers):
             sharded.attach(optimizer)
         runs.append(played(model, optimizers))
-    return runs
+    plain, *runs = runs
+    assert runs == [pytest.approx(plain, rel=1e-6)] * len(ALL_STAGES)
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("make", [halves_of, only_one])
-def test_a_step_outdates_no_values_of_other_parameters(ranks, num_ranks, make):
-    for plain, *runs in ranks(num_ranks, games, make):
-        assert runs == [pytest.approx(plain, rel=1e-6)] * len(ALL_STAGES)
-
-
-def parts_after_edits():
-    """Distances of gradients of a part that is called alone from plain PyTorch's, with edits before it."""
+@on_ranks(1, 2)
+def test_a_part_called_alone_follows_edits():
     found = []
     for stage in ALL_STAGES:
-        plain, (engine, _) = Net(), engine_of(stage, {})
+        plain, (engine, _) = Stemmed(), engine_of(stage, {})
         for model in (plain, engine.module):
             for number in range(2):
                 halve(model)
                 model.blocks[1](numbers(number, 5, 7, rank=0)).square().mean().backward()
         found += unequal(f"stage {stage}", full_gradients(engine), flat_gradients(plain))
     return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_part_called_alone_follows_edits(ranks, num_ranks):
-    assert not any(ranks(num_ranks, parts_after_edits))

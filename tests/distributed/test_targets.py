@@ -15,6 +15,7 @@ from tests.distributed.training import (
     square_loss,
     start,
 )
+from tests.ranks import on_ranks
 
 ASKED = ("blocks.1.0.weight", "blocks.0.0.bias")
 
@@ -37,8 +38,10 @@ def named(model):
     return [parameters[name] for name in ASKED]
 
 
-def asked_for(way):
-    """Where gradients, also a second time, and the parameters after a whole step are not those of DDP."""
+@pytest.mark.long_where(num_ranks=[1], way=["one by one", "inside"])
+@pytest.mark.parametrize("way", ["sharded", "one by one", "inside"])
+@on_ranks(1, 2)
+def test_backward_for_some_parameters_gives_them_the_gradients_of_ddp(way):
     replica, found = replicate(Layered(num_blocks=3), find_unused=True), []
     reference = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
     square_loss(replica, 0).backward()
@@ -71,14 +74,8 @@ def asked_for(way):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1], way=["one by one", "inside"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("way", ["sharded", "one by one", "inside"])
-def test_backward_for_some_parameters_gives_them_the_gradients_of_ddp(ranks, num_ranks, way):
-    assert ranks(num_ranks, asked_for, way) == [[]] * num_ranks
-
-
-def with_an_input():
+@on_ranks(1, 2)
+def test_backward_for_a_parameter_and_an_input():
     """`inputs` of a parameter and of a tensor that is none; both get their gradients."""
     found = []
     replica, x = replicate(Layered(num_blocks=3), find_unused=True), numbers(0, 5, 7).requires_grad_()
@@ -95,12 +92,8 @@ def with_an_input():
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_backward_for_a_parameter_and_an_input(ranks, num_ranks):
-    assert ranks(num_ranks, with_an_input) == [[]] * num_ranks
-
-
-def local_gradients():
+@on_ranks(1, 2)
+def test_grad_of_the_parameters_of_a_forward_is_the_local_one():
     """torch.autograd.grad of what the forward saw: this rank's own, as without DDP; then a whole backward."""
     found, single = [], Layered(num_blocks=3)
     want = torch.autograd.grad(square_loss(single, 0), named(single))
@@ -119,12 +112,9 @@ def local_gradients():
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_grad_of_the_parameters_of_a_forward_is_the_local_one(ranks, num_ranks):
-    assert ranks(num_ranks, local_gradients) == [[]] * num_ranks
-
-
-def refused_grad(allow_unused):
+@pytest.mark.parametrize("allow_unused", [False, True])
+@on_ranks(2)
+def test_grad_over_sharded_parameters_is_refused_by_name_with_the_remedy(allow_unused):
     messages = []
     for stage in STAGES:
         engine, _ = start(Layered(num_blocks=3), "SGD", stage=stage)
@@ -134,12 +124,6 @@ def refused_grad(allow_unused):
             torch.autograd.grad(loss, trained, allow_unused=allow_unused)
         messages.append(str(error.value))
         loss.backward()
-    return messages
-
-
-@pytest.mark.parametrize("allow_unused", [False, True])
-def test_grad_over_sharded_parameters_is_refused_by_name_with_the_remedy(ranks, allow_unused):
-    for messages in ranks(2, refused_grad, allow_unused):
-        for message in messages:
-            assert "'table'" in message
-            assert "loss.backward(inputs=" in message
+    for message in messages:
+        assert "'table'" in message
+        assert "loss.backward(inputs=" in message

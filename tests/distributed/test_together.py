@@ -5,49 +5,22 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import zeroshard
+from tests.distributed.models import Residual, Stemmed
 from tests.distributed.training import numbers, same_as_replicated, start
+from tests.ranks import on_ranks
 from zeroshard import Config
 
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).tanh())
-
-
-class Net(nn.Module):
-    """The embedding of the positions is called first, the norm and the head that belong with it last."""
-
-    def __init__(self, tied=False):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.blocks = nn.Linear(7, 7), nn.ModuleList(Block() for _ in range(3))
-        self.norm, self.head = nn.LayerNorm(7), nn.Linear(7, 7)
-        if tied:
-            self.head.weight = self.stem.weight
-
-    def forward(self, x):
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 UNITS = (
-    ["Block", ["norm", "head"]],
-    ["Block", ("stem", "head")],
+    ["Residual", ["norm", "head"]],
+    ["Residual", ("stem", "head")],
     [["blocks.0", "blocks.2"], ["blocks.1"], ["head", "norm", "stem"]],
 )
 
 
 def trained(units, tied, **config):
-    return same_as_replicated(Net(tied), "AdamW", 3, loss, units=units, **config)
+    return same_as_replicated(Stemmed(tied), "AdamW", 3, loss, units=units, **config)
 
 
 def loss(model, number):
@@ -70,11 +43,12 @@ def test_its_modules_are_recomputed_and_kept_by_a_second_copy_as_others_are(rank
     assert not any(ranks(2, trained, UNITS[0], False, reshard_after_forward=2, stages=[3]))
 
 
-def gathers():
+@on_ranks(2)
+def test_it_is_gathered_once_where_no_other_unit_runs_between_its_modules():
     """The gathers of a forward without a graph, where the two modules of a unit follow each other or not."""
     found = {}
     for number, units in enumerate(UNITS[:2]):
-        engine, _ = start(Net(), "SGD", stage=3, units=units)
+        engine, _ = start(Stemmed(), "SGD", stage=3, units=units)
         with torch.no_grad():
             engine(numbers(0, 5, 7))
             engine.reset_comm_report()
@@ -82,20 +56,15 @@ def gathers():
         found[number] = engine.comm_report().calls["all_gather"]
         assert [unit.name for unit in engine.units if "+" in unit.name] == ["+".join(units[1])]
         assert "listed together" in next(unit.reason for unit in engine.units if "+" in unit.name)
-    return found
-
-
-def test_it_is_gathered_once_where_no_other_unit_runs_between_its_modules(ranks):
-    for found in ranks(2, gathers):
-        assert found[0] == 5  # three blocks, the root, and the unit once
-        assert found[1] > 5  # twice, and a block that is fetched ahead in vain
+    assert found[0] == 5  # three blocks, the root, and the unit once
+    assert found[1] > 5  # twice, and a block that is fetched ahead in vain
 
 
 def test_a_config_keeps_lists_of_module_names():
-    config = Config(units=["Block", ["norm", "head"]])
-    assert config.units == ("Block", ("norm", "head"))
+    config = Config(units=["Residual", ["norm", "head"]])
+    assert config.units == ("Residual", ("norm", "head"))
     assert Config.from_dict(config.to_dict()) == config
-    assert Config(units=[Block, ("norm", "head")]) == config
+    assert Config(units=[Residual, ("norm", "head")]) == config
 
 
 @pytest.mark.parametrize(
@@ -106,7 +75,7 @@ def test_a_config_keeps_lists_of_module_names():
             [["blocks.0", "blocks.0.up"]],
             "got 'blocks.0' and a module inside it in ['blocks.0', 'blocks.0.up']",
         ),
-        (["Block", ["blocks.0", "head"]], "a module of ['blocks.0', 'head'] that is in another unit too"),
+        (["Residual", ["blocks.0", "head"]], "a module of ['blocks.0', 'head'] that is in another unit too"),
         ([["norm", "head"], ["head", "stem"]], "a module of ['head', 'stem'] that is in another unit too"),
         ([["blocks", "head"]], "'blocks' is a ModuleList, whose forward is never called"),
         ([["", "head"]], "expected"),
@@ -115,5 +84,5 @@ def test_a_config_keeps_lists_of_module_names():
 )
 def test_a_list_that_makes_no_unit_is_refused(units, message):
     with pytest.raises(ValueError, match="'units'") as error:
-        zeroshard.initialize(copy.deepcopy(Net()), None, {"units": units})
+        zeroshard.initialize(copy.deepcopy(Stemmed()), None, {"units": units})
     assert message in str(error.value)

@@ -8,14 +8,25 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.autograd.functional as functional
-import torch.distributed as dist
 import torch.func
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.distributed.models import Tiny
-from tests.distributed.training import STAGES, finish, numbers, square_loss, start, step
+from tests.distributed.training import (
+    STAGES,
+    apart,
+    averaged_step,
+    finish,
+    numbers,
+    sgd,
+    square_loss,
+    start,
+    step,
+    unlike,
+)
+from tests.ranks import on_ranks
 
 UNITS = {"units": ["Sequential"]}
 
@@ -72,39 +83,10 @@ def make():
     return Tiny(2)
 
 
-def averaged_step(model, optimizer, loss, number):
-    """A step of plain PyTorch with the mean of the ranks' gradients."""
-    value = loss(model, number)
-    value.backward()
-    for parameter in model.parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradient *= 1 / dist.get_world_size()
-        dist.all_reduce(gradient)
-        parameter.grad = gradient
-    optimizer.step()
-    optimizer.zero_grad()
-    return value.item()
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def unlike(what, got, want):
-    got, want = (value if isinstance(value, tuple) else (value,) for value in (got, want))
-    same = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
-    return [] if same else [f"{what} gives {got}, not {want}"]
-
-
-def apart(what, got, want):
-    """Where two runs differ by more than the order of sums."""
-    found = unlike(f"{what}, losses", torch.tensor(got.losses), torch.tensor(want.losses))
-    for name, value in got.parameters.items():
-        found += unlike(f"{what}, {name}", value, want.parameters[name])
-    return found
-
-
-def derive_all(stage):
+@pytest.mark.long_where(stage=[0, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_derivatives_are_those_of_plain_pytorch_and_the_steps_between_them_too(stage):
     """Every derivative through one engine, with a step after each."""
     model, found = make(), []
     plain = copy.deepcopy(model)
@@ -114,16 +96,8 @@ def derive_all(stage):
         found += unlike(f"stage {stage}, {name}", derive(engine), derive(plain))
         losses.append(step(engine, own, square_loss, number))
         want.append(averaged_step(plain, optimizer, square_loss, number))
-    return found + apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
-
-
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.long_where(num_ranks=[2], stage=[0, 2])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_derivatives_are_those_of_plain_pytorch_and_the_steps_between_them_too(ranks, num_ranks, stage):
-    for found in ranks(num_ranks, derive_all, stage):
-        assert found == []
+    found = found + apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
+    assert found == []
 
 
 def trace_all(stage, around):
@@ -140,17 +114,12 @@ def trace_all(stage, around):
     return apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_tracers_and_transforms_are_refused_and_the_steps_between_them_are_right(ranks, num_ranks):
+@on_ranks(2)
+def test_tracers_and_transforms_are_refused_and_the_steps_between_them_are_right():
     for stage in STAGES:
         for number in range(2):
-            for found in ranks(num_ranks, traced, stage, number):
-                assert found == []
-
-
-def traced(stage, number):
-    return trace_all(stage, (TRACERS, TRANSFORMS)[number])
+            found = trace_all(stage, (TRACERS, TRANSFORMS)[number])
+            assert found == []
 
 
 class Energy(nn.Module):
@@ -175,18 +144,14 @@ class Energy(nn.Module):
         return forces * self.scale
 
 
-def energy(stage):
-    engine, own = start(Energy(), "SGD", stage=stage, **UNITS)
-    with pytest.raises(RuntimeError, match=REFUSALS[TRANSFORMS]):
-        square_loss(engine, 0)
-    engine.module.transforms = False
-    return step(engine, own, square_loss, 0) > 0
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_forward_that_transforms_a_unit_inside_is_refused(ranks, num_ranks):
+@on_ranks(1, 2)
+def test_a_forward_that_transforms_a_unit_inside_is_refused():
     for stage in STAGES:
-        assert all(ranks(num_ranks, energy, stage))
+        engine, own = start(Energy(), "SGD", stage=stage, **UNITS)
+        with pytest.raises(RuntimeError, match=REFUSALS[TRANSFORMS]):
+            square_loss(engine, 0)
+        engine.module.transforms = False
+        assert step(engine, own, square_loss, 0) > 0
 
 
 def loss_of_critic(model, number):
@@ -208,21 +173,17 @@ def loss_of_two_backwards(model, number):
 LOSSES = (loss_of_critic, loss_of_two_backwards)
 
 
-def train_both(losses, stage):
-    found = []
-    for loss in losses:
-        model = make()
-        plain = copy.deepcopy(model)
-        optimizer = sgd(plain)
-        engine, own = start(model, sgd(model), stage=stage, **UNITS)
-        got = [step(engine, own, loss, number) for number in range(3)]
-        want = [averaged_step(plain, optimizer, loss, number) for number in range(3)]
-        found += apart(f"stage {stage}, {loss.__name__}", finish(engine, got), finish(plain, want))
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_losses_made_of_derivatives_train_as_in_plain_pytorch(ranks, num_ranks):
+@on_ranks(1, 2)
+def test_losses_made_of_derivatives_train_as_in_plain_pytorch():
     for stage in STAGES:
-        for found in ranks(num_ranks, train_both, LOSSES, stage):
-            assert found == []
+        losses = LOSSES
+        found = []
+        for loss in losses:
+            model = make()
+            plain = copy.deepcopy(model)
+            optimizer = sgd(plain)
+            engine, own = start(model, sgd(model), stage=stage, **UNITS)
+            got = [step(engine, own, loss, number) for number in range(3)]
+            want = [averaged_step(plain, optimizer, loss, number) for number in range(3)]
+            found += apart(f"stage {stage}, {loss.__name__}", finish(engine, got), finish(plain, want))
+        assert found == []

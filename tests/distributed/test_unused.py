@@ -5,18 +5,15 @@ momentum would move a parameter whose gradient is zeros instead of None.
 """
 
 import copy
-import sys
-from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import zeroshard
 from tests.distributed.models import Gated
 from tests.distributed.training import (
     STAGES,
+    adamw,
     differences,
     finish,
     full_gradients,
@@ -25,8 +22,8 @@ from tests.distributed.training import (
     replicate,
     same_as_replicated,
     start,
-    unequal,
 )
+from tests.ranks import on_ranks
 
 WIDTH = 20
 
@@ -95,10 +92,6 @@ def follow(plans, optimizer, **config):
     return found
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.3)
-
-
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, weight_decay=0.1)
 
@@ -112,53 +105,45 @@ def everywhere(what, *blocks):
     return plan, plan
 
 
-def test_layers_left_out_inside_a_unit_on_one_rank_count_zeros(ranks):
+@on_ranks(2)
+def test_layers_left_out_inside_a_unit_on_one_rank_count_zeros():
     layers = [{}, {1: "layers"}, {0: "layers", 2: "layers"}, {3: "layers"}]
     plans = [(layers[0], layers[0]), (layers[1], {}), ({}, layers[2]), (layers[3], layers[1]), ({}, {})]
-    assert ranks(2, follow_with_both, plans) == [[], []]
+    return follow_with_both(plans)
 
 
-def test_layers_left_out_on_all_ranks_keep_no_gradient(ranks):
-    plans = [everywhere("layers", 1), everywhere("layers"), everywhere("layers", 0, 1, 2, 3), ({}, {})]
-    assert ranks(2, follow_with_both, plans) == [[], []]
-
-
-@pytest.mark.long
-def test_a_unit_that_returns_its_input_on_one_rank_counts_zeros(ranks):
-    plans = [
+ELSEWHERE = {
+    "layers on all ranks": [
+        everywhere("layers", 1),
+        everywhere("layers"),
+        everywhere("layers", 0, 1, 2, 3),
+        ({}, {}),
+    ],
+    "a unit that returns its input on one rank": [
         ({1: "input"}, {}),
         ({}, {0: "input"}),
         ({3: "input"}, {0: "input", 3: "input"}),
         ({0: "input", 1: "input"}, {2: "input", 3: "input"}),
         (dict.fromkeys(range(4), "input"), {}),
-        ({}, {}),
-    ]
-    assert ranks(2, follow_with_both, plans) == [[], []]
-
-
-@pytest.mark.long
-def test_a_unit_that_returns_a_constant_on_one_rank_cuts_off_those_before_it(ranks):
-    plans = [
+    ],
+    "a unit that returns a constant on one rank, which cuts off those before it": [
         ({1: "constant"}, {}),
         ({}, {0: "constant"}),
         ({}, {}),
-        ({3: "constant"}, {}),
         ({2: "constant"}, {1: "constant"}),
-        ({}, {}),
-    ]
-    assert ranks(2, follow_with_both, plans) == [[], []]
-
-
-def test_units_without_gradient_on_any_rank_are_left_alone(ranks):
-    plans = [
+    ],
+    "units without gradient on any rank": [
         everywhere("input", 2),
         ({}, {}),
-        everywhere("input", 0, 3),
         everywhere("constant", 1),
-        everywhere("constant", 3),
         everywhere("input", 0, 1, 2, 3),
-    ]
-    assert ranks(2, follow_with_both, plans) == [[], []]
+    ],
+}
+
+
+@on_ranks(2)
+def test_what_is_left_out_elsewhere_counts_zeros_on_one_rank_and_keeps_no_gradient_on_all():
+    return [f"{what}: {line}" for what, plans in ELSEWHERE.items() for line in follow(plans, adamw)]
 
 
 # ------------------------------------------------------------------------------ units that nobody calls
@@ -180,26 +165,6 @@ class Depth(nn.Module):
         return self.last(x)
 
 
-CALLS = [(1, 3), (0, 1, 2, 3, 4), (4,), (), (4, 3, 2, 1, 0), (0, 2, 4)]
-"""By step. The order of the first forward is not that of later ones, nor is it complete."""
-
-
-def depth_loss(net, step):
-    return net(numbers(step, 5, 7), CALLS[step]).square().mean()
-
-
-def change_depth():
-    torch.manual_seed(0)
-    found = []
-    for options in ({}, {"num_prefetch": 3}, {"num_prefetch": 0}, {"reshard_after_forward": False}):
-        found += same_as_replicated(Depth(), "AdamW", len(CALLS), depth_loss, find_unused=True, **options)
-    return found
-
-
-def test_units_may_be_called_in_any_order_and_left_out_on_all_ranks_alike(ranks):
-    assert ranks(2, change_depth, timeout=120) == [[], []]
-
-
 class Reversed(nn.Module):
     """Blocks that use all of their parameters, called in any order; before one the gradient may end."""
 
@@ -219,13 +184,10 @@ def reversed_loss(net, step):
     return net(numbers(step, 5, 7), called, 2 if step and dist.get_rank() else None).square().mean()
 
 
-def cut_off_in_another_order():
+@on_ranks(2)
+def test_ranks_reduce_in_the_order_of_this_forward_whatever_branch_they_took():
     torch.manual_seed(0)
     return same_as_replicated(Reversed(), "SGD", 4, reversed_loss, find_unused=True, watchdog_s=10.0)
-
-
-def test_ranks_reduce_in_the_order_of_this_forward_whatever_branch_they_took(ranks):
-    assert ranks(2, cut_off_in_another_order) == [[], []]
 
 
 CALLS_OF_RANKS = [
@@ -240,105 +202,19 @@ def other_depth_loss(net, step):
     return net(numbers(step, 5, 7), CALLS_OF_RANKS[step][dist.get_rank()]).square().mean()
 
 
-def differ_in_depth(calls):
+@on_ranks(2)
+def test_below_stage_3_ranks_may_leave_out_different_units_from_the_first_step_on():
     torch.manual_seed(0)
-    model, found = Depth(), []
-    with mock.patch.object(sys.modules[__name__], "CALLS_OF_RANKS", calls):
-        for stages, options in (((0, 1, 2), {}), ((0, 2), {"num_prefetch": 0})):
-            num = len(calls)
-            found += same_as_replicated(
-                model, "AdamW", num, other_depth_loss, stages=stages, find_unused=True, **options
-            )
-    return found
-
-
-@pytest.mark.long_where(calls=[CALLS_OF_RANKS[2:], CALLS_OF_RANKS[1:] * 2])
-@pytest.mark.parametrize("calls", [CALLS_OF_RANKS, CALLS_OF_RANKS[2:], CALLS_OF_RANKS[1:] * 2])
-def test_below_stage_3_ranks_may_leave_out_different_units_from_the_first_step_on(ranks, calls):
-    assert ranks(2, differ_in_depth, calls) == [[], []]
-
-
-def traffic_after_a_short_first_forward():
-    """Bytes sent over those of an engine whose first forward was whole, and how much was gathered at once."""
-    torch.manual_seed(0)
-    model, found = Depth(), []
-    for stage in STAGES:
-        for first in ((0, 2, 3, 4), (0,), ()):
-            sent, peaks = [], []
-            for calls in ((0, 1, 2, 3, 4), first):
-                copied = copy.deepcopy(model)
-                engine, made = start(copied, adamw(copied.parameters()), stage=stage)
-                with torch.no_grad():
-                    engine(numbers(0, 5, 7), calls)
-                for number in range(3):
-                    engine.reset_comm_report()
-                    engine(numbers(number, 5, 7), (0, 1, 2, 3, 4)).square().mean().backward()
-                    made.step()
-                    made.zero_grad()
-                report = engine.comm_report().bytes_sent
-                sent.append((report["all_gather"], report["reduce_scatter"]))
-                peaks.append(engine.memory_report().peak_unsharded)
-            found += [] if sent[0] == sent[1] and peaks[0] >= peaks[1] else [(stage, first, sent, peaks)]
-    return found
-
-
-@pytest.mark.long
-def test_a_first_forward_that_leaves_out_units_costs_no_traffic_later(ranks):
-    assert ranks(2, traffic_after_a_short_first_forward) == [[], []]
+    return same_as_replicated(
+        Depth(), "AdamW", len(CALLS_OF_RANKS), other_depth_loss, stages=(0, 1, 2), find_unused=True
+    )
 
 
 # ----------------------------------------------------------------------------------------------- frozen
 
 
-def is_trained(name):
-    return name.startswith("blocks.1") or name in ("last.bias", "blocks.2.inner.left.weight")
-
-
-def train_frozen():
-    """Frozen parameters share units with trained ones, as with adapters."""
-    torch.manual_seed(0)
-    model = Branching()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained(name))
-    replica = replicate(model, find_unused=True)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = []
-
-    def run(net, optimizer, number_of_steps=3):
-        losses = []
-        for number in range(number_of_steps):
-            loss = net(numbers(number, 5, 7), {}).square().mean()
-            loss.backward()
-            grads = names_with_gradient(plain(net))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return finish(net, losses), grads
-
-    want, wanted_grads = run(replica, adamw([p for p in replica.parameters() if p.requires_grad]))
-    for stage in STAGES:
-        for over_all in (True, False):
-            sharded = copy.deepcopy(model)
-            parameters = [p for p in sharded.parameters() if over_all or p.requires_grad]
-            engine, optimizer = start(sharded, adamw(parameters), stage=stage)
-            got, grads = run(engine, optimizer)
-            found += differences(f"stage {stage}", got, want)
-            names = {p: name for name, p in engine.named_parameters()}
-            with_state = {names[p] for p in optimizer.state}
-            requires = {name for name, p in engine.named_parameters() if p.requires_grad}
-            found += [] if grads == wanted_grads == with_state else [(stage, grads, with_state)]
-            found += [] if requires == set(filter(is_trained, before)) else [(stage, requires)]
-            if got.parameters:
-                frozen = {name: value for name, value in got.parameters.items() if not is_trained(name)}
-                found += unequal("frozen", frozen, {name: before[name] for name in frozen})
-    return found
-
-
-def test_frozen_parameters_stay_as_they_are_and_have_neither_gradient_nor_state(ranks):
-    assert ranks(2, train_frozen) == [[], []]
-
-
-def skip_before_frozen():
+@on_ranks(2)
+def test_frozen_units_that_have_a_backward_on_one_rank_only_are_gathered_on_all():
     """Only block 1 is trained in front of the frozen blocks, and each rank skips it once."""
     torch.manual_seed(0)
     model = Branching(5)
@@ -349,70 +225,15 @@ def skip_before_frozen():
     def loss(net, number):
         return net(numbers(number, 5, 7), plans[number][dist.get_rank()]).square().mean()
 
-    return [
-        line
-        for prefetch in (0, 1, 3)
-        for line in same_as_replicated(
-            model, "AdamW", len(plans), loss, find_unused=True, num_prefetch=prefetch, watchdog_s=10.0
-        )
-    ]
+    return same_as_replicated(model, "AdamW", len(plans), loss, find_unused=True, watchdog_s=10.0)
 
 
-@pytest.mark.long
-def test_frozen_units_that_have_a_backward_on_one_rank_only_are_gathered_on_all(ranks):
-    assert ranks(2, skip_before_frozen) == [[], []]
-
-
-def frozen_memory_and_traffic():
-    """Bytes of gradients, of states, and elements reduced, of a model whose first half is frozen."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(4)))
-    for parameter in model[:2].parameters():
-        parameter.requires_grad_(False)
-    results = {}
-    for stage in STAGES:
-        sharded = copy.deepcopy(model)
-        engine, optimizer = start(sharded, adamw(sharded.parameters()), stage=stage)
-        engine(numbers(0, 5, 64)).square().mean().backward()
-        optimizer.step()
-        report = engine.memory_report()
-        reduced = engine.comm_report().bytes_sent["reduce_scatter"]
-        results[stage] = report.gradients, report.optimizer, reduced
-    return results
-
-
-def test_frozen_parameters_cost_no_gradient_memory_no_state_and_no_reduction(ranks):
-    trained, n = 2 * 64 * 64, 2
-    for results in ranks(n, frozen_memory_and_traffic):
-        for stage, (gradients, states, reduced) in results.items():
-            own = trained // (1 if stage == 0 else n)
-            steps = 2 * 4  # AdamW keeps a step number for each parameter
-            assert (gradients, states, reduced) == (4 * own, 8 * own + steps, 4 * trained // n)
-
-
-def all_frozen():
-    torch.manual_seed(0)
-    model, found = Branching().requires_grad_(False), []
-    x = numbers(0, 5, 7).requires_grad_()
-    want = model(x, {})
-    (want_gradient,) = torch.autograd.grad(want.sum(), x)
-    for stage in STAGES:
-        engine = zeroshard.initialize(copy.deepcopy(model), None, {"stage": stage}).engine
-        got = engine(x, {})
-        (gradient,) = torch.autograd.grad(got.sum(), x)
-        found += [] if torch.equal(got, want) and torch.equal(gradient, want_gradient) else [stage]
-    return found
-
-
-def test_gradients_of_inputs_flow_through_a_model_that_is_all_frozen(ranks):
-    assert ranks(2, all_frozen) == [[], []]
-
-
-def two_forwards(plans, **config):
+def two_forwards(plans):
     """Gradients of a backward over two forwards; the mean by hand is exact at two ranks."""
     torch.manual_seed(0)
     model = Branching()
     sharded = copy.deepcopy(model)
-    engine, _ = start(sharded, sgd(sharded.parameters()), stage=3, **config)
+    engine, _ = start(sharded, sgd(sharded.parameters()), stage=3)
 
     def backward(net, number):
         losses = [
@@ -438,9 +259,7 @@ def two_forwards(plans, **config):
     return found
 
 
-@pytest.mark.long_where(num_prefetch=[0, 2])
-@pytest.mark.parametrize("num_prefetch", [0, 1, 2])
-def test_a_gradient_cut_on_one_rank_in_one_of_two_forwards_before_a_backward(ranks, num_prefetch):
+@on_ranks(2)
+def test_a_gradient_cut_on_one_rank_in_one_of_two_forwards_before_a_backward():
     plans = ({2: "constant"}, {}), ({}, {})
-    assert ranks(2, two_forwards, plans, num_prefetch=num_prefetch) == [[], []]
-    assert ranks(2, two_forwards, plans[::-1], num_prefetch=num_prefetch) == [[], []]
+    return two_forwards(plans) + two_forwards(plans[::-1])

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.training import ALL_STAGES, numbers, square_loss, start
+from tests.distributed.training import STAGES, numbers, square_loss, start
+from tests.ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -105,34 +106,24 @@ def trained_again(engine):
 WAYS = (outside, read_before, of_one_layer, all_inside, written_back, term_alone, asked_for, trained_again)
 
 
-def refused(stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_loss_over_weights_is_refused_where_its_gradient_would_be_lost(stage):
     engine, _ = start(Net(), "SGD", stage=stage)
     before = engine.full_parameter("head.weight")
-    said = []
     for way in WAYS:
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(RuntimeError, match=r"\.weight'.*outside the forward of its unit") as caught:
             way(engine)
-        said.append(str(caught.value))
+        assert "name its class in units=" in str(caught.value)
         engine.zero_grad()
     assert torch.equal(engine.full_parameter("head.weight"), before)
     engine.backward(square_loss(engine, 0))  # the engine goes on
     check(engine, None)
-    return said
 
 
-@pytest.mark.long_where(stage=[1, 2])
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("stage", ALL_STAGES)
-def test_a_loss_over_weights_is_refused_where_its_gradient_would_be_lost(ranks, num_ranks, stage):
-    for said in ranks(num_ranks, refused, stage):
-        for message in said:
-            assert ".weight'" in message
-            assert "outside the forward of its unit" in message
-            assert "name its class in units=" in message
-
-
-def remedies(stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_each_remedy_for_a_loss_over_weights_gives_the_gradients_of_plain_pytorch(stage):
     engine, _ = start(WithTerm(Net()), "SGD", stage=stage, units=["WithTerm"])
     output, penalty = engine(numbers(0, 5, 7))
     engine.backward(output.square().mean() + penalty)
@@ -148,15 +139,9 @@ def remedies(stage):
     torch.testing.assert_close(read, engine.full_parameter("head.weight").norm())
 
 
-@pytest.mark.long_where(stage=[1, 2])
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("stage", ALL_STAGES)
-def test_each_remedy_for_a_loss_over_weights_gives_the_gradients_of_plain_pytorch(ranks, num_ranks, stage):
-    ranks(num_ranks, remedies, stage)
-
-
-def batches_inside(stage):
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_batch_inside_unsharded_has_the_gradients_of_one_outside(stage):
     for write_back in (False, True):
         engine, _ = start(Net(), "SGD", stage=stage)
         with engine.unsharded(write_back=write_back):
@@ -171,22 +156,13 @@ def batches_inside(stage):
         check(engine, None)
 
 
-@pytest.mark.long_where(stage=[1, 2])
-@pytest.mark.parametrize("stage", ALL_STAGES)
-def test_a_batch_inside_unsharded_has_the_gradients_of_one_outside(ranks, stage):
-    ranks(2, batches_inside, stage)
-
-
-def copies():
+@on_ranks(2)
+def test_copies_of_parameters_take_no_gradient():
     engine, _ = start(Net(), "SGD", stage=3)
     whole = [engine.full_parameter("head.weight"), *dict(engine.named_full_parameters()).values()]
     with pytest.raises(ValueError, match="requires a gradient"):
         engine.backward(sum(values.square().sum() for values in whole))
-    return [values.requires_grad for values in whole]
-
-
-def test_copies_of_parameters_take_no_gradient(ranks):
-    assert ranks(2, copies) == [[False] * 7] * 2
+    assert [values.requires_grad for values in whole] == [False] * 7
 
 
 class Lends(nn.Module):
@@ -209,7 +185,9 @@ class Lends(nn.Module):
         return x
 
 
-def lent(stage):
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(2)
+def test_a_weight_that_an_earlier_unit_computes_with_gets_both_gradients(stage):
     (engine, _), plain = start(Lends(), "SGD", stage=stage), Lends()
     for model in (engine, plain):
         model.eval()
@@ -220,8 +198,3 @@ def lent(stage):
         (plain(numbers(0, 5, 7, rank=rank)).square().mean() / dist.get_world_size()).backward()
     for name, p in plain.named_parameters():
         torch.testing.assert_close(engine.full_gradient(name), p.grad)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_weight_that_an_earlier_unit_computes_with_gets_both_gradients(ranks, stage):
-    ranks(2, lent, stage)

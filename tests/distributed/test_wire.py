@@ -20,19 +20,18 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.models import Block
-from tests.distributed.training import ALL_STAGES, build, numbers, padded_size, start, token_loss
+from tests.distributed.training import (
+    ALL_STAGES,
+    SendCounter,
+    build,
+    micro_batches,
+    numbers,
+    padded_size,
+    start,
+    token_loss,
+)
+from tests.ranks import on_ranks
 from zeroshard.stepping.attach import attach
-
-
-class SendCounter:
-    """Elements that torch.distributed.isend was asked to send; all-gather and reduce-scatter use it."""
-
-    def __init__(self):
-        self.elements, self._send = 0, dist.isend
-
-    def __call__(self, tensor, *args, **kwargs):
-        self.elements += tensor.numel()
-        return self._send(tensor, *args, **kwargs)
 
 
 def expected(engine, stage, k):
@@ -60,15 +59,6 @@ def measure(engine, take_step, stage, k, element_bytes=(4, 4), num_steps=3):
     return found
 
 
-def micro_batches(engine, k):
-    def take_step(number):
-        for micro in range(k):
-            engine.backward(token_loss(engine, k * number + micro))
-            engine.step()
-
-    return take_step
-
-
 def traffic(kind, k):
     found = []
     for stage in ALL_STAGES:
@@ -77,16 +67,18 @@ def traffic(kind, k):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.long_where(num_ranks=[3], k=[1])
-@pytest.mark.long_where(num_ranks=[2], k=[3])
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("k", [1, 3])
-def test_the_first_and_later_steps_send_what_the_table_says(ranks, num_ranks, k):
-    assert ranks(num_ranks, traffic, "tied GPT", k) == [[]] * num_ranks
+@pytest.mark.parametrize(("num_ranks", "k"), [(2, 1), (3, 3)])
+@on_ranks()
+def test_the_first_and_later_steps_send_what_the_table_says(k):
+    found = []
+    for stage in ALL_STAGES:
+        engine, _ = start(build("tied GPT"), stage=stage, gradient_accumulation_steps=k)
+        found += measure(engine, micro_batches(engine, k), stage, k)
+    return found
 
 
-def traffic_of_units():
+@on_ranks(2)
+def test_units_that_stay_gathered_are_listed_as_kept_and_not_sent_again():
     """Among them an embedding, of which backward needs no parameters, and blocks that all stay gathered."""
     found, kinds = [], {}
     for name, options in {
@@ -100,19 +92,16 @@ def traffic_of_units():
         engine, _ = start(build("GPT"), stage=3, **options)
         found += [(name, *line) for line in measure(engine, micro_batches(engine, 1), 3, 1)]
         kinds[name] = [unit.name for unit in engine.units if unit.kept]
-    return found, kinds
+    kept = kinds
+    assert found == []
+    assert kept["embedding"] == ["", "tokens", "blocks.2"]
+    assert kept["all kept"] == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert kept["no prefetch"] == kept["far prefetch"] == ["", "blocks.2"]
+    assert kept["one unit"] == [""]
 
 
-def test_units_that_stay_gathered_are_listed_as_kept_and_not_sent_again(ranks):
-    for found, kept in ranks(2, traffic_of_units):
-        assert found == []
-        assert kept["embedding"] == ["", "tokens", "blocks.2"]
-        assert kept["all kept"] == ["", "blocks.0", "blocks.1", "blocks.2"]
-        assert kept["no prefetch"] == kept["far prefetch"] == ["", "blocks.2"]
-        assert kept["one unit"] == [""]
-
-
-def traffic_of_bf16():
+@on_ranks(2)
+def test_bf16_halves_the_bytes_of_parameters_and_reduce_dtype_those_of_gradients():
     """Parameters travel in the compute dtype, gradients in the reduce dtype; stage 0 gathers gradients."""
     found = []
     for stage in ALL_STAGES:
@@ -124,11 +113,8 @@ def traffic_of_bf16():
     return found
 
 
-def test_bf16_halves_the_bytes_of_parameters_and_reduce_dtype_those_of_gradients(ranks):
-    assert ranks(2, traffic_of_bf16) == [[], []]
-
-
-def traffic_of_no_sync():
+@on_ranks(2)
+def test_under_no_sync_gradients_are_sent_once():
     """Three micro-batches, one reduction."""
     found = []
     for stage in ALL_STAGES:
@@ -154,22 +140,6 @@ def traffic_of_no_sync():
     return found
 
 
-def test_under_no_sync_gradients_are_sent_once(ranks):
-    assert ranks(2, traffic_of_no_sync) == [[], []]
-
-
-def traffic_of_one_rank():
-    for stage in ALL_STAGES:
-        engine, optimizer = start(build("tied GPT"), stage=stage)
-        with mock.patch.object(dist, "isend", SendCounter()) as counter:
-            token_loss(engine, 0).backward()
-            optimizer.step()
-        report = engine.comm_report()
-        assert not any(report.bytes_sent.values()), report
-        assert not any(report.calls.values()), report
-        assert not counter.elements
-
-
 class ReturnsParameter(nn.Module):
     def __init__(self):
         super().__init__()
@@ -183,8 +153,8 @@ class ReturnsParameter(nn.Module):
         return {"x": x * self.scale, "scale": self.scale}
 
 
-def traffic_of_a_returned_parameter():
-    """Bytes of gradients by stage and step, where each backward comes to what was returned before too."""
+@on_ranks(2)
+def test_a_parameter_that_a_forward_returns_has_no_gradient_sent_twice():
     sent = []
     for stage in ALL_STAGES:
         engine, optimizer = start(ReturnsParameter(), "SGD", stage=stage, units=["Linear"])
@@ -195,16 +165,11 @@ def traffic_of_a_returned_parameter():
             optimizer.step()
             optimizer.zero_grad()
             sent.append((stage, engine.comm_report().bytes_sent["reduce_scatter"]))
-    return sent
+    assert len(set(sent)) == len(ALL_STAGES)
 
 
-def test_a_parameter_that_a_forward_returns_has_no_gradient_sent_twice(ranks):
-    for sent in ranks(2, traffic_of_a_returned_parameter):
-        assert len(set(sent)) == len(ALL_STAGES)
-
-
-def traffic_of_a_gradient_penalty():
-    """Bytes of gradients by stage and kind of loss: forwards before and after gradients with a graph."""
+@on_ranks(2)
+def test_a_gradient_penalty_has_no_gradient_sent_twice():
     sent = []
     for stage in range(3):
         engine, optimizer = start(ReturnsParameter(), "SGD", stage=stage, units=["Linear"])
@@ -219,19 +184,24 @@ def traffic_of_a_gradient_penalty():
             optimizer.step()
             optimizer.zero_grad()
             sent.append((stage, engine.comm_report().bytes_sent["reduce_scatter"]))
-    return sent
+    assert len(set(sent)) == 3
 
 
-def test_a_gradient_penalty_has_no_gradient_sent_twice(ranks):
-    for sent in ranks(2, traffic_of_a_gradient_penalty):
-        assert len(set(sent)) == 3
+@on_ranks(1)
+def test_one_rank_sends_nothing_and_calls_nothing():
+    for stage in ALL_STAGES:
+        engine, optimizer = start(build("tied GPT"), stage=stage)
+        with mock.patch.object(dist, "isend", SendCounter()) as counter:
+            token_loss(engine, 0).backward()
+            optimizer.step()
+        report = engine.comm_report()
+        assert not any(report.bytes_sent.values()), report
+        assert not any(report.calls.values()), report
+        assert not counter.elements
 
 
-def test_one_rank_sends_nothing_and_calls_nothing(ranks):
-    ranks(1, traffic_of_one_rank)
-
-
-def traffic_of_evaluation():
+@on_ranks(2)
+def test_evaluation_gathers_each_unit_once_at_stage_3_and_sends_nothing_at_others():
     """At rest nothing is gathered at stages 0 to 2; at stage 3 each unit once."""
     found, model = {}, build("tied GPT")
     for stage in ALL_STAGES:
@@ -242,20 +212,21 @@ def traffic_of_evaluation():
                 token_loss(engine, number)
             sent = dict(engine.comm_report().bytes_sent)
             found[stage, number] = sent["all_gather"] / 4 / padded_size(engine), sent["reduce_scatter"]
-    return found
+    for (stage, _), sent in found.items():
+        assert sent == (0.5 if stage == 3 else 0.0, 0)
 
 
-def test_evaluation_gathers_each_unit_once_at_stage_3_and_sends_nothing_at_others(ranks):
-    for found in ranks(2, traffic_of_evaluation):
-        for (stage, _), sent in found.items():
-            assert sent == (0.5 if stage == 3 else 0.0, 0)
-
-
-def traffic_of_two_optimizers(stage, together):
+def two_optimizers(engine):
     """Both hold parameters of the same units."""
-    engine, _ = start(build("tied GPT"), None, stage=stage, precision={"param_dtype": "bf16"})
     parameters = list(engine.parameters())
-    optimizers = [torch.optim.SGD(parameters[0::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)]
+    return [torch.optim.SGD(parameters[0::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)]
+
+
+@pytest.mark.parametrize("together", [True, False])
+@on_ranks(2)
+def test_parameters_are_gathered_once_after_the_steps_of_two_optimizers_together(together):
+    engine, _ = start(build("tied GPT"), None, stage=2, precision={"param_dtype": "bf16"})
+    optimizers = two_optimizers(engine)
     for some in [optimizers] if together else [[optimizer] for optimizer in optimizers]:
         attach(engine._runtime, engine._guard.rounding, *some)
     sent = []
@@ -265,22 +236,15 @@ def traffic_of_two_optimizers(stage, together):
         for optimizer in optimizers:
             optimizer.step()
         sent.append(engine.comm_report().bytes_sent["all_gather"] / 2)
-    return sent, padded_size(engine) // 2
+    expected = padded_size(engine) // 2
+    assert sent == [expected if together else 2 * expected] * 3
 
 
-@pytest.mark.long_where(stage=[1])
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_parameters_are_gathered_once_after_the_steps_of_two_optimizers_together(ranks, stage, together):
-    for sent, expected in ranks(2, traffic_of_two_optimizers, stage, together):
-        assert sent == [expected if together else 2 * expected] * 3
-
-
-def half_steps(stage):
-    """The errors of a forward, and of a part of the model, after one of two optimizers has stepped."""
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_forward_between_the_steps_of_optimizers_that_step_together_is_an_error(stage):
     engine, _ = start(build("tied GPT"), None, stage=stage)
-    parameters = list(engine.parameters())
-    optimizers = [torch.optim.SGD(parameters[0::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)]
+    optimizers = two_optimizers(engine)
     attach(engine._runtime, engine._guard.rounding, *optimizers)
     token_loss(engine, 0).backward()
     optimizers[0].step()
@@ -291,42 +255,36 @@ def half_steps(stage):
         except RuntimeError as error:
             messages.append(str(error))
     optimizers[1].step()
-    return messages, token_loss(engine, 1).isfinite().item()
+    is_finite = token_loss(engine, 1).isfinite().item()
+    assert is_finite
+    assert len(messages) == 2
+    assert all("attached together" in message for message in messages)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_forward_between_the_steps_of_optimizers_that_step_together_is_an_error(ranks, stage):
-    for messages, is_finite in ranks(2, half_steps, stage):
-        assert is_finite
-        assert len(messages) == 2
-        assert all("attached together" in message for message in messages)
+@pytest.mark.long
+@on_ranks(4)
+def test_exchanges_between_shard_groups_go_on_while_the_backward_does():
+    """A reduction is one exchange in its group and two between groups.
 
-
-def reductions_of_groups():
-    """The labels of collectives in a backward, in order, with two shard groups of two ranks."""
+    The labels of collectives in a backward, in order, with two shard groups of two ranks.
+    """
     engine, _ = start(build("GPT", num_blocks=6), stage=3, shard_group_size=2)
     for number in range(3):
         before = set(engine._axes.dp.ledger.entries()[1])
         engine.backward(token_loss(engine, number))
         entries = engine._axes.dp.ledger.entries()[1]
         engine.step()
-    return [label for line, number, label in entries if (line, number, label) not in before]
-
-
-@pytest.mark.long
-def test_exchanges_between_shard_groups_go_on_while_the_backward_does(ranks):
-    """A reduction is one exchange in its group and two between groups."""
-    for labels in ranks(4, reductions_of_groups):
-        for block in range(2, 6):
-            scatters = [at for at, label in enumerate(labels) if label.startswith("reduce-scatter")]
-            own = [at for at in scatters if f"'blocks.{block}'" in labels[at]]
-            (last,) = [
-                at
-                for at, label in enumerate(labels)
-                if label == f"all-gather of the gradients of unit 'blocks.{block}'"
-            ]
-            later = [f"'blocks.{block - 1}'", f"'blocks.{block - 2}'", f"'blocks.{max(0, block - 3)}'"]
-            assert len(own) == 2
-            assert labels.index(f"reduce-scatter of the gradients of unit {later[1]}") > own[0]
-            if block >= 3:
-                assert last < labels.index(f"reduce-scatter of the gradients of unit {later[2]}")
+    labels = [label for line, number, label in entries if (line, number, label) not in before]
+    for block in range(2, 6):
+        scatters = [at for at, label in enumerate(labels) if label.startswith("reduce-scatter")]
+        own = [at for at in scatters if f"'blocks.{block}'" in labels[at]]
+        (last,) = [
+            at
+            for at, label in enumerate(labels)
+            if label == f"all-gather of the gradients of unit 'blocks.{block}'"
+        ]
+        later = [f"'blocks.{block - 1}'", f"'blocks.{block - 2}'", f"'blocks.{max(0, block - 3)}'"]
+        assert len(own) == 2
+        assert labels.index(f"reduce-scatter of the gradients of unit {later[1]}") > own[0]
+        if block >= 3:
+            assert last < labels.index(f"reduce-scatter of the gradients of unit {later[2]}")

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.ranks import on_ranks
 from tests.sharding.test_copies import build
 
 
@@ -19,8 +20,8 @@ def refusal(model):
     return str(caught.value)
 
 
-def distributed_already():
-    """The errors for models that something else distributes, and whether the inner model trains after."""
+@on_ranks(1, 2)
+def test_a_model_that_is_distributed_already_is_refused_by_name_with_the_remedy():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     partly = build()
     partly.outer.bias = nn.Parameter(distribute_tensor(partly.outer.bias.detach(), mesh, [Replicate()]))
@@ -32,20 +33,15 @@ def distributed_already():
         inside,
         FullyShardedDataParallel(build(), device_id=torch.device("cpu")),
     ]
-    return [refusal(model) for model in (*models, wrapped)] + [
+    found = [refusal(model) for model in (*models, wrapped)] + [
         zeroshard.initialize(wrapped.module, torch.optim.AdamW).engine.global_step
     ]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_model_that_is_distributed_already_is_refused_by_name_with_the_remedy(ranks, num_ranks):
-    for found in ranks(num_ranks, distributed_already):
-        tensor, fsdp2, inner, fsdp1, ddp, num_steps = found
-        assert "parameter 'outer.bias' is a DTensor" in tensor
-        assert "the model is a FSDPModule of torch" in fsdp2
-        assert "leave fully_shard out" in fsdp2
-        assert "module '0' is a FSDPModule" in inner
-        assert "the model is a FullyShardedDataParallel" in fsdp1
-        assert "the model is a DistributedDataParallel" in ddp
-        assert "the model inside, its attribute `module`" in ddp
-        assert num_steps == 0
+    tensor, fsdp2, inner, fsdp1, ddp, num_steps = found
+    assert "parameter 'outer.bias' is a DTensor" in tensor
+    assert "the model is a FSDPModule of torch" in fsdp2
+    assert "leave fully_shard out" in fsdp2
+    assert "module '0' is a FSDPModule" in inner
+    assert "the model is a FullyShardedDataParallel" in fsdp1
+    assert "the model is a DistributedDataParallel" in ddp
+    assert "the model inside, its attribute `module`" in ddp
+    assert num_steps == 0

@@ -20,6 +20,7 @@ from tests.distributed.training import (
     square_loss,
     start,
 )
+from tests.ranks import on_ranks
 
 
 class Wrapped(nn.Module):
@@ -59,8 +60,13 @@ def two_backwards(model, forget):
     square_loss(model, 1).backward()
 
 
-def forgotten(precision):
-    """Where gradients are not those of DDP."""
+@pytest.mark.parametrize(("num_ranks", "precision"), [(2, {}), (1, {"main_dtype": "bf16"})])
+@on_ranks(timeout=120)
+def test_gradients_that_were_forgotten_do_not_come_back(precision):
+    """1e-6: the sum of two micro-batches is divided by the number of ranks; DDP divides before.
+
+    Where gradients are not those of DDP.
+    """
     found = []
     for name, forget in WAYS.items():
         replica = replicate(Wrapped(), find_unused=True)
@@ -74,17 +80,8 @@ def forgotten(precision):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1], precision=[{}])
-@pytest.mark.long_where(num_ranks=[2], precision=[{"main_dtype": "bf16"}])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("precision", [{}, {"main_dtype": "bf16"}])
-def test_gradients_that_were_forgotten_do_not_come_back(ranks, num_ranks, precision):
-    """1e-6: the sum of two micro-batches is divided by the number of ranks; DDP divides before."""
-    assert ranks(num_ranks, forgotten, precision, timeout=120) == [[]] * num_ranks
-
-
-def counted_anew():
-    """Whether the steps and gradients after `model.zero_grad()` are those after `engine.zero_grad()`."""
+@on_ranks(1, 2)
+def test_zero_grad_of_the_model_is_that_of_the_engine():
     found = []
     for stage in STAGES:
         runs = []
@@ -104,13 +101,8 @@ def counted_anew():
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_zero_grad_of_the_model_is_that_of_the_engine(ranks, num_ranks):
-    assert ranks(num_ranks, counted_anew) == [[]] * num_ranks
-
-
-def without_the_engine():
-    """Whether the engine is gone, and the model forgets gradients by itself."""
+@on_ranks(1)
+def test_the_model_does_not_keep_its_engine_alive():
     engine, _ = start(Wrapped(), "SGD", stage=0)
     square_loss(engine, 0).backward()
     module = engine.module
@@ -118,11 +110,7 @@ def without_the_engine():
     del engine
     gc.collect()
     module.zero_grad()
-    return reference() is None, all(p.grad is None for p in module.parameters())
-
-
-def test_the_model_does_not_keep_its_engine_alive(ranks):
-    assert ranks(1, without_the_engine) == [(True, True)]
+    assert (reference() is None, all(p.grad is None for p in module.parameters())) == (True, True)
 
 
 def read_with_sums():

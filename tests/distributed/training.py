@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -308,3 +310,101 @@ def unequal(what: str, got: Mapping[str, Tensor], want: Mapping[str, Tensor]) ->
             yield f"{what}: {name} is only in one"
         elif not torch.equal(got[name], want[name]):
             yield f"{what}: {name} differs by {(got[name] - want[name]).abs().max().item():g}"
+
+
+def live_bytes(messages=True):
+    """Of every tensor made since the last gc.freeze(), each storage once.
+
+    Without `messages`, tensors of uint8 do not count: those of the ranks come and go in the background.
+    """
+    gc.collect()
+    storages = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for thing in gc.get_objects():
+            if isinstance(thing, torch.Tensor) and (messages or thing.dtype != torch.uint8):
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # fake and meta tensors
+                    storage = thing.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+class SendCounter:
+    """Elements that torch.distributed.isend was asked to send; all-gather and reduce-scatter use it."""
+
+    def __init__(self):
+        self.elements, self._send = 0, dist.isend
+
+    def __call__(self, tensor, *args, **kwargs):
+        self.elements += tensor.numel()
+        return self._send(tensor, *args, **kwargs)
+
+
+def micro_batches(engine, k):
+    def take_step(number):
+        for micro in range(k):
+            engine.backward(token_loss(engine, k * number + micro))
+            engine.step()
+
+    return take_step
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.3)
+
+
+def averaged_step(model, optimizer, loss, number):
+    """A step of plain PyTorch with the mean of the ranks' gradients."""
+    value = loss(model, number)
+    value.backward()
+    for parameter in model.parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient *= 1 / dist.get_world_size()
+        dist.all_reduce(gradient)
+        parameter.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.item()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def unlike(what, got, want):
+    got, want = (value if isinstance(value, tuple) else (value,) for value in (got, want))
+    same = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
+    return [] if same else [f"{what} gives {got}, not {want}"]
+
+
+def apart(what, got, want):
+    """Where two runs differ by more than the order of sums."""
+    found = unlike(f"{what}, losses", torch.tensor(got.losses), torch.tensor(want.losses))
+    for name, value in got.parameters.items():
+        found += unlike(f"{what}, {name}", value, want.parameters[name])
+    return found
+
+
+def lora(dtype=torch.float32, *, checkpoints=False, **options):
+    """Adapters, with random values in both halves, on a small Llama; the rest is frozen.
+
+    Args:
+        dtype: of what is frozen; adapters stay in fp32.
+        checkpoints: whether there are activation checkpoints.
+        options: of peft.
+    """
+    import peft
+
+    base = build("tied transformers Llama").to(dtype)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        **options,
+    )
+    if checkpoints:
+        base.gradient_checkpointing_enable()
+        base.enable_input_require_grads()
+    model = peft.get_peft_model(base, config)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    return model.train()

@@ -322,7 +322,7 @@ GUARDS = (
         replace="        if False:\n",
         tests=(
             "tests/distributed/test_edits.py::"
-            "test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value[2]",
+            "test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value",
         ),
     ),
     Break(
