@@ -31,8 +31,7 @@ WIDTH, NUM_EXPERTS = 14, 6
 # -------------------------------------------------------------------------------------- of transformers
 
 
-def mixtral(implementation):
-    """`implementation`: of the experts; a loop over them, or grouped products of matrices."""
+def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     model = MixtralForCausalLM(
@@ -50,7 +49,7 @@ def mixtral(implementation):
             use_cache=False,
         )
     )
-    model.set_experts_implementation(implementation)
+    model.set_experts_implementation("grouped_mm")
     return model.train()
 
 
@@ -78,11 +77,10 @@ def counts_of_experts(model, number):
     return torch.stack(everyone)
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", pytest.param("eager", marks=pytest.mark.long)])
 @on_ranks(2, timeout=120)
-def test_a_mixtral_whose_ranks_route_differently_trains_as_in_ddp_to_the_bit(implementation):
+def test_a_mixtral_whose_ranks_route_differently_trains_as_in_ddp_to_the_bit():
     torch.manual_seed(0)
-    model = mixtral(implementation)
+    model = mixtral()
     counts = counts_of_experts(model, 0)
     assert ((counts[0] == 0) != (counts[1] == 0)).any(), "some expert has tokens on one rank alone"
     assert (counts.sum(0) == 0).any(), "some expert has no token at all"

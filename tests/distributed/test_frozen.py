@@ -253,12 +253,10 @@ def test_what_was_frozen_at_initialize_cannot_be_trained_and_is_named(stage):
         finally:
             handle.remove()
 
-    said = []
     for way in (outside, by_module, under_unsharded, inside_forward):
         with pytest.raises(RuntimeError) as caught:
             way()
-        said.append(str(caught.value))
-    for message in said:
+        message = str(caught.value)
         assert "'inner." in message
         assert "frozen at initialize" in message
 

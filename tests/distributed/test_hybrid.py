@@ -22,8 +22,6 @@ from tests.distributed.training import (
     SendCounter,
     build,
     differences,
-    distance_of_all,
-    distances,
     live_bytes,
     micro_batches,
     padded_size,
@@ -32,41 +30,9 @@ from tests.distributed.training import (
     step,
     token_loss,
     train,
-    train_replicated,
     train_sharded,
 )
 from tests.ranks import on_ranks
-
-
-def groups_of_four_ranks(kind, num_steps):
-    model, found = build(kind), {}
-    wants = {name: train_replicated(model, name, num_steps) for name in ("SGD", "AdamW")}
-    for size in (1, 2, 4):
-        for name, want in wants.items():
-            got = train_sharded(model, name, num_steps, shard_group_size=size)
-            pairs = zip(got.losses, want.losses, strict=True)
-            far = {"losses": max(abs(a - b) / abs(b) for a, b in pairs)}
-            if got.parameters:
-                far["each"] = max(distances(got.parameters, want.parameters).values())
-                far["all"] = distance_of_all(got.parameters, want.parameters)
-            if size == 4:
-                far["stage 3"] = differences("4", got, train_sharded(model, name, num_steps))
-            if size == 2 and name == "AdamW":
-                for stage in (1, 2):
-                    other = train_sharded(model, name, num_steps, stage=stage, shard_group_size=size)
-                    far[f"stage {stage}"] = differences(f"stage {stage}", other, got)
-            found[size, name] = far
-    return found
-
-
-@pytest.mark.long
-def test_groups_of_four_ranks_stay_close_to_ddp(ranks):
-    results = ranks(4, groups_of_four_ranks, "Llama", 4, timeout=200)
-    for found in results:
-        assert all(far["losses"] <= 1e-6 for far in found.values())
-        assert all(far.get(f"stage {n}", []) == [] for far in found.values() for n in (1, 2, 3))
-    for (_, name), far in results[0].items():
-        assert far["each" if name == "SGD" else "all"] <= (5e-6 if name == "SGD" else 5e-5)
 
 
 def replicas(options):

@@ -1,13 +1,11 @@
 """A backward over two engines, the value of engine.backward, and steps of other numbers of micro-batches."""
 
-import pytest
 import torch
 from torch import nn
 
-from tests.distributed.training import STAGES, full_gradients, numbers, plain, replicate, start
+from tests.distributed.training import STAGES, full_gradients, numbers, start
 from tests.ranks import on_ranks
 
-RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
 PRECISIONS = ({}, {"precision": {"param_dtype": "fp16"}})
 
 
@@ -133,54 +131,6 @@ def test_what_the_model_names_like_the_engine_is_found_by_name():
 
 
 # ----------------------------------------------------------------------- other numbers of micro-batches
-
-
-def uneven_steps(stage, as_batches):
-    """Steps of 2, 3, 1 and 2 micro-batches against DDP, which divides by hand."""
-    model = net()
-    replica = replicate(model)
-    reference = torch.optim.AdamW(replica.parameters(), lr=1e-3)
-    engine, _ = start(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-3),
-        stage=stage,
-        units=["Linear"],
-        gradient_accumulation_steps=2,
-    )
-    engine.loss_fn = lambda output, target: (output - target).square().mean()
-    number = 0
-    for count in (2, 3, 1, 2):
-        engine.set_gradient_accumulation_steps(count)
-        batches = [numbers(number + index, 4, 7) for index in range(count)]
-        number += count
-        if as_batches:
-            engine.train_batch(torch.cat(batches), torch.cat(batches))
-        else:
-            steps = []
-            for batch in batches:
-                engine.backward((engine(batch) - batch).square().mean())
-                steps.append(engine.step())
-            assert steps == [False] * (count - 1) + [True]
-        for batch in batches:
-            ((replica(batch) - batch).square().mean() / count).backward()
-        reference.step()
-        reference.zero_grad()
-    want = dict(plain(replica).named_parameters())
-    return [
-        name
-        for name, got in full(engine).items()
-        if not torch.allclose(got, want[name], rtol=1e-5, atol=1e-7) or engine.global_step != 4
-    ]
-
-
-@on_ranks(2)
-def test_each_step_may_have_its_own_number_of_micro_batches():
-    return {
-        (stage, as_batches): problems
-        for stage in STAGES
-        for as_batches in (False, True)
-        if (problems := uneven_steps(stage, as_batches))
-    }
 
 
 def assignments(stage):

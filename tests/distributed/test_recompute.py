@@ -227,7 +227,6 @@ def test_recomputation_gathers_nothing_twice_and_keeps_fewer_activations():
 
 @on_ranks(2)
 def test_a_cache_that_recomputation_would_fill_twice_is_refused_with_the_remedy():
-    pytest.importorskip("transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
