@@ -236,7 +236,7 @@ def _run_body(module: str, name: str, arguments: dict[str, Any]) -> Any:
     """On a rank; an assertion that fails shows the local variables around it."""
     try:
         return getattr(importlib.import_module(module), name).__wrapped__(**arguments)
-    except AssertionError as error:
+    except (AssertionError, pytest.fail.Exception) as error:
         frames = traceback.TracebackException.from_exception(error, capture_locals=True).stack
         shown = [f"{key} = {value[:VALUE_CHARACTERS]}" for key, value in (frames[-1].locals or {}).items()]
         raise AssertionError("\n".join((str(error), *shown))) from error
