@@ -216,7 +216,6 @@ def on_ranks(*numbers: Any, **options: Any) -> Callable[[Callable[..., Any]], Ca
 
         @functools.wraps(body)
         def test(ranks: Ranks, num_ranks: int = numbers[0] if numbers else 0, **arguments: Any) -> None:
-            __tracebackhide__ = True
             if "num_ranks" in names:
                 arguments["num_ranks"] = num_ranks
             wrong = ranks(num_ranks, _run_body, body.__module__, body.__name__, arguments, **options)
