@@ -89,13 +89,13 @@ def same(found, want):
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16", "main_dtype": "bf16"}
 
 
-@pytest.mark.long_where(options=[{"precision": BF16}])
-@pytest.mark.long_where(num_ranks=[2])
-@pytest.mark.long_where(stage=[1], options=[{"precision": BF16}])
-@pytest.mark.long_where(num_ranks=[3], stage=[0, 2])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"precision": BF16}])
+LAYOUTS = [(3, 1, {}), (3, 3, {})] + [
+    pytest.param(num_ranks, stage, {"precision": BF16}, marks=pytest.mark.long)
+    for num_ranks, stage in ((3, 0), (2, 2))
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "stage", "options"), LAYOUTS)
 def test_units_that_are_done_are_reduced_in_their_last_backward_with_the_same_bits(
     ranks, num_ranks, stage, options
 ):
@@ -144,9 +144,7 @@ def between(stage, is_stepped):
     return under_way, run.gradients()
 
 
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("is_stepped", [False, True])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "is_stepped"), [(3, False), (3, True), (0, True)])
 def test_reductions_can_be_started_between_backwards_and_go_on(ranks, stage, is_stepped):
     [want, *_] = ranks(2, deferred, stage, {})
     for under_way, found in ranks(2, between, stage, is_stepped):
@@ -198,10 +196,7 @@ def again(stage, failing):
     return run.gradients()
 
 
-@pytest.mark.long_where(failing=[2])
-@pytest.mark.long_where(stage=[1])
-@pytest.mark.parametrize("failing", [1, 2, 3])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "failing"), [(3, 1), (1, 2), (3, 3)])
 def test_a_batch_can_be_run_again_after_an_exception(ranks, stage, failing):
     [want, *_] = ranks(2, deferred, stage, {})
     for found in ranks(2, again, stage, failing):
@@ -222,9 +217,8 @@ def dropped(stage):
     return run.gradients()
 
 
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_gradients_under_way_can_be_dropped(ranks, stage):
+def test_gradients_under_way_can_be_dropped(ranks):
+    stage = 3
     [want, *_] = ranks(2, deferred, stage, {})
     want.pop("halves.1.1.linear.weight")
     for found in ranks(2, dropped, stage):

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from tests.ranks import on_ranks
 from zeroshard.internals.autograd import (
     at_end_of_backward,
     capture_around,
@@ -383,38 +384,16 @@ class Block(nn.Module):
         return x + self.body(self.layer(x))
 
 
-class RecomputedPart(Block):
-    """Recomputes a part of itself."""
-
-    def forward(self, x):
-        return x + checkpoint(lambda y: self.body(self.layer(y)), x, use_reentrant=False)
-
-
-class RecomputedTwice(Block):
-    """Uses its layers outside of a checkpoint and inside."""
-
-    def forward(self, x):
-        x = x + self.body(self.layer(x))
-        return x + checkpoint(lambda y: self.body(self.layer(y)), x, use_reentrant=False)
-
-
 class Net(nn.Module):
-    def __init__(self, block, forward):
+    def __init__(self, forward):
         super().__init__()
         self.inp = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([block() for _ in range(3)])
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.head = nn.Linear(WIDTH, 4)
         self.run = forward
 
     def forward(self, x):
         return self.run(self, x)
-
-
-def in_turn(net, x):
-    x = net.inp(x)
-    for block in net.blocks:
-        x = block(x)
-    return net.head(x)
 
 
 def called_outside_then_inside(net, x):
@@ -429,12 +408,6 @@ def called_inside_then_outside(net, x):
     for block in net.blocks:
         x = block(checkpoint(block, x, use_reentrant=False))
     return net.head(x)
-
-
-def recomputed_over_two_units(net, x):
-    x = net.inp(x)
-    x = checkpoint(lambda y: net.blocks[1](net.blocks[0](y)), x, use_reentrant=False)
-    return net.head(net.blocks[2](x))
 
 
 def recomputed_layers_of_the_root(net, x):
@@ -456,12 +429,19 @@ def train(net, step):
     return losses
 
 
-def train_plain_and_sharded(block, forward):
-    """Losses of plain training, and of each stage, on all ranks alike."""
+HARD = {
+    "a unit that was called before": called_outside_then_inside,
+    "a unit that is called again": called_inside_then_outside,
+    "layers of the root": recomputed_layers_of_the_root,
+}
 
+
+@pytest.mark.parametrize("what", HARD)
+@on_ranks(2)
+def test_recomputing_gives_the_losses_of_plain_training(what):
     def build():
         torch.manual_seed(0)
-        net = Net(block, forward)
+        net = Net(HARD[what])
         return net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
     def step(optimizer):
@@ -470,29 +450,10 @@ def train_plain_and_sharded(block, forward):
 
     net, optimizer = build()
     plain = train(net, lambda: step(optimizer))
-    sharded = []
     for stage in range(4):
         engine, optimizer, *_ = zeroshard.initialize(*build(), {"stage": stage, "watchdog_s": 20})
-        sharded.append(train(engine, lambda: step(optimizer)))  # noqa: B023 (called at once)
-    return plain, sharded
-
-
-HARD = {
-    "a part of a unit": (RecomputedPart, in_turn),
-    "a part of a unit that is also used outside": (RecomputedTwice, in_turn),
-    "a unit that was called before": (Block, called_outside_then_inside),
-    "a unit that is called again": (Block, called_inside_then_outside),
-    "two units together": (Block, recomputed_over_two_units),
-    "layers of the root": (Block, recomputed_layers_of_the_root),
-}
-
-
-@pytest.mark.long_where(what=list(HARD)[::2])
-@pytest.mark.parametrize("what", HARD)
-def test_recomputing_gives_the_losses_of_plain_training(ranks, what):
-    for plain, sharded in ranks(2, train_plain_and_sharded, *HARD[what]):
-        for losses in sharded:
-            assert losses == pytest.approx(plain, rel=1e-6)
+        losses = train(engine, lambda: step(optimizer))  # noqa: B023 (called at once)
+        assert losses == pytest.approx(plain, rel=1e-6)
 
 
 # --------------------------------------------------------------------------------- running checkpoints

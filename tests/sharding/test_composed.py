@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import zeroshard
 from tests.distributed.training import STAGES
+from tests.ranks import on_ranks
 from tests.sharding.test_quantized import adamw, llama, plain, same_state, train
 from zeroshard.hf.export import Format, export_checkpoint
 
@@ -129,12 +130,13 @@ def trained(kind, stage, folder):
     return losses, stream, after, report
 
 
-@pytest.mark.long_where(kind=["float8"])
-@pytest.mark.parametrize("kind", MAKES)
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (2, 0), (1, 3), (4, 2)])
-@pytest.mark.long_where(kind=LONG)
-@pytest.mark.long_where(num_ranks=[1, 4])
-@pytest.mark.long_where(stage=[0])
+LAYOUTS = [(2, 3, "int8")] + [
+    pytest.param(*case, marks=pytest.mark.long)
+    for case in ((2, 0, "float8"), (4, 2, "torchao Int8"), (2, 3, "torchao Intx"), (2, 3, "torchao Float8"))
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "stage", "kind"), LAYOUTS)
 def test_adapters_beside_them_train_as_in_one_process_to_the_bit(ranks, tmp_path, kind, num_ranks, stage):
     model = build(kind)
     want = plain(model, range(3), num_ranks)
@@ -156,7 +158,9 @@ def test_adapters_beside_them_train_as_in_one_process_to_the_bit(ranks, tmp_path
         assert report.parameters == pytest.approx((codes + others + lora) / num_ranks, rel=0.1)
 
 
-def given_again():
+@on_ranks(2)
+def test_an_engine_goes_on_if_its_model_is_given_again_and_may_be_closed_without_weights():
+    want = plain(build("int8"), range(3), 2)
     model = build("int8")
     engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
     for call in (zeroshard.initialize, lambda model, *_: zeroshard.estimate(model, 2)):
@@ -164,59 +168,45 @@ def given_again():
             call(model, adamw, {"stage": 3})
     losses = train(engine, range(3))
     engine.close(restore=False)
-    return losses
-
-
-def test_an_engine_goes_on_if_its_model_is_given_again_and_may_be_closed_without_weights(ranks):
-    want = plain(build("int8"), range(3), 2)
-    assert ranks(2, given_again) == [want, want]
-
-
-def closed_in_bfloat16(kind, stage):
-    torch.manual_seed(0)
-    layers = nn.Embedding(9, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 3)
-    model = nn.Sequential(*layers).bfloat16().requires_grad_(False)
-    model[1].weight = nn.Parameter(MAKES[kind](model[1].weight), requires_grad=False)
-    model[2].requires_grad_(True)
-    before = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    tokens = torch.arange(6)
-    hidden = model[:2](tokens)
-    engine = zeroshard.initialize(
-        model, torch.optim.SGD(model[2].parameters(), lr=0.1), {"stage": stage}
-    ).engine
-    engine.backward(engine(tokens).float().square().mean())
-    engine.step()
-    head = [engine.full_parameter(f"2.{name}").bfloat16() for name in ("weight", "bias")]
-    engine.close()
-    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == before
-    return torch.equal(model(tokens), F.linear(hidden, *head))
+    assert losses == want
 
 
 @pytest.mark.parametrize("kind", MAKES)
 @pytest.mark.long_where(kind=LONG)
-def test_a_closed_model_in_bfloat16_computes_with_its_codes(ranks, kind):
+@on_ranks(2)
+def test_a_closed_model_in_bfloat16_computes_with_its_codes(kind):
     for stage in STAGES:
-        assert ranks(2, closed_in_bfloat16, kind, stage) == [True, True]
-
-
-def with_options(kind, config):
-    return train(zeroshard.initialize(build(kind), adamw, config).engine, range(3))
+        torch.manual_seed(0)
+        layers = nn.Embedding(9, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 3)
+        model = nn.Sequential(*layers).bfloat16().requires_grad_(False)
+        model[1].weight = nn.Parameter(MAKES[kind](model[1].weight), requires_grad=False)
+        model[2].requires_grad_(True)
+        before = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        tokens = torch.arange(6)
+        hidden = model[:2](tokens)
+        engine = zeroshard.initialize(
+            model, torch.optim.SGD(model[2].parameters(), lr=0.1), {"stage": stage}
+        ).engine
+        engine.backward(engine(tokens).float().square().mean())
+        engine.step()
+        head = [engine.full_parameter(f"2.{name}").bfloat16() for name in ("weight", "bias")]
+        engine.close()
+        assert {name: parameter.dtype for name, parameter in model.named_parameters()} == before
+        assert torch.equal(model(tokens), F.linear(hidden, *head))
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {"stage": 3, "recompute": "unit"},
-        pytest.param(
-            {"stage": 3, "offload": {"parameters": "cpu", "optimizer": "cpu"}}, marks=pytest.mark.long
-        ),
-        pytest.param({"stage": 3, "mesh": {"pp": 2}, "pipeline": PIPELINE}, marks=pytest.mark.long),
-        pytest.param({"stage": 3, "ignored": ["*.up_proj.weight"]}, marks=pytest.mark.long),
+        {"recompute": "unit", "ignored": ["*.up_proj.weight"]},
+        pytest.param({"offload": {"parameters": "cpu", "optimizer": "cpu"}}, marks=pytest.mark.long),
+        pytest.param({"mesh": {"pp": 2}, "pipeline": PIPELINE}, marks=pytest.mark.long),
     ],
 )
-def test_they_do_so_with_other_settings(ranks, config):
+@on_ranks(2)
+def test_they_do_so_with_other_settings(config):
     want = plain(build("int8"), range(3), 2)
-    assert ranks(2, with_options, "int8", config) == [want, want]
+    assert train(zeroshard.initialize(build("int8"), adamw, {"stage": 3, **config}).engine, range(3)) == want
 
 
 class T5Like(nn.Module):
@@ -233,18 +223,15 @@ class T5Like(nn.Module):
         return self.wo(x)
 
 
-def cast_by_the_model():
+@on_ranks(2)
+def test_a_model_that_casts_inputs_to_the_dtype_of_a_weight_computes_as_before():
     torch.manual_seed(0)
     model = T5Like()
     for layer in model.children():
         layer.weight = nn.Parameter(MAKES["float8"](layer.weight.detach()), requires_grad=False)
     x = torch.randn(4, 16)
     want = model(x)
-    return torch.equal(zeroshard.initialize(model).engine(x), want)
-
-
-def test_a_model_that_casts_inputs_to_the_dtype_of_a_weight_computes_as_before(ranks):
-    assert ranks(2, cast_by_the_model) == [True, True]
+    assert torch.equal(zeroshard.initialize(model).engine(x), want)
 
 
 def with_numbers(model):
@@ -255,17 +242,14 @@ def with_numbers(model):
     return model
 
 
-def ignored_one():
+@on_ranks(2)
+def test_weights_that_are_not_sharded_are_streamed_as_numbers():
+    want = numbers(base("int8"))
     model = base("int8")
     model.model.norm.weight.requires_grad_(True)
     engine = zeroshard.initialize(model, adamw, {"stage": 3, "ignored": ["*up_proj.weight"]}).engine
-    return streamed(engine)
-
-
-def test_weights_that_are_not_sharded_are_streamed_as_numbers(ranks):
-    want = numbers(base("int8"))
-    for found in ranks(2, ignored_one):
-        same_state(dict(sorted(found.items())), dict(sorted(want.items())))
+    found = streamed(engine)
+    same_state(dict(sorted(found.items())), dict(sorted(want.items())))
 
 
 def streamed(engine):
@@ -275,18 +259,14 @@ def streamed(engine):
 def loaded(folder, seed):
     engine = zeroshard.initialize(build("int8", seed), adamw, {"stage": 3}).engine
     engine.load_checkpoint(folder)
-    return {name: values.clone() for name, values in engine.named_full_parameters()}, train(
-        engine, range(3, 5)
-    )
+    return streamed(engine), train(engine, range(3, 5))
 
 
 def saved(folder):
     engine = zeroshard.initialize(build("int8"), adamw, {"stage": 3}).engine
     train(engine, range(3))
     engine.save_checkpoint(folder)
-    return {name: values.clone() for name, values in engine.named_full_parameters()}, train(
-        engine, range(3, 5)
-    )
+    return streamed(engine), train(engine, range(3, 5))
 
 
 def test_a_checkpoint_has_the_codes_and_scales_and_is_not_exported_as_numbers(ranks, tmp_path):
@@ -331,21 +311,6 @@ def test_codes_without_adapters_are_not_exported_as_numbers(ranks, tmp_path):
     (checkpoint,) = (path for path in tmp_path.iterdir() if path.is_dir())
     with pytest.raises(ValueError, match="has weights as codes"):
         export_checkpoint(checkpoint, tmp_path / "out", Format())
-
-
-def refused(change, config, optimizer):
-    model = base("int8")
-    change(model, dist.get_rank())
-    before = [type(p) for p in model.parameters()]
-    names = set(model.state_dict())
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        zeroshard.initialize(model, adamw if optimizer is None else optimizer(model.parameters()), config)
-    assert [type(p) for p in model.parameters()] == before  # the model is as it was
-    assert set(model.state_dict()) == names
-    assert "forward" not in vars(model.model.layers[0].mlp.up_proj)
-    if change is nothing:
-        model(input_ids=torch.zeros(1, 4, dtype=torch.long))
-    return str(caught.value)
 
 
 def nothing(model, _):
@@ -396,6 +361,18 @@ class OtherRows(Rows):
         (other_kind, {}, None, "rank(s) 0 have 'model.layers.0.mlp.up_proj' as"),
     ],
 )
-def test_weights_that_cannot_be_sharded_are_named(ranks, change, config, optimizer, text):
-    for message in ranks(2, refused, change, config, optimizer):
-        assert text in message
+@on_ranks(2)
+def test_weights_that_cannot_be_sharded_are_named(change, config, optimizer, text):
+    model = base("int8")
+    change(model, dist.get_rank())
+    before = [type(p) for p in model.parameters()]
+    names = set(model.state_dict())
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        zeroshard.initialize(model, adamw if optimizer is None else optimizer(model.parameters()), config)
+    assert [type(p) for p in model.parameters()] == before  # the model is as it was
+    assert set(model.state_dict()) == names
+    assert "forward" not in vars(model.model.layers[0].mlp.up_proj)
+    if change is nothing:
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+    message = str(caught.value)
+    assert text in message

@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import zeroshard
 from tests.distributed.training import OPTIMIZERS, STAGES, numbers, train_replicated, train_sharded
+from tests.ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -41,8 +42,16 @@ def start(stage, **config):
     return zeroshard.initialize(build(), OPTIMIZERS["AdamW"], {"stage": stage, **config}).engine
 
 
-def refusals():
+@on_ranks(1, 2)
+def test_what_cannot_hold_a_sharded_model_is_refused_with_the_remedy():
     """What each attempt to copy, pickle or wrap raises, by stage."""
+    remedies = {
+        "copy": "load engine.full_state_dict() (called on all ranks) into another model",
+        "pickle": "engine.save_checkpoint",
+        "saved": "engine.save_checkpoint",
+        "DDP": "leave DistributedDataParallel out",
+        "fully_shard": "leave fully_shard out",
+    }
     attempts = {
         "copy of the engine": copy.deepcopy,
         "copy of the model": lambda engine: copy.deepcopy(engine.module),
@@ -73,27 +82,14 @@ def refusals():
         assert engine.step()
         engine.close()
         copy.deepcopy(engine.module)
-    return found
+    assert len(found) == 13 * len(STAGES)
+    for name, text in found:
+        assert remedies[name.split()[0]] in text, name
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_cannot_hold_a_sharded_model_is_refused_with_the_remedy(ranks, num_ranks):
-    remedies = {
-        "copy": "load engine.full_state_dict() (called on all ranks) into another model",
-        "pickle": "engine.save_checkpoint",
-        "saved": "engine.save_checkpoint",
-        "DDP": "leave DistributedDataParallel out",
-        "fully_shard": "leave fully_shard out",
-    }
-    for found in ranks(num_ranks, refusals):
-        assert len(found) == 13 * len(STAGES)
-        for name, text in found:
-            assert remedies[name.split()[0]] in text, name
-
-
-def saved_state_dicts():
+@on_ranks(1, 2)
+def test_saving_a_state_dict_of_slices_warns_and_names_what_saves_the_model():
     """By stage, the texts of warnings when slices, whole parameters and a copy are saved."""
-    found = []
     for stage in STAGES:
         engine = start(stage)
         texts = []
@@ -113,23 +109,15 @@ def saved_state_dicts():
             torch.save(engine.full_state_dict(), io.BytesIO())
             with engine.unsharded():
                 torch.save(engine.state_dict(), io.BytesIO())
-        found.append(texts)
-    return found
+        for text in texts:
+            assert len(text) == 1
+            assert "engine.full_state_dict()" in text[0]
+            assert "engine.save_pretrained(folder)" in text[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_saving_a_state_dict_of_slices_warns_and_names_what_saves_the_model(ranks, num_ranks):
-    for found in ranks(num_ranks, saved_state_dicts):
-        for texts in found:
-            for text in texts:
-                assert len(text) == 1
-                assert "engine.full_state_dict()" in text[0]
-                assert "engine.save_pretrained(folder)" in text[0]
-
-
-def saved_optimizers():
+@on_ranks(1, 2)
+def test_saving_the_state_of_an_optimizer_over_slices_warns_and_names_what_saves_it():
     """By stage, the warnings when the state of an optimizer over slices is saved."""
-    found = []
     for stage in STAGES:
         engine = start(stage)
         engine.backward(loss(engine, 0))
@@ -144,19 +132,14 @@ def saved_optimizers():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
-        found.append([str(warning.message) for warning in caught if warning.filename == __file__])
-    return found
+        texts = [str(warning.message) for warning in caught if warning.filename == __file__]
+        assert len(texts) == 1
+        assert "engine.save_checkpoint(folder)" in texts[0]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_saving_the_state_of_an_optimizer_over_slices_warns_and_names_what_saves_it(ranks, num_ranks):
-    for found in ranks(num_ranks, saved_optimizers):
-        for texts in found:
-            assert len(texts) == 1
-            assert "engine.save_checkpoint(folder)" in texts[0]
-
-
-def train_wrapped():
+@pytest.mark.long_where(num_ranks=[2])
+@on_ranks(1, 2, timeout=120.0)
+def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before():
     """Stages at which an engine inside torch.compile or DataParallel trains to other losses."""
     found = []
     want = train_replicated(build(), "AdamW", 3, loss).losses
@@ -183,13 +166,8 @@ def train_wrapped():
     return found
 
 
-@pytest.mark.long_where(num_ranks=[2])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before(ranks, num_ranks):
-    assert ranks(num_ranks, train_wrapped, timeout=120.0) == [[]] * num_ranks
-
-
-def loaded_wholes():
+@on_ranks(1, 2)
+def test_a_whole_state_dict_is_not_loaded_into_slices_and_unsharded_loads_it():
     """By stage, what torch answers to a whole state dict; and where the remedy does not load it."""
     found = []
     for stage in STAGES:
@@ -209,15 +187,11 @@ def loaded_wholes():
         engine.module.load_state_dict(slices)
         same = [torch.equal(value, slices[name]) for name, value in engine.module.state_dict().items()]
         found.append((wrong, all(same)))
-    return found
+    assert found == [([], True)] * len(STAGES)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_whole_state_dict_is_not_loaded_into_slices_and_unsharded_loads_it(ranks, num_ranks):
-    assert ranks(num_ranks, loaded_wholes) == [[([], True)] * len(STAGES)] * num_ranks
-
-
-def marked_inside():
+@on_ranks(1, 2)
+def test_an_attribute_of_a_shown_parameter_stays():
     """Attributes that were set on a shown parameter, on the sharded one and on what a forward sees."""
     found = []
     for stage in STAGES:
@@ -228,9 +202,4 @@ def marked_inside():
         engine.module.inner.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.weight.no_decay))
         loss(engine, 0)
         found.append((engine.module.inner.weight.no_decay, seen))
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_attribute_of_a_shown_parameter_stays(ranks, num_ranks):
-    assert ranks(num_ranks, marked_inside) == [[(True, [True])] * len(STAGES)] * num_ranks
+    assert found == [(True, [True])] * len(STAGES)

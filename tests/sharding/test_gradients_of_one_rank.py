@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.ranks import on_ranks
 from zeroshard.parallel.pipeline.training import running_batch
 from zeroshard.parameters.sharded import gradient_of
 
@@ -124,7 +125,10 @@ PROGRAMS = [
 ]
 
 
-def run(program, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("program", PROGRAMS)
+@on_ranks(1)
+def test_one_rank_has_the_gradients_of_plain_torch(program, stage):
     plain = Net()
     model = deepcopy(plain)
     config = {"stage": stage, "units": lambda module: isinstance(module, nn.Linear)}
@@ -139,13 +143,6 @@ def run(program, stage):
         assert gradient is None or torch.equal(found[name], gradient.flatten()), name
     buffers = engine._runtime.buffers
     assert all(parameter.grad is None for buffer in buffers for parameter in buffer.unsharded)
-    return True
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_one_rank_has_the_gradients_of_plain_torch(ranks, program, stage):
-    assert ranks(1, run, program, stage) == [True]
 
 
 def addresses():
@@ -189,7 +186,8 @@ def run_part_of_a_batch(engine):
         raise LookupError
 
 
-def fail_in_a_batch():
+@on_ranks(1, 2)
+def test_a_batch_that_has_failed_takes_no_step_until_zero_grad():
     engine = zeroshard.initialize(Net(), torch.optim.AdamW, {"stage": 3}).engine
     with pytest.raises(LookupError):
         run_part_of_a_batch(engine)
@@ -197,12 +195,7 @@ def fail_in_a_batch():
         engine.step()
     engine.zero_grad()
     engine.backward(engine(torch.ones(2, 4)).sum())
-    return engine.step()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_batch_that_has_failed_takes_no_step_until_zero_grad(ranks, num_ranks):
-    assert ranks(num_ranks, fail_in_a_batch) == [True] * num_ranks
+    assert engine.step()
 
 
 class Mixed(nn.Module):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zeroshard
+from tests.ranks import on_ranks
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import ModuleState
 from zeroshard.stepping.parts import show
@@ -205,13 +206,10 @@ def ask_what_it_is(x, block):
     return x.to(block.weight.device, block.bias.dtype) * factor
 
 
-def use_description():
+@on_ranks(2)
+def test_a_forward_may_ask_a_parameter_of_another_unit_for_what_it_is():
     engine, *_ = zeroshard.initialize(Outside(ask_what_it_is), None, {"units": is_linear})
-    return engine(torch.ones(2, 4)).dtype
-
-
-def test_a_forward_may_ask_a_parameter_of_another_unit_for_what_it_is(ranks):
-    assert ranks(2, use_description) == [torch.float32] * 2
+    assert engine(torch.ones(2, 4)).dtype == torch.float32
 
 
 def test_other_errors_of_torch_keep_their_kind_outside_of_training(weight):
@@ -320,7 +318,9 @@ def test_torchs_clipping_by_norm_is_refused_in_all_its_forms(weight, arguments):
         clip_grad_norm_(weight, 1.0, **arguments)
 
 
-def clip_inside_a_step(step_of):
+@pytest.mark.parametrize("step_of", ["engine", "optimizer"])
+@on_ranks(2)
+def test_torchs_clipping_by_norm_is_refused_inside_an_optimizers_step(step_of):
     """An optimizer that clips by itself, stepped by the engine or by the user."""
     torch.manual_seed(0)
     model = nn.Linear(40, 40)
@@ -332,11 +332,6 @@ def clip_inside_a_step(step_of):
     engine.backward(engine(torch.ones(3, 40)).square().mean())
     with pytest.raises(RuntimeError, match=r"engine\.clip_grad_norm_"):
         (engine if step_of == "engine" else optimizer).step()
-
-
-@pytest.mark.parametrize("step_of", ["engine", "optimizer"])
-def test_torchs_clipping_by_norm_is_refused_inside_an_optimizers_step(ranks, step_of):
-    ranks(2, clip_inside_a_step, step_of)
 
 
 def test_torchs_clipping_by_norm_works_where_slices_are_whole():

@@ -20,6 +20,7 @@ from peft.utils.integrations import dequantize_bnb_weight
 from torch import nn
 
 import zeroshard
+from tests.ranks import on_ranks
 from zeroshard.hf.export import Format, export_checkpoint
 from zeroshard.hf.quantize import name_bits
 
@@ -141,12 +142,17 @@ def trained(kind, stage, options):
     return losses, names, state
 
 
-@pytest.mark.long_where(stage=[0, 1, 2])
-@pytest.mark.long_where(kind=["nf4 twice in float32", "nf4"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.long_where(num_ranks=[1, 4])
+LAYOUTS = [
+    *((2, 3, kind) for kind in ("nf4 twice", "fp4 in bfloat16", "int8")),
+    *(
+        pytest.param(num_ranks, stage, kind, marks=pytest.mark.long)
+        for num_ranks, stage, kind in ((1, 3, "nf4"), (2, 0, "int8"), (2, 1, "nf4 twice in float32"))
+    ),
+    pytest.param(4, 2, "nf4 twice", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "stage", "kind"), LAYOUTS)
 def test_adapters_train_as_in_one_process_to_the_bit(ranks, kind, stage, num_ranks):
     model = build(kind)
     want = plain(model, range(3), num_ranks)
@@ -160,14 +166,12 @@ def test_adapters_train_as_in_one_process_to_the_bit(ranks, kind, stage, num_ran
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"recompute": "unit"},
-        pytest.param({"reshard_after_forward": False}, marks=pytest.mark.long),
-        pytest.param({"offload": {"parameters": "cpu", "optimizer": "cpu"}}, marks=pytest.mark.long),
-        pytest.param({"units": ["LlamaMLP", "LlamaAttention"]}, marks=pytest.mark.long),
+        ("nf4 twice", {"recompute": "unit"}),
+        ("int8", {"reshard_after_forward": False, "units": ["LlamaMLP", "LlamaAttention"]}),
+        ("nf4 twice", {"offload": {"parameters": "cpu", "optimizer": "cpu"}}),
     ],
 )
 def test_they_do_so_with_other_settings(ranks, kind, options):
@@ -201,8 +205,8 @@ def answered(kind):
     return engine.generate(input_ids=tokens_of(0)[:1, :4], max_new_tokens=5, do_sample=False)
 
 
-@pytest.mark.parametrize("kind", ["int8"])
-def test_generation_has_the_tokens_of_one_process(ranks, kind):
+def test_generation_has_the_tokens_of_one_process(ranks):
+    kind = "int8"
     want = build(kind).eval().generate(input_ids=tokens_of(0)[:1, :4], max_new_tokens=5, do_sample=False)
     assert all(torch.equal(found, want) for found in ranks(2, answered, kind))
 
@@ -210,45 +214,23 @@ def test_generation_has_the_tokens_of_one_process(ranks, kind):
 # ---------------------------------------------------------------------------------------------- precision
 
 
-def in_half_precision(kind):
+@on_ranks(2)
+def test_codes_are_not_cast_to_the_compute_dtype():
+    kind = "nf4 twice in float32"
+    want = build(kind).state_dict()
     model = build(kind)
     config = {"stage": 3, "precision": {"param_dtype": "bfloat16"}}
     engine = zeroshard.initialize(model, adamw, config).engine
     losses = train(engine, range(3))
     state = engine.full_state_dict()
-    return losses, {name: value for name, value in state.items() if "base_layer" in name or ".mlp." in name}
-
-
-@pytest.mark.long_where(kind=["int8"])
-@pytest.mark.parametrize("kind", ["int8", "nf4 twice in float32"])
-def test_codes_are_not_cast_to_the_compute_dtype(ranks, kind):
-    want = build(kind).state_dict()
-    for losses, state in ranks(2, in_half_precision, kind):
-        assert losses == pytest.approx(plain(build(kind), range(3), 2), rel=1e-2)  # bf16 has 8 bits
-        for name, value in state.items():
-            if "lora_" not in name:
-                assert same_bits(value, want[name]), name
+    state = {name: value for name, value in state.items() if "base_layer" in name or ".mlp." in name}
+    assert losses == pytest.approx(plain(build(kind), range(3), 2), rel=1e-2)  # bf16 has 8 bits
+    for name, value in state.items():
+        if "lora_" not in name:
+            assert same_bits(value, want[name]), name
 
 
 # ----------------------------------------------------------------------------------------------- in memory
-
-
-def at_rest(kind, stage):
-    model = build(kind, width=256)
-    sizes = {
-        "frozen": sum(p.nbytes for p in model.parameters() if not p.requires_grad),
-        "scales": sum(tensor.nbytes for tensor in beside(model)),
-    }
-    config = {"stage": stage}
-    want = zeroshard.estimate(model, dist.get_world_size(), config, host_computes=True)
-    shapes = (getattr(getattr(p, "quant_state", None), "shape", p.shape) for p in model.parameters())
-    num_params = sum(shape.numel() for shape in shapes)
-    engine = zeroshard.initialize(model, adamw, config).engine
-    assert engine.num_parameters() == num_params
-    train(engine, range(1))
-    buffers = [buffer for unit in engine._runtime.units for buffer in unit.buffers if not buffer.trainable]
-    held = sum(buffer.main.nbytes + buffer.full.untyped_storage().nbytes() for buffer in buffers)
-    return sizes, held, engine.memory_report(), want
 
 
 def beside(model):
@@ -264,34 +246,42 @@ def beside(model):
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [
-        ("nf4 twice", 3),
-        *(pytest.param(kind, 3, marks=pytest.mark.long) for kind in ("nf4", "int8", "nf4 twice in float32")),
-        pytest.param("nf4 twice", 0, marks=pytest.mark.long),
-    ],
+    [("nf4 twice", 3), *(pytest.param(*case, marks=pytest.mark.long) for case in (("int8", 3), ("nf4", 0)))],
 )
-def test_a_rank_keeps_its_share_of_the_codes_and_all_scales(ranks, kind, stage):
-    for sizes, held, report, want in ranks(2, at_rest, kind, stage):
-        if stage == 3:
-            assert held == pytest.approx(sizes["frozen"] / 2, rel=0.02)
-        assert report.scales == want.scales == sizes["scales"]
-        assert report.parameters == want.parameters
-        assert "scales of codes" in str(report)
-        assert "scales of codes" in str(want)
-        assert report.total == report.parameters + report.scales + report.gradients + report.optimizer
+@on_ranks(2)
+def test_a_rank_keeps_its_share_of_the_codes_and_all_scales(kind, stage):
+    model = build(kind, width=256)
+    sizes = {
+        "frozen": sum(p.nbytes for p in model.parameters() if not p.requires_grad),
+        "scales": sum(tensor.nbytes for tensor in beside(model)),
+    }
+    config = {"stage": stage}
+    want = zeroshard.estimate(model, dist.get_world_size(), config, host_computes=True)
+    shapes = (getattr(getattr(p, "quant_state", None), "shape", p.shape) for p in model.parameters())
+    num_params = sum(shape.numel() for shape in shapes)
+    engine = zeroshard.initialize(model, adamw, config).engine
+    assert engine.num_parameters() == num_params
+    train(engine, range(1))
+    buffers = [buffer for unit in engine._runtime.units for buffer in unit.buffers if not buffer.trainable]
+    held = sum(buffer.main.nbytes + buffer.full.untyped_storage().nbytes() for buffer in buffers)
+    report = engine.memory_report()
+    if stage == 3:
+        assert held == pytest.approx(sizes["frozen"] / 2, rel=0.02)
+    assert report.scales == want.scales == sizes["scales"]
+    assert report.parameters == want.parameters
+    assert "scales of codes" in str(report)
+    assert "scales of codes" in str(want)
+    assert report.total == report.parameters + report.scales + report.gradients + report.optimizer
 
 
-def with_its_own_weight(kind):
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+@on_ranks(2)
+def test_an_ignored_weight_keeps_the_codes_and_scales_of_its_rank(kind):
     name, seed = "base_model.model.model.layers.0.mlp.up_proj", 10 * dist.get_rank()
     model = build(kind, seed)
     zeroshard.initialize(model, adamw, {"stage": 3, "ignored": ["*.up_proj.weight"]})
     x = torch.randn(4, 64)
-    return torch.equal(model.get_submodule(name)(x), build(kind, seed).get_submodule(name)(x))
-
-
-@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
-def test_an_ignored_weight_keeps_the_codes_and_scales_of_its_rank(ranks, kind):
-    assert ranks(2, with_its_own_weight, kind) == [True, True]
+    assert torch.equal(model.get_submodule(name)(x), build(kind, seed).get_submodule(name)(x))
 
 
 # ----------------------------------------------------------------------------------------- several forwards
@@ -320,8 +310,9 @@ def preferring_sharded(kind, config):
     return preferring(engine.module, tokens_of(0), engine, step)
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("nf4 twice", marks=pytest.mark.long)])
-@pytest.mark.parametrize("recompute", ["none", pytest.param("unit", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("kind", "recompute"), [("int8", "none"), pytest.param("nf4 twice", "unit", marks=pytest.mark.long)]
+)
 def test_a_forward_without_gradients_may_run_before_the_backward(ranks, kind, recompute):
     model = build(kind)
     optimizer = adamw(model.parameters())
@@ -346,8 +337,7 @@ def evaluated(kind):
     return losses, train(engine, range(2))
 
 
-@pytest.mark.long_where(kind=["int8"])
-@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
 def test_an_evaluation_leaves_the_codes_as_they_are(ranks, kind):
     want = plain(build(kind), range(2), 2)
     tokens, model = tokens_of(9), build(kind).eval()
@@ -378,12 +368,7 @@ def loaded(kind, stage, seed, directory):
     return train(engine, range(2, 4)), engine.full_state_dict()
 
 
-@pytest.mark.long_where(kind=["int8"], frozen=[True])
-@pytest.mark.long_where(kind=["nf4 twice"], frozen=[False])
-@pytest.mark.parametrize(
-    "kind", ["nf4 twice", "int8", pytest.param("fp4 in bfloat16", marks=pytest.mark.long)]
-)
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize(("kind", "frozen"), [("nf4 twice", True), ("int8", False)])
 def test_a_checkpoint_loads_at_another_layout_over_the_same_base_or_any(ranks, tmp_path, kind, frozen):
     (want, state), *_ = ranks(2, saved, kind, 3, frozen, tmp_path)
     (losses, found), *_ = ranks(1, loaded, kind, 2, 5 if frozen else 0, tmp_path)
@@ -464,8 +449,6 @@ def exported_whole(kind, adapters, config, folder):
     [
         ("nf4 twice", True, {"stage": 3}),
         ("int8", False, {"stage": 3}),
-        pytest.param("int8", True, {"stage": 2}, marks=pytest.mark.long),
-        pytest.param("fp4 in bfloat16", False, {"stage": 0}, marks=pytest.mark.long),
         pytest.param("nf4 twice", True, {"stage": 3, **PARTS}, marks=pytest.mark.long),
     ],
 )
@@ -513,16 +496,13 @@ def several(model):
     return model
 
 
-def several_merged():
-    engine = zeroshard.initialize(several(base("nf4")), adamw, {"stage": 3}).engine
-    return {name: value.clone() for name, value in engine.named_full_parameters(merge_adapters=True)}
-
-
-def test_several_adapters_and_their_biases_are_merged_as_peft_merges_them(ranks):
+@on_ranks(2)
+def test_several_adapters_and_their_biases_are_merged_as_peft_merges_them():
     want = dict(several(dequantized_base("nf4")).merge_and_unload().named_parameters())
     assert (want["model.layers.0.self_attn.q_proj.bias"] - torch.linspace(-1, 1, 64)).abs().max() > 0.1
-    for found in ranks(2, several_merged):
-        same_state(found, want)
+    engine = zeroshard.initialize(several(base("nf4")), adamw, {"stage": 3}).engine
+    found = {name: value.clone() for name, value in engine.named_full_parameters(merge_adapters=True)}
+    same_state(found, want)
 
 
 def ignored_codes(kind, names, folder):
@@ -598,14 +578,6 @@ def test_the_bias_of_an_adapter_needs_one_of_its_layer(ranks, tmp_path):
 # ------------------------------------------------------------------------------------------------- errors
 
 
-def refused(change, config):
-    model = build("nf4 twice")
-    change(model, dist.get_rank())
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        zeroshard.initialize(model, adamw, config)
-    return str(caught.value)
-
-
 def not_yet(model, _):
     name = "base_model.model.model.layers.0.mlp.up_proj"
     layer = bitsandbytes.nn.Linear4bit(64, 96, bias=False)
@@ -670,9 +642,14 @@ def nothing(model, _):
         (nothing, {"mesh": {"tp": 2}}, "holds codes of a quantized weight, which tensor ranks cannot divide"),
     ],
 )
-def test_mistakes_are_named_on_all_ranks(ranks, change, config, text):
-    for message in ranks(2, refused, change, config):
-        assert text in message
+@on_ranks(2)
+def test_mistakes_are_named_on_all_ranks(change, config, text):
+    model = build("nf4 twice")
+    change(model, dist.get_rank())
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        zeroshard.initialize(model, adamw, config)
+    message = str(caught.value)
+    assert text in message
 
 
 def with_layers_of_peft(kind):
@@ -699,9 +676,8 @@ def merged_inside(kind):
     return losses
 
 
-@pytest.mark.long_where(kind=["int8"])
-@pytest.mark.parametrize("kind", ["int8", "nf4 twice"])
-def test_adapters_are_not_merged_into_the_codes_of_an_engine(ranks, kind):
+def test_adapters_are_not_merged_into_the_codes_of_an_engine(ranks):
+    kind = "nf4 twice"
     model = with_layers_of_peft(kind)
     want = plain(model, range(3), 2)
     want += plain(model, range(3, 4), 2)
@@ -731,9 +707,7 @@ def weight_of(layer):
     return bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
 
 
-@pytest.mark.long_where(kind=["int8"])
-@pytest.mark.parametrize("kind", ["nf4 twice in float32", "int8"])
-@pytest.mark.parametrize("merge_adapters", [True, False])
+@pytest.mark.parametrize(("kind", "merge_adapters"), [("nf4 twice in float32", True), ("int8", False)])
 def test_a_stream_has_weights_and_not_codes(ranks, kind, merge_adapters):
     model = build(kind)
     want = {name: p.detach() for name, p in model.named_parameters() if p.dtype == torch.float32}
@@ -761,9 +735,7 @@ def dropped(kind, stage):
     return losses
 
 
-@pytest.mark.long_where(stage=[2])
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("kind", "stage"), [("int8", 3), pytest.param("nf4", 2, marks=pytest.mark.long)])
 def test_closing_without_restoring_waits_for_no_gather(ranks, kind, stage):
     one, other = ranks(2, dropped, kind, stage)
     assert one == other

@@ -85,19 +85,23 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.long_where(kind=["int8", "fp4 in bfloat16"])
-@pytest.mark.long_where(build=[from_init])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("build", [from_file, from_init])
-@pytest.mark.parametrize(
-    ("num_ranks", "stage", "options"),
-    [(1, 3, {}), (2, 3, {}), (2, 0, {}), (4, 2, {}), (4, 3, {"shard_group_size": 2})],
-)
-@pytest.mark.long_where(num_ranks=[1, 4])
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.long_where(build=[from_init], kind=[kind for kind in KINDS if kind != "nf4 twice"])
+LAYOUTS = [
+    (2, 3, {}, from_file, "nf4 twice"),
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in (
+            (1, 3, {}, from_file, "fp4 in bfloat16"),
+            (2, 0, {}, from_init, "int8"),
+            (4, 2, {}, from_file, "int8"),
+            (4, 3, {"shard_group_size": 2}, from_init, "nf4 twice"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "stage", "options", "build", "kind"), LAYOUTS)
 def test_the_model_is_the_one_that_transformers_quantizes(
-    ranks, folder, kind, build, num_ranks, stage, options
+    ranks, folder, num_ranks, stage, options, build, kind
 ):
     model = theirs(folder, kind)
     state = copy.deepcopy(model.state_dict())
@@ -130,8 +134,7 @@ def started(folder, kind):
     return engine.full_state_dict()
 
 
-@pytest.mark.long_where(kind=["int8"])
-@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
 def test_a_unit_with_a_weight_that_no_file_has_gets_the_scales_of_rank_0(ranks, folder, tmp_path, kind):
     lacking = "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(folder / "model.safetensors")
@@ -158,13 +161,8 @@ def closed(build, folder, kind):
     return kinds, plain(model, range(1, 3))
 
 
-@pytest.mark.long_where(build=[from_init])
 @pytest.mark.parametrize(
-    ("build", "kind"),
-    [
-        *((from_file, "nf4 twice"), (from_init, "int8")),
-        pytest.param(from_file, "fp4 in bfloat16", marks=pytest.mark.long),
-    ],
+    ("build", "kind"), [(from_file, "nf4 twice"), pytest.param(from_init, "int8", marks=pytest.mark.long)]
 )
 def test_a_closed_engine_gives_back_weights_of_bitsandbytes(ranks, folder, kind, build):
     model = theirs(folder, kind)
@@ -179,8 +177,7 @@ def _is_of_values(name):
     return name.endswith((".weight", ".absmax", "nested_absmax", "SCB", "nf4"))
 
 
-@pytest.mark.long_where(kind=["int8"])
-@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
 def test_ignored_weights_are_quantized_whole_by_each_rank(ranks, folder, kind):
     model = theirs(folder, kind)
     state = copy.deepcopy(model.state_dict())
@@ -234,13 +231,16 @@ def trained_from_codes(stage, path):
     return losses, state, sum(num_codes)
 
 
-@pytest.mark.long_where(kind=["nf4 twice", "fp4 in bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (1, 3), (4, 2), (2, 0)])
-@pytest.mark.long_where(num_ranks=[1, 4])
-@pytest.mark.long_where(stage=[0])
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "kind"),
+    [
+        (2, 3, "int8"),
+        pytest.param(4, 2, "nf4 twice", marks=pytest.mark.long),
+        pytest.param(2, 0, "fp4 in bfloat16", marks=pytest.mark.long),
+    ],
+)
 def test_a_quantized_folder_is_the_model_that_transformers_reads(
-    ranks, folder, tmp_path, kind, num_ranks, stage
+    ranks, folder, tmp_path, num_ranks, stage, kind
 ):
     path = quantized_folder(folder, kind, tmp_path / "codes")
     model = with_adapters(read_again(path))
@@ -280,8 +280,7 @@ def biases_trained(folder, kind):
     return train(engine, range(2))
 
 
-@pytest.mark.long_where(kind=["int8"])
-@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
 def test_biases_of_quantized_layers_are_trained_as_those_of_transformers(ranks, tmp_path, kind):
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(llama(attention_bias=True)).save_pretrained(tmp_path)
@@ -469,11 +468,9 @@ def copied(build, stage, *arguments):
     return [train(zeroshard.initialize(m, adamw, {"stage": stage}).engine, range(2)) for m in (model, twin)]
 
 
-@pytest.mark.long_where(build=[from_file])
-@pytest.mark.long_where(build=[from_file], kind=["nf4 twice"])
-@pytest.mark.long_where(build=[from_init], kind=["int8"])
-@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
-@pytest.mark.parametrize("build", [from_file, from_init])
+@pytest.mark.parametrize(
+    ("build", "kind"), [(from_init, "nf4 twice"), pytest.param(from_file, "int8", marks=pytest.mark.long)]
+)
 def test_a_copy_of_a_model_without_memory_has_its_codes_and_scales(ranks, folder, kind, build):
     for own, of_copy in ranks(2, copied, build, 3, folder, kind):
         assert own == of_copy

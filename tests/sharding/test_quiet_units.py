@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from tests.ranks import on_ranks
 from zeroshard.parameters.sharded import ShardedParameter
 
 CONFIG = {"stage": 3, "units": ["Linear"]}
@@ -65,41 +66,32 @@ class Boxes(nn.Module):
         return box[0]
 
 
-def moved():
+@on_ranks(1)
+def test_a_unit_that_returns_nothing_and_moves_its_weight_is_refused():
     engine = zeroshard.initialize(Boxes(), None, CONFIG | {"units": ["Boxed"]}).engine
     engine(torch.ones(2, 4)).sum().backward()
     engine.module.second.moves = True
     with pytest.raises(RuntimeError, match=r"'second\.weight' was edited in a forward"):
         engine(torch.ones(2, 4))
-    return kinds(engine.module) == {ShardedParameter}
+    assert kinds(engine.module) == {ShardedParameter}
 
 
-def test_a_unit_that_returns_nothing_and_moves_its_weight_is_refused(ranks):
-    assert ranks(1, moved) == [True]
-
-
-def edited_between():
+@on_ranks(1)
+def test_a_part_that_is_called_alone_has_the_edits_of_its_parameters():
     config = CONFIG | {"stage": 0, "precision": "bf16"}
     engine = zeroshard.initialize(layers(), None, config).engine
     part = engine.module[1]
     with torch.no_grad():
         part.weight.zero_()
         part.bias.fill_(2.0)
-    return part(torch.ones(1, 4, dtype=torch.bfloat16)).tolist()
+    assert part(torch.ones(1, 4, dtype=torch.bfloat16)).tolist() == [[2.0] * 4]
 
 
-def test_a_part_that_is_called_alone_has_the_edits_of_its_parameters(ranks):
-    assert ranks(1, edited_between) == [[[2.0] * 4]]
-
-
-def closed_before_its_backward():
+@on_ranks(1)
+def test_a_backward_of_a_part_of_a_closed_engine_is_refused():
     engine = zeroshard.initialize(layers(), None, CONFIG).engine
     outputs = engine.module[1](torch.ones(2, 4))
     engine.close()
     del engine
     with pytest.raises(RuntimeError, match="an engine that has been closed"):
         outputs.sum().backward()
-
-
-def test_a_backward_of_a_part_of_a_closed_engine_is_refused(ranks):
-    ranks(1, closed_before_its_backward)

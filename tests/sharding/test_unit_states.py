@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ranks import on_ranks
 from zeroshard.assemble import shard_over
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
@@ -140,8 +141,10 @@ ILLEGAL_GRADIENT_MOVES = [
 ]
 
 
-def try_moves(moves):
+@on_ranks(2)
+def test_gradients_are_packed_then_reduced_then_delivered_and_other_moves_name_the_unit():
     """For each move, the state after it and the error."""
+    moves = LEGAL_GRADIENT_MOVES + ILLEGAL_GRADIENT_MOVES
     sharded = shard_net(world(), stage=3)  # a runtime that is collected drains its exchanges
     (gradients,) = sharded.inner.gradients
     outcomes = []
@@ -154,17 +157,12 @@ def try_moves(moves):
         else:
             outcomes.append((gradients.state, None))
     gradients.state = EMPTY
-    return outcomes
-
-
-def test_gradients_are_packed_then_reduced_then_delivered_and_other_moves_name_the_unit(ranks):
-    for outcomes in ranks(2, try_moves, LEGAL_GRADIENT_MOVES + ILLEGAL_GRADIENT_MOVES):
-        num_legal = len(LEGAL_GRADIENT_MOVES)
-        assert outcomes[:num_legal] == [(end, None) for _, end in LEGAL_GRADIENT_MOVES]
-        for (start, end), (state, error) in zip(ILLEGAL_GRADIENT_MOVES, outcomes[num_legal:], strict=True):
-            assert state is start
-            assert "unit 'block'" in error
-            assert f"from {start.value} to {end.value}" in error
+    num_legal = len(LEGAL_GRADIENT_MOVES)
+    assert outcomes[:num_legal] == [(end, None) for _, end in LEGAL_GRADIENT_MOVES]
+    for (start, end), (state, error) in zip(ILLEGAL_GRADIENT_MOVES, outcomes[num_legal:], strict=True):
+        assert state is start
+        assert "unit 'block'" in error
+        assert f"from {start.value} to {end.value}" in error
 
 
 # ------------------------------------------------------------------------------------- freed and refilled
@@ -406,7 +404,8 @@ def test_gradients_are_averaged_and_what_no_rank_used_stays_without(ranks, stage
         assert grads[2:] == [None, None]
 
 
-def drop_while_reducing():
+@on_ranks(2)
+def test_gradients_that_are_dropped_leave_nothing_behind():
     axis = world()
     sharded = shard_net(axis, stage=2)  # a runtime that is collected drains its exchanges
     (gradients,) = sharded.inner.gradients
@@ -418,13 +417,9 @@ def drop_while_reducing():
     gradients.pack(0, torch.full((30, 20), 2.0))
     gradients.start_reduce()
     gradients.deliver(axis.any(gradients.used, "test")())
-    return state.value, missing, kept, gradients.buffer.sharded[0].grad
-
-
-def test_gradients_that_are_dropped_leave_nothing_behind(ranks):
-    for state, missing, kept, grad in ranks(2, drop_while_reducing):
-        assert (state, missing, kept) == ("empty", {0, 1, 2, 3}, 0)
-        assert torch.equal(grad, torch.full_like(grad, 2.0))
+    state, grad = state.value, gradients.buffer.sharded[0].grad
+    assert (state, missing, kept) == ("empty", {0, 1, 2, 3}, 0)
+    assert torch.equal(grad, torch.full_like(grad, 2.0))
 
 
 class SparseLookup(nn.Module):
@@ -443,13 +438,10 @@ def sparse_backward(axis):
         model(torch.tensor([1, 2])).sum().backward()
 
 
-def sparse_backward_in_world():
-    sparse_backward(world())
-
-
-def test_a_sparse_gradient_is_refused_by_name(ranks):
+@on_ranks(2)
+def test_a_sparse_gradient_is_refused_by_name():
     sparse_backward(Axis(None, device=CPU, counter=Counter(), timeout_s=10))
-    ranks(2, sparse_backward_in_world)
+    sparse_backward(world())
 
 
 # ------------------------------------------------------------------------------------------------ buffers
@@ -513,7 +505,8 @@ class Kernels(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def packed_kernels():
+@on_ranks(3)
+def test_a_gradient_is_packed_by_one_kernel_that_scales_and_widens_it():
     """The kernels that pack a gradient of bfloat16 in float32, on a device that is no CPU."""
     sharded = shard_net(world(), stage=3, precision=BF16)
     (gradients,) = sharded.inner.gradients
@@ -525,13 +518,9 @@ def packed_kernels():
             gradients._write(1, gradient)
         gradients._filled.clear()
         found.append(kernels.names)
-    return found
-
-
-def test_a_gradient_is_packed_by_one_kernel_that_scales_and_widens_it(ranks):
-    for first, later in ranks(3, packed_kernels):
-        assert later == ["aten::slice.Tensor", "aten::mul.out"]
-        assert first[-1:] == later[-1:]
+    first, later = found
+    assert later == ["aten::slice.Tensor", "aten::mul.out"]
+    assert first[-1:] == later[-1:]
 
 
 def test_one_kernel_that_scales_and_widens_gives_the_bits_of_two():
