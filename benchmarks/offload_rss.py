@@ -33,7 +33,6 @@ import record
 import tables
 import zeroshard
 from documents import read
-from load_rss import status_bytes
 from model import GPT, Shape, add_shape_arguments, build_tokens, next_token_loss, shape_from
 
 TINY = Shape(dim=64, depth=3, heads=4, vocabulary=64, sequence=32)
@@ -114,10 +113,10 @@ def run_case(args: argparse.Namespace) -> None:
     case, shape = CASES[args.case], shape_from(args)
     train(TINY, 2, case, args.folder)
     gc.collect()
-    before = status_bytes("VmRSS")
+    before = record.status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     engine = train(shape, args.steps, case, args.folder)
-    growth = status_bytes("VmHWM") - before
+    growth = record.status_bytes("VmHWM") - before
     with torch.device("meta"):
         formula = zeroshard.estimate(
             GPT(shape), 1, case.config(args.folder), optimizer_bits=case.bits, host_computes=True

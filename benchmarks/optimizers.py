@@ -1,14 +1,14 @@
-"""Optimizers with 8-bit states: time of a step, bytes of state, and the losses of the main job.
+"""Optimizers with 8-bit states: time of a step and bytes of state.
 
     python benchmarks/optimizers.py
-    python benchmarks/optimizers.py --elements 1000000 --rounds 3 --seeds "" --name quick_look
+    python benchmarks/optimizers.py --elements 1000000 --rounds 3 --name quick_look
 
 Each steps a parameter of its own with the same gradient, and they take turns, in an order that is shuffled
 every round. The ratios to torch's fused float32 AdamW in the same round are compared. Before that, a check
 compares the first steps of all, as far as 8 bits tell.
 
-Then the states of the GPT of the other benchmarks are counted. `examples/finetune.py` is run on 2 ranks with
-each seed and each of these optimizers, if it is installed.
+Then the states of the GPT of the other benchmarks are counted. `examples/finetune.py --optimizer NAME --plot
+FILE` draws the losses of a training with one of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import losses
 import record
 import zeroshard
 from medians import median_of, median_ratio
@@ -53,9 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20, help="timed turns of each optimizer")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before the timed ones")
-    parser.add_argument("--seeds", default="0,1,2", help="of the main job, comma-separated; empty: none")
-    parser.add_argument("--steps", type=int, default=500, help="of the main job")
-    parser.add_argument("--name", help="of the JSON and PNG files in benchmarks/results")
+    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     args = parser.parse_args()
     if args.warmup < 1:
         parser.error(f"Expected --warmup of at least 1 (steps are compared there), got {args.warmup}")
@@ -242,7 +239,7 @@ def interval(median: Mapping[str, float]) -> str:
 
 
 def main() -> int:
-    """Time the steps, run the main job, write and draw."""
+    """Time the steps, count the states, and write both."""
     args = parse()
     torch.set_num_threads(args.threads)
     console = record.console()
@@ -250,21 +247,17 @@ def main() -> int:
     run_rounds(contenders, args.rounds)
     rows = rows_of(contenders)
     show(rows, f"{args.elements:,} elements on {args.device}, {args.rounds} rounds", console)
-    contenders.clear()  # so that the main job has the memory
     gpt = at_rest()
     console.print(
         f"GPT of {gpt['parameters']:,} parameters: {gpt['bytes_per_parameter']:.4f} bytes of state each"
     )
-    runs = losses.run_all([int(seed) for seed in args.seeds.split(",") if seed], args.steps, console)
     path = record.write(
         args.name or f"optimizers_{args.device}",
-        {"steps": rows, "gpt_at_rest": gpt, "main_job": losses.rows_of(runs)},
+        {"steps": rows, "gpt_at_rest": gpt},
         settings=vars(args),
         skipped=skipped,
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
     )
-    if runs:
-        losses.draw(runs, path.with_suffix(".png"))
     console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
     return 0
 

@@ -52,6 +52,17 @@ def machine() -> dict[str, Any]:
     }
 
 
+def status_bytes(key: str) -> int:
+    """VmRSS (resident now) or VmHWM (at the peak) of this process.
+
+    Not `getrusage`: its maximum is inherited from the process that started this one.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"Expected a line {key} in /proc/self/status, got none: this benchmark needs Linux")
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

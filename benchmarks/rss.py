@@ -45,17 +45,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def peak_rss_mb() -> float:
-    """The highest resident size of this process so far, in MB of 10**6 bytes.
-
-    Not `getrusage`: its maximum is inherited from the process that started this one.
-    """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise RuntimeError("Expected a line VmHWM in /proc/self/status, got none: this benchmark needs Linux")
-
-
 def train(args: argparse.Namespace) -> None:
     """Train one engine for a few steps; rank 0 writes the peak of the largest rank."""
     with process_group("cpu") as device:
@@ -64,7 +53,7 @@ def train(args: argparse.Namespace) -> None:
         tokens = build_tokens(setting.shape, args.batch, dist.get_rank(), device)
         for _ in range(args.steps):
             step(tokens)
-        peak = torch.tensor(peak_rss_mb())
+        peak = torch.tensor(record.status_bytes("VmHWM") / 1e6)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         if dist.get_rank() == 0:
             args.output.write_text(json.dumps(peak.item()))

@@ -121,7 +121,7 @@ CPU = (
         runs=(
             Run(
                 name="optimizers",
-                command='optimizers.py --seeds ""',
+                command="optimizers.py",
                 start_s=45,
                 rounds=15,
                 round_s=1.9,
@@ -275,7 +275,7 @@ GPU = (
         runs=(
             Run(
                 name="optimizers",
-                command='optimizers.py --device cuda --seeds ""',
+                command="optimizers.py --device cuda",
                 start_s=60,
                 rounds=20,
                 round_s=0.1,

@@ -28,7 +28,7 @@ from zeroshard.stores.pieces import Piece
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
 NARROW = BF16 | {"main_dtype": "bfloat16"}
 READS_FACTOR = ("stepping/clipping.py",)
-"""The host waits for the norm: it scales the gradients that lie there, as they are read or stepped at once."""
+"""The host waits for the norm: it scales gradients that lie there, which are read or stepped at once."""
 NEW_STATES = ("stepping/parts.py",)
 """The host waits until new states of a piece are at rest."""
 
