@@ -501,13 +501,14 @@ def show(args: argparse.Namespace) -> None:
     """Print the table of the document, and draw its picture."""
     path, console = record.RESULTS / f"{args.name}.json", record.console()
     document = read(path)
-    print(tables.offload_gpu(document).markdown())
+    table = tables.offload_gpu(document)
+    print(table.markdown())
     for name, reason in document.skipped.items():
         console.print(f"without {name}: {reason}", markup=False)
     with suppress(ImportError):  # of matplotlib: --redraw draws the picture where it is installed
         import plots
 
-        picture = plots.svg(plots.offload_gpu(document)).replace("<svg", '<svg style="background: white"', 1)
+        picture = plots.svg(plots.chart_of(table)).replace("<svg", '<svg style="background: white"', 1)
         path.with_suffix(".svg").write_text(picture, encoding="utf-8")
 
 

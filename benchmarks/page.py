@@ -112,7 +112,7 @@ def section_of(benchmark: Benchmark, folder: Path, outcomes: dict[str, Outcome])
     if section.documents:
         try:
             section.table = tables.TABLES[benchmark.table](*section.documents)
-            section.svg = Markup(plots.svg(plots.CHARTS[benchmark.table](*section.documents)))
+            section.svg = Markup(plots.svg(plots.chart_of(section.table)))
             for one in section.documents:  # the template shows these
                 _ = one.machine(), one.versions(), one.commit(), one.day(), one.command()
         except ValueError as error:

@@ -54,7 +54,7 @@ class Benchmark:
     """The comparison, and how to read it."""
     runs: tuple[Run, ...]
     kind: str = ""
-    """In `tables.TABLES` and `plots.PLOTS`."""
+    """In `tables.TABLES`."""
 
     @property
     def table(self) -> str:

@@ -29,6 +29,8 @@ class Table:
 
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
+    drawn: tuple[int, ...] = (1,)
+    """The columns that a picture shows, of one unit."""
 
     def markdown(self) -> str:
         """The table in Markdown, with a line end."""
@@ -39,23 +41,34 @@ class Table:
 # ------------------------------------------------------------------------------------------------ cells
 
 
-def number(value: float) -> str:
+class Cell(str):
+    """The text of a value, and the value for a picture."""
+
+    median: Median
+
+    def __new__(cls, text: str, value: Median | float) -> Cell:
+        cell = super().__new__(cls, text)
+        cell.median = value if isinstance(value, Median) else Median(value, value, value)
+        return cell
+
+
+def number(value: float) -> Cell:
     """A number with three digits behind the point, or one from 10 on."""
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return Cell(f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}", value)
 
 
-def seconds(median: Median) -> str:
+def seconds(median: Median) -> Cell:
     """A time without its interval."""
-    return f"{median.value:.4f}" if median.value < 0.1 else f"{median.value:.3f}"
+    return Cell(f"{median.value:.4f}" if median.value < 0.1 else f"{median.value:.3f}", median)
 
 
-def interval(median: Median) -> str:
+def interval(median: Median) -> Cell:
     """A median with its interval of 95%."""
-    return f"{number(median.value)} [{number(median.low)}, {number(median.high)}]"
+    return Cell(f"{number(median.value)} [{number(median.low)}, {number(median.high)}]", median)
 
 
-def megabytes(num_bytes: float) -> str:
-    return f"{num_bytes / MEGABYTE:,.0f}"
+def megabytes(num_bytes: float) -> Cell:
+    return Cell(f"{num_bytes / MEGABYTE:,.0f}", num_bytes / MEGABYTE)
 
 
 def gigabytes(num_bytes: float) -> str:
@@ -97,20 +110,20 @@ def memory(document: Document) -> Table:
         precision, stage, ranks = (document.field("rows", i, key) for key in ("precision", "stage", "ranks"))
         held = document.field("rows", i, "live_tensor_bytes") / MEGABYTE
         share = document.field("rows", i, "live_over_formula")
-        found.setdefault((precision, stage), {})[ranks] = f"{held:.1f} ({share:.3f})"
+        found.setdefault((precision, stage), {})[ranks] = Cell(f"{held:.1f} ({share:.3f})", held)
     worlds = sorted({ranks for cells in found.values() for ranks in cells})
     columns = [f"{ranks} rank{'s' if ranks > 1 else ''}, MB" for ranks in worlds]
     rows = [
         (f"stage {stage}, {precision}", *(cells.get(ranks, NONE) for ranks in worlds))
         for (precision, stage), cells in found.items()
     ]
-    return Table(("stage, precision", *columns), rows)
+    return Table(("stage, precision", *columns), rows, drawn=(len(worlds),))
 
 
 def rss(document: Document) -> Table:
     """Peak resident memory of a rank by engine."""
     rows = [
-        (document.field("rows", i, "label"), f"{document.field('rows', i, 'peak_rss_mb'):,.0f}")
+        (document.field("rows", i, "label"), megabytes(MEGABYTE * document.field("rows", i, "peak_rss_mb")))
         for i in range(document.length("rows"))
     ]
     return Table(("engine", "peak RSS, MB"), rows)
@@ -131,7 +144,7 @@ def checkpoint(document: Document) -> Table:
     for what in ("step beside a save", "step after a save"):
         ratio = document.median("rows", "summary", f"{what}, ratio to a step alone")
         rows.append((f"a {what}, of a step alone", NONE, NONE, interval(ratio)))
-    return Table(("", "DCP with FSDP2, s", "zeroshard stage 3, s", "ratio"), rows)
+    return Table(("", "DCP with FSDP2, s", "zeroshard stage 3, s", "ratio"), rows, drawn=(1, 2))
 
 
 def optimizers(document: Document) -> Table:
@@ -174,15 +187,16 @@ def muon(*documents: Document) -> Table:
         for one in documents
     ]
     columns = ("stage", "each matrix on one rank, s", "all matrices on every rank, s", "ratio", "bytes sent")
-    return Table(columns, rows)
+    return Table(columns, rows, drawn=(3,))
 
 
 def nvme(document: Document) -> Table:
     """Speeds of the files that the nvme tier writes."""
-    summary = document.field("rows", "summary")
-    return Table(
-        ("", "median"), [(what, interval(document.median("rows", "summary", what))) for what in summary]
-    )
+    rows = []
+    for what in document.field("rows", "summary"):
+        cell = interval(document.median("rows", "summary", what))
+        rows.append((what, cell if what.endswith("GB/s") else str(cell)))  # the picture has one unit
+    return Table(("", "median"), rows)
 
 
 def offload(document: Document) -> Table:
@@ -215,7 +229,9 @@ def offload_rss(document: Document) -> Table:
         case, num_params = (document.field("rows", i, key) for key in ("case", "num_params"))
         sizes = [megabytes(document.field("rows", i, key)) for key in ("states", "growth", "bound")]
         rows.append((case, f"{num_params / 1e6:.0f} M", *sizes))
-    return Table(("setting", "parameters", "all states, MB", "growth of the peak, MB", "bound, MB"), rows)
+    return Table(
+        ("setting", "parameters", "all states, MB", "growth of the peak, MB", "bound, MB"), rows, drawn=(2, 3)
+    )
 
 
 def offload_gpu(*documents: Document) -> Table:
@@ -233,7 +249,7 @@ def offload_gpu(*documents: Document) -> Table:
             share = f" ({row['share']:.3f})" if row.get("share") else ""
             estimated = map(row.get("estimated", {}).get, ("device", "host"))
             bytes_of = (against(*pair) for pair in zip(held, estimated, strict=True))
-            speeds = (f"{speed:,.0f}{share}", f"{flop:.0f}")
+            speeds = (Cell(f"{speed:,.0f}{share}", speed), f"{flop:.0f}")
             rows.append((f"{size / 1e9:.2f} B, {setting}{tokens}", *speeds, *bytes_of))
     columns = ("model, setting", "tokens/s (of all on the GPU)", "TFLOP/s")
     return Table((*columns, "GPU peak (estimate), GB", "host (estimate), GB"), rows + facts)
@@ -259,7 +275,8 @@ def pipeline(document: Document) -> Table:
             (name, seconds(document.median("rows", name, "zeroshard, s a step")), *ratios, prediction)
         )
     titles = [f"{what} / torch, {cut}" for cut in cuts for what in ("step", "own work")]
-    return Table(("schedule", "s a step", *titles, "predicted / measured"), rows)
+    drawn = tuple(range(2, 2 + len(titles), 2))
+    return Table(("schedule", "s a step", *titles, "predicted / measured"), rows, drawn=drawn)
 
 
 def pipeline_async(document: Document) -> Table:
@@ -274,7 +291,7 @@ def pipeline_async(document: Document) -> Table:
         speed = number(document.median("rows", name, "steps a second").value)
         rows.append((name, str(row["micro-batches a step"]), speed, ratio, bound, prediction))
     titles = ("micro-batches a step", "steps a second", "speed / flushed", "bound", "predicted / measured")
-    return Table(("method", *titles), rows)
+    return Table(("method", *titles), rows, drawn=(3,))
 
 
 def tensor_parallel(*documents: Document) -> Table:
@@ -285,7 +302,7 @@ def tensor_parallel(*documents: Document) -> Table:
         own, peer = (one.median("rows", f"{who}, s a step") for who in (OURS, "torch"))
         ratio = interval(one.median("rows", "ratio zeroshard/torch"))
         rows.append((f"tp {tensor}, dp {ranks // tensor}, stage {stage}", seconds(own), seconds(peer), ratio))
-    return Table(("ranks", "zeroshard, s a step", "torch, s a step", "ratio"), rows)
+    return Table(("ranks", "zeroshard, s a step", "torch, s a step", "ratio"), rows, drawn=(3,))
 
 
 def profile_cost(document: Document) -> Table:
@@ -294,7 +311,7 @@ def profile_cost(document: Document) -> Table:
     for way, title in (("on", "in a profile"), ("without memory", "in a profile without memory")):
         median, ratio = (document.median("rows", key) for key in (f"{way}, s a step", f"ratio {way}/off"))
         rows.append((title, seconds(median), interval(ratio)))
-    return Table(("", "s a step", "ratio"), rows)
+    return Table(("", "s a step", "ratio"), rows, drawn=(2,))
 
 
 def qlora(document: Document) -> Table:
@@ -314,7 +331,8 @@ def qlora(document: Document) -> Table:
                 number(document.field("rows", "ranks", i, "s to shard")),
             )
         )
-    return Table(("", "bytes of parameters, MB", "peak RSS, MB", "s to build and shard"), rows)
+    columns = ("", "bytes of parameters, MB", "peak RSS, MB", "s to build and shard")
+    return Table(columns, rows, drawn=(1, 2))
 
 
 def unit_cost(*documents: Document) -> Table:
@@ -325,9 +343,13 @@ def unit_cost(*documents: Document) -> Table:
         ranks = one.field("settings", "ranks")
         ratio = interval(one.median("rows", "ratio zeroshard/fsdp2"))
         rows.append(
-            (f"{ranks} rank{'s' if ranks > 1 else ''}", f"{own.value:.0f}", f"{peer.value:.0f}", ratio)
+            (
+                f"{ranks} rank{'s' if ranks > 1 else ''}",
+                *(Cell(f"{one.value:.0f}", one) for one in (own, peer)),
+                ratio,
+            )
         )
-    return Table(("", "zeroshard, us a unit", "FSDP2, us a unit", "ratio"), rows)
+    return Table(("", "zeroshard, us a unit", "FSDP2, us a unit", "ratio"), rows, drawn=(1, 2))
 
 
 TABLES: dict[str, Callable[..., Table]] = {
