@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rich.table import Table
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import record
@@ -196,7 +195,6 @@ def common_folder(parent: Path | None) -> Iterator[Path]:
 def measure(args: argparse.Namespace, folder: Path, device: torch.device) -> None:
     """Build, warm up, time and report; runs on every rank."""
     rank = dist.get_rank()
-    console = record.console(quiet=rank != 0)
     setting = Setting(shape=shape_from(args), batch=args.batch, precision="fp32", device=device)
     engines: dict[str, Ours | Peer] = {PEER: Peer(setting), OURS: Ours(setting)}
     tokens = build_tokens(setting.shape, args.batch, rank, device)
@@ -216,12 +214,8 @@ def measure(args: argparse.Namespace, folder: Path, device: torch.device) -> Non
     if rank != 0:
         return
     summary = summarize(times, written, args.steps)
-    table = Table("what", "median", "95% interval", title=f"{args.ranks} ranks, {args.rounds} rounds")
-    seconds_of = {f"{key}, s": median_of(values) for key, values in times.items() if "step" not in key}
-    for key, median in (seconds_of | summary).items():
-        table.add_row(key, f"{median.value:.3f}", f"[{median.low:.3f}, {median.high:.3f}]")
-    console.print(table)
-    path = record.write(
+    record.report(
+        "checkpoint",
         args.name or f"checkpoint_{args.ranks}ranks",
         {
             "summary": {key: median._asdict() for key, median in summary.items()},
@@ -233,7 +227,6 @@ def measure(args: argparse.Namespace, folder: Path, device: torch.device) -> Non
         synced="all files, on both sides",
         verified="checksums of all files by zeroshard; none by torch.distributed.checkpoint",
     )
-    console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
 
 
 def main() -> int:

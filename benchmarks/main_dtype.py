@@ -18,15 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import record
 import zeroshard
 from medians import median_of, median_ratio
-from optimizers import interval
 
 DTYPES = ("fp32", "bf16")
 OPTIMIZERS = ("AdamW, fused", "AdamW8bit")
@@ -135,24 +132,10 @@ def rows_of(contenders: list[Contender]) -> list[dict[str, Any]]:
     ]
 
 
-def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
-    """Print a line for each optimizer and dtype."""
-    table = Table(title=title, caption="ratios: medians of pairs, 95% interval")
-    for column in ("optimizer", "main dtype"):
-        table.add_column(column)
-    for column in ("seconds per step", "ratio to fused fp32", "ratio to its own in fp32"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        figures = [interval(row[key]) for key in ("median_s", "ratio_to_fused_fp32", "ratio_to_fp32")]
-        table.add_row(row["optimizer"], row["main_dtype"], *figures)
-    console.print(table)
-
-
 def main() -> int:
     """Time the steps and write them."""
     args = parse()
     torch.set_num_threads(args.threads)
-    console = record.console()
     contenders = [build(name, dtype, args) for name in OPTIMIZERS for dtype in DTYPES]
     for contender in contenders:
         for _ in range(args.warmup):
@@ -161,11 +144,8 @@ def main() -> int:
         check_first_steps(narrow, wide)
     run_rounds(contenders, args.rounds)
     rows = rows_of(contenders)
-    show(rows, f"{args.elements:,} elements, {args.rounds} rounds", console)
-    path = record.write(
-        args.name, rows, settings=vars(args), cpu_capability=torch.backends.cpu.get_cpu_capability()
-    )
-    console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
+    capability = torch.backends.cpu.get_cpu_capability()
+    record.report("main_dtype", args.name, rows, settings=vars(args), cpu_capability=capability)
     return 0
 
 

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import record
@@ -137,20 +135,6 @@ def measure_ranks(args: argparse.Namespace) -> None:
             args.output.write_text(json.dumps(rows))
 
 
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print megabytes by kind, and those of the formula."""
-    table = Table(title="bytes of a rank after backward and step, gradients kept (MB)")
-    for column in ("precision", "ranks", "stage", *KINDS, "live tensors", "formula", "live / formula"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        kinds = [row["report_bytes"][kind] for kind in KINDS]
-        sizes = [f"{size / 1e6:.1f}" for size in (*kinds, row["live_tensor_bytes"], row["formula_bytes"])]
-        table.add_row(
-            row["precision"], str(row["ranks"]), str(row["stage"]), *sizes, f"{row['live_over_formula']:.4f}"
-        )
-    console.print(table)
-
-
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw a panel for each precision: a bar for each stage and world size, and a mark for the formula."""
     import matplotlib
@@ -208,12 +192,9 @@ def measure(args: argparse.Namespace) -> int:
                 return status
             rows += json.loads(output.read_text())
     rows.sort(key=lambda row: (row["precision"] != "fp32", row["ranks"], row["stage"]))
-    console = record.console()
-    show(rows, console)
     settings = {key: value for key, value in vars(args).items() if key not in ("output", "redraw")}
-    path = record.write(args.name, rows, settings=settings)
+    path = record.report("memory", args.name, rows, settings=settings)
     draw(rows, path.with_suffix(".png"))
-    console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)} and the chart beside it")
     return 0
 
 

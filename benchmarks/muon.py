@@ -128,9 +128,8 @@ def measure(args: argparse.Namespace) -> None:
     rows["all-to-alls of each rank in a step"] = [calls for calls, _ in sent]
     rows["bytes that each rank sends in a step"] = [num_bytes for _, num_bytes in sent]
     rows["bytes of all ranks an element"] = sum(num_bytes for _, num_bytes in sent) / numel
-    for what, value in rows.items():
-        record.console().print(what, value)
-    record.write(args.name or f"muon_{args.ranks}ranks_stage{args.stage}", rows, settings=vars(args))
+    name = args.name or f"muon_{args.ranks}ranks_stage{args.stage}"
+    record.report("muon", name, rows, settings=vars(args))
 
 
 if __name__ == "__main__":

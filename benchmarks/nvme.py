@@ -21,7 +21,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
-from rich.table import Table
 from torch import nn
 
 import record
@@ -113,19 +112,14 @@ def main() -> int:
     gigabytes = 2 * (args.total // args.part * args.part << 20) / 1e9
     speeds = {name: median_of([gigabytes / value for value in values]) for name, values in seconds.items()}
     ratio = median_ratio(seconds[PEER], seconds[OURS])
-    table = Table("what", "median", "95% interval", title=f"{args.total} MiB read and written")
     rows = {f"{name}, GB/s": speed for name, speed in speeds.items()} | {"speed, ratio": ratio}
-    for key, median in rows.items():
-        table.add_row(key, f"{median.value:.2f}", f"[{median.low:.2f}, {median.high:.2f}]")
-    console = record.console()
-    console.print(table)
-    path = record.write(
+    record.report(
+        "nvme",
         args.name,
         {"summary": {key: median._asdict() for key, median in rows.items()}, "seconds": seconds},
         settings={key: value for key, value in vars(args).items() if key != "folder"},
         compared="the same bytes in the same parts; direct I/O and blocks that were written before",
     )
-    console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
     return int(ratio.value < LEAST_RATIO)
 
 

@@ -28,8 +28,6 @@ import torch
 import torch.distributed as dist
 
 import record
-import tables
-from documents import read
 from engines import Setting, Step
 from launch import end_rank, inside_rank, process_group, run_ranks
 from medians import median_of, median_ratio
@@ -136,9 +134,8 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> Non
         num_params = sum(p.numel() for p in setting.model().parameters())
         stem = args.name or f"offload_{device.type}_{num_ranks}ranks_{args.precision}"
         settings = {key: value for key, value in vars(args).items() if key != "folder"}
-        path = record.write(stem, rows, settings=settings, skipped=skipped, num_params=num_params)
-        print(tables.offload(read(path)).markdown())
-        console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
+        extra = {"skipped": skipped, "num_params": num_params}
+        record.report("offload", stem, rows, settings=settings, **extra)
     dist.barrier()
 
 

@@ -30,9 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import record
-import tables
 import zeroshard
-from documents import read
 from model import GPT, Shape, add_shape_arguments, build_tokens, next_token_loss, shape_from
 
 TINY = Shape(dim=64, depth=3, heads=4, vocabulary=64, sequence=32)
@@ -155,9 +153,7 @@ def main() -> int:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     settings = {key: value for key, value in vars(args).items() if key not in ("folder", "case")}
-    path = record.write(args.name, rows, settings=settings)
-    print(tables.offload_rss(read(path)).markdown())
-    record.console().print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
+    record.report("offload_rss", args.name, rows, settings=settings)
     return int(any(row["growth"] > row["bound"] for row in rows))
 
 

@@ -17,7 +17,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,6 @@ from unittest import mock
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -221,23 +220,6 @@ def rows_of(contenders: list[Contender]) -> list[dict[str, Any]]:
     ]
 
 
-def show(rows: list[dict[str, Any]], title: str, console: Console) -> None:
-    """Print a line for each optimizer."""
-    table = Table(title=title, caption="ratios: medians of pairs, 95% interval")
-    table.add_column("optimizer")
-    for column in ("seconds per step", "ratio to fused", "bytes of state per parameter"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        cells = [interval(row["median_s"]), interval(row["ratio_to_fused"])]
-        table.add_row(row["optimizer"], *cells, f"{row['state_bytes_per_parameter']:.4f}")
-    console.print(table)
-
-
-def interval(median: Mapping[str, float]) -> str:
-    """A median with its bounds."""
-    return f"{median['value']:.3f} [{median['low']:.3f}, {median['high']:.3f}]"
-
-
 def main() -> int:
     """Time the steps, count the states, and write both."""
     args = parse()
@@ -246,19 +228,18 @@ def main() -> int:
     contenders, skipped = start(args, console)
     run_rounds(contenders, args.rounds)
     rows = rows_of(contenders)
-    show(rows, f"{args.elements:,} elements on {args.device}, {args.rounds} rounds", console)
     gpt = at_rest()
     console.print(
         f"GPT of {gpt['parameters']:,} parameters: {gpt['bytes_per_parameter']:.4f} bytes of state each"
     )
-    path = record.write(
+    record.report(
+        "optimizers",
         args.name or f"optimizers_{args.device}",
         {"steps": rows, "gpt_at_rest": gpt},
         settings=vars(args),
         skipped=skipped,
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
     )
-    console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
     return 0
 
 

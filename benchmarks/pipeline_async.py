@@ -206,14 +206,11 @@ def report(args: argparse.Namespace) -> None:
     rows = measure(args)
     if dist.get_rank():
         return
-    for name, row in rows.items():
-        record.console().print(name, row)
     model = "llama" if args.sleep is None else "sleep"
     load = {"before": load_before, "after": os.getloadavg()}
     settings = {**vars(args), "threads": torch.get_num_threads()}
-    record.write(
-        args.name or f"pipeline_async_{args.ranks}ranks_{model}", rows, settings=settings, load_average=load
-    )
+    name = args.name or f"pipeline_async_{args.ranks}ranks_{model}"
+    record.report("pipeline_async", name, rows, settings=settings, load_average=load)
 
 
 if __name__ == "__main__":

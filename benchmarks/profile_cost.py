@@ -75,9 +75,8 @@ def measure(args: argparse.Namespace) -> None:
     for name in ("on", "without memory"):
         rows[f"ratio {name}/off"] = median_ratio(times[name], times["off"])._asdict()
     rows["ratio sum of the parts/time of the steps"] = median_of(shares)._asdict()
-    for what, value in rows.items():
-        record.console().print(what, value)
-    record.write(args.name or f"profile_cost_{args.ranks}ranks_stage{args.stage}", rows, settings=vars(args))
+    name = args.name or f"profile_cost_{args.ranks}ranks_stage{args.stage}"
+    record.report("profile_cost", name, rows, settings=vars(args))
 
 
 if __name__ == "__main__":

@@ -91,8 +91,7 @@ def report(args: argparse.Namespace) -> None:
     dist.all_gather_object(everyone, found)
     if not dist.get_rank():
         rows = {"parameters of the model": num, "ranks": everyone}
-        record.console().print(rows)
-        record.write(args.name, rows, settings=vars(args))
+        record.report("qlora", args.name, rows, settings=vars(args))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from documents import without_folders
+import tables
+from documents import read, without_folders
 
 RESULTS = Path(__file__).parent / "results"
 COMPARED = ("torch", "zeroshard", "deepspeed", "bitsandbytes", "torchao", "numba")
@@ -106,4 +107,12 @@ def write(name: str, rows: Any, **extra: Any) -> Path:
         "rows": rows,
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def report(kind: str, name: str, rows: Any, **extra: Any) -> Path:
+    """Write a document, print its table and where it is, and return its path."""
+    path = write(name, rows, **extra)
+    print(tables.TABLES[kind](read(path)).markdown())
+    console().print(f"wrote {path.relative_to(RESULTS.parent.parent)}", markup=False)
     return path

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 
 import record
 from engines import ENGINES, LABELS, Setting, select
@@ -75,7 +74,7 @@ def run_engine(name: str, args: argparse.Namespace, output: Path) -> float:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Run every engine several times, print and write the table."""
+    """Run every engine several times, write and print the peaks."""
     console = record.console()
     names, skipped = select(args.engines, args.precision)
     peaks: dict[str, list[float]] = {name: [] for name in names}
@@ -84,22 +83,10 @@ def measure(args: argparse.Namespace) -> None:
             for name in names:
                 peaks[name].append(run_engine(name, args, Path(folder) / "peak.json"))
                 console.print(f"{name}: {peaks[name][-1]:.0f} MB")
-    table = Table(
-        "engine", title=f"peak RSS of a rank, {args.ranks} ranks, {args.precision}, batch {args.batch}"
-    )
-    table.add_column(f"MB, smallest of {args.runs}", justify="right")
-    for name in names:
-        table.add_row(LABELS[name], f"{min(peaks[name]):.0f}")
-    console.print(table)
     rows = [{"engine": n, "label": LABELS[n], "peak_rss_mb": min(p), "runs_mb": p} for n, p in peaks.items()]
     settings = {key: value for key, value in vars(args).items() if key != "output"}
-    path = record.write(
-        args.name or f"rss_{args.ranks}ranks_{args.precision}_batch{args.batch}",
-        rows,
-        settings=settings,
-        skipped=skipped,
-    )
-    console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
+    name = args.name or f"rss_{args.ranks}ranks_{args.precision}_batch{args.batch}"
+    record.report("rss", name, rows, settings=settings, skipped=skipped)
 
 
 def main() -> int:

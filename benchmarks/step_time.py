@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import record
@@ -169,26 +168,6 @@ def time_rows(times: Times, losses: Mapping[str, float]) -> list[dict[str, objec
     ]
 
 
-def show(times: Times, title: str, console: Console) -> None:
-    """Print seconds and, for each zeroshard stage present, its ratio to the engine of the row."""
-    stages = [name for name in times if name.startswith("zeroshard")]
-    table = Table(
-        title=title, caption="ratios: the column's time / the row's; medians of pairs, 95% interval"
-    )
-    table.add_column("engine")
-    table.add_column("seconds per step", justify="right")
-    for stage in stages:
-        table.add_column(stage, justify="right")
-    for name, values in times.items():
-        seconds = median_of(values)
-        cells = [name, f"{seconds.value:.4f} [{seconds.low:.4f}, {seconds.high:.4f}]"]
-        for stage in stages:
-            ratio = median_ratio(times[stage], values)
-            cells.append("" if stage == name else f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]")
-        table.add_row(*cells)
-    console.print(table)
-
-
 def measure(args: argparse.Namespace, device: torch.device) -> None:
     """Build, warm up, check, time and report; runs on every rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -210,12 +189,9 @@ def measure(args: argparse.Namespace, device: torch.device) -> None:
     times = slowest_rank(seconds)
 
     if rank == 0:
-        title = f"{num_ranks} {device.type} ranks, {args.precision}, batch {args.batch}, {args.rounds} rounds"
-        show(times, title, console)
         name = args.name or f"step_time_{device.type}_{num_ranks}ranks_{args.precision}_batch{args.batch}"
         rows = {"times": time_rows(times, losses), "ratios": ratio_rows(times)}
-        path = record.write(name, rows, settings=vars(args), skipped=skipped)
-        console.print(f"wrote {path.relative_to(record.RESULTS.parent.parent)}")
+        record.report("step_time", name, rows, settings=vars(args), skipped=skipped)
 
 
 def main() -> int:

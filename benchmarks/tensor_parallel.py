@@ -181,10 +181,8 @@ def measure(args: argparse.Namespace) -> None:
         return
     rows = {f"{name}, s a step": median_of(own)._asdict() for name, own in times.items()}
     rows["ratio zeroshard/torch"] = median_ratio(times["zeroshard"], times["torch"])._asdict()
-    for what, value in rows.items():
-        record.console().print(what, value)
     name = args.name or f"tensor_parallel_{args.ranks}ranks_stage{args.stage}"
-    record.write(name, rows, settings=vars(args))
+    record.report("tensor_parallel", name, rows, settings=vars(args))
 
 
 if __name__ == "__main__":

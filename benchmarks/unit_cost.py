@@ -164,9 +164,8 @@ def measure(args: argparse.Namespace) -> None:
     if args.ranks > 1:
         rows["exchanges alone, us a unit"] = median_of(bare)._asdict()
         rows["ratio exchanges alone/fsdp2"] = median_ratio(bare, costs["fsdp2"])._asdict()
-    for what, value in rows.items():
-        record.console().print(what, value)
-    record.write(args.name or f"unit_cost_{args.ranks}ranks_stage{args.stage}", rows, settings=vars(args))
+    name = args.name or f"unit_cost_{args.ranks}ranks_stage{args.stage}"
+    record.report("unit_cost", name, rows, settings=vars(args))
 
 
 if __name__ == "__main__":
