@@ -24,11 +24,13 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import record
 from before import run_on_cpu
@@ -36,28 +38,35 @@ from medians import Median, median_of, median_ratio
 from pipeline_clock import Clock, makespans, measure_transfer, predict
 from pipeline_engines import TORCHS, Ours, Setting, Torchs
 from pipeline_jobs import VOCABULARY, Job, Llama, Sleepers
+from zeroshard.parallel.pipeline.actions import Schedule
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "varuna")
 WARM_UP = 2
 """Rounds before all others: shapes and messages are new."""
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def parser_of(what: str) -> argparse.ArgumentParser:
+    """The command line of benchmarks of pipelines, without what is said of the schedules."""
+    parser = argparse.ArgumentParser(description=what.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names, separated by commas")
-    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--sleep", type=float, metavar="MS", help="blocks sleep; a Llama otherwise")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a batch")
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="of the Llama")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--noted", type=int, default=2, help="durations are noted before each so many rounds")
     parser.add_argument("--name", help="of the JSON file in benchmarks/results")
     parser.set_defaults(before=None)
+    return parser
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="names, separated by commas")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a batch")
     return parser.parse_args(arguments)
 
 
@@ -71,14 +80,17 @@ def job_of(args: argparse.Namespace) -> Job:
 Engines = dict[tuple[str, str], Ours | Torchs]
 """By whose they are and by schedule."""
 Times = dict[tuple[str, str], list[float]]
+MEASURED = ("seconds", "work")
+"""Of a turn."""
 
 
-class Turns(NamedTuple):
-    """Seconds of the steps of each engine, by round."""
+class Turn(NamedTuple):
+    """A step of an engine, or several."""
 
-    steps: Times
-    work: Times
-    """Of this rank's thread on a core."""
+    seconds: float
+    work: float
+    """Seconds of this rank's thread on a core."""
+    loss: Tensor | None
 
 
 def build(setting: Setting, names: list[str]) -> Engines:
@@ -90,29 +102,47 @@ def build(setting: Setting, names: list[str]) -> Engines:
     return engines
 
 
-def take_turns(engines: Engines, job: Job, rounds: range) -> Turns:
-    """Take a step of each engine in each round.
+def take_turns(engines: Mapping[Any, Any], job: Job, number: int) -> dict[Any, Turn]:
+    """Let each engine have its turn in a round."""
+    inputs, targets = job.batch(number)
+    turns = {}
+    for key in random.Random(number).sample(list(engines), len(engines)):
+        dist.barrier()
+        start, before = time.perf_counter(), time.thread_time()
+        loss = engines[key].turn(inputs, targets)
+        work = time.thread_time() - before
+        dist.barrier()
+        turns[key] = Turn(time.perf_counter() - start, work, loss)
+    return turns
+
+
+def alternate(
+    args: argparse.Namespace, clocks: Mapping[str, Clock], turn: Callable[[int], dict[Any, Turn]]
+) -> list[dict[Any, Turn]]:
+    """Take turns, and note durations in rounds between: load of other processes comes into both alike.
+
+    Args:
+        turn: takes a round of all engines, so that they keep the same weights.
+    """
+    found = []
+    for number in range(args.rounds):
+        if number % args.noted == 0:
+            with ExitStack() as stack:
+                for clock in clocks.values():
+                    stack.enter_context(clock.noting())
+                turn(number)
+        found.append(turn(number))
+    return found
+
+
+def _compared_turns(engines: Engines, job: Job, number: int) -> dict[Any, Turn]:
+    """Take turns, and compare the losses; collective, as torch has them on the rank of the last chunk alone.
 
     Raises:
         RuntimeError: the losses differ.
     """
-    turns = Turns({key: [] for key in engines}, {key: [] for key in engines})
-    for number in rounds:
-        inputs, targets = job.batch(number)
-        losses = {}
-        for key in random.Random(number).sample(list(engines), len(engines)):
-            dist.barrier()
-            start, before = time.perf_counter(), time.thread_time()
-            losses[key] = engines[key].turn(inputs, targets)
-            turns.work[key].append(time.thread_time() - before)
-            dist.barrier()
-            turns.steps[key].append(time.perf_counter() - start)
-        _compare(losses, number)
-    return turns
-
-
-def _compare(losses: dict[tuple[str, str], Any], number: int) -> None:
-    """Compare the losses; collective, as torch has them on the rank of the last chunk alone."""
+    turns = take_turns(engines, job, number)
+    losses = {key: turn.loss for key, turn in turns.items()}
     everyone: list[Any] = [None] * dist.get_world_size()
     own = {key: loss.item() for key, loss in losses.items() if loss is not None}
     dist.all_gather_object(everyone, own)
@@ -122,6 +152,7 @@ def _compare(losses: dict[tuple[str, str], Any], number: int) -> None:
         raise RuntimeError(
             f"expected the same losses of {len(losses)} engines, got {found} in round {number}"
         )
+    return turns
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -129,41 +160,44 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     job = job_of(args)
     setting, names = Setting(job, args.microbatches), args.schedules.split(",")
     engines = build(setting, names)
-    take_turns(engines, job, range(WARM_UP))
+
+    def turn(number: int) -> dict[Any, Turn]:
+        return _compared_turns(engines, job, number)
+
+    for number in range(WARM_UP):
+        turn(number)
     clocks = {key[1]: Clock(one.engine) for key, one in engines.items() if isinstance(one, Ours)}
     transfer = measure_transfer(job.message_bytes(args.microbatches))
-    turns = _alternate(args, engines, clocks, job)
-    predictions = {name: predict(setting.schedule(name), clock, transfer) for name, clock in clocks.items()}
-    work = _of_busiest(turns.work)
-    rows = {}
-    for name in names:
-        row = _compared(turns.steps, name, "a step") | _compared(work, name, "of own work")
-        predicted, costs = predictions[name]
-        measured = makespans(clocks[name])
-        row["zeroshard, s a makespan"] = median_of(measured)
-        row["predicted, s a makespan"] = predicted
-        row["ratio predicted/measured"] = median_ratio([predicted] * len(measured), measured)
-        row["costs, s"] = vars(costs)
-        rows[name] = {what: one._asdict() if isinstance(one, Median) else one for what, one in row.items()}
-    return rows
-
-
-def _alternate(args: argparse.Namespace, engines: Engines, clocks: dict[str, Clock], job: Job) -> Turns:
-    """Take turns, and note durations in rounds between: load of other processes comes into both alike."""
-    found = []
-    for number in range(args.rounds):
-        this = range(number, number + 1)
-        if number % args.noted == 0:
-            with ExitStack() as stack:
-                for clock in clocks.values():
-                    stack.enter_context(clock.noting())
-                take_turns(engines, job, this)  # all of them, so that they keep the same weights
-        found.append(take_turns(engines, job, this))
-    joined = (
-        {key: [one for times in field for one in times[key]] for key in engines}
-        for field in zip(*found, strict=True)
+    turns = alternate(args, clocks, turn)
+    steps, work = ({key: [getattr(one[key], what) for one in turns] for key in engines} for what in MEASURED)
+    work = _of_busiest(work)
+    return as_json(
+        {
+            name: _compared(steps, name, "a step")
+            | _compared(work, name, "of own work")
+            | against_simulator(setting.schedule(name), clocks[name], transfer, "zeroshard, s a makespan")
+            for name in names
+        }
     )
-    return Turns(*joined)
+
+
+def against_simulator(schedule: Schedule, clock: Clock, transfer: float, title: str) -> dict[str, Any]:
+    """The makespans of an engine as `title`, and the one that our simulator predicts; collective."""
+    (predicted, costs), measured = predict(schedule, clock, transfer), makespans(clock)
+    return {
+        title: median_of(measured),
+        "predicted, s a makespan": predicted,
+        "ratio predicted/measured": median_ratio([predicted] * len(measured), measured),
+        "costs, s": vars(costs),
+    }
+
+
+def as_json(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The rows with medians as objects."""
+    return {
+        name: {what: one._asdict() if isinstance(one, Median) else one for what, one in row.items()}
+        for name, row in rows.items()
+    }
 
 
 def _of_busiest(work: Times) -> Times:
@@ -183,7 +217,11 @@ def _compared(times: Times, name: str, what: str) -> dict[str, Any]:
     return row
 
 
-def report(args: argparse.Namespace) -> None:
+def report(
+    args: argparse.Namespace,
+    kind: str = "pipeline",
+    measure: Callable[[argparse.Namespace], dict[str, Any]] = measure,
+) -> None:
     """Measure; print and write the rows on rank 0."""
     load_before = os.getloadavg()
     rows = measure(args)
@@ -192,8 +230,8 @@ def report(args: argparse.Namespace) -> None:
     model = "llama" if args.sleep is None else "sleep"
     load = {"before": load_before, "after": os.getloadavg()}
     settings = {**vars(args), "threads": torch.get_num_threads()}
-    name = args.name or f"pipeline_{args.ranks}ranks_{model}"
-    record.report("pipeline", name, rows, settings=settings, load_average=load)
+    name = args.name or f"{kind}_{args.ranks}ranks_{model}"
+    record.report(kind, name, rows, settings=settings, load_average=load)
 
 
 if __name__ == "__main__":

@@ -25,58 +25,48 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import random
 import sys
-import time
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import record
 import zeroshard
 from before import run_on_cpu
 from medians import Median, median_of, median_ratio
-from pipeline import job_of
-from pipeline_clock import Clock, makespans, measure_transfer, predict
+from pipeline import (
+    WARM_UP,
+    Turn,
+    against_simulator,
+    alternate,
+    as_json,
+    job_of,
+    parser_of,
+    report,
+    take_turns,
+)
+from pipeline_clock import Clock, measure_transfer
 from pipeline_engines import adamw
-from pipeline_jobs import VOCABULARY, Job
+from pipeline_jobs import Job
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.parallel.pipeline.schedules import steady
 
 FLUSHED = "1F1B, flushed"
-WARM_UP = 2
-"""Turns before all others: shapes and messages are new."""
-
-Times = dict[str, list[float]]
-"""By engine."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = parser_of(__doc__ or "")
     parser.add_argument("--methods", default=",".join(ASYNCHRONOUS), help="names, perhaps with :k behind")
     parser.add_argument("--microbatches", type=int, default=32, help="of a turn")
-    parser.add_argument("--sleep", type=float, metavar="MS", help="blocks sleep; a Llama otherwise")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--size", type=int, default=1, help="sequences of a micro-batch")
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="of the Llama")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--noted", type=int, default=2, help="durations are noted before each so many rounds")
-    parser.add_argument("--name", help="of the JSON file in benchmarks/results")
-    parser.set_defaults(before=None)
+    parser.set_defaults(rounds=8)
     args = parser.parse_args(arguments)
     args.batch = args.microbatches * args.size
     return args
 
 
-class Turn(NamedTuple):
+class Share(NamedTuple):
     """The micro-batches of a turn of all engines."""
 
     job: Job
@@ -93,7 +83,7 @@ class Trained:
         per_step: micro-batches of a step; None for a synchronous schedule.
     """
 
-    def __init__(self, turn: Turn, schedule: str, num_microbatches: int, per_step: int | None) -> None:
+    def __init__(self, turn: Share, schedule: str, num_microbatches: int, per_step: int | None) -> None:
         self._turn, self._num_batches = turn, turn.num_microbatches // num_microbatches
         pipeline: dict[str, Any] = {"schedule": schedule, "num_microbatches": num_microbatches}
         if per_step is not None:
@@ -117,7 +107,7 @@ class Trained:
                 raise RuntimeError(f"expected finite losses, got {loss.item()}")
 
 
-def build(turn: Turn, methods: list[str]) -> dict[str, Trained]:
+def build(turn: Share, methods: list[str]) -> dict[str, Trained]:
     """The engine that is flushed, and that of each method, with the same first weights."""
     num_ranks = dist.get_world_size()
     if turn.num_microbatches % num_ranks:
@@ -129,28 +119,20 @@ def build(turn: Turn, methods: list[str]) -> dict[str, Trained]:
     return engines
 
 
-def take_turns(engines: dict[str, Trained], job: Job, number: int) -> dict[str, float]:
-    """Take a turn of each engine; return its seconds."""
-    inputs, targets = job.batch(number)
-    seconds = {}
-    for key in random.Random(number).sample(list(engines), len(engines)):
-        dist.barrier()
-        start = time.perf_counter()
-        engines[key].turn(inputs, targets)
-        dist.barrier()
-        seconds[key] = time.perf_counter() - start
-    return seconds
-
-
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Take turns, and return a row for each engine; collective."""
     job, num_ranks = job_of(args), dist.get_world_size()
-    engines = build(Turn(job, args.microbatches), args.methods.split(","))
+    engines = build(Share(job, args.microbatches), args.methods.split(","))
+
+    def turn(number: int) -> dict[Any, Turn]:
+        return take_turns(engines, job, number)
+
     for number in range(WARM_UP):
-        take_turns(engines, job, number)
+        turn(number)
     clocks = {key: Clock(one.engine) for key, one in engines.items() if key != FLUSHED}
     transfer = measure_transfer(job.message_bytes(args.microbatches))
-    times = _alternate(args, engines, clocks, job)
+    found = alternate(args, clocks, turn)
+    times = {key: [one[key].seconds for one in found] for key in engines}
     flushed = times.pop(FLUSHED)
     rows: dict[str, Any] = {
         FLUSHED: {
@@ -160,23 +142,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
     }
     for key, seconds in times.items():
-        per_step, measured = engines[key].per_step, makespans(clocks[key])
-        predicted, costs = predict(steady(num_ranks, args.microbatches, per_step), clocks[key], transfer)
+        per_step = engines[key].per_step
+        schedule = steady(num_ranks, args.microbatches, per_step)
         rows[key] = {
             "micro-batches a step": per_step,
             "s a turn": median_of(seconds),
             **_steps(seconds, args, per_step),
             "ratio of micro-batches a second to flushed": median_ratio(flushed, seconds),
             "bound of the ratio": (2 * num_ranks - 1) / num_ranks,
-            "s a makespan": median_of(measured),
-            "predicted, s a makespan": predicted,
-            "ratio predicted/measured": median_ratio([predicted] * len(measured), measured),
-            "costs, s": vars(costs),
+            **against_simulator(schedule, clocks[key], transfer, "s a makespan"),
         }
-    return {
-        key: {what: one._asdict() if isinstance(one, Median) else one for what, one in row.items()}
-        for key, row in rows.items()
-    }
+    return as_json(rows)
 
 
 def _steps(seconds: list[float], args: argparse.Namespace, per_step: int) -> dict[str, Median]:
@@ -185,33 +161,10 @@ def _steps(seconds: list[float], args: argparse.Namespace, per_step: int) -> dic
     return {"steps a second": median_of([num / one for one in seconds])}
 
 
-def _alternate(
-    args: argparse.Namespace, engines: dict[str, Trained], clocks: dict[str, Clock], job: Job
-) -> Times:
-    """Take turns, and note durations in rounds between: load of other processes comes into both alike."""
-    found = []
-    for number in range(args.rounds):
-        if number % args.noted == 0:
-            with ExitStack() as stack:
-                for clock in clocks.values():
-                    stack.enter_context(clock.noting())
-                take_turns({key: engines[key] for key in clocks}, job, number)
-        found.append(take_turns(engines, job, number))
-    return {key: [one[key] for one in found] for key in engines}
-
-
-def report(args: argparse.Namespace) -> None:
+def measured(args: argparse.Namespace) -> None:
     """Measure; print and write the rows on rank 0."""
-    load_before = os.getloadavg()
-    rows = measure(args)
-    if dist.get_rank():
-        return
-    model = "llama" if args.sleep is None else "sleep"
-    load = {"before": load_before, "after": os.getloadavg()}
-    settings = {**vars(args), "threads": torch.get_num_threads()}
-    name = args.name or f"pipeline_async_{args.ranks}ranks_{model}"
-    record.report("pipeline_async", name, rows, settings=settings, load_average=load)
+    report(args, "pipeline_async", measure)
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_cpu(__file__, parse(), report))
+    sys.exit(run_on_cpu(__file__, parse(), measured))

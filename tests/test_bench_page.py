@@ -321,14 +321,14 @@ def test_fewer_minutes_give_fewer_rounds_and_more_give_more() -> None:
 
 @pytest.mark.parametrize("device", suite.SUITES)
 def test_each_script_has_the_flags_that_it_is_given(device: str) -> None:
-    shape = (ROOT / "benchmarks/model.py").read_text()
+    shared = "".join((ROOT / f"benchmarks/{name}.py").read_text() for name in ("model", "pipeline"))
     names = [run.name for one in suite.SUITES[device] for run in one.runs]
     assert len(names) == len(set(names))
     for one in suite.SUITES[device]:
         assert one.table in tables.TABLES
         for run in one.runs:
             script, *arguments = run.arguments(1, "page")
-            source = (ROOT / "benchmarks" / script).read_text() + shape
+            source = (ROOT / "benchmarks" / script).read_text() + shared
             for flag in (argument for argument in arguments if argument.startswith("--")):
                 assert f'"{flag}"' in source, f"{script} {flag}"
 
