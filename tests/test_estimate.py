@@ -380,7 +380,7 @@ def test_values_on_the_host_pass_through_pieces_that_a_large_parameter_makes_no_
     config = Config.parse({"stage": 3, "offload": {"optimizer": "cpu"}})
     setting = setting_of(config, 1, host_computes=False)
     buffer = plan_buffer([Original(nn.Parameter(torch.empty(size, device="meta")), "w", ())], setting)
-    on_device = bytes_on_tiers([UnitPlan("", (buffer,))], setting, 1, States())[Tier.DEVICE]
+    on_device = bytes_on_tiers([UnitPlan("block", (buffer,))], setting, 1, States())[Tier.DEVICE]
     assert on_device.buffers == expected  # of two states in float32; parameters do not travel
 
 

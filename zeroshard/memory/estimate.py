@@ -429,7 +429,9 @@ def _units(sizes: Sequence[int], embeds: bool, setting: Setting) -> list[UnitPla
     modules = [nn.Module()] * len(sizes)
     if embeds:
         modules[1] = nn.Embedding(1, 1)
-    return plan_units([UnitSpec("", (m,), own) for m, own in zip(modules, originals, strict=True)], setting)
+    names = ["", *map(str, range(1, len(sizes)))]
+    found = zip(names, modules, originals, strict=True)
+    return plan_units([UnitSpec(name, (module,), own) for name, module, own in found], setting)
 
 
 # ------------------------------------------------------------------------- the activations of pipelines

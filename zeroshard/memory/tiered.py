@@ -116,7 +116,8 @@ def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, ti
             num_bytes = sum(map(partial(_bytes_of_a_step, buffer, states), together, indices))
             # No rank has most of each parameter: all that it has is its shard.
             parts.append(num_bytes * min(sum(together), buffer.main_size) // max(1, sum(together)))
-    largest, num_ahead = max(parts, default=0), max(numbers.values(), default=1) if states.num else 1
+    largest = max(parts, default=0)
+    num_ahead = max((num for unit, num in numbers.items() if unit), default=1) if states.num else 1
     return (NUM_OTHERS + most_ahead(num_ahead, largest)) * largest
 
 

@@ -61,8 +61,8 @@ class StoreHome(Home):
             blocks = [_Block(buffer, indices, pieces, one, wholes) for one in ranges]
             self._blocks_of |= {buffer.sharded[index]: blocks for index in indices}
             numbers[buffer.unit_name] += len(blocks)
-        self._num_ahead = max(numbers.values(), default=1)
-        """The blocks of a unit: those of the next one are read while this one computes."""
+        self._num_ahead = max((num for unit, num in numbers.items() if unit), default=1)
+        """The blocks of a unit, but for the root: those of the next one are read while this one computes."""
 
     def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
         """Begin to read the first part; each later one is read while the part before it is stepped.
