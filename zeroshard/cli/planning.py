@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -105,6 +105,19 @@ class Room:
         return far and estimate.peak <= SHARE * self.device
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """The settings to try, on each tier that has room."""
+
+    stages: Sequence[int] = range(4)
+    recompute: Sequence[str] = ("none", "unit")
+    bits: Sequence[int] = (32, 8)
+    """Bits of each optimizer state."""
+
+
+_ALL = Tried()
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """A setting with its estimate."""
@@ -117,20 +130,32 @@ class Fit:
     """The reasons for its place: all that it costs compared with stage 0 and states of 32 bits."""
 
 
-def _settings(
-    counted: Counted, world_size: int, base: Config, room: Room, options: EstimateOptions
-) -> Iterator[Fit]:
-    """Yield the settings on each tier that has room, whether they fit or not.
+def find_fits(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> list[Fit]:
+    """Return the settings that fit, the fastest first.
 
     Args:
         counted: the model.
         world_size: number of ranks.
         base: the config of all settings, but for stage, recomputation and tiers.
         room: the memory of a node.
-        options: may choose the stage, recomputation and bits of optimizer states.
+        tried: the stages, recomputation and bits of optimizer states to try.
     """
-    for config in _tried_configs(base, room, options):
-        for each in _chosen(options.optimizer_bits, (32, 8)):
+    # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
+    distinct: dict[object, Fit] = {}
+    for fit in _settings(counted, world_size, base, room, tried):
+        if room.holds(fit.estimate):
+            distinct.setdefault((fit.estimate, fit.costs), fit)
+    return sorted(distinct.values(), key=_place)
+
+
+def least(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> Fit:
+    """Return the setting that takes the least memory of the device, whether it fits or not."""
+    return min(_settings(counted, world_size, base, room, tried), key=lambda fit: fit.estimate.peak)
+
+
+def _settings(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried) -> Iterator[Fit]:
+    for config in _tried_configs(base, room, tried):
+        for each in tried.bits:
             for own in _by_share_on_device(config):
                 estimate = counted.on(world_size, own, optimizer_bits=each)
                 if room.holds(estimate):
@@ -146,11 +171,7 @@ def _by_share_on_device(config: Config) -> Iterator[Config]:
     yield config
 
 
-def _chosen(value: Any, every: Iterable[Any]) -> Iterable[Any]:
-    return every if value is None else [value]
-
-
-def _tried_configs(base: Config, room: Room, options: EstimateOptions) -> Iterator[Config]:
+def _tried_configs(base: Config, room: Room, tried: Tried) -> Iterator[Config]:
     for optimizer, parameters in _TIERS:
         if ("cpu" in (optimizer, parameters) and not room.host) or (
             "nvme" in (optimizer, parameters) and not (room.nvme and room.host)
@@ -158,8 +179,8 @@ def _tried_configs(base: Config, room: Room, options: EstimateOptions) -> Iterat
             continue
         path = (base.offload.nvme_path or ".") if "nvme" in (optimizer, parameters) else None
         offload = replace(base.offload, optimizer=optimizer, parameters=parameters, nvme_path=path)
-        for recompute in _chosen(options.recompute, ("none", "unit")):
-            for stage in _chosen(options.stage, range(4)):
+        for recompute in tried.recompute:
+            for stage in tried.stages:
                 if parameters != "none" and stage != 3:
                     continue
                 with suppress(ValueError):  # the config rules some stages out, as a shard group does stage 0
@@ -302,13 +323,14 @@ def build_model(path: str) -> nn.Module:
 def _configs(options: EstimateOptions) -> list[Config]:
     if options.config is not None:
         return [Config.from_file(options.config)]
+    stages = _ALL.stages if options.stage is None else [options.stage]
     given = _given(
         precision=options.precision,
         mesh=_given(tp=options.tp, pp=options.pp),
         pipeline=_given(num_microbatches=options.microbatches),
         recompute=options.recompute,
     )
-    return [Config.parse({"stage": stage, **given}) for stage in _chosen(options.stage, range(4))]
+    return [Config.parse({"stage": stage, **given}) for stage in stages]
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -320,18 +342,14 @@ def _fits(counted: Counted, num_ranks: int, configs: Sequence[Config], options: 
     device = (options.memory or 0) if options.gpu is None else memory_of(options.gpu)
     per_node = min(num_ranks, options.ranks_per_node or 8)
     room = Room(device=device, host=options.host, nvme=options.nvme, ranks_per_node=per_node)
-    found = list(_settings(counted, num_ranks, configs[-1], room, options))
-    # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
-    distinct: dict[object, Fit] = {}
-    for fit in found:
-        if room.holds(fit.estimate):
-            distinct.setdefault((fit.estimate, fit.costs), fit)
-    fits = sorted(distinct.values(), key=_place)
+    chosen = _given(stages=options.stage, recompute=options.recompute, bits=options.optimizer_bits)
+    tried = Tried(**{name: [value] for name, value in chosen.items()})
+    fits = find_fits(counted, num_ranks, configs[-1], room, tried)
     title = (
         f"{_number(num_ranks)}: settings that take at most {SHARE:.0%} of {format_bytes(device)}, best first"
     )
     if not fits:
-        nearest = min(found, key=lambda fit: fit.estimate.peak)
+        nearest = least(counted, num_ranks, configs[-1], room, tried)
         need = f"{format_bytes(nearest.estimate.peak)} with {_setting(nearest)}"
         limit = f"{SHARE:.0%} of {format_bytes(device)}"
         return f"{_number(num_ranks)}: no setting fits into {limit}; the least is {need}"
