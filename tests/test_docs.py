@@ -10,11 +10,13 @@ import re
 import runpy
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
@@ -83,7 +85,13 @@ def train_as_the_readme_shows(folder: Path) -> tuple[int, float]:
     """Run the example of the README in a folder; return the steps that were taken and the last loss."""
     names: dict[str, Any] = {}
     with contextlib.chdir(folder), mock.patch.dict(os.environ, HOME=str(folder)):  # the cache lies in HOME
-        tokenizer = next(GIVEN["data.md"]())["tokenizer"]
+        if dist.get_rank() == 0:
+            Path("corpus.txt").write_text("Some text of several blocks. " * 200, encoding="utf-8")
+        bytes_of = next(GIVEN["data.md"]())["tokenizer"]  # all ranks meet there
+
+        def tokenizer(text: str, return_tensors: str) -> SimpleNamespace:
+            return SimpleNamespace(input_ids=torch.tensor([bytes_of.encode(text)]))
+
         with mock.patch("transformers.AutoTokenizer.from_pretrained", return_value=tokenizer):
             exec(README_EXAMPLE, names)
     return names["engine"].global_step, names["loss"].item()

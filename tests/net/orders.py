@@ -262,8 +262,8 @@ ORDERS = (
         name="a_step_in_the_list_of_an_asynchronous_pipeline_waits",
         says="A step waits while backwards of forwards before it are to come.",
         file="zeroshard/stepping/late.py",
-        find="if Moment.BATCH in state.moments:",
-        replace="if False:",
+        find="return is_unseen and Moment.BATCH not in state.moments",
+        replace="return is_unseen",
         tests=(
             "tests/parallel/pipeline/test_late.py::test_steps_of_a_pipeline_wait_for_its_next_batch[none-2]",
         ),
