@@ -69,7 +69,7 @@ def chart_of(table: Table) -> Chart:
     """The values of the columns that a table has for its picture."""
     titles = [table.columns[column] for column in table.drawn]
     is_ratio = "ratio" in titles[0] or " / " in titles[0]
-    unit, is_one = titles[0], len(titles) == 1
+    unit, is_one = titles[0].partition(" (")[0], len(titles) == 1
     if not is_one:
         unit = unit.partition(",")[0] if is_ratio else unit.rpartition(", ")[2]
     bars = []
