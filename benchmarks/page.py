@@ -30,11 +30,9 @@ import tables
 from documents import Document, read
 from running import LEFT_OUT, MEASURED, Outcome, read_outcomes, run_all
 from suite import MINUTES, SUITES, Benchmark, budget, chosen
-from targets import targets
 
 OF_DOCS = {
     **tables.TABLES,
-    "targets": targets,
     "asynchronous": asynchronous_report.quality,
     "asynchronous_times": asynchronous_report.times,
     "asynchronous_rates": asynchronous_report.rates,
@@ -44,7 +42,6 @@ OF_DOCS = {
 TEMPLATE = Path(__file__).parent / "page.html"
 PERFORMANCE = Path(__file__).parent.parent / "docs" / "performance.md"
 EXPERIMENTS = PERFORMANCE.with_name("asynchronous_experiments.md")
-DIARY = Path(__file__).with_name("diary.md")
 INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
 
@@ -172,7 +169,7 @@ def main() -> int:
     """Measure and draw, or only draw, or write the tables of the documentation."""
     args = parse()
     if args.tables:
-        for one in (PERFORMANCE, EXPERIMENTS, DIARY):
+        for one in (PERFORMANCE, EXPERIMENTS):
             changed = write_tables(one, record.RESULTS)
             record.console().print(f"{one.name}: {'new tables' if changed else 'nothing new'}")
         return 0

