@@ -35,10 +35,9 @@ from torch import Tensor
 import record
 from before import run_on_cpu
 from medians import Median, median_of, median_ratio
-from pipeline_clock import Clock, makespans, measure_transfer, predict
+from pipeline_clock import Clock, against_simulator, measure_transfer
 from pipeline_engines import TORCHS, Ours, Setting, Torchs
 from pipeline_jobs import VOCABULARY, Job, Llama, Sleepers
-from zeroshard.parallel.pipeline.actions import Schedule
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "varuna")
 WARM_UP = 2
@@ -179,17 +178,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name in names
         }
     )
-
-
-def against_simulator(schedule: Schedule, clock: Clock, transfer: float, title: str) -> dict[str, Any]:
-    """The makespans of an engine as `title`, and the one that our simulator predicts; collective."""
-    (predicted, costs), measured = predict(schedule, clock, transfer), makespans(clock)
-    return {
-        title: median_of(measured),
-        "predicted, s a makespan": predicted,
-        "ratio predicted/measured": median_ratio([predicted] * len(measured), measured),
-        "costs, s": vars(costs),
-    }
 
 
 def as_json(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

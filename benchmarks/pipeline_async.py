@@ -37,7 +37,6 @@ from medians import Median, median_of, median_ratio
 from pipeline import (
     WARM_UP,
     Turn,
-    against_simulator,
     alternate,
     as_json,
     job_of,
@@ -45,7 +44,7 @@ from pipeline import (
     report,
     take_turns,
 )
-from pipeline_clock import Clock, measure_transfer
+from pipeline_clock import Clock, against_simulator, measure_transfer
 from pipeline_engines import adamw
 from pipeline_jobs import Job
 from zeroshard.config.pipeline import ASYNCHRONOUS

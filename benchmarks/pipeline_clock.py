@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from medians import median_of, median_ratio
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
 from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
@@ -123,6 +124,17 @@ def makespans(clock: Clock) -> list[float]:
         max(walk.end for walk in walks) - min(walk.start for walk in walks)
         for walks in zip(*everyone, strict=True)
     ]
+
+
+def against_simulator(schedule: Schedule, clock: Clock, transfer: float, title: str) -> dict[str, Any]:
+    """The makespans of an engine as `title`, and the one that our simulator predicts; collective."""
+    (predicted, costs), measured = predict(schedule, clock, transfer), makespans(clock)
+    return {
+        title: median_of(measured),
+        "predicted, s a makespan": predicted,
+        "ratio predicted/measured": median_ratio([predicted] * len(measured), measured),
+        "costs, s": vars(costs),
+    }
 
 
 def measure_transfer(num_bytes: int, rounds: int = 50) -> float:

@@ -94,6 +94,7 @@ def finetune(folder: str, *arguments: str, dies_at: int | None = None) -> Ended:
 def example_modules() -> Iterator[None]:
     """Import the modules beside the example anew: they read the rank from the environment."""
     names = [file.stem for file in EXAMPLES.glob("*.py")]
+    before = {name: sys.modules.pop(name) for name in names if name in sys.modules}  # other tests hold them
     sys.path.insert(0, str(EXAMPLES))
     try:
         yield
@@ -101,6 +102,7 @@ def example_modules() -> Iterator[None]:
         sys.path.remove(str(EXAMPLES))
         for name in names:
             sys.modules.pop(name, None)
+        sys.modules.update(before)
 
 
 @pytest.fixture

@@ -246,7 +246,7 @@ LOOKED_INTO = {
     "cli/checkpoints": {"checkpoint", "hf"},
     "cli/doctor": {"agreement", "comm", "memory", "stores"},
     "cli/pipelines": {"parallel"},
-    "cli/planning": {"hf", "memory", "parameters"},
+    "cli/planning": {"hf", "memory", "sharded"},
     "integrations/transformers": {"forwards"},
     "logs/steplog": {"comm", "memory"},
     "profiling/profiler": {"comm", "memory", "parallel", "sharding"},
