@@ -28,20 +28,20 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 26255,
-    "statements of the package": 21516,
-    "tokens of the package": 251704,
-    "lines of code of the core": 8628,
-    "statements of the core": 7465,
-    "tokens of the core": 80529,
-    "lines of code of examples, benchmarks and tools": 7653,
+    "lines of code of the package": 25723,
+    "statements of the package": 21074,
+    "tokens of the package": 246420,
+    "lines of code of the core": 8410,
+    "statements of the core": 7267,
+    "tokens of the core": 78292,
+    "lines of code of examples, benchmarks and tools": 7528,
     "lines of the longest file": 600,
     "booleans of the core": 35,
     "class names that are defined twice": 0,
-    "modules that one other module imports": 25,
+    "modules that one other module imports": 22,
     "files of a step, two ranks": 28,
     "files of a step, one rank, offload": 30,
-    "words in docs/": 54688,
+    "words in docs/": 44964,
 }
 
 CORE = (
