@@ -1,4 +1,4 @@
-"""A count of the units that are stepped late."""
+"""Steps that wait on CPU ranks, too, and a count of the units that are stepped late."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import pytest
 
 from zeroshard.parameters.state import Moment, Phase
+from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
+from zeroshard.stepping import attach
 from zeroshard.stepping.late import LateSteps
 
 
@@ -26,4 +28,16 @@ def stepped_late() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LateSteps, "_step", counted)
+        yield names
+
+
+@contextmanager
+def waiting(is_late: bool) -> Iterator[list[str]]:
+    """Let steps wait on CPU ranks too, or at once; gives as `stepped_late`."""
+
+    def may_wait(runtime: Runtime) -> bool:
+        return is_late and not any(b.plan.is_resident and b.plan.gathers for b in runtime.buffers)
+
+    with stepped_late() as names, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attach, "may_wait", may_wait)
         yield names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import ctypes
 import functools
@@ -17,9 +16,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import zeroshard
 from tests.checkpoint import runs
-from tests.stores.late import stepped_late
+from tests.stores.late import waiting
 from zeroshard.optim import LAMB, LARS, AdamW8bit, Muon, muon_groups
-from zeroshard.stepping import attach
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.parts import StepByParts
 
@@ -184,18 +182,6 @@ LOOKS = {
     "accumulated": (change_rate, adamw, {"gradient_accumulation_steps": 3}, True),
     "clipped": (change_rate, fused, {"clip_grad_norm": 0.01}, True),
 }
-
-
-@contextlib.contextmanager
-def waiting(is_late):
-    """Let steps wait on CPU ranks too; gives as `stepped_late`."""
-
-    def may_wait(runtime):
-        return is_late and not any(b.plan.is_resident and b.plan.gathers for b in runtime.buffers)
-
-    with stepped_late() as names, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attach, "may_wait", may_wait)
-        yield names
 
 
 def run(is_late, look, make, config):
