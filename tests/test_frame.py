@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25723,
-    "statements of the package": 21074,
-    "tokens of the package": 246420,
-    "lines of code of the core": 8410,
-    "statements of the core": 7267,
-    "tokens of the core": 78292,
+    "lines of code of the package": 25725,
+    "statements of the package": 21076,
+    "tokens of the package": 246449,
+    "lines of code of the core": 8412,
+    "statements of the core": 7269,
+    "tokens of the core": 78321,
     "lines of code of examples, benchmarks and tools": 7528,
     "lines of the longest file": 600,
     "booleans of the core": 35,

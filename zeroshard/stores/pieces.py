@@ -141,8 +141,10 @@ class HostPieces:
 
     def _read_into_next(self, parcel: Parcel) -> tuple[Parcel, Piece]:
         """Start to read a parcel into the piece that was used longest ago, or into a new one."""
-        is_full = len(self._ahead) + NUM_OTHERS >= len(self._pieces)
-        self._pieces.append(piece := Piece() if is_full else self._pieces.pop(0))
+        ahead = {piece for _, piece in self._ahead}
+        others = [piece for piece in self._pieces if piece not in ahead]
+        piece = others[0] if len(others) > NUM_OTHERS else Piece()
+        self._pieces = [*(one for one in self._pieces if one is not piece), piece]
         with torch.no_grad(), self.streams.to_device.after_compute():
             self.reserve(piece, parcel.lay_out())
             self.read(parcel.places(), piece)
