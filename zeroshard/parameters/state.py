@@ -129,7 +129,7 @@ class ModuleState:
 
     @staticmethod
     def settle() -> None:
-        """Scale the gradients that were to be scaled later."""
+        """Take the steps that wait, and scale the gradients that were to be scaled later."""
 
     def look(self) -> None:
         """Prepare for somebody who looks at parameters, gradients or optimizer states."""

@@ -282,7 +282,6 @@ class Passes:
                 f"autograd ran through {unit.described} inside the model's own forward, which "
                 "a sharded model does not allow: take gradients after the forward has returned"
             )
-        self._state.finish_steps()
         self._state.settle()
         trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
         if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):

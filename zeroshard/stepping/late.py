@@ -121,6 +121,7 @@ class LateSteps:
         return True
 
     def _settle(self) -> None:
+        self._finish_steps()  # with gradients that are not scaled
         if (factor := self._factor) is not None:
             present = [g for p, g in self._unscaled if g is not None and gradient_of(p) is g]
             self._unscaled, self._factor = [], None
@@ -128,7 +129,6 @@ class LateSteps:
 
     def finish(self) -> None:
         """Take the steps that are left, end the step, and wait for its values."""
-        self._finish_steps()
         self._settle()
         wait, self._wait, self._state.before_look = self._wait, None, None
         if wait is not None:
