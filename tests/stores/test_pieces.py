@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from unittest import mock
 
 import pytest
@@ -12,8 +13,10 @@ import zeroshard
 from tests.checkpoint import runs
 from tests.stores.test_offload import BF16_MAIN, FILES, OPTIMIZERS, WAYS, compare, offload, over
 from tests.stores.test_offload_failures import fail, refuse_space
+from zeroshard.comm.streams import Streams
 from zeroshard.plan import pieces
-from zeroshard.stores.pieces import NUM_OTHERS
+from zeroshard.stores.pieces import NUM_OTHERS, HostPieces, Parcel
+from zeroshard.stores.store import TierMemory
 
 UNDIVIDED = {"replacing", "replacing groups", "LAMB", "LARS", "Muon"}
 """Optimizers that step no parameter in pieces."""
@@ -191,3 +194,42 @@ def test_estimates_count_buffers_of_pieces():
         )
     gradients = 4 * 2048 * 70_000
     assert large - small == pytest.approx(gradients, abs=1 << 20)
+
+
+class Numbers(Parcel):
+    """Eight numbers."""
+
+    def __init__(self, first):
+        self.values = torch.arange(first, first + 8, dtype=torch.float32)
+        self.span = slice(0, 0)
+
+    def lay_out(self):
+        self.span = slice(0, self.values.nbytes)
+        return self.span.stop
+
+    def places(self):
+        return [(self.values.view(torch.uint8), self.span)]
+
+
+@pytest.mark.parametrize("num_ahead", range(1, 6))
+def test_parcels_are_read_and_written_in_any_order(num_ahead):
+    """Also those that are expected and not fetched, and those that nobody expected."""
+    device = torch.device("cpu")
+    pieces_of_host = HostPieces(TierMemory(device, None, 0), Streams.on(device))
+    for seed in range(100):
+        chance = random.Random(seed)
+        parcels = [Numbers(8 * number) for number in range(chance.randint(1, 9))]
+        fetched = [parcel for parcel in parcels if chance.random() < 0.8]
+        chance.shuffle(fetched)
+        pieces_of_host.expect([one for one in parcels if chance.random() < 0.8], num_ahead)
+        for parcel in fetched:
+            piece = pieces_of_host.fetch(parcel)
+            held = piece.memory[parcel.span].view(torch.float32)
+            assert torch.equal(held, parcel.values), f"seed {seed}: also after others were read ahead"
+            held.neg_()
+            with pieces_of_host.writing(parcel.places(), piece):
+                pass
+        pieces_of_host.wait()
+        for number, parcel in enumerate(parcels):
+            sign = -1 if parcel in fetched else 1
+            assert torch.equal(parcel.values, sign * Numbers(8 * number).values), f"seed {seed}"

@@ -130,6 +130,7 @@ class HostPieces:
         else:
             self._ahead.insert(0, self._read_into_next(parcel))
         _, piece = self._ahead.pop(0)
+        self._use_last(piece)
         self.arrive(piece)
         self._read_ahead()
         return piece
@@ -139,12 +140,16 @@ class HostPieces:
             parcel, self._expected = self._expected[0], self._expected[1:]
             self._ahead.append(self._read_into_next(parcel))
 
+    def _use_last(self, piece: Piece) -> None:
+        """Use a piece again after all others."""
+        self._pieces = [*(one for one in self._pieces if one is not piece), piece]
+
     def _read_into_next(self, parcel: Parcel) -> tuple[Parcel, Piece]:
         """Start to read a parcel into the piece that was used longest ago, or into a new one."""
         ahead = {piece for _, piece in self._ahead}
         others = [piece for piece in self._pieces if piece not in ahead]
         piece = others[0] if len(others) > NUM_OTHERS else Piece()
-        self._pieces = [*(one for one in self._pieces if one is not piece), piece]
+        self._use_last(piece)
         with torch.no_grad(), self.streams.to_device.after_compute():
             self.reserve(piece, parcel.lay_out())
             self.read(parcel.places(), piece)
