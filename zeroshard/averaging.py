@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from zeroshard.agreement import require_equal
+from zeroshard.averages import Averages
 from zeroshard.comm.collectives import on_all
 from zeroshard.engine import Engine
 from zeroshard.parameters.state import Moment
-from zeroshard.stepping.averages import Averages
 
 
 class EMA(Averages):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.agreement import require_equal
+from zeroshard.averages import Averages
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.files import as_folder, check_free, check_tag
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, SavedScale, describe_model
@@ -35,7 +36,6 @@ from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.state import IN_BATCH, Moment
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.averages import Averages
 from zeroshard.version import installed_version
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.agreement import require_equal
+from zeroshard.averages import Averages
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, averaged_buffers, sums_of, with_averages
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
@@ -51,7 +52,6 @@ from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.parameters.state import IN_BATCH, Moment
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.averages import Averages
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine

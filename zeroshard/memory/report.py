@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeroshard.averages import Averages
 from zeroshard.comm.counter import KINDS, Counter
 from zeroshard.forwards.quantized import scales_in
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stepping.averages import Averages
 from zeroshard.stores.store import TierMemory
 from zeroshard.tables import LINE, format_bytes, render
 
