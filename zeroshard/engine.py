@@ -136,19 +136,18 @@ class Engine(NotCopied, nn.Module):
         Raises:
             ValueError: `loss` is not a loss of one element that requires a gradient.
         """
-        early = self._early if self.config.offload.step_in_backward else None
-        return self._backward(loss, 1 if not scale_wrt_gas else self._num_micro_batches, early)
+        return self._backward(loss, scale_wrt_gas)
 
-    def _backward(self, loss: Tensor, divisor: int, early: EarlySteps | None) -> Tensor:
+    def _backward(self, loss: Tensor, scale_wrt_gas: bool = True, *, in_batch: bool = False) -> Tensor:
         self._refuse_parts("backward()")
         check_loss(loss)
         reducer, more = self._runtime.reducer, not self.is_gradient_accumulation_boundary()
         send = self._runtime.context.setting.placements.gradient != SUMMANDS
         factored = loss * self.loss_scale if reducer.is_half else loss
-        if divisor > 1:
-            factored = factored / divisor
-        around = nullcontext() if early is None or more else early.around()
-        with reducer.next_backward(more, send=send, scale=self.loss_scale), around:
+        if scale_wrt_gas and self._num_micro_batches > 1:
+            factored = factored / self._num_micro_batches
+        early = nullcontext() if self._early is None or more else self._early.around(in_batch=in_batch)
+        with reducer.next_backward(more, send=send, scale=self.loss_scale), early:
             factored.backward()
         self._guard.loss = loss.detach()
         return self._guard.loss

@@ -73,6 +73,7 @@ class Gradients:
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
         self._gaps = tuple(gap.slice for gap in buffer.layout.gaps)
         """The padding of `flat`."""
+        self._steps_early = context.setting.steps_in_backward is InBackward.ALL
         leaves = plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
         self.landing = landing if leaves else None
         """The host memory of gradients that leave the device; None if they do not."""
@@ -341,8 +342,7 @@ class Gradients:
             if new or landing is not None:
                 result = result.to(dtype)
             if landing is not None:
-                steps = self._context.setting.steps_in_backward is InBackward.ALL
-                if not (self.is_kept or steps or dtype is torch.float64):
+                if not (self.is_kept or self._steps_early or dtype is torch.float64):
                     counted = [result[part][self.buffer.counted(index)] for index, part in enumerate(own)]
                     self._squares = foreach_sum_of_squares(counted).sum()  # those of float64 overflow
                 for index in sums.keys() - new:

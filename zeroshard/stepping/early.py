@@ -59,17 +59,19 @@ class EarlySteps(AbstractContextManager[None]):
         self._options: dict[str, dict[str, Any]] = {}
         """The options of each group, and of single parameters, with which units were stepped."""
 
-    def around(self) -> AbstractContextManager[None]:
+    def around(self, *, in_batch: bool) -> AbstractContextManager[None]:
         """Return a context for the last backward of a step, in which it steps units if it may.
 
-        The first one of `train_batch` does not: it shows whether gradients come after the reduction of their
-        unit.
+        The first batch does not: it shows whether gradients come after the reduction of their unit.
+
+        Args:
+            in_batch: True in `train_batch`, which takes the step, too.
         """
         if self._when is InBackward.ALL:
             return self
-        optimizer, self._num_batches = self._optimizer(), self._num_batches + 1
+        optimizer, self._num_batches = self._optimizer(), self._num_batches + in_batch
         assert optimizer is not None, "the engine holds it"
-        steps = self._can_step and self._num_batches > 1 and not self._reducer.has_met_late
+        steps = in_batch and self._can_step and self._num_batches > 1 and not self._reducer.has_met_late
         return self if steps and not has_hooks_of_others(optimizer) else nullcontext()
 
     def __enter__(self) -> None:
