@@ -43,7 +43,7 @@ from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.replicas import compare_inputs
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import guard_copies
-from zeroshard.plan.buffers import DtypePolicy, InBackward, Setting, group, plan_units
+from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units
 from zeroshard.plan.names import Cast, find_ignored
 from zeroshard.plan.placement import DP_SHARD, place
 from zeroshard.plan.tiers import Tier, Tiers
@@ -224,10 +224,6 @@ def read_setting(
         steps_by_parts: True if the optimizer may step some parameters after others.
     """
     precision, offload = config.precision, config.offload
-    tiers = Tiers.of(offload.optimizer, offload.parameters, host_computes=host_computes)
-    steps_in_backward = InBackward.ALL if offload.step_in_backward else InBackward.NONE
-    if tiers.optimizer is not Tier.DEVICE and config.can_step_in_backward and not offload.step_in_backward:
-        steps_in_backward = InBackward.OF_BATCHES
     return Setting(
         placements=place(config.stage, config.reshard_after_forward, sizes[DP_SHARD]),
         dtypes=DtypePolicy(
@@ -236,10 +232,10 @@ def read_setting(
             main_dtype=precision.main_dtype,
         ),
         sizes=sizes,
-        tiers=tiers,
+        tiers=Tiers.of(offload.optimizer, offload.parameters, host_computes=host_computes),
         device_fraction=offload.device_fraction,
         host=Tier.DEVICE if host_computes else Tier.HOST,
-        steps_in_backward=steps_in_backward,
+        steps_in_backward=offload.step_in_backward,
         steps_by_parts=steps_by_parts,
         weights=config.pipeline.chosen_weights,
     )

@@ -43,7 +43,7 @@ def train_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
     total = _zero(engine)
     for piece, target in _pieces(engine, inputs, targets):
         loss = loss_of(engine, engine.loss_fn, piece, target)
-        total += engine._backward(loss, in_batch=True).float()
+        total += engine.backward(loss).float()
         engine.step()
     return _mean(engine, total / engine._num_micro_batches)
 

@@ -30,7 +30,6 @@ from zeroshard.parallel.pipeline.part import ModelPart
 from zeroshard.parallel.pipeline.training import PipelineTraining
 from zeroshard.parameters.saved import NotCopied
 from zeroshard.parameters.state import Moment
-from zeroshard.plan.buffers import InBackward
 from zeroshard.plan.placement import SUMMANDS
 from zeroshard.sharding.passes import refuse_capture
 from zeroshard.stepping.attach import StepHooks, attach
@@ -101,7 +100,7 @@ class Engine(NotCopied, nn.Module):
             judge, count = self._judge_step, self._count_step
             hooks = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count))
             steps = attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=hooks)
-            if parts.runtime.context.setting.steps_in_backward is not InBackward.NONE:
+            if config.offload.step_in_backward:
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps)
         refuse_wrappers([self], object.__setattr__)
         own, plain = weakref.WeakMethod(self.zero_grad), module.zero_grad
@@ -136,9 +135,6 @@ class Engine(NotCopied, nn.Module):
         Raises:
             ValueError: `loss` is not a loss of one element that requires a gradient.
         """
-        return self._backward(loss, scale_wrt_gas)
-
-    def _backward(self, loss: Tensor, scale_wrt_gas: bool = True, *, in_batch: bool = False) -> Tensor:
         self._refuse_parts("backward()")
         check_loss(loss)
         reducer, more = self._runtime.reducer, not self.is_gradient_accumulation_boundary()
@@ -146,7 +142,7 @@ class Engine(NotCopied, nn.Module):
         factored = loss * self.loss_scale if reducer.is_half else loss
         if scale_wrt_gas and self._num_micro_batches > 1:
             factored = factored / self._num_micro_batches
-        early = nullcontext() if self._early is None or more else self._early.around(in_batch=in_batch)
+        early = nullcontext() if self._early is None or more else self._early
         with reducer.next_backward(more, send=send, scale=self.loss_scale), early:
             factored.backward()
         self._guard.loss = loss.detach()

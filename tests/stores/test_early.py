@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 
 import zeroshard
 from tests.checkpoint import runs
@@ -239,72 +238,6 @@ def test_mistakes_are_told(ranks):
         assert "a backward after a backward that has stepped" in messages[0]
         assert "after a step that was interrupted" in messages[1]
         assert "expected an optimizer" in messages[2]
-
-
-def token_loss(logits, targets):
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def in_batches(options, make, prepare=lambda engine: None):
-    """As `run`, with `train_batch`; and the number of units stepped in each batch."""
-    engine = runs.start({"stage": 3} | options, make, loss_fn=token_loss)
-    steps, losses, numbers = Stepped(engine) if engine._early is not None else None, [], []
-    prepare(engine)
-    for number in range(4):
-        tokens = runs.batch(number)
-        losses.append(engine.train_batch(tokens[:, :-1], tokens[:, 1:]).item())
-        if steps is not None:
-            numbers.append(len(steps.names))
-            steps.names.clear()
-    found = runs.state(engine, losses)
-    engine.close(restore=False)
-    return found, numbers
-
-
-def batches_differ(folder):
-    """Where runs in batches differ; a batch owns its step, so it steps in its backward by itself."""
-    found, files = [], {"offload": {"optimizer": "nvme", "nvme_path": str(folder)}}
-    for options in ({}, {"gradient_accumulation_steps": 2}, PRECISIONS["bf16 main"]):
-        want, _ = in_batches(options, MAKERS["8-bit"])
-        got, numbers = in_batches(options | files, MAKERS["8-bit"])
-        found += runs.differences(got, want)
-        found += [f"{options}: stepped {numbers}"] * (
-            numbers != [0, 2, 2, 2]
-        )  # not the root's: one is unused
-    hooks = {
-        "of the optimizer": lambda engine: engine.optimizer.register_step_pre_hook(halve),
-        "of parameters": lambda engine: last_of(engine).register_post_accumulate_grad_hook(halve_one),
-    }
-    for name, prepare in hooks.items():
-        want, _ = in_batches({}, MAKERS["AdamW"], prepare)
-        got, numbers = in_batches(files, MAKERS["AdamW"], prepare)
-        found += [f"{name}: {text}" for text in runs.differences(got, want)]
-        found += [f"{name}: stepped {numbers}"] * any(numbers)
-    judged = ({"clip_grad_norm": 1.0}, {"nonfinite": "skip"}, {"precision": "fp16"}, {"stage": 2})
-    for options in judged:
-        _, numbers = in_batches(options | files, MAKERS["AdamW"])
-        found += [f"{options}: {numbers}"] * any(numbers)
-    return found
-
-
-def last_of(engine):
-    return [p for name, p in engine.named_parameters() if "blocks.1" in name][-1]
-
-
-def halve_one(parameter):
-    parameter.grad.mul_(0.5)
-
-
-def halve(optimizer, *_):
-    for p in optimizer.param_groups[0]["params"]:
-        if p.grad is not None:
-            p.grad.mul_(0.5)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_batch_steps_in_its_backward_where_nothing_asks_for_its_gradients(ranks, tmp_path, num_ranks):
-    for found in ranks(num_ranks, batches_differ, tmp_path, timeout=120):
-        assert not found
 
 
 def square_loss(engine, number):

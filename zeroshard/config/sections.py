@@ -188,8 +188,7 @@ class Mesh(Checked):
 
 
 _OF_PIPELINES = ("schedule", "num_microbatches", "num_chunks", "split", "balance", "trace")
-_EARLY = "offload.step_in_backward"
-_WIDE, _NOT_HALF = "another dtype than bfloat16", "another dtype than float16"
+_EARLY, _WIDE = "offload.step_in_backward", "another dtype than bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,15 +261,18 @@ class Config(Checked):
         not_compiled, undivided = (not self.compile, "compile", "False"), (self.mesh.tp == 1, "mesh.tp", "1")
         not_overridden = (not self.precision.overrides, "precision.overrides", "None")
         regroups = not isinstance(self.reshard_after_forward, bool)
-        not_half, unclipped, unjudged = unread = self._no_judgement()
-        not_narrow = (self.precision.main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
+        param_dtype, main_dtype = self.precision.param_dtype, self.precision.main_dtype
+        not_half = (param_dtype != torch.float16, "precision.param_dtype", "another dtype than float16")
+        unclipped = (self.clip_grad_norm is None, "clip_grad_norm", "None")
+        unjudged = (self.nonfinite == "report", "nonfinite", "'report'")
+        not_narrow = (main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
         of_pipelines = [n for n in _OF_PIPELINES if getattr(self.pipeline, n) != getattr(Pipeline, n)]
         offload = self.offload
         return [
             (self.shard_group_size is not None, "shard_group_size", sharded),
             (regroups, "reshard_after_forward", stage_3),
             (offload.parameters != "none", "offload.parameters", stage_3),
-            (offload.step_in_backward, _EARLY, stage_3, whole, *unread),
+            (offload.step_in_backward, _EARLY, stage_3, not_half, unclipped, unjudged, whole),
             # The backward of compiled code may write to the memory of saved tensors.
             (offload.activations != "none", "offload.activations", not_compiled),
             # A batch of a pipeline is cut into pipeline.num_microbatches instead.
@@ -285,19 +287,6 @@ class Config(Checked):
             # Gradients of ignored parameters are neither unscaled nor widened.
             (bool(self.ignored), "ignored", not_half, not_narrow),
         ]
-
-    def _no_judgement(self) -> tuple[Condition, Condition, Condition]:
-        """The settings with which a step reads no gradient before it begins."""
-        return (
-            (self.precision.param_dtype != torch.float16, "precision.param_dtype", _NOT_HALF),
-            (self.clip_grad_norm is None, "clip_grad_norm", "None"),
-            (self.nonfinite == "report", "nonfinite", "'report'"),
-        )
-
-    @property
-    def can_step_in_backward(self) -> bool:
-        """True if a unit may be stepped before the gradients of others are there."""
-        return self.stage == 3 and self.mesh.pp == 1 and all(met for met, *_ in self._no_judgement())
 
     def _asynchronous_requirements(
         self, unclipped: Condition, unjudged: Condition, not_half: Condition, not_compiled: Condition

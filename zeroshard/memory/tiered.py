@@ -24,7 +24,7 @@ from zeroshard.memory.budget import check_budget
 from zeroshard.optim.adopted import num_bits, rule_of
 from zeroshard.optim.eightbit.blocks import MIN_8BIT_SIZE, num_blocks
 from zeroshard.plan import pieces
-from zeroshard.plan.buffers import BufferPlan, InBackward, Setting, UnitPlan, plan_units
+from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_units
 from zeroshard.plan.placement import DP_SHARD
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
@@ -83,7 +83,7 @@ def bytes_on_tiers(
 
 
 def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier: Tier) -> int:
-    is_early = setting.steps_in_backward is InBackward.ALL and num == 1
+    is_early = setting.steps_in_backward and num == 1
     each = [
         sum(_bytes_of_gradients(b, setting, num, tier, is_early=is_early) for b in u.buffers) for u in units
     ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import accumulate
 
 import torch
@@ -50,14 +49,6 @@ class DtypePolicy:
         return self if asked is None else replace(self, param_dtype=asked)
 
 
-class InBackward(Enum):
-    """The backwards that step units, if they are the last of their step."""
-
-    NONE = "none"
-    OF_BATCHES = "of train_batch"
-    ALL = "all"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """The inputs of a plan other than the parameters."""
@@ -71,8 +62,8 @@ class Setting:
     """The share of what is offloaded that stays on the device, 0 to 1; see `tiers_of_units`."""
     host: Tier = Tier.HOST
     """The tier of host memory; for ranks on the CPU, it is the device."""
-    steps_in_backward: InBackward = InBackward.NONE
-    """The backwards that step units as soon as their gradients are there."""
+    steps_in_backward: bool = False
+    """True if units may step during the backward."""
     steps_by_parts: bool = False
     """True if the optimizer may step some parameters after others, so that states can travel part by part."""
     weights: str = "latest"

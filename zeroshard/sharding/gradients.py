@@ -27,7 +27,6 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.status import REDUCE
 from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
-from zeroshard.plan.buffers import InBackward
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
@@ -73,7 +72,6 @@ class Gradients:
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
         self._gaps = tuple(gap.slice for gap in buffer.layout.gaps)
         """The padding of `flat`."""
-        self._steps_early = context.setting.steps_in_backward is InBackward.ALL
         leaves = plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
         self.landing = landing if leaves else None
         """The host memory of gradients that leave the device; None if they do not."""
@@ -342,7 +340,7 @@ class Gradients:
             if new or landing is not None:
                 result = result.to(dtype)
             if landing is not None:
-                if not (self.is_kept or self._steps_early or dtype is torch.float64):
+                if not (self.is_kept or self._context.setting.steps_in_backward or dtype is torch.float64):
                     counted = [result[part][self.buffer.counted(index)] for index, part in enumerate(own)]
                     self._squares = foreach_sum_of_squares(counted).sum()  # those of float64 overflow
                 for index in sums.keys() - new:

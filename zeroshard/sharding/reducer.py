@@ -44,7 +44,6 @@ from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import Moment
-from zeroshard.plan.buffers import InBackward
 from zeroshard.sharding.context import Context
 from zeroshard.sharding.gradients import Gradients, GradientState
 from zeroshard.sharding.unit import Unit
@@ -78,8 +77,7 @@ class UnitOrder:
         setting, axes = context.setting, context.axes
         self._is_common = bool(setting.placements.parameter) and axes.dp_replicate.size == 1
         """True if all ranks make the same calls; then they need no agreement."""
-        is_late = setting.steps_in_backward is InBackward.NONE
-        walked = (u for u in units if u is units[0] or u.plan.needs_turns or not is_late)
+        walked = (u for u in units if u is units[0] or u.plan.needs_turns or setting.steps_in_backward)
         self._by_name = {unit.name: unit for unit in walked}
         self.units: list[Unit] = []
         self.has_changed = False
@@ -191,8 +189,6 @@ class Reducer:
         """The units that this backward has not begun to reduce, in the order of all ranks."""
         self._ready: set[str] = set()
         """Names of units whose reduction may start when those before them have started."""
-        self.has_met_late = False
-        """True once a gradient has come after the reduction of its unit."""
         self._late: list[tuple[Gradients, int, Tensor]] = []
         """Gradients, each with the index of its parameter, that came after the reduction of their unit."""
         self.under_way: list[Unit] = []
@@ -300,11 +296,10 @@ class Reducer:
         """
         if self.step_unit is not None:
             raise RuntimeError(
-                f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: load "
-                "the last checkpoint, and call engine.backward() and engine.step() in the place of "
-                "train_batch(), with offload.step_in_backward=False"
+                f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: "
+                "set offload.step_in_backward=False, and load the last checkpoint"
             )
-        gradients.used[index] = self.has_met_late = True
+        gradients.used[index] = True
         self._late.append((gradients, index, gradient))
 
     def _open_ahead(self, units: Collection[Unit]) -> None:

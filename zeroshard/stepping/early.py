@@ -2,8 +2,7 @@
 
 So the gradients of a few units exist at a time, and values of a farther tier travel during the backward.
 Results are the same as with a step after the backward, if there is one backward for each micro-batch. The
-backward of the last micro-batch steps: with `offload.step_in_backward` always, else in `train_batch`, where
-nobody else looks at gradients. A unit is left to `optimizer.step()` if this rank has no gradient for
+backward of the last micro-batch steps. A unit is left to `optimizer.step()` if this rank has no gradient for
 a part of it, or if its gradient may come in several parts.
 """
 
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from torch.optim import Optimizer
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.state import Moment
-from zeroshard.plan.buffers import InBackward
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import has_hooks_of_others
@@ -32,7 +29,7 @@ MOST_UNDER_WAY = 2
 """Units whose gradients exist on a device while another unit is reduced, as compute comes later."""
 
 
-class EarlySteps(AbstractContextManager[None]):
+class EarlySteps:
     """A context around the backward that steps. At its end all units are stepped that were begun.
 
     Args:
@@ -41,38 +38,19 @@ class EarlySteps(AbstractContextManager[None]):
         parts: its steps by part.
 
     Raises:
-        ValueError: all backwards are to step, but ranks wait for each other in a step of the optimizer, or
-            its class is not known.
+        ValueError: ranks wait for each other in a step of the optimizer, or its class is not known.
     """
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, parts: Sequence[StepByParts]) -> None:
-        context = runtime.context
-        self._when, self._can_step = context.setting.steps_in_backward, steps_by_unit(optimizer, context.axes)
-        if self._when is InBackward.ALL and not self._can_step:
+        if not steps_by_unit(optimizer, runtime.context.axes):
             raise ValueError(
                 f"offload.step_in_backward: expected an optimizer of torch, zeroshard or bitsandbytes that "
                 f"steps each element by itself, or one rank, got {type(optimizer).__name__}"
             )
-        self._num_batches = 0
         self._reducer, self._optimizer, self._state = runtime.reducer, weakref.ref(optimizer), runtime.state
         (self._parts,) = parts
         self._options: dict[str, dict[str, Any]] = {}
         """The options of each group, and of single parameters, with which units were stepped."""
-
-    def around(self, *, in_batch: bool) -> AbstractContextManager[None]:
-        """Return a context for the last backward of a step, in which it steps units if it may.
-
-        The first batch does not: it shows whether gradients come after the reduction of their unit.
-
-        Args:
-            in_batch: True in `train_batch`, which takes the step, too.
-        """
-        if self._when is InBackward.ALL:
-            return self
-        optimizer, self._num_batches = self._optimizer(), self._num_batches + in_batch
-        assert optimizer is not None, "the engine holds it"
-        steps = in_batch and self._can_step and self._num_batches > 1 and not self._reducer.has_met_late
-        return self if steps and not has_hooks_of_others(optimizer) else nullcontext()
 
     def __enter__(self) -> None:
         self._state.refuse("a backward", Moment.FAILED)
@@ -85,7 +63,6 @@ class EarlySteps(AbstractContextManager[None]):
                 "stepped, so it finds no gradients of them, and what it does to gradients has no effect"
             )
         self._options = _options(optimizer)
-        self._state.finish_steps()
         self._parts.begin_units()
         self._reducer.step_unit = self._step
 

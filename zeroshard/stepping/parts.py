@@ -252,7 +252,7 @@ def _divide(
         for p in filter(is_chosen, group["params"]):
             groups = parts.setdefault(unit_of.get(p, _OTHERS), [[] for _ in optimizer.param_groups])
             groups[number].append(p)
-    return list(parts.values())
+    return [parts[number] for number in sorted(parts)]  # of the root first, as forwards use them
 
 
 def is_known(optimizer: Optimizer) -> bool:

@@ -71,7 +71,7 @@ class StoreHome(Home):
             parts: the parameters that are fetched together, in their probable order. Others may come, too.
         """
         blocks = [block for part in parts for block in self._blocks(part)]
-        is_first = not all(block.num_places for block in blocks)  # they will need more memory
+        is_first = not all(block.num_places for block in blocks if block.size)  # they will need more memory
         self._pieces.expect(blocks, 1 if is_first else self._num_ahead)
 
     def num_pieces(self, parameters: Sequence[ShardedParameter]) -> int:
@@ -178,6 +178,11 @@ class _Block:
         """The states of the step under way that were read from their places."""
         self._gradients: dict[ShardedParameter, Tensor | None] = {}
         """The gradients as they were, while parameters show other values."""
+
+    @property
+    def size(self) -> int:
+        """The elements of its main parameters."""
+        return self._main.numel()
 
     @property
     def num_places(self) -> int:

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import adam
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
@@ -86,7 +85,7 @@ def _add(
         tiers = offload | ({"nvme_path": str(bench.folder)} if is_in_files else {})
         is_early = "step_in_backward" in offload
         frees = config["stage"] == 3 or num_ranks == 1  # else all parameters are gathered after a step
-        is_late = late and frees
+        is_late = late and frees and not is_early
         # More units than pieces of memory.
         model = bench.gpt(5 if is_in_files or is_early else 2)
         moved = _values(bench, model, train, optimizer, config | {"offload": tiers})
@@ -94,7 +93,7 @@ def _add(
         assert "to_host" in used, "gradients leave the device"
         on_device = bench.engine._runtime.context.memory.piece_bytes
         by_unit = steps_by_unit(bench.engine.optimizer, bench.engine._runtime.context.axes)
-        assert is_early or bool(names) is (is_late and by_unit), names
+        assert bool(names) is (is_late and by_unit), names
         if not is_in_files:
             check_places(bench)
         assert bool(on_device) is is_known(bench.engine.optimizer), "who steps"
@@ -124,22 +123,6 @@ for _stage in (1, 2, 3):
     _add(f"host_stage{_stage}", HOST, stage=_stage)
     _add(f"host_stage{_stage}_bf16", HOST, stage=_stage, precision=BF16)
 _add("host_stage3_bf16_main", HOST, stage=3, precision=NARROW)
-
-
-def _in_batches(bench: Bench) -> list[Tensor]:
-    """All batches but the first one are stepped in their backward."""
-    engine, early = bench.engine, bench.engine._early
-    engine.loss_fn = lambda logits, tokens: F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-    num = engine.gradient_accumulation_steps()
-    tokens = [torch.cat([bench.tokens(4 * step + piece) for piece in range(num)]) for step in range(4)]
-    if early is None:
-        return [engine.train_batch(batch, batch) for batch in tokens]
-    with mock.patch.object(early, "_step", side_effect=early._step) as stepped:
-        losses = [engine.train_batch(tokens[0], tokens[0])]
-        assert not stepped.called
-        losses += [engine.train_batch(batch, batch) for batch in tokens[1:]]
-        assert stepped.call_count == 3 * sum(bool(unit.gradients) for unit in engine._runtime.units)
-    return losses
 
 
 def _clipped(bench: Bench) -> list[Tensor]:
@@ -532,17 +515,6 @@ _add(
 )
 for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE)):
     _add(f"{_name}_clipped", _offload, _clipped, stage=3, precision=BF16, may_sync=READS_FACTOR)
-for _ranks in (1, 2):
-    _add(f"host_batches_{_ranks}", HOST, _in_batches, stage=3, num_ranks=_ranks, precision=NARROW)
-_add(
-    "parameters_on_host_batches_accumulate",
-    _WHOLE,
-    _in_batches,
-    stage=3,
-    precision=NARROW,
-    gradient_accumulation_steps=2,
-)
-_add("files_batches", FILES, _in_batches, stage=3, precision=BF16)
 _add("host_stepped_in_backward", HOST | _EARLY, _with_readers, stage=3, precision=BF16)
 _add("fraction_stepped_in_backward", _MOST_ON_DEVICE | _EARLY, stage=3, precision=BF16)
 _add(
@@ -696,10 +668,9 @@ for _name, _early in (("", {}), ("_in_backward", _EARLY)):
 
 @scenario(num_ranks=1)
 def host_waits_for_nothing(bench: Bench) -> None:
-    """Once there are states, no step waits for values to rest on the host, early or late, until a look."""
-    for early in ({}, _EARLY):
-        for parameters in ("none", "cpu"):
-            offload = {**HOST, **early, "parameters": parameters}
+    """Once there are states, no step that waits for a forward lets the host wait, until a look."""
+    for parameters in ("none", "cpu"):
+            offload = {**HOST, "parameters": parameters}
             bench.start(bench.gpt(2), stage=3, precision=NARROW, offload=offload)
             plainly(bench, 2)
             joined: list[Piece] = []
