@@ -670,23 +670,23 @@ for _name, _early in (("", {}), ("_in_backward", _EARLY)):
 def host_waits_for_nothing(bench: Bench) -> None:
     """Once there are states, no step that waits for a forward lets the host wait, until a look."""
     for parameters in ("none", "cpu"):
-            offload = {**HOST, "parameters": parameters}
-            bench.start(bench.gpt(2), stage=3, precision=NARROW, offload=offload)
+        offload = {**HOST, "parameters": parameters}
+        bench.start(bench.gpt(2), stage=3, precision=NARROW, offload=offload)
+        plainly(bench, 2)
+        joined: list[Piece] = []
+        with pytest.MonkeyPatch.context() as patch:
+            join = Piece.join
+
+            def noted(piece: Piece, join: Callable[[Piece], str] = join, to: list[Piece] = joined) -> str:
+                to.append(piece)
+                return join(piece)
+
+            patch.setattr(Piece, "join", noted)
             plainly(bench, 2)
-            joined: list[Piece] = []
-            with pytest.MonkeyPatch.context() as patch:
-                join = Piece.join
-
-                def noted(piece: Piece, join: Callable[[Piece], str] = join, to: list[Piece] = joined) -> str:
-                    to.append(piece)
-                    return join(piece)
-
-                patch.setattr(Piece, "join", noted)
-                plainly(bench, 2)
-                assert not joined
-                with bench.trace.syncs_allowed():
-                    next(iter(bench.engine.parameters())).norm()
-                assert joined
+            assert not joined
+            with bench.trace.syncs_allowed():
+                next(iter(bench.engine.parameters())).norm()
+            assert joined
 
 
 @scenario(num_ranks=1)
