@@ -187,18 +187,12 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         kwargs = kwargs | {"generator": None}
     if "device" in kwargs:
         kwargs = kwargs | {"device": _META}
-    if _has_shape_by_values(func, args):
-        real_args, real_kwargs = values_in((args, kwargs))
+    try:
+        meta_args, meta_kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(_META), (args, kwargs))
+        return func(*meta_args, **meta_kwargs)
+    except NotImplementedError:  # the shape depends on the values
+        real_args, real_kwargs = values_in((args, kwargs | ({"device": _CPU} if "device" in kwargs else {})))
         return pytree.tree_map_only(Tensor, lambda t: t.to(_META), func(*real_args, **real_kwargs))
-    meta_args, meta_kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(_META), (args, kwargs))
-    return func(*meta_args, **meta_kwargs)
-
-
-def _has_shape_by_values(func: Any, args: tuple[Any, ...]) -> bool:
-    """True if the shape of an output depends on values, as with nonzero(), and with a mask as an index."""
-    if func is torch.ops.aten.index.Tensor:
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _has_device(func: Any) -> bool:
