@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25727,
-    "statements of the package": 21078,
-    "tokens of the package": 246458,
-    "lines of code of the core": 8252,
-    "statements of the core": 7128,
-    "tokens of the core": 76742,
+    "lines of code of the package": 25689,
+    "statements of the package": 21044,
+    "tokens of the package": 246081,
+    "lines of code of the core": 8225,
+    "statements of the core": 7101,
+    "tokens of the core": 76493,
     "lines of code of examples, benchmarks and tools": 7528,
     "lines of the longest file": 600,
     "booleans of the core": 35,
@@ -41,7 +41,7 @@ BUDGETS = {
     "modules that one other module imports": 22,
     "files of a step, two ranks": 28,
     "files of a step, one rank, offload": 30,
-    "words in docs/": 44977,
+    "words in docs/": 44920,
 }
 
 CORE = (

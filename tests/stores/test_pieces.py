@@ -75,7 +75,7 @@ def test_pieces_give_the_bits_of_whole_parameters(ranks, tmp_path, num_ranks, na
 
 def with_and_without(folder):
     """Sizes, counters and buffers of steps in pieces; differences after a load into steps without pieces."""
-    config = {"stage": 3, **offload(folder)}
+    config = {"stage": 3, **offload(folder, step_in_backward=True)}
     with small_pieces():
         engine = runs.start(config, OPTIMIZERS["8-bit"])
         runs.train(engine, range(2))

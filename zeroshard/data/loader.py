@@ -131,7 +131,7 @@ class EpochLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         assert self.batch_size is not None, "EpochLoader counts in batches"
-        data_position = self._next_start
+        data_position = self._present(self._next_start)
         self.sampler.begin_at(data_position)
         # An epoch begins with torch drawing a seed for workers. RNG states that were saved inside the epoch
         # are those after that draw, so resuming it must not draw again.
@@ -147,7 +147,7 @@ class EpochLoader(DataLoader[Any]):
         Batches that were handed out count; batches that workers have only prefetched do not. The state is
         equal on all ranks that were handed equally many batches.
         """
-        return asdict(self._data_position)
+        return asdict(self._present(self._data_position))
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Let the next iteration continue at the position in `state`.
@@ -170,6 +170,11 @@ class EpochLoader(DataLoader[Any]):
             data_position = following
         self._data_position = data_position
         self._next_start = following if self._is_over(data_position) else data_position
+
+    def _present(self, data_position: DataPosition) -> DataPosition:
+        """A position with the present number of samples: a dataset may grow."""
+        num_samples = max(len(self.dataset), data_position.position)  # type: ignore[arg-type]
+        return replace(data_position, num_samples=num_samples)
 
     def _is_over(self, data_position: DataPosition) -> bool:
         """True when no batch of the epoch is left after a position."""
