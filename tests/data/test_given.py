@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import zeroshard
-from zeroshard.data.loader import GivenLoader
+from zeroshard.data.loader import EpochLoader, GivenLoader
 
 CPU = torch.device("cpu")
 
@@ -376,3 +376,12 @@ def test_a_pipeline_needs_a_dataset():
         ValueError, match=r"^training_data: got a DataLoader with mesh\.pp=2: expected a Dataset"
     ):
         zeroshard.initialize(nn.Linear(1, 1), None, {"mesh": {"pp": 2}}, training_data=loader)
+
+
+def test_a_dataset_that_has_grown_has_all_its_samples_in_the_next_epoch():
+    data = Numbers(4)
+    loader = EpochLoader(data, rank=0, num_ranks=1, device=CPU, batch_size=2)
+    assert len(list(loader)) == 2
+    data.length = 8
+    assert len(list(loader)) == 4
+    assert (loader.state_dict()["position"], loader.state_dict()["num_samples"]) == (8, 8)

@@ -20,6 +20,7 @@ from tests.stores.late import waiting
 from zeroshard.optim import LAMB, LARS, AdamW8bit, Muon, muon_groups
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stepping.parts import StepByParts
+from zeroshard.stores.pieces import HostPieces
 
 
 def adamw(model):
@@ -665,3 +666,29 @@ def test_a_unit_that_no_forward_reaches_is_stepped_before_the_next_backward(rank
         assert not found
         assert "first" in in_forwards
         assert ("second" in in_forwards) is (num_ranks == 2), "its gather was begun ahead"
+
+
+def read_ahead(folder):
+    """For each parcel of two steps whether it was read before its unit asked for it."""
+    hits, fetch = [], HostPieces.fetch
+
+    def fetched(pieces, parcel):
+        hits.append(any(parcel is one for one, _ in pieces._ahead))
+        return fetch(pieces, parcel)
+
+    config = {"stage": 3, "offload": {"optimizer": "nvme", "nvme_path": str(folder)}}
+    engine = runs.start(config, lambda model: torch.optim.AdamW([*model.parameters()][::-1]))
+    runs.train(engine, range(2))
+    runs.token_loss(engine, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostPieces, "fetch", fetched)
+        runs.train(engine, range(2, 4))
+        runs.token_loss(engine, 4)
+    engine.close(restore=False)
+    return hits
+
+
+def test_values_of_a_step_that_waits_are_read_in_the_order_of_forwards(ranks, tmp_path):
+    for hits in ranks(2, read_ahead, tmp_path):
+        assert len(hits) > 4
+        assert all(hits)
