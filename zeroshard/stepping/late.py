@@ -156,10 +156,10 @@ class LateSteps:
                 for _ in range(torch._C._len_torch_dispatch_stack() - self._num_modes):
                     modes.enter_context(_pop_mode_temporarily())  # a selective checkpoint counts calls
                 for step, gradients, factor in self._left.pop(unit):
-                    self._state.factor = factor
                     present = [(p, gradient_of(p)) for p, _ in gradients]
-                    set_gradients(gradients)
                     try:
+                        self._state.factor = factor
+                        set_gradients(gradients)
                         step()
                     finally:
                         set_gradients(present)
