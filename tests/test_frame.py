@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25689,
-    "statements of the package": 21044,
-    "tokens of the package": 246081,
+    "lines of code of the package": 25694,
+    "statements of the package": 21053,
+    "tokens of the package": 246134,
     "lines of code of the core": 8225,
     "statements of the core": 7101,
     "tokens of the core": 76493,

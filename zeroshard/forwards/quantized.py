@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from zeroshard.agreement import require_same
 from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
-from zeroshard.forwards.composed import buffers_of, compose, form_of, put_together
+from zeroshard.forwards.composed import DESCRIPTION, buffers_of, compose, form_of, put_together
 from zeroshard.lazy.deferred import Codes, deferred_of
 from zeroshard.parameters.parts import gather_ranges
 from zeroshard.parameters.sharded import ShardedParameter
@@ -216,12 +216,17 @@ def num_scale_bytes(layer: Layer) -> int:
 
 def names_beside(module: nn.Module) -> set[str]:
     """The names of the tensors that quantized layers have along with their codes in a state_dict."""
-    return {
-        f"{name}.{key}".removeprefix(".")
-        for name, layer in module.named_modules(remove_duplicate=False)
-        if has_codes(layer)
-        for key in layer.state_dict(keep_vars=True).keys() - {"weight", "bias"}
-    }
+    found = set()
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if has_codes(layer):
+            prefix = f"{name}." if name else ""
+            if form_of(layer) is not None:
+                beside = [*buffers_of(layer), DESCRIPTION]
+            else:
+                names = layer.state_dict(keep_vars=True)
+                beside = [key for key in names if key.startswith(("weight.", "weight_format", "SCB"))]
+            found |= {prefix + key for key in beside}
+    return found
 
 
 def dequantized_form(
