@@ -287,8 +287,8 @@ class Watching(torch.optim.SGD):
 
 @on_ranks(2)
 def test_an_optimizer_of_torch_sees_one_unit_at_a_time_and_only_what_has_a_gradient():
-    blocks = [[(f"blocks.{n}.{name}", torch.float32) for name in ("bias", "weight")] for n in (1, 0)]
-    seen = [*blocks, [("gain", torch.float32)], *blocks]
+    blocks = [[(f"blocks.{n}.{name}", torch.float32) for name in ("bias", "weight")] for n in (0, 1)]
+    seen = [[("gain", torch.float32)], *blocks, *blocks]  # as forwards use them, the root first
     model = build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
