@@ -24,7 +24,7 @@ from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.comm.watch.status import GATHER
 from zeroshard.parallel.pipeline import training
-from zeroshard.sharding import runtime
+from zeroshard.sharding import buffer, runtime
 from zeroshard.sharding.buffer import Source
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping import stored
@@ -249,6 +249,13 @@ def _no_wait_for_older_gradients(bench: Bench, patch: pytest.MonkeyPatch) -> Non
 def _no_wait_before_the_host_writes(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The host changes main parameters while gathers copy them to the device."""
     patch.setattr(Source, "await_copies", lambda buffer: None)
+
+
+@_must_show(Kind.RACE, scenarios=("parameters_on_host_in_pieces",))
+def _a_step_hides_what_is_copied_along_with_it(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """The host casts main parameters after each step, though the step has written the cast ones, too."""
+    patch.setattr(Source, "count_step", Source.changed)
+    patch.setattr(buffer, "mark_here", lambda device: Mark(None))
 
 
 def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios: str) -> None:

@@ -56,6 +56,8 @@ class Source:
         """The end of the copies of stepped values, to their place and into `copy`; then a gather may read."""
         self._used: Values | None = None
         """What gathers start from in place of the main parameters, if anything."""
+        self.is_told = not main.numel()
+        """True if `stepped` has the values of each step; else they lie on the device, or the host steps them."""
         self.copy: Store | None = None
         """The main parameters in the compute dtype, if gathers start from such a copy."""
         if plan.copy_tier is not None:
@@ -98,14 +100,24 @@ class Source:
             values: main parameters where they are now, all or some of them. The current stream copies them.
             start: the first of them, counted in `main`.
         """
-        is_current = self._copied == self.store.version
-        self.changed()
         is_in_use = self._plan.is_resident and self._context.state.phase is Phase.BACKWARD
         if self.copy is not None and not is_in_use:
             self.copy.store(values, start)
-            if is_current or values.numel() == self.store.values.numel():
+            if values.numel() == self.store.values.numel():
                 self._copied = self.store.version
+        self._change(has_copied=not is_in_use)
         self._stepped = mark_here(self._context.device)
+
+    def count_step(self) -> None:
+        """Note that a step was taken, or will be before the next gather."""
+        self._change(has_copied=self.is_told)
+
+    def _change(self, *, has_copied: bool) -> None:
+        """Note that main parameters were written, and whether `copy` gets the same values along with them."""
+        is_current = has_copied and self._copied == self.store.version
+        self.changed()
+        if is_current:
+            self._copied = self.store.version
 
     # -- gathers --------------------------------------------------------------------------------------
 
@@ -131,6 +143,8 @@ class Source:
     def follow(self) -> None:
         """Note that the present values are gathered; copy main parameters that were written into `copy`."""
         if self.copy is not None and self._copied != self.store.version:
+            if self._plan.copy_tier is not Tier.DEVICE:  # the host copies: stepped values are to be there
+                mark_here(self._context.device).synchronize()
             self.load(self.store, self.copy.values)
             self._copied = self.store.version
         self.filled = self.version

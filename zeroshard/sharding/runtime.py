@@ -150,14 +150,14 @@ class Runtime:
     def finish_gathers(self) -> None:
         """Wait for the gathers that read main parameters, before these change; on the host, it waits."""
         if self.state.reads_main:
-            self._await_gathers()
+            self.state.reads_main = False
+            self._await_gathers(self.buffers)
 
-    def _await_gathers(self) -> None:
-        self.state.reads_main = False
+    def _await_gathers(self, buffers: Iterable[FlatBuffer]) -> None:
         for unit in self.units:
             if unit.state is UnitState.GATHERING:
                 unit.wait()
-        for buffer in self.buffers:
+        for buffer in buffers:
             buffer.source.await_copies()
 
     def before_step(self) -> None:
@@ -168,7 +168,8 @@ class Runtime:
         """
         self.state.finish_steps()
         self.passes.drop_graphs()
-        self.finish_gathers()
+        if self.state.reads_main:  # where steps pass through stores, copies follow copies
+            self._await_gathers(buffer for buffer in self.buffers if not buffer.source.is_told)
         self.reducer.before_step()
 
     def after_step(self, stepped: Container[nn.Parameter] = (), is_last: bool = True) -> None:
@@ -180,8 +181,10 @@ class Runtime:
         """
         self.context.axes.dp.ledger.note(STEP, REDUCE)
         torch.clear_autocast_cache()  # torch keeps casts up to the end of the context
-        # On the tier of files each part of a step is noted by itself, by `stepped` of the source.
-        self.changed(b for b in self.buffers if b.trainable and b.plan.main_tier is not Tier.DISK)
+        self.state.num_changes += 1
+        for buffer in self.buffers:
+            if buffer.trainable:
+                buffer.source.count_step()
         # In its lists an asynchronous pipeline chooses the values of a backward.
         if Moment.BATCH not in self.state.moments:
             for buffer in self.buffers:
@@ -239,7 +242,8 @@ class Runtime:
             )
         self.state.look()
         self.passes.drop_graphs()
-        self._await_gathers()
+        self.state.reads_main = False
+        self._await_gathers(self.buffers)
         self.state.refuse(call, *refused)
 
     def _drop_gradient(self, parameter: ShardedParameter) -> None:

@@ -353,6 +353,17 @@ def _looked_at(bench: Bench) -> list[Tensor]:
     return seen
 
 
+def _with_stale_copies(bench: Bench) -> list[Tensor]:
+    """After an edit the copies for gathers are those of before, and the next step comes first."""
+    losses = plainly(bench, 2)
+    bench.engine.backward(loss := bench.loss(2))
+    with torch.no_grad():
+        for parameter in bench.engine.parameters():
+            parameter.mul_(0.9)
+    bench.engine.step()
+    return [*losses, loss.detach(), *plainly(bench, 2)]
+
+
 def _evaluated(bench: Bench) -> list[Tensor]:
     """Units are gathered between backward and step, some of them with their new values."""
     losses = []
@@ -457,6 +468,20 @@ for _stage in (2, 3):
 for _name, _precision in (("", {}), ("_bf16", BF16), ("_bf16_main", NARROW)):
     _add(f"parameters_on_host{_name}", _WHOLE, stage=3, precision=_precision)
 _add("parameters_on_host_one_rank", _WHOLE, stage=3, precision=BF16, num_ranks=1)
+for _name, _how, _train in (
+    ("", {}, plainly),
+    ("_edited", {}, _with_stale_copies),
+    ("_stepped_in_backward", {"step_in_backward": True}, plainly),
+):
+    _add(
+        f"parameters_on_host_in_pieces{_name}",
+        _WHOLE | _how,
+        _train,
+        near_bytes=2048,
+        stage=3,
+        precision=BF16,
+        may_sync=(*NEW_STATES, "tests/pretend/scenarios"),
+    )
 for _name, _how in (("", {}), ("_stepped_in_backward", _EARLY)):
     _add(
         f"some_parameters_on_host{_name}",
