@@ -74,7 +74,7 @@ def test_a_default_config_is_stage_3_with_everything_else_off():
             "optimizer": "none",
             "parameters": "none",
             "activations": "none",
-            "step_in_backward": False,
+            "step_in_backward": None,
             "device_fraction": 0.0,
             "nvme_path": None,
         },

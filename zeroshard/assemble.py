@@ -224,6 +224,8 @@ def read_setting(
         steps_by_parts: True if the optimizer may step some parameters after others.
     """
     precision, offload = config.precision, config.offload
+    tiers = Tiers.of(offload.optimizer, offload.parameters, host_computes=host_computes)
+    travels = tiers.optimizer is not Tier.DEVICE
     return Setting(
         placements=place(config.stage, config.reshard_after_forward, sizes[DP_SHARD]),
         dtypes=DtypePolicy(
@@ -232,10 +234,10 @@ def read_setting(
             main_dtype=precision.main_dtype,
         ),
         sizes=sizes,
-        tiers=Tiers.of(offload.optimizer, offload.parameters, host_computes=host_computes),
+        tiers=tiers,
         device_fraction=offload.device_fraction,
         host=Tier.DEVICE if host_computes else Tier.HOST,
-        steps_in_backward=offload.step_in_backward,
+        steps_in_backward=config.steps_in_backward if travels else offload.step_in_backward or False,
         steps_by_parts=steps_by_parts,
         weights=config.pipeline.chosen_weights,
     )

@@ -43,7 +43,7 @@ def train_batch(engine: Engine, inputs: Any, targets: Any = None) -> Tensor:
     total = _zero(engine)
     for piece, target in _pieces(engine, inputs, targets):
         loss = loss_of(engine, engine.loss_fn, piece, target)
-        total += engine.backward(loss).float()
+        total += engine._backward(loss, engine._num_micro_batches, engine._early).float()
         engine.step()
     return _mean(engine, total / engine._num_micro_batches)
 

@@ -100,7 +100,7 @@ class Engine(NotCopied, nn.Module):
             judge, count = self._judge_step, self._count_step
             hooks = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count))
             steps = attach(parts.runtime, self._guard.rounding, parts.optimizer, engine=hooks)
-            if config.offload.step_in_backward:
+            if parts.runtime.context.setting.steps_in_backward is not False:
                 self._early = EarlySteps(parts.runtime, parts.optimizer, steps)
         refuse_wrappers([self], object.__setattr__)
         own, plain = weakref.WeakMethod(self.zero_grad), module.zero_grad
@@ -135,15 +135,19 @@ class Engine(NotCopied, nn.Module):
         Raises:
             ValueError: `loss` is not a loss of one element that requires a gradient.
         """
+        early = self._early if self.config.offload.step_in_backward else None
+        return self._backward(loss, self._num_micro_batches if scale_wrt_gas else 1, early)
+
+    def _backward(self, loss: Tensor, divisor: int, early: EarlySteps | None) -> Tensor:
         self._refuse_parts("backward()")
         check_loss(loss)
         reducer, more = self._runtime.reducer, not self.is_gradient_accumulation_boundary()
         send = self._runtime.context.setting.placements.gradient != SUMMANDS
         factored = loss * self.loss_scale if reducer.is_half else loss
-        if scale_wrt_gas and self._num_micro_batches > 1:
-            factored = factored / self._num_micro_batches
-        early = nullcontext() if self._early is None or more else self._early
-        with reducer.next_backward(more, send=send, scale=self.loss_scale), early:
+        if divisor > 1:
+            factored = factored / divisor
+        around = nullcontext() if early is None or more else early.around()
+        with reducer.next_backward(more, send=send, scale=self.loss_scale), around:
             factored.backward()
         self._guard.loss = loss.detach()
         return self._guard.loss
@@ -192,7 +196,6 @@ class Engine(NotCopied, nn.Module):
             self._micro_step = 0
             self.zero_grad()
             return False
-        moments.discard(Moment.STEPPED)
         if self._guard.loss is None and self._num_micro_batches > 1:
             warn_user(
                 "gradients of loss.backward() are not divided by gradient_accumulation_steps="

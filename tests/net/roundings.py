@@ -206,7 +206,7 @@ ROUNDINGS = (
         name="losses_are_not_divided_by_micro_batches",
         says="backward() does not divide a loss by the number of micro-batches of a step.",
         file="zeroshard/engine.py",
-        find="factored = factored / self._num_micro_batches",
+        find="factored = factored / divisor",
         replace="pass",
         tests=("tests/distributed/test_accumulation.py::test_accumulated_gradients_are_those_of_ddp",),
     ),

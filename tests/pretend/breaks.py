@@ -28,6 +28,7 @@ from zeroshard.sharding import buffer, runtime
 from zeroshard.sharding.buffer import Source
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping import stored
+from zeroshard.stepping.late import LateSteps
 from zeroshard.stores.files import Swap
 from zeroshard.stores.host import HostBuffer, HostCopy
 from zeroshard.stores.landing import Landing
@@ -282,6 +283,12 @@ _no_wait_in("_await_gathers", Source, "await_copies", Kind.RACE, *_HOST)
 # in a forward is kept, the host waits for a copy of the edited values on compute. Before a unit is stepped in
 # the backward, it waits for the gradient's copy, which began after all compute so far. In both cases compute
 # had waited for the gathers of the unit: it has computed with them.
+
+
+@_must_show(Kind.RACE, scenarios=("host_read_in_backward", "host_backward_fails"))
+def _no_wait_for_a_look(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """Somebody reads main parameters that were stepped in the backward, before they have come back."""
+    patch.setattr(LateSteps, "wait_later", lambda late, wait: True)
 
 
 @_must_show(Kind.RACE, scenarios=("files_stage3", "files_read_in_backward"))

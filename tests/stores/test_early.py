@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 
 import zeroshard
 from tests.checkpoint import runs
@@ -238,6 +239,127 @@ def test_mistakes_are_told(ranks):
         assert "a backward after a backward that has stepped" in messages[0]
         assert "after a step that was interrupted" in messages[1]
         assert "expected an optimizer" in messages[2]
+
+
+def token_loss(logits, targets):
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def in_batches(options, make, prepare=lambda engine: None):
+    """As `run`, with `train_batch`; and the number of units stepped in each batch."""
+    engine = runs.start({"stage": 3} | options, make, loss_fn=token_loss)
+    steps, losses, numbers = Stepped(engine) if engine._early is not None else None, [], []
+    prepare(engine)
+    for number in range(4):
+        tokens = runs.batch(number)
+        losses.append(engine.train_batch(tokens[:, :-1], tokens[:, 1:]).item())
+        if steps is not None:
+            numbers.append(len(steps.names))
+            steps.names.clear()
+    found = runs.state(engine, losses)
+    engine.close(restore=False)
+    return found, numbers
+
+
+def batches_differ(folder):
+    """Where runs in batches differ; a batch owns its step, so it steps in its backward by itself."""
+    found, files = [], {"optimizer": "nvme", "nvme_path": str(folder)}
+    for options in ({}, {"gradient_accumulation_steps": 2}, PRECISIONS["bf16 main"]):
+        want, _ = in_batches(options, MAKERS["8-bit"])
+        got, numbers = in_batches(options | {"offload": files}, MAKERS["8-bit"])
+        found += runs.differences(got, want)
+        # Not the root's: one of its parameters is unused.
+        found += [f"{options}: stepped {numbers}"] * (numbers != [0, 2, 2, 2])
+    asking = {
+        "before a step": lambda engine: engine.optimizer.register_step_pre_hook(halve),
+        "after a step": lambda engine: engine.optimizer.register_step_post_hook(check_gradients),
+        "of parameters": lambda engine: last_of(engine).register_post_accumulate_grad_hook(halve_one),
+        "of one rank": see_on_one_rank,
+        "late": delay_a_gradient,
+    }
+    for name, prepare in asking.items():
+        want, _ = in_batches({}, MAKERS["AdamW"], prepare)
+        got, numbers = in_batches({"offload": files}, MAKERS["AdamW"], prepare)
+        found += [f"{name}: {text}" for text in runs.differences(got, want)]
+        found += [f"{name}: stepped {numbers}"] * (any(numbers) and name != "of one rank")
+    judged = ({"clip_grad_norm": 1.0}, {"nonfinite": "skip"}, {"precision": "fp16"}, {"stage": 2})
+    for options in (*judged, {"offload": files | {"step_in_backward": False}}):
+        _, numbers = in_batches({"offload": files} | options, MAKERS["AdamW"])
+        found += [f"{options}: {numbers}"] * any(numbers)
+    return found
+
+
+def delay_a_gradient(engine):
+    """A part of a gradient, of zeros, comes on one rank alone after the reduction of its unit."""
+    reducer = engine._runtime.reducer
+    (gradients,) = next(unit.gradients for unit in engine._runtime.units if unit.name == "blocks.1")
+
+    def keep(gradient):
+        if reducer.step_unit is None:
+            reducer._keep_late(gradients, 0, torch.zeros_like(gradients.buffer.unsharded[0]))
+
+    def hook(module, args):
+        if torch.is_grad_enabled():
+            args[0].register_hook(keep)
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        engine.module.blocks[0].register_forward_pre_hook(hook)
+
+
+def see_on_one_rank(engine):
+    if dist.get_rank():
+        last_of(engine).register_post_accumulate_grad_hook(seen)
+
+
+def seen(parameter):
+    assert parameter.grad is not None
+
+
+def check_gradients(optimizer, *_):
+    assert any(p.grad is not None for p in optimizer.param_groups[0]["params"])
+
+
+def old_graphs(folder):
+    """The errors of backwards through graphs of before a step."""
+    messages = []
+    for early in (False, None, True):
+        offload = {"optimizer": "nvme", "nvme_path": str(folder), "step_in_backward": early}
+        engine = runs.start({"stage": 3, "offload": offload}, MAKERS["AdamW"], loss_fn=token_loss)
+        for number in range(2):
+            old = runs.token_loss(engine, number)
+            tokens = runs.batch(number)
+            engine.train_batch(tokens[:, :-1], tokens[:, 1:])
+        with pytest.raises(RuntimeError, match=r".") as caught:
+            engine.backward(old)
+        messages.append(str(caught.value))
+        engine.close(restore=False)
+    return messages
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_torch_refuses_a_backward_through_a_graph_of_before_an_early_step(ranks, tmp_path, num_ranks):
+    for messages in ranks(num_ranks, old_graphs, tmp_path):
+        assert all("modified by an inplace operation" in message for message in messages), messages
+
+
+def last_of(engine):
+    return [p for name, p in engine.named_parameters() if "blocks.1" in name][-1]
+
+
+def halve_one(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def halve(optimizer, *_):
+    for p in optimizer.param_groups[0]["params"]:
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_batch_steps_in_its_backward_where_nothing_asks_for_its_gradients(ranks, tmp_path, num_ranks):
+    for found in ranks(num_ranks, batches_differ, tmp_path, timeout=120):
+        assert not found
 
 
 def square_loss(engine, number):

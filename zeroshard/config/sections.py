@@ -127,11 +127,11 @@ class Offload(Checked):
     """Tier of optimizer states, and of main parameters with which the device does not compute."""
     parameters: Annotated[str, checked.TIER] = "none"
     """Tier of the sharded parameters between uses."""
-    step_in_backward: bool = False
-    """True steps each unit in the backward, as soon as its gradient is there.
+    step_in_backward: Annotated[bool | None, checked.BOOLEAN] = None
+    """True steps each unit in the backward, as soon as its gradient is there; False in none.
 
-    This means one backward for each micro-batch, and no gradients afterwards. With False all gradients are
-    there until the step.
+    This means one backward for each micro-batch, and no gradients afterwards. None: only in `train_batch`,
+    where nothing asks for gradients.
     """
     activations: Annotated[str, checked.choice("none", "cpu")] = "none"
     """Tier of the tensors that backward needs, between forward and backward of their unit.
@@ -188,7 +188,8 @@ class Mesh(Checked):
 
 
 _OF_PIPELINES = ("schedule", "num_microbatches", "num_chunks", "split", "balance", "trace")
-_EARLY, _WIDE = "offload.step_in_backward", "another dtype than bfloat16"
+_EARLY = "offload.step_in_backward"
+_WIDE, _NOT_HALF = "another dtype than bfloat16", "another dtype than float16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,18 +262,15 @@ class Config(Checked):
         not_compiled, undivided = (not self.compile, "compile", "False"), (self.mesh.tp == 1, "mesh.tp", "1")
         not_overridden = (not self.precision.overrides, "precision.overrides", "None")
         regroups = not isinstance(self.reshard_after_forward, bool)
-        param_dtype, main_dtype = self.precision.param_dtype, self.precision.main_dtype
-        not_half = (param_dtype != torch.float16, "precision.param_dtype", "another dtype than float16")
-        unclipped = (self.clip_grad_norm is None, "clip_grad_norm", "None")
-        unjudged = (self.nonfinite == "report", "nonfinite", "'report'")
-        not_narrow = (main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
+        not_half, unclipped, unjudged = unread = self._no_judgement()
+        not_narrow = (self.precision.main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
         of_pipelines = [n for n in _OF_PIPELINES if getattr(self.pipeline, n) != getattr(Pipeline, n)]
         offload = self.offload
         return [
             (self.shard_group_size is not None, "shard_group_size", sharded),
             (regroups, "reshard_after_forward", stage_3),
             (offload.parameters != "none", "offload.parameters", stage_3),
-            (offload.step_in_backward, _EARLY, stage_3, not_half, unclipped, unjudged, whole),
+            (bool(offload.step_in_backward), _EARLY, stage_3, whole, *unread),
             # The backward of compiled code may write to the memory of saved tensors.
             (offload.activations != "none", "offload.activations", not_compiled),
             # A batch of a pipeline is cut into pipeline.num_microbatches instead.
@@ -287,6 +285,22 @@ class Config(Checked):
             # Gradients of ignored parameters are neither unscaled nor widened.
             (bool(self.ignored), "ignored", not_half, not_narrow),
         ]
+
+    def _no_judgement(self) -> tuple[Condition, Condition, Condition]:
+        """The settings with which a step reads no gradient before it begins."""
+        return (
+            (self.precision.param_dtype != torch.float16, "precision.param_dtype", _NOT_HALF),
+            (self.clip_grad_norm is None, "clip_grad_norm", "None"),
+            (self.nonfinite == "report", "nonfinite", "'report'"),
+        )
+
+    @property
+    def steps_in_backward(self) -> bool | None:
+        """As `offload.step_in_backward`, but False if units can be stepped after a backward only."""
+        is_alone = self.mesh.pp == self.mesh.tp == 1  # tensor ranks compare gradients in `step()`
+        unread = all(is_met for is_met, *_ in self._no_judgement())
+        can = self.stage == 3 and is_alone and unread
+        return self.offload.step_in_backward if can or self.offload.step_in_backward else False
 
     def _asynchronous_requirements(
         self, unclipped: Condition, unjudged: Condition, not_half: Condition, not_compiled: Condition

@@ -83,7 +83,7 @@ def bytes_on_tiers(
 
 
 def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier: Tier) -> int:
-    is_early = setting.steps_in_backward and num == 1
+    is_early = bool(setting.steps_in_backward) and num == 1  # others than those of `train_batch` come, too
     each = [
         sum(_bytes_of_gradients(b, setting, num, tier, is_early=is_early) for b in u.buffers) for u in units
     ]

@@ -62,8 +62,8 @@ class Setting:
     """The share of what is offloaded that stays on the device, 0 to 1; see `tiers_of_units`."""
     host: Tier = Tier.HOST
     """The tier of host memory; for ranks on the CPU, it is the device."""
-    steps_in_backward: bool = False
-    """True if units may step during the backward."""
+    steps_in_backward: bool | None = False
+    """True if units step during the backward; None: only in that of `train_batch`."""
     steps_by_parts: bool = False
     """True if the optimizer may step some parameters after others, so that states can travel part by part."""
     weights: str = "latest"

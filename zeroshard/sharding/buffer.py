@@ -57,7 +57,7 @@ class Source:
         self._used: Values | None = None
         """What gathers start from in place of the main parameters, if anything."""
         self.is_told = not main.numel()
-        """True if `stepped` has the values of each step; else they lie on the device, or the host steps them."""
+        """True if `stepped` gets the values of each step; else they are stepped where they lie."""
         self.copy: Store | None = None
         """The main parameters in the compute dtype, if gathers start from such a copy."""
         if plan.copy_tier is not None:

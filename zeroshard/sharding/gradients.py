@@ -130,6 +130,7 @@ class Gradients:
         self._defer, plan = defer, self.buffer.plan
         self.is_kept = more and not defer and plan.wide_dtype != plan.main_dtype
         self._stays = steps and self.landing is not None
+        self._may_wait = not steps and self._context.state.gives_memory is not None
         self.missing = set(range(len(self.used)))
 
     def pack(self, index: int, gradient: Tensor) -> None:
@@ -167,7 +168,7 @@ class Gradients:
         It is cast at once: on a CPU its values are still in the cache. If its step may wait, it is copied, as
         it may be a view of the user's memory: of a gradient that was given to backward, or that a hook keeps.
         """
-        copies = self._unscale == 1.0 and self._context.state.gives_memory is not None
+        copies = self._unscale == 1.0 and self._may_wait
         if self._unscale != 1.0:
             # Autograd may give two parameters views of one memory: nothing is multiplied in place.
             gradient = gradient.to(self.buffer.plan.wide_dtype) * self._unscale
@@ -340,7 +341,7 @@ class Gradients:
             if new or landing is not None:
                 result = result.to(dtype)
             if landing is not None:
-                if not (self.is_kept or self._context.setting.steps_in_backward or dtype is torch.float64):
+                if not (self.is_kept or dtype is torch.float64):
                     counted = [result[part][self.buffer.counted(index)] for index, part in enumerate(own)]
                     self._squares = foreach_sum_of_squares(counted).sum()  # those of float64 overflow
                 for index in sums.keys() - new:

@@ -77,7 +77,8 @@ class UnitOrder:
         setting, axes = context.setting, context.axes
         self._is_common = bool(setting.placements.parameter) and axes.dp_replicate.size == 1
         """True if all ranks make the same calls; then they need no agreement."""
-        walked = (u for u in units if u is units[0] or u.plan.needs_turns or setting.steps_in_backward)
+        is_late = setting.steps_in_backward is False
+        walked = (u for u in units if u is units[0] or u.plan.needs_turns or not is_late)
         self._by_name = {unit.name: unit for unit in walked}
         self.units: list[Unit] = []
         self.has_changed = False
@@ -189,6 +190,8 @@ class Reducer:
         """The units that this backward has not begun to reduce, in the order of all ranks."""
         self._ready: set[str] = set()
         """Names of units whose reduction may start when those before them have started."""
+        self.has_met_late = False
+        """True once a gradient has come after the reduction of its unit, on any rank."""
         self._late: list[tuple[Gradients, int, Tensor]] = []
         """Gradients, each with the index of its parameter, that came after the reduction of their unit."""
         self.under_way: list[Unit] = []
@@ -297,7 +300,7 @@ class Reducer:
         if self.step_unit is not None:
             raise RuntimeError(
                 f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: "
-                "set offload.step_in_backward=False, and load the last checkpoint"
+                "load the last checkpoint, and set offload.step_in_backward=False"
             )
         gradients.used[index] = True
         self._late.append((gradients, index, gradient))
@@ -504,7 +507,7 @@ class Reducer:
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
                 "are incomplete and were dropped on all ranks"
             )
-        late, self._late = self._late, []
+        late, self._late, self.has_met_late = self._late, [], self.has_met_late or bool(again)
         for gradients, index, gradient in late:
             gradients.pack(index, gradient)
         for unit in again:

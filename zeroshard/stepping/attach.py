@@ -89,7 +89,7 @@ def attach(
         travelling = _travelling(runtime, optimizer)
         homes = _homes(runtime, optimizer, rounding, starts, travelling)
         waits = engine is not None and steps_by_unit(optimizer, context.axes) and may_wait(runtime)
-        if homes or context.setting.steps_in_backward or waits:
+        if homes or waits or context.setting.steps_in_backward:
             divided = [part for unit in runtime.units for part in _divided(unit, travelling)]
             divides = steps_by_unit(optimizer, context.axes) or travelling
             stepped = StepByParts(optimizer, divided if divides else [], homes)
@@ -157,7 +157,7 @@ def _travelling(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, list[
 def may_wait(runtime: Runtime) -> bool:
     """True if the steps of units, or the host, may wait, as whoever looks at values goes through us."""
     setting, trained = runtime.context.setting, [b.plan for b in runtime.buffers if b.trainable]
-    if setting.steps_in_backward or setting.weights not in NEWEST_WEIGHTS:
+    if setting.weights not in NEWEST_WEIGHTS:
         return False
     travels = any(plan.state_tier is not Tier.DEVICE for plan in trained)
     return travels and not any(plan.is_resident and plan.gathers for plan in trained)

@@ -162,8 +162,8 @@ def contiguous_runs(tensors: Iterable[Tensor]) -> list[Tensor]:
     ]
 
 
-def has_hooks_of_others(optimizer: Optimizer) -> bool:
-    """True if hooks that are not zeroshard's run before the steps of an optimizer."""
-    of_all = getattr(torch_optimizer, "_global_optimizer_pre_hooks", {})
-    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *of_all.values())
+def has_hooks_of_others(optimizer: Optimizer, when: str = "pre") -> bool:
+    """True if hooks that are not zeroshard's run before ("pre") or after ("post") steps of an optimizer."""
+    of_all = getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", {})
+    hooks = (*getattr(optimizer, f"_optimizer_step_{when}_hooks").values(), *of_all.values())
     return any(not str(getattr(hook, "__module__", "")).startswith("zeroshard.") for hook in hooks)

@@ -2,19 +2,20 @@
 
 So the gradients of a few units exist at a time, and values of a farther tier travel during the backward.
 Results are the same as with a step after the backward, if there is one backward for each micro-batch. The
-backward of the last micro-batch steps. A unit is left to `optimizer.step()` if this rank has no gradient for
-a part of it, or if its gradient may come in several parts.
+backward of the last micro-batch steps: in `train_batch`, where nobody else asks for gradients, or anywhere
+with `offload.step_in_backward`. A unit is left to `optimizer.step()` if this rank has no gradient for a part
+of it, or if its gradient may come in several parts. The host waits for stepped values before somebody looks.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
@@ -29,7 +30,7 @@ MOST_UNDER_WAY = 2
 """Units whose gradients exist on a device while another unit is reduced, as compute comes later."""
 
 
-class EarlySteps:
+class EarlySteps(AbstractContextManager[None]):
     """A context around the backward that steps. At its end all units are stepped that were begun.
 
     Args:
@@ -38,11 +39,14 @@ class EarlySteps:
         parts: its steps by part.
 
     Raises:
-        ValueError: ranks wait for each other in a step of the optimizer, or its class is not known.
+        ValueError: all backwards are to step, but ranks wait for each other in a step of the optimizer, or
+            its class is not known.
     """
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, parts: Sequence[StepByParts]) -> None:
-        if not steps_by_unit(optimizer, runtime.context.axes):
+        self._steps_all, self._num_batches = bool(runtime.context.setting.steps_in_backward), 0
+        self._can_step = steps_by_unit(optimizer, runtime.context.axes)
+        if self._steps_all and not self._can_step:
             raise ValueError(
                 f"offload.step_in_backward: expected an optimizer of torch, zeroshard or bitsandbytes that "
                 f"steps each element by itself, or one rank, got {type(optimizer).__name__}"
@@ -52,9 +56,25 @@ class EarlySteps:
         self._options: dict[str, dict[str, Any]] = {}
         """The options of each group, and of single parameters, with which units were stepped."""
 
+    def around(self) -> AbstractContextManager[None]:
+        """Return a context for the last backward of a step.
+
+        In the first one of `train_batch` nothing is stepped: it shows whether gradients come after the
+        reduction of their unit.
+        """
+        if self._steps_all:
+            return self
+        optimizer, self._num_batches = self._optimizer(), self._num_batches + 1
+        assert optimizer is not None, "the engine holds it"
+        is_asked = any(has_hooks_of_others(optimizer, when) for when in ("pre", "post"))
+        is_first = self._num_batches == 1
+        may = self._can_step and not (is_first or is_asked or self._reducer.has_met_late)
+        return self if may else nullcontext()
+
     def __enter__(self) -> None:
         self._state.refuse("a backward", Moment.FAILED)
         self._reducer.check_begin()
+        self._state.finish_steps()
         optimizer = self._optimizer()
         assert optimizer is not None, "the engine holds it"
         if has_hooks_of_others(optimizer):
@@ -70,6 +90,7 @@ class EarlySteps:
         self._reducer.step_unit = None
         if Moment.STEPPED in self._state.moments:  # on all ranks: any may have stepped units
             self._state.begin_step() if exc_type is None else self._state.fail_step()
+            self._parts.wait_later()
 
     def check(self) -> None:
         """Check that the units that were stepped belong to the step that begins.
@@ -99,10 +120,10 @@ class EarlySteps:
         parameters = {p for gradients in unit.gradients for p in gradients.buffer.sharded}
         with torch.no_grad(), past_guards():
             self._parts.step_units(optimizer, parameters, unit.gradients)
+        if self._parts.late is not None:
+            self._parts.late.wait_later(self._parts.wait)  # a hook of this backward may look
         for gradients in unit.gradients:
-            # Kernels may count no version. A later use of these values in the backward is torch's error.
-            if gradients.buffer.plan.is_alias:
-                increment_version(gradients.buffer.unsharded)
+            gradients.buffer.count_step(parameters)  # a later use of these values is torch's error
 
 
 def _options(optimizer: Optimizer) -> dict[str, dict[str, Any]]:

@@ -108,11 +108,19 @@ class LateSteps:
             self._finish_steps()
         return True
 
+    def wait_later(self, wait: Step) -> bool:
+        """Let the host wait for stepped values when somebody looks; False if somebody may look unseen."""
+        state = self._state
+        if state.gives_memory is None or Moment.BATCH in state.moments:
+            return False
+        self._wait, state.before_look = wait, self.finish
+        return True
+
     def _may_wait(self) -> bool:
-        """True if nobody looks unseen, and no backwards are under way."""
+        """True if nobody looks unseen, no backwards are under way, and none has stepped some of the units."""
         state = self._state
         is_unseen = state.gives_memory is not None and not state.has_shown_gradients
-        return is_unseen and Moment.BATCH not in state.moments
+        return is_unseen and state.moments.isdisjoint((Moment.BATCH, Moment.STEPPED))
 
     def _scale_later(self, gradients: Gradients, factor: Tensor) -> bool:
         if not self._may_wait():

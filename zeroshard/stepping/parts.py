@@ -177,21 +177,27 @@ class StepByParts:
         twins = [twin_of(optimizer, groups) if units else optimizer for groups in divided]
         pairs = zip(twins, parts, strict=True)
         steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in pairs]
-        if self.late is None or not self.late.take(steps, self._end_step, self._wait):
+        if self.late is None or not self.late.take(steps, self._end_step, self.wait):
             # Else the memory that an optimizer takes of a parameter would look as if code of the user had it.
             with nullcontext() if self.late is None else past_guards():
                 for _, step in steps:
                     step()
             self._end_step()
-            self._wait()
+            self.wait_later()
 
     def _end_step(self) -> None:
         for home in self._homes:
             home.end_step()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Let the host wait until stepped values are at rest."""
         for home in self._homes:
             home.wait()
+
+    def wait_later(self) -> None:
+        """Let the host wait when somebody looks, or now if that might not be seen."""
+        if self.late is None or not self.late.wait_later(self.wait):
+            self.wait()
 
     def begin_units(self) -> None:
         """Begin to step units ahead of others, probably the same as the last time, in the same order."""

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import adam
 
 from tests.pretend.scenario import Bench, MakeOptimizer, adamw, add, scenario
 from tests.pretend.scenarios.plain import BF16, READS_NORM
 from tests.stores.late import stepped_late
 from zeroshard.comm import moves
+from zeroshard.comm.streams import Mark
 from zeroshard.optim import LAMB, AdamW8bit
 from zeroshard.optim.eightbit import rules, step
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
 from zeroshard.stepping.parts import is_known, steps_by_unit
-from zeroshard.stores.pieces import Piece
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
 NARROW = BF16 | {"main_dtype": "bfloat16"}
@@ -152,6 +156,22 @@ def _gradients(bench: Bench) -> list[Tensor]:
             for p in bench.engine.parameters()
             if p.grad is not None
         ]
+
+
+def _in_batches(bench: Bench) -> list[Tensor]:
+    """All batches but the first one are stepped in their backward."""
+    engine, early = bench.engine, bench.engine._early
+    engine.loss_fn = lambda logits, tokens: F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+    num = engine.gradient_accumulation_steps()
+    tokens = [torch.cat([bench.tokens(4 * step + piece) for piece in range(num)]) for step in range(4)]
+    if early is None:
+        return [engine.train_batch(batch, batch) for batch in tokens]
+    with mock.patch.object(early, "_step", side_effect=early._step) as stepped:
+        losses = [engine.train_batch(tokens[0], tokens[0])]
+        assert not stepped.called
+        losses += [engine.train_batch(batch, batch) for batch in tokens[1:]]
+        assert stepped.call_count == 3 * sum(bool(unit.gradients) for unit in engine._runtime.units)
+    return losses
 
 
 def _accumulated(bench: Bench) -> list[Tensor]:
@@ -540,6 +560,17 @@ _add(
 )
 for _name, _offload in (("host", HOST), ("parameters_on_host", _WHOLE)):
     _add(f"{_name}_clipped", _offload, _clipped, stage=3, precision=BF16, may_sync=READS_FACTOR)
+for _ranks in (1, 2):
+    _add(f"host_batches_{_ranks}", HOST, _in_batches, stage=3, num_ranks=_ranks, precision=NARROW)
+_add(
+    "parameters_on_host_batches_accumulate",
+    _WHOLE,
+    _in_batches,
+    stage=3,
+    precision=NARROW,
+    gradient_accumulation_steps=2,
+)
+_add("files_batches", FILES, _in_batches, stage=3, precision=BF16)
 _add("host_stepped_in_backward", HOST | _EARLY, _with_readers, stage=3, precision=BF16)
 _add("fraction_stepped_in_backward", _MOST_ON_DEVICE | _EARLY, stage=3, precision=BF16)
 _add(
@@ -693,25 +724,73 @@ for _name, _early in (("", {}), ("_in_backward", _EARLY)):
 
 @scenario(num_ranks=1)
 def host_waits_for_nothing(bench: Bench) -> None:
-    """Once there are states, no step that waits for a forward lets the host wait, until a look."""
-    for parameters in ("none", "cpu"):
-        offload = {**HOST, "parameters": parameters}
-        bench.start(bench.gpt(2), stage=3, precision=NARROW, offload=offload)
+    """Once there are states, no step lets the host wait, until a look."""
+    for parameters, early in (("none", None), ("none", True), ("cpu", True), ("cpu", None)):
+        offload = {**HOST, "parameters": parameters, "step_in_backward": early}
+        bench.start(bench.gpt(3), stage=3, precision=NARROW, offload=offload)
         plainly(bench, 2)
-        joined: list[Piece] = []
-        with pytest.MonkeyPatch.context() as patch:
-            join = Piece.join
-
-            def noted(piece: Piece, join: Callable[[Piece], str] = join, to: list[Piece] = joined) -> str:
-                to.append(piece)
-                return join(piece)
-
-            patch.setattr(Piece, "join", noted)
+        with _host_waits() as waits:
             plainly(bench, 2)
-            assert not joined
+            # Gradients of parameters on the host are there, too, unless they are stepped in the backward.
+            lands = parameters == "cpu" and not early
+            assert set(waits) <= ({"landing.py"} if lands else set()), waits
             with bench.trace.syncs_allowed():
                 next(iter(bench.engine.parameters())).norm()
-            assert joined
+            assert "pieces.py" in waits
+
+
+@contextmanager
+def _host_waits() -> Iterator[list[str]]:
+    """The files from which the host waits for the device."""
+    waits: list[str] = []
+
+    def noted(mark: Mark, synchronize: Callable[[Mark], None] = Mark.synchronize) -> None:
+        if mark.event is not None:
+            waits.append(Path(sys._getframe(1).f_code.co_filename).name)
+        synchronize(mark)
+
+    with mock.patch.object(Mark, "synchronize", noted):
+        yield waits
+
+
+@scenario()
+def host_read_in_backward(bench: Bench) -> None:
+    """A hook in the backward reads main parameters that were stepped there, and are on their way back."""
+    offload = {**_WHOLE, **_EARLY}
+    bench.start(bench.gpt(5), stage=3, precision=NARROW, offload=offload)
+    blocks, seen = bench.engine.module.blocks, []
+
+    def read(gradient: Tensor) -> None:
+        with bench.trace.syncs_allowed():
+            seen.append([p.norm() for p in blocks[4].parameters()])
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            args[0].register_hook(read)
+
+    for block in blocks[:2]:
+        block.register_forward_pre_hook(hook)
+    plainly(bench, 3)
+    assert len(seen) == 6
+
+
+@scenario(may_sync=_SAVES)
+def host_backward_fails(bench: Bench) -> None:
+    """A hook ends a backward that has stepped units, with values on their way; a checkpoint is loaded."""
+    bench.start(bench.gpt(5), stage=3, precision=NARROW, offload={**_WHOLE, **_EARLY})
+    plainly(bench, 2)
+    bench.engine.save_checkpoint(bench.folder)
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("in a hook")
+
+    first = bench.engine.module.blocks[0]
+    handle = first.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    with pytest.raises(ArithmeticError):
+        plainly(bench, 1)
+    handle.remove()
+    bench.engine.load_checkpoint(bench.folder)
+    plainly(bench, 2)
 
 
 @scenario(num_ranks=1)
