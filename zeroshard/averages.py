@@ -27,7 +27,7 @@ from zeroshard.plan.layout import Span
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stores.pieces import pieces_for
+from zeroshard.stores.pieces import Piece, pieces_for
 from zeroshard.stores.store import Store
 
 
@@ -237,6 +237,10 @@ class _Range:
     def places(self) -> Sequence[tuple[Tensor, slice]]:
         """The place at rest, with its range in a piece."""
         return [(self._place, self._bytes)]
+
+    def sources(self, piece: Piece) -> Sequence[tuple[Tensor, slice]]:
+        """As `places`."""
+        return self.places()
 
     def values_in(self, memory: Tensor) -> Tensor:
         """The averages in a piece."""

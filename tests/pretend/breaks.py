@@ -213,6 +213,13 @@ def _no_wait_until_stepped_values_rest(bench: Bench, patch: pytest.MonkeyPatch) 
     patch.setattr(Piece, "join", lambda piece: "")
 
 
+@_must_show(Kind.REUSE, scenarios=("parameters_on_host_frozen_for_a_step_2",))
+def _parameters_are_freed_while_they_are_read(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """A step reads main parameters where they are gathered, and the unit is freed before that copy."""
+    lend = Unit.lend
+    patch.setattr(Unit, "lend", lambda unit, buffer, follow: lend(unit, buffer, lambda: None))
+
+
 @_must_show(Kind.RACE, scenarios=("host_one_unit",))
 def _reads_do_not_follow_the_writes_of_the_step_before(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """States are read for a step while the last step still copies them to the host."""

@@ -207,7 +207,7 @@ class Numbers(Parcel):
         self.span = slice(0, self.values.nbytes)
         return self.span.stop
 
-    def places(self):
+    def sources(self, piece=None):
         return [(self.values.view(torch.uint8), self.span)]
 
 
@@ -227,7 +227,7 @@ def test_parcels_are_read_and_written_in_any_order(num_ahead):
             held = piece.memory[parcel.span].view(torch.float32)
             assert torch.equal(held, parcel.values), f"seed {seed}: also after others were read ahead"
             held.neg_()
-            with pieces_of_host.writing(parcel.places(), piece):
+            with pieces_of_host.writing(parcel.sources(), piece):
                 pass
         pieces_of_host.wait()
         for number, parcel in enumerate(parcels):

@@ -313,6 +313,16 @@ class FlatBuffer:
         return not self.is_alias_of_all and self.source.filled != self.source.version
 
     @property
+    def gathered_main(self) -> Tensor | None:
+        """[shard]: main parameters as they are gathered, bit by bit; None if gathered values are others.
+
+        The caller knows that there are gathered values.
+        """
+        plan, source = self.plan, self.source
+        is_same = plan.compute_dtype == plan.main_dtype and source.filled == source.store.version
+        return self.full.detach()[self.main_span.slice] if is_same else None
+
+    @property
     def shows_main(self) -> bool:
         """True if unsharded parameters lie in the memory of the main ones."""
         places = (tensor.untyped_storage().data_ptr() for tensor in (self.full, self.main))

@@ -243,6 +243,8 @@ class Unit:
         """The leases on the unit: it is freed when the last one ends."""
         self.state = UnitState.UNSHARDED if self.is_resident else UnitState.SHARDED
         self._handles: list[Handle] = []
+        self._readers: list[Callable[[], None]] = []
+        """Let compute wait for copies from its parameters on another stream, before these are freed."""
         self.slots = Slots(buffers)
         """The places in modules that hold its parameters."""
         self.layers = set() if self.is_resident else self.slots.owners.difference(modules)
@@ -300,6 +302,18 @@ class Unit:
             handle.wait()
         self._move(UnitState.UNSHARDED)
 
+    def lend(self, buffer: FlatBuffer, follow: Callable[[], None]) -> Tensor | None:
+        """Return the main parameters of a buffer as they are gathered, [shard]; None if they are not.
+
+        Args:
+            follow: lets compute wait for a copy of them on another stream, which begins after compute.
+        """
+        if self.is_resident or self.state is UnitState.SHARDED or buffer.gathered_main is None:
+            return None
+        self.wait()
+        self._readers.append(follow)
+        return buffer.gathered_main
+
     def reshard(self, for_backward: bool = False) -> None:
         """Free the full parameters, unless the unit is resident.
 
@@ -310,6 +324,8 @@ class Unit:
             return
         if self.state is not UnitState.SHARDED:
             self.wait()
+            while self._readers:
+                self._readers.pop()()
             for buffer in self.buffers:
                 buffer.free(for_backward and self.backward_needs_parameters)
             self._move(UnitState.SHARDED)

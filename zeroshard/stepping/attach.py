@@ -117,9 +117,10 @@ def _homes(
         tiers = [g.buffer.plan.state_tier for g in travelling]
         pieces = pieces_for(tiers, context.memory, context.streams)
         parts = [
-            (g.buffer, indices, pieces_of(g.buffer, indices) if is_divisible(optimizer) else [None])
-            for g, found in travelling.items()
-            for indices in found
+            (unit, g.buffer, indices, pieces_of(g.buffer, indices) if is_divisible(optimizer) else [None])
+            for unit in runtime.units
+            for g in unit.gradients
+            for indices in travelling.get(g, ())
         ]
         homes.append(StoreHome(parts, pieces, starts))
     if rounding is not None:

@@ -26,9 +26,10 @@ from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.plan.layout import BLOCK, Span, round_up
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import scale_
 from zeroshard.stepping.parts import Home, part_of, per_element, show
-from zeroshard.stores.pieces import ALIGNMENT, HostPieces
+from zeroshard.stores.pieces import ALIGNMENT, HostPieces, Piece
 
 Key = tuple[ShardedParameter, str]
 """A state: its parameter and its name."""
@@ -40,8 +41,8 @@ class StoreHome(Home):
     """Steps the main parameters of some flat buffers that rest on a farther tier, or whose states do.
 
     Args:
-        parts: the buffers, each with the indices of parameters that are fetched together, and the pieces of
-            them; one that is None has all.
+        parts: units with buffers of theirs, each with the indices of parameters that are fetched together,
+            and the pieces of them; one that is None has all.
         pieces: the pieces for the tier.
         starts: the first element of each slice, counted in the whole parameter; for the time of a piece it is
             the first element of the piece.
@@ -49,16 +50,16 @@ class StoreHome(Home):
 
     def __init__(
         self,
-        parts: Iterable[tuple[FlatBuffer, range, Sequence[Span | None]]],
+        parts: Iterable[tuple[Unit, FlatBuffer, range, Sequence[Span | None]]],
         pieces: HostPieces,
         starts: MutableMapping[ShardedParameter, int],
     ) -> None:
         self._pieces, self._starts = pieces, starts
         self._blocks_of: dict[ShardedParameter, list[_Block]] = {}
         numbers: Counter[str] = Counter()
-        for buffer, indices, ranges in parts:
+        for unit, buffer, indices, ranges in parts:
             wholes: dict[str, Tensor] = {}
-            blocks = [_Block(buffer, indices, pieces, one, wholes) for one in ranges]
+            blocks = [_Block(unit, buffer, indices, pieces, one, wholes) for one in ranges]
             self._blocks_of |= {buffer.sharded[index]: blocks for index in indices}
             numbers[buffer.unit_name] += len(blocks)
             buffer.source.is_told = bool(blocks[0].main)
@@ -145,6 +146,7 @@ class _Block:
 
     def __init__(
         self,
+        unit: Unit,
         buffer: FlatBuffer,
         indices: range,
         pieces: HostPieces,
@@ -152,6 +154,7 @@ class _Block:
         wholes: dict[str, Tensor],
     ) -> None:
         self.buffer, self._pieces, self._piece, self._wholes = buffer, pieces, piece, wholes
+        self._unit = unit
         own = {buffer.sharded[index]: buffer.sharded_span(index) for index in indices}
         spans = {p: span if piece is None else piece.shifted(span.start) for p, span in own.items()}
         is_whole = len(indices) == len(buffer.sharded) and piece is None
@@ -202,6 +205,15 @@ class _Block:
     def places(self) -> list[tuple[Tensor, slice]]:
         """The places at rest, each with its range in a piece."""
         return list(zip((*self.main, *self._states), self._spans, strict=False))
+
+    def sources(self, piece: Piece) -> list[tuple[Tensor, slice]]:
+        """As `places`; but main parameters come from where the unit has gathered them, if it has."""
+        found = self.places()
+        lends = self.main and self._pieces.tier is Tier.HOST
+        near = self._unit.lend(self.buffer, piece.follow) if lends else None
+        if near is not None:
+            found[0] = near[self.start :][: self.size].view(torch.uint8), found[0][1]
+        return found
 
     def main_in(self, memory: Tensor) -> Tensor:
         """The main parameters in a piece, [n]."""

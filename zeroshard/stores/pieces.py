@@ -46,8 +46,8 @@ class Parcel(Protocol):
     def lay_out(self) -> int:
         """Give each place a range of a piece; return the bytes of all."""
 
-    def places(self) -> Places:
-        """The places that are read, in the order of `lay_out`."""
+    def sources(self, piece: Piece) -> Places:
+        """The values that are read into a piece: of places at rest, or of where the device has them, too."""
 
 
 class Piece:
@@ -150,9 +150,11 @@ class HostPieces:
         others = [piece for piece in self._pieces if piece not in ahead]
         piece = others[0] if len(others) > NUM_OTHERS else Piece()
         self._use_last(piece)
+        num_bytes = parcel.lay_out()
+        sources = parcel.sources(piece)
         with torch.no_grad(), self.streams.to_device.after_compute():
-            self.reserve(piece, parcel.lay_out())
-            self.read(parcel.places(), piece)
+            self.reserve(piece, num_bytes)
+            self.read(sources, piece)
         return parcel, piece
 
     @contextmanager

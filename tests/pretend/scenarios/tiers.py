@@ -26,6 +26,8 @@ from zeroshard.optim import LAMB, AdamW8bit
 from zeroshard.optim.eightbit import rules, step
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
+from zeroshard.sharding.buffer import FlatBuffer
+from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.parts import is_known, steps_by_unit
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
@@ -692,6 +694,15 @@ _add(
     may_sync=("zeroshard/checkpoint/",),
 )
 _add("host_frozen_for_a_step", HOST | _EARLY, _frozen_for_a_step, stage=3, precision=BF16)
+for _ranks in (1, 2):
+    _add(
+        f"parameters_on_host_frozen_for_a_step_{_ranks}",
+        _WHOLE | _EARLY,
+        _frozen_for_a_step,
+        stage=3,
+        num_ranks=_ranks,
+        precision=NARROW,
+    )
 _add("host_edited_stage1", HOST, _edited, stage=1, precision=BF16)
 _add(
     "parameters_on_host_kept",
@@ -791,6 +802,24 @@ def host_backward_fails(bench: Bench) -> None:
     handle.remove()
     bench.engine.load_checkpoint(bench.folder)
     plainly(bench, 2)
+
+
+def _main_is_read_where_it_is_gathered(bench: Bench) -> None:
+    """Steps in the backward take main parameters of bf16 from the gathered ones: they travel once."""
+    bench.start(bench.gpt(5), stage=3, precision=NARROW, offload=_WHOLE | _EARLY)
+    plainly(bench, 2)
+    found, own = [], Unit.lend
+
+    def noted(unit: Unit, buffer: FlatBuffer, follow: Callable[[], None]) -> Tensor | None:
+        found.append(own(unit, buffer, follow))
+        return found[-1]
+
+    with mock.patch.object(Unit, "lend", noted):
+        plainly(bench, 1)
+    assert sum(one is not None for one in found) >= 4, "of 5 blocks, all but the first in the backward"
+
+
+add("main_read_where_gathered", _main_is_read_where_it_is_gathered, num_ranks=1)
 
 
 @scenario(num_ranks=1)
