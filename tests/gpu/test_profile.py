@@ -8,22 +8,23 @@ import torch
 import zeroshard
 from tests.gpu.training import STAGES, build, gpus, start, train
 
-WIDTH, DEPTH = 1024, 8
+WIDTH, DEPTH, SIZE = 4096, 8, 512
+"""Large enough that the device, and not the host, takes the time of each part."""
 
 
 def profiled(stage):
     """A profile, the time around it, the peak that torch counted, and if losses are those without it."""
     engine = start(build(WIDTH, DEPTH), stage)
-    train(engine, range(2))
+    train(engine, range(2), SIZE)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = time.perf_counter()
     with zeroshard.profile(engine) as profile:
-        losses = train(engine, range(2, 6))
+        losses = train(engine, range(2, 6), SIZE)
     torch.cuda.synchronize()
     around, peak = time.perf_counter() - before, torch.cuda.max_memory_allocated()
     plain = start(build(WIDTH, DEPTH), stage)
-    return profile, around, peak, losses == train(plain, range(6))[2:]
+    return profile, around, peak, losses == train(plain, range(6), SIZE)[2:]
 
 
 @pytest.mark.parametrize("stage", STAGES)

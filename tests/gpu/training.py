@@ -85,11 +85,11 @@ def batch(width: int, number: int, device: torch.device, size: int = 64) -> tupl
     return inputs.to(device), torch.randint(256, (size,), generator=generator).to(device)
 
 
-def train(engine: Engine, numbers: range) -> list[float]:
+def train(engine: Engine, numbers: range, size: int = 64) -> list[float]:
     """Losses of this rank."""
     losses = []
     for number in numbers:
-        inputs, targets = batch(engine.module.width, number, device_of(engine))
+        inputs, targets = batch(engine.module.width, number, device_of(engine), size)
         loss = F.cross_entropy(engine(inputs).float(), targets)
         engine.backward(loss)
         engine.step()

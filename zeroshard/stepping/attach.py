@@ -29,7 +29,7 @@ from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sha
 from zeroshard.parameters.state import Moment
 from zeroshard.plan import pieces
 from zeroshard.plan.tiers import Tier
-from zeroshard.sharding.gradients import Gradients
+from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.late import LateSteps
@@ -46,6 +46,9 @@ from zeroshard.stepping.rounding import (
 from zeroshard.stepping.stored import StoreHome
 from zeroshard.stepping.wholes import UsesWholes, WholesOverRanks
 from zeroshard.stores.pieces import pieces_for
+
+Travelling = tuple[Unit, FlatBuffer, range]
+"""Parameters of a unit and a buffer, by index, that are fetched together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,11 @@ def attach(
         homes = _homes(runtime, optimizer, rounding, starts, travelling)
         waits = engine is not None and steps_by_unit(optimizer, context.axes) and may_wait(runtime)
         if homes or waits or context.setting.steps_in_backward:
-            divided = [part for unit in runtime.units for part in _divided(unit, travelling)]
+            moved = {buffer for _, buffer, _ in travelling}
+            near = [[p for b in unit.buffers if b not in moved for p in b.sharded] for unit in runtime.units]
+            far = [[buffer.sharded[i] for i in indices] for _, buffer, indices in travelling]
             divides = steps_by_unit(optimizer, context.axes) or travelling
-            stepped = StepByParts(optimizer, divided if divides else [], homes)
+            stepped = StepByParts(optimizer, near + far if divides else [], homes)
             if waits:
                 stepped.late = LateSteps(runtime, optimizer)
             parts.append(stepped)
@@ -108,19 +113,17 @@ def _homes(
     optimizer: Optimizer,
     rounding: Rounding | None,
     starts: dict[ShardedParameter, int],
-    travelling: Mapping[Gradients, list[range]],
+    travelling: Sequence[Travelling],
 ) -> list[Home]:
     """The homes that parameters pass on the way to an optimizer, the farthest first."""
     context = runtime.context
     homes: list[Home] = []
     if travelling:
-        tiers = [g.buffer.plan.state_tier for g in travelling]
+        tiers = [buffer.plan.state_tier for _, buffer, _ in travelling]
         pieces = pieces_for(tiers, context.memory, context.streams)
         parts = [
-            (unit, g.buffer, indices, pieces_of(g.buffer, indices) if is_divisible(optimizer) else [None])
-            for unit in runtime.units
-            for g in unit.gradients
-            for indices in travelling.get(g, ())
+            (unit, buffer, indices, pieces_of(buffer, indices) if is_divisible(optimizer) else [None])
+            for unit, buffer, indices in travelling
         ]
         homes.append(StoreHome(parts, pieces, starts))
     if rounding is not None:
@@ -135,24 +138,24 @@ def _homes(
     return homes
 
 
-def _travelling(runtime: Runtime, optimizer: Optimizer) -> dict[Gradients, list[range]]:
-    """The buffers with states on a farther tier, and the parameters that are fetched together.
+def _travelling(runtime: Runtime, optimizer: Optimizer) -> list[Travelling]:
+    """The parameters with states on a farther tier that are fetched together.
 
     An optimizer that is not known steps values on the host where they are.
 
     Raises:
         ValueError: an optimizer that is not known, and values in files.
     """
-    filled = [g for unit in runtime.units for g in unit.gradients if g.buffer.main.numel()]
+    filled = [(unit, buffer) for unit in runtime.units for buffer in unit.buffers if buffer.main.numel()]
     if is_known(optimizer):
-        return {g: parts for g in filled if (parts := pieces.near_parts(g.buffer.plan))}
+        return [(unit, b, indices) for unit, b in filled for indices in pieces.near_parts(b.plan)]
     if any(b.trainable and b.plan.state_tier is Tier.DISK for b in runtime.buffers):
         raise ValueError(
             f"offload.optimizer='nvme': expected an optimizer of torch, zeroshard or bitsandbytes, got "
             f"{type(optimizer).__qualname__} of {type(optimizer).__module__}, which may hold states that no "
             "dict of states shows: set offload.optimizer='cpu'"
         )
-    return {}
+    return []
 
 
 def may_wait(runtime: Runtime) -> bool:
@@ -162,15 +165,6 @@ def may_wait(runtime: Runtime) -> bool:
         return False
     travels = any(plan.state_tier is not Tier.DEVICE for plan in trained)
     return travels and not any(plan.is_resident and plan.gathers for plan in trained)
-
-
-def _divided(unit: Unit, travelling: Mapping[Gradients, list[range]]) -> list[list[ShardedParameter]]:
-    """The parameters of a unit that are stepped together."""
-    together = [p for b in unit.buffers if all(g.buffer is not b for g in travelling) for p in b.sharded]
-    parts = [
-        [g.buffer.sharded[i] for i in indices] for g in unit.gradients for indices in travelling.get(g, ())
-    ]
-    return [together, *parts] if together else parts
 
 
 class _StepGroup:
