@@ -262,10 +262,21 @@ ORDERS = (
         name="a_step_in_the_list_of_an_asynchronous_pipeline_waits",
         says="A step waits while backwards of forwards before it are to come.",
         file="zeroshard/stepping/late.py",
-        find="return is_unseen and Moment.BATCH not in state.moments",
-        replace="return is_unseen",
+        find="state.moments.isdisjoint((Moment.BATCH, Moment.STEPPED))",
+        replace="state.moments.isdisjoint((Moment.STEPPED,))",
         tests=(
             "tests/parallel/pipeline/test_late.py::test_steps_of_a_pipeline_wait_for_its_next_batch[none-2]",
+        ),
+    ),
+    Break(
+        name="a_step_in_a_backward_is_not_seen",
+        says="A step in a backward does not count as an edit of the parameters that an older forward has saved.",
+        file="zeroshard/stepping/early.py",
+        find="gradients.buffer.count_step(parameters)",
+        replace="pass",
+        tests=(
+            "tests/stores/test_early.py::"
+            "test_torch_refuses_a_backward_through_a_graph_of_before_an_early_step[2]",
         ),
     ),
     Break(
