@@ -270,7 +270,7 @@ ORDERS = (
     ),
     Break(
         name="a_step_in_a_backward_is_not_seen",
-        says="A step in a backward does not count as an edit of the parameters that an older forward has saved.",
+        says="A step in a backward does not count as an edit of what an older forward has saved.",
         file="zeroshard/stepping/early.py",
         find="gradients.buffer.count_step(parameters)",
         replace="pass",
