@@ -252,7 +252,7 @@ def _no_wait_for_older_gradients(bench: Bench, patch: pytest.MonkeyPatch) -> Non
 
 @_must_show(
     Kind.RACE,
-    scenarios=("host_edited", "host_edited_stage1", "parameters_on_host_edited", "host_saved_stage1"),
+    scenarios=("host_edited", "host_edited_stage1"),
 )
 def _no_wait_before_the_host_writes(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The host changes main parameters while gathers copy them to the device."""
@@ -283,7 +283,7 @@ def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios:
     )
 
 
-_HOST = ("parameters_on_host_kept", "host_edited", "host_saved_stage1")
+_HOST = ("parameters_on_host_kept", "host_edited")
 _no_wait_in("_await_gathers", Source, "await_copies", Kind.RACE, *_HOST)
 # Three more calls of await_copies, in Source.release, Edits and EarlySteps, are not needed as the engine is
 # now, so nothing shows their absence. Steps hold main parameters until the streams have ended. Before an edit
