@@ -18,6 +18,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline
+from zeroshard.forwards.activations import offload_activations
 from zeroshard.forwards.composed import taken_apart
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import QuantizedLayers, change_forwards
@@ -25,7 +26,6 @@ from zeroshard.forwards.wrapped import (
     cast_forwards,
     compile_forwards,
     exclude_from_tracing,
-    offload_activations,
     recompute_forwards,
 )
 from zeroshard.lazy.deferred import has_memory

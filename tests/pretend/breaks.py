@@ -23,6 +23,7 @@ from zeroshard.comm.collectives import Axis, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.comm.watch.status import GATHER
+from zeroshard.forwards.activations import HostCopy
 from zeroshard.parallel.pipeline import training
 from zeroshard.sharding import buffer, runtime
 from zeroshard.sharding.buffer import Source
@@ -30,7 +31,7 @@ from zeroshard.sharding.unit import Unit
 from zeroshard.stepping import stored
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stores.files import Swap
-from zeroshard.stores.host import HostBuffer, HostCopy
+from zeroshard.stores.host import HostBuffer
 from zeroshard.stores.landing import Landing
 from zeroshard.stores.pieces import HostPieces, Piece
 

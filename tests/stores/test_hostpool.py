@@ -9,7 +9,8 @@ import torch
 from tests.stores.held import held_bytes
 from tests.stores.test_memory import Driver
 from zeroshard.comm.streams import Mark, Streams
-from zeroshard.stores.host import HostBuffer, HostCopies, size_class
+from zeroshard.forwards.activations import HostCopies, size_class
+from zeroshard.stores.host import HostBuffer
 from zeroshard.stores.store import TierMemory
 
 PAGE, MB = 4096, 1 << 20

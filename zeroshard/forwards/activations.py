@@ -1,0 +1,452 @@
+"""Activations on the host between forward and backward: the tensors that autograd saves in units.
+
+A segment is the time from the beginning of one unit's forward to the beginning of the next one's.
+
+    forward     | unit 1        | unit 2        | unit 3       | unit 4 ...
+    to host                     | saved in 1    | saved in 2   | saved in 3
+                                                ^ saved in 1 is freed
+
+    backward    | unit 3            | unit 2            | unit 1 ...
+    to device   | saved in 2        | saved in 1        |
+
+So the device holds what two units have saved. The last unit of a forward is followed by none, and is not
+copied: its backward comes at once. With `recompute="unit"` the same is true of the inputs that a checkpoint
+saves for each unit.
+
+[Note: Only memory that nobody else holds] A copy is started only when no tensor is left over its memory but
+tensors that autograd has saved here. Otherwise the memory would not become free: parameters, buffers, masks
+and tables that all units share, outputs that the caller keeps. Then nobody can write to the memory any more.
+Until then the saved tensors are there, and a backward compares their versions. Torch compares them itself,
+but not the versions of tensors that hooks have taken.
+
+[Note: Whole storages] Autograd saves several views of one memory, such as x and x.flatten(0, 1). So the
+memory is copied as bytes, once, and views of the same shape and strides are laid over it again.
+
+Host memory for values of the device is kept until the next step: to pin memory is slow. A buffer is
+taken for a copy and given back later, perhaps while the device has not come to its last copy yet. That is
+safe, as the next copy into the buffer is queued after that one.
+
+Memory of the device is copied to the host, and comes back:
+
+    to_host      |-- copy a --|                             after compute has made a
+    compute      | next unit  | wait, a is freed  ...  | needs a: wait |
+    to_device                                  |-- a --|    into new memory of compute
+
+Memory of the device is allocated and freed on compute. A copy reads and writes it on a side stream, so it is
+held until compute has been told to wait for that copy. A copy that nobody needs any more may die at any
+moment, in any thread and stream. Then its memory is left to `HostCopies.release_dead`,
+or to the end of the buffer if nobody calls that any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from zeroshard.comm import streams
+from zeroshard.comm.streams import Mark, SideStream, Streams
+from zeroshard.internals.autograd import is_in_backward, outermost_checkpoint
+from zeroshard.internals.warn import warn_user
+from zeroshard.sharding.context import Changes, Context
+from zeroshard.sharding.unit import Unit
+from zeroshard.stores.host import HostBuffer
+from zeroshard.stores.storage import count_views
+from zeroshard.stores.store import TierMemory
+
+LEAST_BYTES = 1 << 20
+"""Smaller memory stays on the device. At 25 GB/s a copy of 1 MiB and its way back take 84 us; the host needs
+about as long to issue them, 130 us per tensor on a busy core. Norms and masks save many smaller tensors."""
+
+
+def offload_activations(units: Sequence[Unit], changes: Changes, context: Context, *, warns: bool) -> None:
+    """Keep tensors that autograd saves in the forwards of units on the host until their backward.
+
+    On CPU the device is the host, and nothing is changed.
+
+    Args:
+        units: the root unit first; its own tensors stay on the device, as its backward comes first.
+        changes: the changes of the modules.
+        context: the objects that the engine's buffers share.
+        warns: True warns of a unit inside an activation checkpoint, whose inputs autograd saves outside.
+    """
+    if not streams.has_streams(context.device):
+        return
+    activations = SavedActivations(HostCopies(context.memory, context.streams), LEAST_BYTES, warns)
+    modules = {module: unit for unit in units[1:] for module in unit.modules}
+    for module, unit in modules.items():
+        inside = {modules[part] for part in module.modules() if part in modules}
+        changes.set(module, "forward", _offloaded(module, activations, [units[0], unit, *inside]))
+
+
+def _offloaded(module: nn.Module, activations: SavedActivations, units: Iterable[Unit]) -> Callable[..., Any]:
+    forward, buffers = module.forward, [buffer for unit in units for buffer in unit.buffers]
+
+    @functools.wraps(forward)
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or is_in_backward():
+            return forward(*args, **kwargs)
+        if outermost_checkpoint(sys._getframe(), None) is not None:
+            activations.warn(type(module).__name__)
+            return forward(*args, **kwargs)
+        activations.begin_segment()
+        flat = frozenset(buffer.full.untyped_storage()._cdata for buffer in buffers)
+        with saved_tensors_hooks(functools.partial(activations.pack, flat), lambda saved: saved()):
+            return forward(*args, **kwargs)
+
+    return offloaded
+
+
+class SavedActivations:
+    """The saved tensors of one engine.
+
+    They belong to the graphs of autograd and die with these; here are only weak references to them.
+
+    Args:
+        copies: makes the copies.
+        least_bytes: memory of fewer bytes stays on the device.
+        warns: True warns once if a unit is inside an activation checkpoint.
+    """
+
+    def __init__(self, copies: HostCopies, least_bytes: int, warns: bool) -> None:
+        self._copies, self._least_bytes, self._warns = copies, least_bytes, warns
+        self._segment = _Segment(0)
+        """The present one."""
+        self._segments = weakref.WeakValueDictionary[int, _Segment]()
+        """By number, those with saved tensors that are alive."""
+        self._waiting = weakref.WeakValueDictionary[int, _Memory]()
+        """By the address of the storage, which is alive: memory that is not copied yet."""
+        self._copying: list[weakref.ref[_Memory]] = []
+        """Memory whose copies were started at the beginning of the present segment."""
+        self._entered = -1
+        """The number of the segment in which a backward is, or was."""
+        self._fetched: set[int] = set()
+        """The numbers of segments that were fetched."""
+        self._alone = count_views(torch.empty(0)) - 1
+        """The holders that torch counts for a storage in addition to tensors."""
+
+    # -- forward --------------------------------------------------------------------------------------
+
+    def begin_segment(self) -> None:
+        """Free the memory that was copied during the last segment, and start to copy what that has saved.
+
+        Raises:
+            RuntimeError: the host has not enough memory.
+        """
+        self._copies.release_dead()
+        copying, self._copying = self._copying, []
+        for reference in copying:
+            if (memory := reference()) is not None:
+                memory.release()
+        for key, memory in list(self._waiting.items()):
+            tensors = memory.tensors
+            if [tensor._version for tensor in tensors] != memory.versions:
+                del self._waiting[key]  # its backward is an error; the memory stays for the other tensors
+            elif count_views(tensors[0]) - len(tensors) == self._alone:  # nobody else holds it
+                del self._waiting[key]
+                memory.start(self._copies)
+                self._copying.append(weakref.ref(memory))
+        if self._segment.saved:
+            self._segment = _Segment(self._segment.number + 1)
+
+    def pack(self, flat: frozenset[int], tensor: Tensor) -> Callable[[], Tensor]:
+        """Return the object that autograd saves instead of a tensor, whose call gives the tensor.
+
+        Args:
+            flat: the addresses of the storages of parameters.
+            tensor: the tensor; an alias of it is saved, as it may hold the node that saves it.
+        """
+        alias = tensor.detach()
+        storage = tensor.untyped_storage() if self._may_move(tensor) else None
+        if storage is None or storage._cdata in flat or storage.nbytes() < self._least_bytes:
+            return functools.partial(_checked, alias, alias._version)  # it stays on the device
+        key = storage._cdata
+        memory = self._waiting.get(key)
+        if memory is None:
+            memory = self._waiting[key] = _Memory()
+        self._segment.saved[id(memory)] = weakref.ref(memory)
+        self._segments[self._segment.number] = self._segment
+        return _Offloaded(alias, memory, self._segment, self)
+
+    def _may_move(self, tensor: Tensor) -> bool:
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        return is_plain and tensor.device == self._copies.device and not (tensor.is_conj() or tensor.is_neg())
+
+    def warn(self, name: str) -> None:
+        """Warn once that a checkpoint of the model's own is around a unit."""
+        if self._warns:
+            self._warns = False
+            warn_user(
+                f"offload.activations='cpu' moves nothing of {name}: it is called inside an activation "
+                "checkpoint of the model's own. Set recompute='unit' instead of that"
+            )
+
+    # -- backward -------------------------------------------------------------------------------------
+
+    def enter(self, segment: _Segment) -> None:
+        """Note that a backward needs a segment: fetch it and the one before, and drop the others again.
+
+        Raises:
+            RuntimeError: the device has not enough memory.
+        """
+        self._copies.release_dead()
+        if segment.number == self._entered:
+            return
+        self._entered = segment.number
+        before = max((number for number in self._segments if number < segment.number), default=-1)
+        ahead = self._segments.get(before, segment)
+        present = {id(memory) for near in (segment, ahead) for memory in near.memories()}
+        for number in self._fetched - {segment.number, ahead.number}:
+            if (other := self._segments.get(number)) is not None:  # its graph is kept for another backward
+                for memory in other.memories():
+                    if id(memory) not in present:
+                        memory.drop()
+        for near in (segment, ahead):
+            for memory in near.memories():
+                memory.fetch()
+        self._fetched = {segment.number, ahead.number}
+
+
+class _Segment:
+    """The memory that was saved between the beginnings of two forwards; held by the tensors saved there."""
+
+    __slots__ = ("__weakref__", "number", "saved")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.saved: dict[int, weakref.ref[_Memory]] = {}
+        """By id, what was saved in it that may move, perhaps also before."""
+
+    def memories(self) -> Iterator[_Memory]:
+        """The memory that is alive, in the order of a backward."""
+        for reference in reversed(list(self.saved.values())):
+            if (memory := reference()) is not None:
+                yield memory
+
+
+class _Memory:
+    """One storage and the saved tensors over it: on the device, then on the host."""
+
+    __slots__ = ("__weakref__", "copy", "tensors", "versions")
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        """Aliases of the saved tensors, until the memory is freed on the device."""
+        self.versions: list[int] = []
+        """The versions that they had when they were saved."""
+        self.copy: HostCopy | None = None
+
+    def start(self, copies: HostCopies) -> None:
+        """Start to copy it to the host."""
+        first = self.tensors[0]
+        storage = first.untyped_storage()
+        num_bytes = storage.nbytes()
+        source = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, 0, (num_bytes,), (1,))
+        self.copy = HostCopy(source, copies.take(num_bytes), copies)
+
+    def release(self) -> None:
+        """Free it on the device, once compute has waited for the copy."""
+        self.drop()
+        self.tensors.clear()
+
+    def fetch(self) -> None:
+        """Start to bring it back, if it was freed on the device."""
+        if self.copy is not None:
+            self.copy.fetch()
+
+    def drop(self) -> None:
+        """Free it on the device, where the tensors alone keep it."""
+        if self.copy is not None:
+            self.copy.drop()
+
+
+class _Offloaded:
+    """A saved tensor whose memory may be on the host when backward needs it.
+
+    Args:
+        alias: shares memory and version with the tensor, and has no graph; held by `memory` only.
+        memory: the memory under it.
+        segment: the segment in which it was saved.
+        owner: moves the memory.
+    """
+
+    __slots__ = ("_dtype", "_memory", "_offset", "_owner", "_place", "_segment", "_shape", "_strides")
+
+    def __init__(self, alias: Tensor, memory: _Memory, segment: _Segment, owner: SavedActivations) -> None:
+        self._memory, self._segment, self._owner = memory, segment, owner
+        self._dtype, self._shape, self._strides = alias.dtype, alias.shape, alias.stride()
+        self._offset, self._place = alias.storage_offset(), len(memory.tensors)
+        memory.tensors.append(alias)
+        memory.versions.append(alias._version)
+
+    def __call__(self) -> Tensor:
+        """Return the saved tensor, or one with its values, shape and strides.
+
+        Raises:
+            RuntimeError: it was modified in place since; or the device has not enough memory.
+        """
+        is_needed, memory = is_in_backward(), self._memory
+        if is_needed:
+            self._owner.enter(self._segment)
+        if memory.tensors:
+            return _checked(memory.tensors[self._place], memory.versions[self._place])
+        assert memory.copy is not None, "it was copied before its tensors were forgotten"
+        values = memory.copy.get()
+        if not is_needed:  # somebody looks at the graph
+            memory.copy.drop()
+        empty = torch.empty(0, dtype=self._dtype, device=values.device)
+        return empty.set_(values.untyped_storage(), self._offset, self._shape, self._strides)
+
+
+def _checked(tensor: Tensor, version: int) -> Tensor:
+    """Return a saved tensor if nobody has modified it; torch checks only tensors that no hook has taken."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} is at version {tensor._version}; "
+            f"expected version {version} instead"
+        )
+    return tensor
+
+
+# ------------------------------------------------------------------------------------- copies on the host
+
+
+_PAGE = 4096
+_CLASSES = 8
+"""Classes of sizes between a power of two and the next, so that batches of many lengths share buffers. A
+buffer is at most an eighth larger than asked for, or a page."""
+
+
+def size_class(num_bytes: int) -> int:
+    """Return the bytes of the buffer for `num_bytes`: a multiple of a page, up to an eighth more."""
+    step = max(_PAGE, (1 << (max(num_bytes, 1).bit_length() - 1)) // _CLASSES)
+    return -(-num_bytes // step) * step
+
+
+class HostCopies:
+    """Copy memory of one device to the host and back, each direction on its side stream.
+
+    Host memory is in buffers by size class. Those in use and the free ones are never more than were in use at
+    once.
+
+    Args:
+        memory: the memory of the rank, which counts the bytes of all buffers.
+        streams: the side streams of the engine.
+    """
+
+    def __init__(self, memory: TierMemory, streams: Streams) -> None:
+        self.device, self.streams, self._memory = memory.device, streams, memory
+        self._free: list[HostBuffer] = []
+        """The buffer that was given back last is at the end."""
+        self._bytes_in_use = self._most_in_use = 0
+        self.left: deque[tuple[HostBuffer, Mark | None]] = deque()
+        """Buffers of dead copies, and the mark of each for which the compute stream has not waited yet.
+
+        A buffer holds the memory of the device that is in use up to the mark. Dying copies fill this, which
+        may interrupt anything: nothing else changes there.
+        """
+
+    def take(self, num_bytes: int) -> HostBuffer:
+        """Return a buffer of `size_class(num_bytes)`; the host waits for copies of buffers that go for it.
+
+        Raises:
+            RuntimeError: there is not so much memory.
+        """
+        size = size_class(num_bytes)
+        buffer = next((one for one in reversed(self._free) if one.memory.nbytes == size), None)
+        if buffer is not None:
+            self._free.remove(buffer)
+        self._most_in_use = max(self._most_in_use, self._bytes_in_use + size)
+        while self._free and self._bytes_in_use + size + self._bytes_free > self._most_in_use:
+            self._memory.staging_bytes -= self._free.pop(0).memory.nbytes
+        if buffer is None:
+            buffer = HostBuffer(self._memory.host(size))
+            self._memory.staging_bytes += size
+        self._bytes_in_use += size
+        return buffer
+
+    @property
+    def _bytes_free(self) -> int:
+        return sum(buffer.memory.nbytes for buffer in self._free)
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Take a buffer back, as `take` returned it."""
+        self._bytes_in_use -= buffer.memory.nbytes
+        self._free.append(buffer)
+
+    def release_dead(self) -> None:
+        """Take back the memory of copies that have died. Called on the compute stream."""
+        while self.left:
+            buffer, mark = self.left.popleft()
+            if mark is not None:
+                mark.wait()
+            buffer.held = None
+            self.give(buffer)
+
+
+class HostCopy:
+    """One copy on the host, made after all compute so far. Its memory may be on the device: still, or again.
+
+    Args:
+        source: uint8, [num_bytes]; nobody writes to it until `drop`.
+        buffer: host memory for it, which `owner` has given.
+        owner: the owner of the streams and the buffer.
+    """
+
+    __slots__ = ("_buffer", "_host", "_mark", "_near", "_owner")
+
+    def __init__(self, source: Tensor, buffer: HostBuffer, owner: HostCopies) -> None:
+        self._owner, self._buffer, self._host = owner, buffer, buffer.memory[: source.numel()]
+        self._near: Tensor | None = source
+        """The memory on the device: the source, or memory that it came back to."""
+        self._mark: Mark | None = None
+        """The end of the last copy, until compute waits for it."""
+        self._copy(owner.streams.to_host, self._host, source)
+
+    def _copy(self, stream: SideStream, target: Tensor, values: Tensor) -> None:
+        with torch.no_grad(), stream.after_compute():
+            target.copy_(values, non_blocking=True)
+        self._mark = self._buffer.last = stream.mark()
+
+    def fetch(self) -> None:
+        """Start to copy the memory back, unless it is on the device or on its way.
+
+        Raises:
+            RuntimeError: the device has not enough memory.
+        """
+        if self._near is None:
+            self._near = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._owner.device)
+            self._copy(self._owner.streams.to_device, self._near, self._host)
+
+    def get(self) -> Tensor:
+        """Return the memory on the device, uint8, [num_bytes]; compute waits until it is there.
+
+        Raises:
+            RuntimeError: the device has not enough memory.
+        """
+        self.fetch()
+        self._follow()
+        assert self._near is not None, "it has been fetched"
+        return self._near
+
+    def drop(self) -> None:
+        """Free the memory on the device, once compute has waited for the copy; the host keeps the values."""
+        self._follow()
+        self._near = None
+
+    def _follow(self) -> None:
+        if self._mark is not None:
+            self._mark.wait()
+            self._mark = None
+
+    def __del__(self) -> None:
+        self._buffer.held = None if self._mark is None else self._near
+        self._owner.left.append((self._buffer, self._mark))
