@@ -56,8 +56,6 @@ class Source:
         """The end of the copies of stepped values, to their place and into `copy`; then a gather may read."""
         self._used: Values | None = None
         """What gathers start from in place of the main parameters, if anything."""
-        self.is_told = not main.numel()
-        """True if `stepped` gets the values of each step; else they are stepped where they lie."""
         self.copy: Store | None = None
         """The main parameters in the compute dtype, if gathers start from such a copy."""
         if plan.copy_tier is not None:
@@ -109,8 +107,8 @@ class Source:
         self._stepped = mark_here(self._context.device)
 
     def count_step(self) -> None:
-        """Note that a step was taken, or will be before the next gather."""
-        self._change(has_copied=self.is_told)
+        """Note that a step was taken, or will be before the next gather; by parts, `stepped` gets values."""
+        self._change(has_copied=self._context.setting.steps_by_parts)
 
     def _change(self, *, has_copied: bool) -> None:
         """Note that main parameters were written, and whether `copy` gets the same values along with them."""

@@ -27,6 +27,7 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.status import REDUCE
 from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
+from zeroshard.parameters.state import Moment
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
@@ -130,7 +131,6 @@ class Gradients:
         self._defer, plan = defer, self.buffer.plan
         self.is_kept = more and not defer and plan.wide_dtype != plan.main_dtype
         self._stays = steps and self.landing is not None
-        self._may_wait = not steps and self._context.state.gives_memory is not None
         self.missing = set(range(len(self.used)))
 
     def pack(self, index: int, gradient: Tensor) -> None:
@@ -168,7 +168,10 @@ class Gradients:
         It is cast at once: on a CPU its values are still in the cache. If its step may wait, it is copied, as
         it may be a view of the user's memory: of a gradient that was given to backward, or that a hook keeps.
         """
-        copies = self._unscale == 1.0 and self._may_wait
+        state = self._context.state
+        copies = (
+            self._unscale == 1.0 and state.gives_memory is not None and Moment.STEPPED not in state.moments
+        )
         if self._unscale != 1.0:
             # Autograd may give two parameters views of one memory: nothing is multiplied in place.
             gradient = gradient.to(self.buffer.plan.wide_dtype) * self._unscale

@@ -190,8 +190,8 @@ class Reducer:
         """The units that this backward has not begun to reduce, in the order of all ranks."""
         self._ready: set[str] = set()
         """Names of units whose reduction may start when those before them have started."""
-        self.has_met_late = False
-        """True once a gradient has come after the reduction of its unit, on any rank."""
+        self.num_late = 0
+        """How often a unit got a gradient after its reduction, on any rank."""
         self._late: list[tuple[Gradients, int, Tensor]] = []
         """Gradients, each with the index of its parameter, that came after the reduction of their unit."""
         self.under_way: list[Unit] = []
@@ -507,7 +507,8 @@ class Reducer:
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
                 "are incomplete and were dropped on all ranks"
             )
-        late, self._late, self.has_met_late = self._late, [], self.has_met_late or bool(again)
+        late, self._late = self._late, []
+        self.num_late += len(again)
         for gradients, index, gradient in late:
             gradients.pack(index, gradient)
         for unit in again:

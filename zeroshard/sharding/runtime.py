@@ -168,8 +168,8 @@ class Runtime:
         """
         self.state.finish_steps()
         self.passes.drop_graphs()
-        if self.state.reads_main:  # where steps pass through stores, copies follow copies
-            self._await_gathers(buffer for buffer in self.buffers if not buffer.source.is_told)
+        if self.state.reads_main:  # by parts, copies follow copies
+            self._await_gathers(() if self.context.setting.steps_by_parts else self.buffers)
         self.reducer.before_step()
 
     def after_step(self, stepped: Container[nn.Parameter] = (), is_last: bool = True) -> None:

@@ -68,7 +68,7 @@ class EarlySteps(AbstractContextManager[None]):
         assert optimizer is not None, "the engine holds it"
         is_asked = any(has_hooks_of_others(optimizer, when) for when in ("pre", "post"))
         is_first = self._num_batches == 1
-        may = self._can_step and not (is_first or is_asked or self._reducer.has_met_late)
+        may = self._can_step and not (is_first or is_asked or self._reducer.num_late)
         return self if may else nullcontext()
 
     def __enter__(self) -> None:

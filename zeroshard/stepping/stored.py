@@ -62,7 +62,6 @@ class StoreHome(Home):
             blocks = [_Block(unit, buffer, indices, pieces, one, wholes) for one in ranges]
             self._blocks_of |= {buffer.sharded[index]: blocks for index in indices}
             numbers[buffer.unit_name] += len(blocks)
-            buffer.source.is_told = bool(blocks[0].main)
         self._num_ahead = max((num for unit, num in numbers.items() if unit), default=1)
         """The blocks of a unit, but for the root: those of the next one are read while this one computes."""
 
