@@ -17,7 +17,7 @@ from tests.pretend.scenarios.models import Residual
 from tests.pretend.scenarios.plain import BF16
 from tests.pretend.scenarios.uneven import fused
 from tests.pretend.trace import Trace
-from zeroshard.forwards import wrapped
+from zeroshard.forwards import activations
 
 HOST: dict[str, Any] = {"offload": {"activations": "cpu"}}
 
@@ -26,7 +26,7 @@ HOST: dict[str, Any] = {"offload": {"activations": "cpu"}}
 def of_any_size() -> Iterator[None]:
     """Inside, engines move tensors of any size, such as those of small models."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wrapped, "LEAST_BYTES", 1)
+        patch.setattr(activations, "LEAST_BYTES", 1)
         yield
 
 
