@@ -18,12 +18,10 @@ from tests.distributed.training import (
     STAGES,
     adamw,
     build,
-    by_hand,
     differences,
     finish,
     live_bytes,
     lora,
-    only,
     same_as_replicated,
     square_loss,
     start,
@@ -31,16 +29,11 @@ from tests.distributed.training import (
     token_loss,
     train,
     train_replicated,
-    train_sharded,
     unequal,
 )
 from tests.ranks import on_ranks
 
 peft = pytest.importorskip("peft")
-
-
-def trained(model):
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 # ------------------------------------------------------------------------------------------------ parity
@@ -65,17 +58,6 @@ def test_adapters_train_as_in_ddp_to_the_bit():
     }
     found = models | configs
     assert {name: lines for name, lines in found.items() if lines} == {}
-
-
-@on_ranks(2, timeout=120)
-def test_adapters_in_bf16_equal_the_hand_written_loop_to_the_bit():
-    model, found = lora(), []
-    names = trained(model).keys()
-    want = only(by_hand(model, "AdamW", range(3), token_loss, torch.bfloat16), names)
-    for stage in STAGES:
-        got = train_sharded(model, "AdamW", 3, stage=stage, precision={"param_dtype": "bf16"})
-        found += differences(f"stage {stage}", only(got, names), want)
-    return found
 
 
 # ------------------------------------------------------------------------------------- memory and traffic

@@ -1,8 +1,7 @@
 """Hybrid sharding: R groups of G ranks; and a second copy of the parameters over S ranks for backward.
 
-The numbers are those of DistributedDataParallel: to the bit on two ranks, elsewhere within the tolerances of
-`test_parity`. With one group they are those of plain stage 3 to the bit; so they are with a second copy.
-Per step of k micro-batches a rank sends
+A second copy changes no bit; with groups the fuzz compares the numbers with plain PyTorch. Per step of k
+micro-batches a rank sends
 
     inside its group    (2kP - k kept + kP) (G - 1) / G elements
     across groups       2k (P / G) (R - 1) / R
@@ -25,7 +24,6 @@ from tests.distributed.training import (
     live_bytes,
     micro_batches,
     padded_size,
-    replicate,
     start,
     step,
     token_loss,
@@ -55,18 +53,6 @@ def test_ranks_that_hold_the_same_shard_hold_the_same_bits():
         all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True)) and one[1].equal(other[1])
         for one, other in ((everyone[0], everyone[2]), (everyone[1], everyone[3]), (bf16[0], bf16[2]))
     ] == [True, True, True]
-
-
-@on_ranks(4)
-def test_the_norm_counts_each_element_once():
-    model = build("tied GPT")
-    replica = replicate(model)
-    token_loss(replica, 0).backward()
-    want = torch.nn.utils.clip_grad_norm_(replica.parameters(), 0.1)
-    engine, _ = start(model, "SGD", shard_group_size=2)
-    token_loss(engine, 0).backward()
-    got, want = engine.clip_grad_norm_(0.1).item(), want.item()
-    assert got == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.long_where(stage=[1, 2])

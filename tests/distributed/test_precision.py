@@ -127,34 +127,6 @@ def test_a_bf16_model_computes_in_bf16_and_gets_fp32_main_parameters():
     assert between_stages == []
 
 
-@on_ranks(1, 2)
-def test_micro_batches_are_added_in_fp32():
-    """8 additions in bf16 would be off by about 1e-3, in fp32 by less than 1e-6.
-
-    Distance of the sum of 8 micro-batches from the sum of their fp32 gradients taken in fp64.
-    """
-    model, found = build("tied GPT"), {}
-    for stage in STAGES:
-        engine, _ = start(copy.deepcopy(model), stage=stage, precision=BF16)
-        total = None
-        for number in range(8):
-            token_loss(engine, number).backward()
-            each = torch.cat([p.grad.double() for p in engine.parameters()])
-            total = each if total is None else total + each
-            engine.zero_grad()
-        for number in range(8):
-            with engine.no_sync():
-                token_loss(engine, number).backward()
-        engine.clip_grad_norm_(1e9)  # reduces what was added up
-        deferred = torch.cat([p.grad.double() for p in engine.parameters()])
-        engine.zero_grad()
-        for number in range(8):
-            token_loss(engine, number).backward()
-        reduced = torch.cat([p.grad.double() for p in engine.parameters()])
-        found[stage] = [((x - total).norm() / total.norm()).item() for x in (deferred, reduced)]
-    assert max(off for pair in found.values() for off in pair) <= 1e-6
-
-
 @on_ranks(2)
 def test_micro_batches_are_added_in_fp32_and_rounded_once_on_the_wire():
     compute = build("tied GPT")
@@ -179,7 +151,7 @@ def test_micro_batches_are_added_in_fp32_and_rounded_once_on_the_wire():
 
 
 @pytest.mark.parametrize("stage", range(4))
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_batch_norm_that_is_a_unit_gets_its_inputs_as_they_are(stage):
     model = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7))
     engine, _ = start(model, "SGD", stage=stage, units=["BatchNorm1d"], precision={"param_dtype": "bfloat16"})

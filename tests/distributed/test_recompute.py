@@ -17,8 +17,6 @@ from tests.distributed.training import (
     distance_of_all,
     numbers,
     padded_size,
-    same_as_replicated,
-    square_loss,
     start,
     step,
     token_loss,
@@ -27,16 +25,6 @@ from tests.distributed.training import (
     train_sharded,
 )
 from tests.ranks import on_ranks
-
-
-@on_ranks(2)
-def test_recomputed_units_give_the_numbers_of_ddp_to_the_bit():
-    kinds = ["tied GPT", "Llama"]
-    return [
-        line
-        for kind in kinds
-        for line in same_as_replicated(build(kind), "AdamW", 4, recompute="unit", num_prefetch=1)
-    ]
 
 
 def with_dropout():
@@ -74,19 +62,7 @@ class Normalized(nn.Module):
         return x + self.norm(self.linear(x)).tanh()
 
 
-@on_ranks(1, 2)
-def test_recomputation_leaves_running_statistics_as_one_forward_makes_them():
-    torch.manual_seed(0)
-    model = nn.Sequential(Normalized(), Normalized())
-    want = train_replicated(model, "SGD", 3, square_loss)
-    found = []
-    for stage in STAGES:
-        got = train_sharded(model, "SGD", 3, square_loss, stage=stage, recompute="unit")
-        found += differences(f"stage {stage}", got, want)
-    return found
-
-
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_graph_is_recomputed_in_each_backward_through_it():
     """The second through the graph of the first."""
     torch.manual_seed(0)

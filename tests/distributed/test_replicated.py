@@ -11,14 +11,12 @@ import zeroshard
 from tests.distributed.training import (
     ALL_STAGES,
     averaged_step,
-    differences,
     numbers,
     same_as_replicated,
     start,
     step,
     token_loss,
     train,
-    train_sharded,
     unequal,
 )
 from tests.ranks import on_ranks
@@ -73,34 +71,6 @@ def test_replicated_parameters_train_as_in_ddp_to_the_bit():
     found = []
     for frozen in ("replicate", "tower", ["tower.blocks.*", "trunk.1.up.weight"]):
         found += same_as_replicated(build(), "AdamW", 3, loss_of, stages=ALL_STAGES, frozen=frozen)
-    return found
-
-
-CONFIGS = [
-    {"precision": {"param_dtype": "bf16", "overrides": {"tower.norm": "fp32", "trunk": "fp32"}}},
-    {"recompute": "unit", "num_prefetch": 2},
-    {"reshard_after_forward": False},
-    {"offload": {"optimizer": "cpu", "parameters": "cpu"}},
-    {"units": ["Linear"]},
-]
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "configs"),
-    [
-        (2, CONFIGS),
-        pytest.param(4, [{"shard_group_size": 2, "reshard_after_forward": 2}], marks=pytest.mark.long),
-    ],
-)
-@on_ranks()
-def test_they_give_the_bits_of_sharded_ones(configs):
-    found = []
-    for config in configs:
-        want, got = (
-            train_sharded(build(), "AdamW", 3, loss_of, stage=3, frozen=frozen, **config)
-            for frozen in ("shard", "replicate")
-        )
-        found += differences(str(config), got, want)
     return found
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.models import GPT, VOCABULARY, Recomputed, Tiny
+from tests.distributed.models import GPT, Recomputed, Tiny
 from tests.distributed.training import (
     ALL_STAGES,
     STAGES,
@@ -155,7 +155,7 @@ def test_several_backwards_over_pending_forwards_add_up(num_ranks):
     assert max(found.values()) <= (1e-6 if num_ranks > 1 else 0), found
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_gradients_of_inputs_can_be_had_alone():
     """torch.autograd.grad for the input of a model, which leaves parameters without gradients."""
     torch.manual_seed(0)
@@ -170,49 +170,6 @@ def test_gradients_of_inputs_can_be_had_alone():
         found += [stage for p in engine.parameters() if p.grad is not None]
         optimizer.zero_grad()
     return found
-
-
-# ----------------------------------------------------------------------------------------------- modules
-
-
-class Twice(GPT):
-    """All blocks two times, one after the other, and one block three more times in a row."""
-
-    def __init__(self):
-        super().__init__(tied=True)
-
-    def forward(self, batch):
-        x = self.tokens(batch) + self.positions.weight[: batch.shape[1]]
-        for block in (*self.blocks, *self.blocks, *[self.blocks[1]] * 3):
-            x = block(x)
-        return self.head(self.norm(x) * self.gain)
-
-
-class Recurrent(nn.Module):
-    """An LSTM keeps a list of its weights beside its parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, 20)
-        self.layers = nn.ModuleList(nn.LSTM(20, 20, batch_first=True) for _ in range(2))
-        self.head = nn.Linear(20, VOCABULARY)
-
-    def forward(self, batch):
-        x = self.tokens(batch)
-        for layer in self.layers:
-            x, _ = layer(x)
-        return self.head(x)
-
-
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [(Twice, {}), (Recurrent, {"units": ["LSTM"]})],
-    ids=["a block called several times", "LSTMs as units"],
-)
-@on_ranks(2)
-def test_modules_of_other_kinds_train_as_in_ddp_to_the_bit(make, options):
-    torch.manual_seed(0)
-    return same_as_replicated(make(), num_steps=3, **options)
 
 
 # ---------------------------------------------------------------------------------- activation checkpoints
@@ -383,7 +340,7 @@ def adversaries(stage):
     ]
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_two_engines_may_take_turns_and_feed_each_other():
     return [line for stage in STAGES for line in adversaries(stage)]
 

@@ -16,7 +16,6 @@ from tests.distributed.training import (
     adamw,
     differences,
     finish,
-    full_gradients,
     numbers,
     plain,
     replicate,
@@ -165,31 +164,6 @@ class Depth(nn.Module):
         return self.last(x)
 
 
-class Reversed(nn.Module):
-    """Blocks that use all of their parameters, called in any order; before one the gradient may end."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(6))
-
-    def forward(self, x, called, cut):
-        for number in called:
-            x = x.detach() if number == cut else x
-            x = x + self.blocks[number](x)
-        return x
-
-
-def reversed_loss(net, step):
-    called = range(6) if step % 2 == 0 else range(5, -1, -1)
-    return net(numbers(step, 5, 7), called, 2 if step and dist.get_rank() else None).square().mean()
-
-
-@on_ranks(2)
-def test_ranks_reduce_in_the_order_of_this_forward_whatever_branch_they_took():
-    torch.manual_seed(0)
-    return same_as_replicated(Reversed(), "SGD", 4, reversed_loss, find_unused=True, watchdog_s=10.0)
-
-
 CALLS_OF_RANKS = [
     ((0, 2, 3, 4), (0, 1, 2, 3, 4)),
     ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)),
@@ -226,40 +200,3 @@ def test_frozen_units_that_have_a_backward_on_one_rank_only_are_gathered_on_all(
         return net(numbers(number, 5, 7), plans[number][dist.get_rank()]).square().mean()
 
     return same_as_replicated(model, "AdamW", len(plans), loss, find_unused=True, watchdog_s=10.0)
-
-
-def two_forwards(plans):
-    """Gradients of a backward over two forwards; the mean by hand is exact at two ranks."""
-    torch.manual_seed(0)
-    model = Branching()
-    sharded = copy.deepcopy(model)
-    engine, _ = start(sharded, sgd(sharded.parameters()), stage=3)
-
-    def backward(net, number):
-        losses = [
-            net(numbers(number + at, 5, 7), plans[at][dist.get_rank()]).square().mean() for at in (0, 1)
-        ]
-        sum(losses).backward()
-
-    found = []
-    for number in range(2):
-        model.zero_grad()
-        engine.zero_grad()
-        backward(model, number)
-        backward(engine, number)
-        own = {name: p.grad for name, p in model.named_parameters()}
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        got = full_gradients(engine)
-        for name in own:
-            given = [grads[name] for grads in everyone if grads[name] is not None]
-            want = sum(grad / len(everyone) for grad in given).flatten() if given else None
-            same = want is None if name not in got else want is not None and torch.equal(got[name], want)
-            found += [] if same else [name]
-    return found
-
-
-@on_ranks(2)
-def test_a_gradient_cut_on_one_rank_in_one_of_two_forwards_before_a_backward():
-    plans = ({2: "constant"}, {}), ({}, {})
-    return two_forwards(plans) + two_forwards(plans[::-1])
