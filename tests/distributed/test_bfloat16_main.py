@@ -420,7 +420,7 @@ def test_micro_batches_add_up_in_float32_and_are_rounded_once():
     return found
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_zero_grad_drops_sums_and_a_plain_step_takes_them():
     """Sums that zero_grad() drops, and sums that a plain step takes before the boundary."""
     found = []
@@ -594,17 +594,14 @@ def memory():
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_memory_at_rest_is_2_bytes_a_parameter_and_2_a_gradient_as_foretold(ranks, num_ranks):
-    n = num_ranks
+def test_memory_at_rest_is_2_bytes_a_parameter_and_2_a_gradient_as_foretold(ranks):
+    n = 2
     for results in ranks(n, memory):
         for stage, num_micro, precision, size, parameters, gradients, states, foretold in results:
             case = stage, num_micro, precision
             held = size if stage == 0 else size / n
             in_bf16 = {0: 2, 1: 2, 2: 2, 3: 2 / n}[stage] * size
-            # A copy to compute with, which one rank keeps at stage 3, too, and the main parameters.
-            in_fp32 = 4 * size * (stage < 3 or n == 1) + 2 * held
+            in_fp32 = 4 * size * (stage < 3) + 2 * held  # a copy to compute with, and the main parameters
             assert parameters == (in_bf16 if precision == BF16_MAIN else in_fp32), case
             assert parameters == foretold.parameters, case
             padding = size - sum(p.numel() for p in build().parameters())

@@ -15,8 +15,6 @@ from tests.ranks import on_ranks
 from zeroshard.checkpoint import save as saving
 from zeroshard.parameters.sharded import ShardedParameter
 
-RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
-
 
 class Net(nn.Module):
     """A tied weight, an LSTM with its list of weights, a BatchNorm, a frozen layer; [n, 7] -> [n, 7]."""
@@ -138,7 +136,7 @@ def test_a_closed_engine_takes_compiled_forwards_away():
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_model_that_was_built_without_memory_has_ordinary_parameters_after_close():
     with zeroshard.deferred_init():
         model = net()
@@ -153,7 +151,7 @@ def test_a_model_that_was_built_without_memory_has_ordinary_parameters_after_clo
     )
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_parameters_come_back_in_the_main_dtype():
     model = net().bfloat16()
     engine = start(model, precision={"main_dtype": "bf16", "param_dtype": "bf16"}).engine
@@ -186,7 +184,7 @@ def test_a_second_engine_goes_on_with_the_model_of_a_closed_one(stages):
     return [name for name in want if not torch.allclose(got[name], want[name], rtol=1e-5, atol=1e-6)]
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_close_gives_back_the_memory_of_shards():
     for restore in (True, False):
         model = net()
@@ -208,7 +206,7 @@ def test_close_gives_back_the_memory_of_shards():
 
 
 @pytest.mark.parametrize("restore", [True, False])
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_uses_of_a_closed_engine_are_refused(tmp_path, restore):
     model = net()
     engine, optimizer, *_ = start(model, stage=3)
@@ -251,7 +249,7 @@ def test_uses_of_a_closed_engine_are_refused(tmp_path, restore):
     assert forward == "nothing was raised" if restore else "its model cannot be used" in forward
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_the_optimizer_of_a_closed_engine_is_refused():
     model = net()
     engine, optimizer, *_ = start(model, stage=3)
@@ -261,7 +259,7 @@ def test_the_optimizer_of_a_closed_engine_is_refused():
     assert text.startswith("ValueError: SGD holds the slices of another engine; expected a new optimizer")
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_close_does_not_write_over_a_parameter_that_was_replaced(num_ranks):
     model = net()
     engine = start(model, stage=3).engine
@@ -274,7 +272,7 @@ def test_close_does_not_write_over_a_parameter_that_was_replaced(num_ranks):
     assert num_ranks == 1 or f"rank {num_ranks - 1}" in text
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_close_at_the_wrong_time_is_refused_and_changes_nothing():
     model = net()
     engine = start(model, stage=3).engine
@@ -291,7 +289,7 @@ def test_close_at_the_wrong_time_is_refused_and_changes_nothing():
     assert kind is nn.Parameter
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_close_tells_that_a_save_in_the_background_failed(tmp_path):
     engine = start(net(), stage=3).engine
     with mock.patch.object(saving, "write_part", side_effect=OSError("the disk is full")):
@@ -301,13 +299,3 @@ def test_close_tells_that_a_save_in_the_background_failed(tmp_path):
         assert "the disk is full" in first
         assert "the engine is closed" in step
         assert second == "nothing was raised"
-
-
-@on_ranks(2)
-def test_one_rank_may_let_go_without_the_others():
-    """Rank 0 fails and lets go; the other one finds that out by itself."""
-    engine = start(net(), stage=3).engine
-    train(engine)
-    if dist.get_rank() == 0:
-        engine.close(restore=False)
-    dist.barrier()

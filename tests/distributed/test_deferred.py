@@ -76,7 +76,7 @@ def test_an_optimizer_whose_state_has_no_values_is_refused(ranks):
     assert message.startswith("Adagrad has made its state for '0.weight' on the meta device")
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_what_needs_memory_is_refused_while_a_model_is_recorded_and_works_afterwards():
     engine, *_ = zeroshard.initialize(make(), grouped, {"stage": 3})
     tokens = torch.arange(9)[None]

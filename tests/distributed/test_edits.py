@@ -225,7 +225,7 @@ def test_an_edit_between_the_forwards_of_generate_is_refused_by_name(stage):
     assert "'first.weight' was edited" in message
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_an_edit_of_an_object_that_a_forward_has_left_is_refused_before_values_are_read():
     """The only edit is of an object that a forward has left; the values are to be saved."""
     stage = 1
@@ -277,7 +277,7 @@ class Parametrized(nn.Module):
         return self.old(self.weight(self.spectral(x).tanh()).tanh())
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_weights_that_are_computed_from_parameters_train_as_before():
     torch.manual_seed(0)
     return same_as_replicated(Parametrized(), "SGD", 3, same_batch_loss)

@@ -251,19 +251,6 @@ def test_codes_scales_and_parameters_are_those_of_one_process_at_any_number_of_r
         assert sum(owners) == 2, "one of each group; the others count its steps too"
 
 
-def test_of_all_this_the_model_has_some():
-    """8-bit states by the number of all elements; zeros that stay; steps that differ."""
-    want = plain_run("AdamW8bit")
-    is_quantized = {name: any(key.endswith("_absmax") for key in values) for name, values in want.items()}
-    assert is_quantized["above"]
-    assert not is_quantized["below"]
-    assert is_quantized["fragment"]
-    assert not is_quantized["spared"]
-    assert [want[name]["step"] for name in ("above", "sometimes", "empty")] == [4, 2, 4]
-    assert want["unused"].keys() == {"parameter"}
-    assert not any(value.any() for key, value in want["zeros"].items() if key.endswith(("eter", "absmax")))
-
-
 # ------------------------------------------------------------------------------------ by the engine's calls
 
 NUM_RANKS = 3

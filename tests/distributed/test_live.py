@@ -20,7 +20,7 @@ def whole_state(engine):
     return states[0]
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_the_stream_is_the_full_state_to_the_bit():
     found = []
     for stage in STAGES:

@@ -67,12 +67,12 @@ def together_and_apart(stage):
     return problems
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_one_plain_backward_over_the_losses_of_two_engines_is_one_for_each():
     return {stage: problems for stage in STAGES if (problems := together_and_apart(stage))}
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_scaled_backward_may_come_through_a_frozen_engine():
     """The gradients of an engine in float16 whose loss comes through another engine, and without a scale."""
     found = []
@@ -88,7 +88,7 @@ def test_a_scaled_backward_may_come_through_a_frozen_engine():
             torch.testing.assert_close(halves[name], gradient, atol=1e-2, rtol=1e-2)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_scaled_backward_that_comes_to_another_engine_is_refused():
     found = []
     for stage in STAGES:
@@ -111,23 +111,9 @@ def returned(stage, **options):
     return value.item() == loss.item(), value.requires_grad
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_backward_returns_the_loss_as_it_was_given():
     assert {returned(stage, **precision) for stage in STAGES for precision in PRECISIONS} == {(True, False)}
-
-
-@on_ranks(2)
-def test_what_the_model_names_like_the_engine_is_found_by_name():
-    model = net()
-    model.register_buffer("loss_fn", torch.ones(2))
-    model.units = nn.Parameter(torch.ones(3))
-    engine, _ = start(model, stage=3)
-    assert (
-        engine.get_buffer("loss_fn").tolist(),
-        engine.get_parameter("units") is model.units,
-        engine.get_submodule("0") is model[0],
-        engine.loss_fn,
-    ) == ([1.0, 1.0], True, True, None)
 
 
 # ----------------------------------------------------------------------- other numbers of micro-batches
@@ -154,7 +140,7 @@ def assignments(stage):
     )
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_the_number_of_micro_batches_is_checked_and_kept_within_a_step():
     stages = [assignments(stage) for stage in STAGES]
     for wrong, inside, after, number, configured in stages:

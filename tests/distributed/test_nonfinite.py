@@ -38,7 +38,7 @@ def loss_of(model, number):
     return output.mean()
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_by_default_the_step_is_taken_as_by_plain_pytorch_and_the_norm_tells():
     replica = replicate(tiny())
     optimizer = OPTIMIZERS["SGD"](replica.parameters())

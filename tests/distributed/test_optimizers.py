@@ -130,35 +130,6 @@ def test_groups_keep_their_hyperparameters_and_schedulers_go_on_working():
     return found
 
 
-def by_dimensions(parameters):
-    """Weight decay for matrices alone, as GPT's recipe has it."""
-    parameters = list(parameters)
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.5},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=1e-3,
-    )
-
-
-@on_ranks(2)
-def test_a_callable_sees_full_shapes_so_that_groups_by_dimension_mean_what_they_say():
-    model = build("tied GPT")
-    replica = replicate(model)
-    want = train(replica, by_dimensions(replica.parameters()), 4)
-    sizes = [len(group["params"]) for group in by_dimensions(model.parameters()).param_groups]
-    found = []
-    for stage in STAGES:
-        sharded = copy.deepcopy(model)
-        engine, optimizer, _, _ = zeroshard.initialize(sharded, by_dimensions, {"stage": stage})
-        found += [] if [len(group["params"]) for group in optimizer.param_groups] == sizes else [stage]
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-        found += [] if held == set(engine.parameters()) else [(stage, "other parameters")]
-        found += differences(f"stage {stage}", train(engine, optimizer, 4), want)
-    return found
-
-
 @on_ranks(2)
 def test_an_optimizer_may_hold_a_part_of_the_parameters():
     """An optimizer over a part of the parameters leaves the others alone, as in plain PyTorch."""

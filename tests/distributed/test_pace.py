@@ -73,7 +73,7 @@ CASES = (
 )
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_step_without_a_gradient_warns_and_takes_nothing():
     found = []
     for stage in STAGES:
@@ -124,7 +124,7 @@ def test_a_loss_of_zero_on_one_rank_is_a_gradient():
 @pytest.mark.parametrize(
     ("accumulation", "every", "backward"), [(4, 1, "plain"), (4, 1, "engine"), (1, 2, "plain")]
 )
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_plain_loop_is_told_once_that_it_accumulates_nothing_where_it_should(accumulation, every, backward):
     for stage in STAGES:
         engine, optimizer = start(build(), "SGD", stage=stage, gradient_accumulation_steps=accumulation)
@@ -166,7 +166,7 @@ def of_a_divided_loss(engine, loss):
     engine.backward(loss / 2, scale_wrt_gas=False)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_step_with_gradients_that_nobody_divided_is_told_once():
     said, sums = engine_steps(by_the_loss)
     for texts in said:

@@ -60,7 +60,7 @@ def edit(model):
 
 
 @pytest.mark.parametrize("precision", [{}, {"main_dtype": "bf16"}])
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_edits_of_shown_gradients_are_kept_with_write_back(precision):
     found = []
     replica = replicate(Layered(), find_unused=True)
@@ -83,7 +83,7 @@ def test_edits_of_shown_gradients_are_kept_with_write_back(precision):
     return found
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_edits_of_shown_gradients_without_write_back_are_told():
     for stage in STAGES:
         engine, _ = start(Layered(), "SGD", stage=stage)

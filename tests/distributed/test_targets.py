@@ -38,9 +38,8 @@ def named(model):
     return [parameters[name] for name in ASKED]
 
 
-@pytest.mark.long_where(num_ranks=[1], way=["one by one", "inside"])
 @pytest.mark.parametrize("way", ["sharded", "one by one", "inside"])
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_backward_for_some_parameters_gives_them_the_gradients_of_ddp(way):
     replica, found = replicate(Layered(num_blocks=3), find_unused=True), []
     reference = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
@@ -74,7 +73,7 @@ def test_backward_for_some_parameters_gives_them_the_gradients_of_ddp(way):
     return found
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_backward_for_a_parameter_and_an_input():
     """`inputs` of a parameter and of a tensor that is none; both get their gradients."""
     found = []
@@ -92,7 +91,7 @@ def test_backward_for_a_parameter_and_an_input():
     return found
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_grad_of_the_parameters_of_a_forward_is_the_local_one():
     """torch.autograd.grad of what the forward saw: this rank's own, as without DDP; then a whole backward."""
     found, single = [], Layered(num_blocks=3)

@@ -144,7 +144,7 @@ class Energy(nn.Module):
         return forces * self.scale
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_forward_that_transforms_a_unit_inside_is_refused():
     for stage in STAGES:
         engine, own = start(Energy(), "SGD", stage=stage, **UNITS)
@@ -173,7 +173,7 @@ def loss_of_two_backwards(model, number):
 LOSSES = (loss_of_critic, loss_of_two_backwards)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_losses_made_of_derivatives_train_as_in_plain_pytorch():
     for stage in STAGES:
         losses = LOSSES

@@ -20,7 +20,7 @@ def refusal(model):
     return str(caught.value)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_model_that_is_distributed_already_is_refused_by_name_with_the_remedy():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     partly = build()

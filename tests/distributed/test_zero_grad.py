@@ -80,7 +80,7 @@ def test_gradients_that_were_forgotten_do_not_come_back(precision):
     return found
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_zero_grad_of_the_model_is_that_of_the_engine():
     found = []
     for stage in STAGES:
