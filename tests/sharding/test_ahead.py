@@ -108,14 +108,6 @@ def test_units_that_are_done_are_reduced_in_their_last_backward_with_the_same_bi
         same(found, want)
 
 
-@pytest.mark.long
-def test_shard_groups_reduce_ahead_over_both_of_their_axes(ranks):
-    options = {"shard_group_size": 2}
-    [want, *_] = ranks(4, deferred, 3, options)
-    for _, found, _ in ranks(4, ahead, 3, options):
-        same(found, want)
-
-
 def alone():
     run = Run(3)
     return [run.backward(number, more=number < 3, but=chosen(run, number)) for number in range(4)]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import FrozenInstanceError
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
 
-from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement, PerAxis
+from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
 from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
 
 KINDS = [axes for count in range(len(AXES) + 1) for axes in itertools.combinations(AXES, count)]
@@ -29,12 +27,6 @@ SMALL = [
     for group_size in (None, *divisors(num_ranks // pp // tp))
 ]
 """Every mesh of at most 64 ranks."""
-
-SIZES = st.integers(1, 12)
-LARGE = st.builds(
-    lambda pp, replicas, shard, tp: Arrangement(pp * replicas * shard * tp, pp, tp, shard),
-    *(SIZES, SIZES, SIZES, SIZES),
-)
 
 
 def grid(arrangement):
@@ -88,97 +80,7 @@ def test_coordinates_of_every_small_mesh_are_the_indices_of_an_array():
             assert array[place] == rank
 
 
-# ------------------------------------------------------------------------------------------ large meshes
-
-
-@given(LARGE, st.sampled_from(KINDS))
-def test_every_rank_is_in_exactly_one_group_of_a_kind(arrangement, axes):
-    groups = arrangement.groups(*axes)
-    assert sorted(itertools.chain(*groups)) == list(range(arrangement.num_ranks))
-    sizes = dict(zip(AXES, arrangement.sizes, strict=True))
-    assert {len(group) for group in groups} == {int(np.prod([sizes[axis] for axis in axes]))}
-
-
-@given(LARGE, st.sampled_from(KINDS))
-def test_ranks_and_groups_are_in_order_however_the_axes_are_listed(arrangement, axes):
-    groups = arrangement.groups(*axes)
-    assert all(group == sorted(group) for group in groups)
-    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
-    assert arrangement.groups(*reversed(axes)) == groups
-
-
-@given(LARGE, st.sampled_from(KINDS), st.data())
-def test_the_ranks_of_a_group_differ_only_on_its_axes(arrangement, axes, data):
-    group = data.draw(st.sampled_from(arrangement.groups(*axes)))
-    places = [arrangement.coordinates(member)._asdict() for member in group]
-    for axis in AXES:
-        found = {place[axis] for place in places}
-        assert len(found) == (getattr(arrangement.sizes, axis) if axis in axes else 1)
-
-
-@given(LARGE, st.data())
-def test_coordinates_and_ranks_are_of_the_same_order(arrangement, data):
-    ranks = st.integers(0, arrangement.num_ranks - 1)
-    one, other = data.draw(ranks), data.draw(ranks)
-    places = arrangement.coordinates(one), arrangement.coordinates(other)
-    assert all(at < size for at, size in zip(places[0], arrangement.sizes, strict=True))
-    assert (one < other) == (places[0] < places[1])  # pp counts most, tp least
-    assert (one == other) == (places[0] == places[1])
-
-
-@given(LARGE)
-def test_the_groups_of_any_single_axis_have_the_stride_of_the_axis(arrangement):
-    for number, axis in enumerate(AXES):
-        stride = int(np.prod(arrangement.sizes[number + 1 :]))
-        for group in arrangement.groups(axis):
-            assert {after - before for before, after in itertools.pairwise(group)} <= {stride}
-
-
 # -------------------------------------------------------------------------------------------- examples
-
-
-def test_32_ranks_with_tp_4_and_pp_4_have_2_data_parallel_ranks():
-    arrangement = Arrangement(32, pp=4, tp=4)
-    assert arrangement.sizes == PerAxis(pp=4, dp_replicate=1, dp_shard=2, tp=4)
-    assert (arrangement.num_data, arrangement.num_parts) == (2, 16)
-    assert arrangement.groups(TP) == [list(range(first, first + 4)) for first in range(0, 32, 4)]
-    data = [[r, r + 4] for first in (0, 8, 16, 24) for r in range(first, first + 4)]
-    assert arrangement.groups(*DATA) == data
-    assert arrangement.groups(PP) == [[r, r + 8, r + 16, r + 24] for r in range(8)]
-    assert len(arrangement.groups(TP)) == len(arrangement.groups(PP)) == 8
-    assert len(arrangement.groups(*DATA)) == 16
-
-
-def test_16_ranks_with_tp_2_and_pp_4_are_those_of_megatrons_documentation():
-    arrangement = Arrangement(16, pp=4, tp=2)
-    assert arrangement.groups(*DATA) == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
-    assert arrangement.groups(TP) == [[rank, rank + 1] for rank in range(0, 16, 2)]
-    assert arrangement.groups(PP) == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
-    assert arrangement.groups(PP, TP) == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
-
-
-def test_the_drawing_of_8_ranks_is_as_drawn():
-    arrangement = Arrangement(8, pp=2, tp=2)
-    assert arrangement.groups(TP)[0] == [0, 1]
-    assert arrangement.groups(*DATA)[0] == [0, 2]
-    assert arrangement.groups(PP)[0] == [0, 4]
-    assert arrangement.coordinates(6) == PerAxis(pp=1, dp_replicate=0, dp_shard=1, tp=0)
-
-
-def test_hybrid_sharding_divides_the_data_parallel_ranks_of_each_part_of_the_model():
-    arrangement = Arrangement(16, pp=2, tp=2, shard_group_size=2)
-    assert arrangement.sizes == PerAxis(pp=2, dp_replicate=2, dp_shard=2, tp=2)
-    assert arrangement.groups(*DATA)[-1] == [9, 11, 13, 15]
-    assert arrangement.groups(DP_SHARD)[-1] == [13, 15]
-    assert [9, 13] in arrangement.groups(DP_REPLICATE)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 7, 64])
-def test_without_sizes_all_ranks_are_one_shard_group(num_ranks):
-    arrangement = Arrangement(num_ranks)
-    everyone = list(range(num_ranks))
-    assert arrangement.groups(DP_SHARD) == [everyone]
-    assert arrangement.groups(TP) == arrangement.groups(PP) == [[rank] for rank in everyone]
 
 
 def test_an_arrangement_is_a_value():

@@ -16,8 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-import zeroshard
-from tests.ranks import on_ranks
 from zeroshard.internals.autograd import (
     at_end_of_backward,
     capture_around,
@@ -367,93 +365,6 @@ def test_views_of_what_a_unit_returned_are_other_tensors_with_the_same_values_in
     assert output.logits is x
     sum(tensors).backward()
     assert (x.grad, y.grad) == (1, 1)
-
-
-# -------------------------------------------------------------------- forwards that are hard to follow
-
-WIDTH = 8
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.body = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-
-    def forward(self, x):
-        return x + self.body(self.layer(x))
-
-
-class Net(nn.Module):
-    def __init__(self, forward):
-        super().__init__()
-        self.inp = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-        self.head = nn.Linear(WIDTH, 4)
-        self.run = forward
-
-    def forward(self, x):
-        return self.run(self, x)
-
-
-def called_outside_then_inside(net, x):
-    x = net.inp(x)
-    for block in net.blocks:
-        x = checkpoint(block, block(x), use_reentrant=False)
-    return net.head(x)
-
-
-def called_inside_then_outside(net, x):
-    x = net.inp(x)
-    for block in net.blocks:
-        x = block(checkpoint(block, x, use_reentrant=False))
-    return net.head(x)
-
-
-def recomputed_layers_of_the_root(net, x):
-    x = net.inp(x)
-    for block in net.blocks:
-        x = block(x)
-    return checkpoint(lambda y: net.head(torch.tanh(net.inp(y))), x, use_reentrant=False)
-
-
-def train(net, step):
-    """Losses of three steps of SGD on the same batch."""
-    losses = []
-    for number in range(3):
-        inputs = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(number))
-        loss = net(inputs).square().mean()
-        loss.backward()
-        step()
-        losses.append(loss.item())
-    return losses
-
-
-HARD = {
-    "a unit that was called before": called_outside_then_inside,
-    "a unit that is called again": called_inside_then_outside,
-    "layers of the root": recomputed_layers_of_the_root,
-}
-
-
-@pytest.mark.parametrize("what", HARD)
-@on_ranks(2)
-def test_recomputing_gives_the_losses_of_plain_training(what):
-    def build():
-        torch.manual_seed(0)
-        net = Net(HARD[what])
-        return net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-
-    def step(optimizer):
-        optimizer.step()
-        optimizer.zero_grad()
-
-    net, optimizer = build()
-    plain = train(net, lambda: step(optimizer))
-    for stage in range(4):
-        engine, optimizer, *_ = zeroshard.initialize(*build(), {"stage": stage, "watchdog_s": 20})
-        losses = train(engine, lambda: step(optimizer))  # noqa: B023 (called at once)
-        assert losses == pytest.approx(plain, rel=1e-6)
 
 
 # --------------------------------------------------------------------------------- running checkpoints

@@ -242,16 +242,6 @@ def with_numbers(model):
     return model
 
 
-@on_ranks(2)
-def test_weights_that_are_not_sharded_are_streamed_as_numbers():
-    want = numbers(base("int8"))
-    model = base("int8")
-    model.model.norm.weight.requires_grad_(True)
-    engine = zeroshard.initialize(model, adamw, {"stage": 3, "ignored": ["*up_proj.weight"]}).engine
-    found = streamed(engine)
-    same_state(dict(sorted(found.items())), dict(sorted(want.items())))
-
-
 def streamed(engine):
     return {name: values.clone() for name, values in engine.named_full_parameters()}
 
@@ -276,40 +266,6 @@ def test_a_checkpoint_has_the_codes_and_scales_and_is_not_exported_as_numbers(ra
         assert again == losses
     (checkpoint,) = (path for path in tmp_path.iterdir() if path.is_dir())
     with pytest.raises(ValueError, match="adapters"):
-        export_checkpoint(checkpoint, tmp_path / "out", Format())
-
-
-def loaded_as_float8(folder):
-    model = build("int8")
-    layer = model.base_model.model.model.layers[0].mlp.up_proj
-    layer.weight = nn.Parameter(MAKES["float8"](layer.weight.dequantize()), requires_grad=False)
-    want = numbers(model)
-    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
-    with pytest.raises(ValueError, match=r"up_proj.weight' is quantized as .*int8.*float8"):
-        engine.load_checkpoint(folder)
-    same_state(streamed(engine), want)
-
-
-def test_a_checkpoint_with_codes_of_another_kind_is_refused(ranks, tmp_path):
-    ranks(2, saved, tmp_path)
-    ranks(1, loaded_as_float8, tmp_path)
-
-
-def frozen_base(folder):
-    model = base("int8")
-    model.model.norm.weight.requires_grad_(True)
-    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
-    engine.save_checkpoint(folder)
-    with pytest.raises(ValueError, match="holds codes of a quantized weight") as caught:
-        engine.save_pretrained(folder / "out")
-    return str(caught.value)
-
-
-def test_codes_without_adapters_are_not_exported_as_numbers(ranks, tmp_path):
-    for message in ranks(2, frozen_base, tmp_path):
-        assert "dequantize=True" in message
-    (checkpoint,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    with pytest.raises(ValueError, match="has weights as codes"):
         export_checkpoint(checkpoint, tmp_path / "out", Format())
 
 

@@ -42,7 +42,7 @@ def start(stage, **config):
     return zeroshard.initialize(build(), OPTIMIZERS["AdamW"], {"stage": stage, **config}).engine
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_what_cannot_hold_a_sharded_model_is_refused_with_the_remedy():
     """What each attempt to copy, pickle or wrap raises, by stage."""
     remedies = {
@@ -87,7 +87,7 @@ def test_what_cannot_hold_a_sharded_model_is_refused_with_the_remedy():
         assert remedies[name.split()[0]] in text, name
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_saving_a_state_dict_of_slices_warns_and_names_what_saves_the_model():
     """By stage, the texts of warnings when slices, whole parameters and a copy are saved."""
     for stage in STAGES:
@@ -115,7 +115,7 @@ def test_saving_a_state_dict_of_slices_warns_and_names_what_saves_the_model():
             assert "engine.save_pretrained(folder)" in text[0]
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_saving_the_state_of_an_optimizer_over_slices_warns_and_names_what_saves_it():
     """By stage, the warnings when the state of an optimizer over slices is saved."""
     for stage in STAGES:
@@ -166,7 +166,7 @@ def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before():
     return found
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_whole_state_dict_is_not_loaded_into_slices_and_unsharded_loads_it():
     """By stage, what torch answers to a whole state dict; and where the remedy does not load it."""
     found = []
@@ -190,7 +190,7 @@ def test_a_whole_state_dict_is_not_loaded_into_slices_and_unsharded_loads_it():
     assert found == [([], True)] * len(STAGES)
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_an_attribute_of_a_shown_parameter_stays():
     """Attributes that were set on a shown parameter, on the sharded one and on what a forward sees."""
     found = []

@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("recompute", ["none", "unit"])
 @pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_hook_on_a_hidden_state_changes_the_gradients_of_all_that_made_it(stage, recompute):
     torch.manual_seed(0)
     plain = Model()
@@ -81,7 +81,7 @@ def test_gradients_that_share_memory_are_unscaled_once(ranks):
     assert found == [[2.0] * 4] * 2
 
 
-@on_ranks(1, 2)
+@on_ranks(2)
 def test_a_sparse_gradient_of_one_dimension_is_refused():
     class Picked(nn.Module):
         def __init__(self):

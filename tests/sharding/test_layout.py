@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 from hypothesis import example, given
 
 from zeroshard.plan.layout import BLOCK, Layout, Span, round_up
@@ -124,27 +123,6 @@ def test_the_drawing_of_two_parameters_over_two_ranks_is_as_drawn():
     assert layout.owned(1, 0).size == 0
     assert layout.owned(1, 1) == Span(0, 200)
     assert layout.gaps == (Span(600, 768), Span(968, 1024))
-
-
-def test_ranks_beyond_the_last_block_own_padding_alone():
-    layout = Layout((300,), 5)
-    assert layout.total == 5 * BLOCK
-    assert [layout.owned(0, rank).size for rank in range(5)] == [256, 44, 0, 0, 0]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4096])
-def test_parameters_without_elements_take_no_room(num_ranks):
-    assert Layout((0, 0), num_ranks).total == 0
-    assert Layout((5, 0, 7), num_ranks).offsets == (0, BLOCK, BLOCK)
-    layout = Layout((5, 0, 7), num_ranks)
-    assert layout.parameter(1).size == 0
-    assert all(layout.owned(1, rank).size == 0 for rank in range(num_ranks))
-    assert all(gap.size for gap in layout.gaps)
-
-
-def test_one_rank_alone_owns_every_parameter_whole():
-    layout = Layout((1, 256, 1000), 1)
-    assert [layout.owned(index, 0) for index in range(3)] == [Span(0, 1), Span(0, 256), Span(0, 1000)]
 
 
 # ------------------------------------------------------------------------------------- spans and errors

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 from hypothesis import given
 
-from zeroshard.parameters.state import _MOVES, ModuleState, Phase
 from zeroshard.sharding.walk import Lease
 
 
@@ -48,16 +47,3 @@ def test_a_lease_that_ends_without_units_ends_for_all_of_them():
     assert [len(unit.leases) for unit in units] == [0, 1, 0]
     assert units[1] not in lease.units
     assert [unit.is_gathered for unit in units] == [False, True, False]
-
-
-def test_each_phase_can_be_reached_and_left_for_a_forward_unless_the_module_was_closed():
-    assert _MOVES.keys() == set(Phase)
-    for phase in set(Phase) - {Phase.CLOSED, Phase.FORWARD}:
-        state = ModuleState()
-        if phase is not Phase.REST:
-            state.move(phase)
-        if phase is not Phase.REST:
-            state.move(Phase.REST)
-        state.move(Phase.FORWARD)
-        assert state.phase is Phase.FORWARD
-    assert _MOVES[Phase.CLOSED] == {Phase.CLOSED}

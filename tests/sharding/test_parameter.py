@@ -311,13 +311,6 @@ def test_torchs_clipping_by_norm_is_refused_on_slices_with_what_to_use_instead(w
     assert torch.equal(weight.grad, torch.full((12,), 3.0))
 
 
-@pytest.mark.parametrize("arguments", [{"foreach": True}, {"foreach": False}, {"norm_type": float("inf")}])
-def test_torchs_clipping_by_norm_is_refused_in_all_its_forms(weight, arguments):
-    weight.grad = torch.ones(12)
-    with pytest.raises(RuntimeError, match=r"engine\.clip_grad_norm_"):
-        clip_grad_norm_(weight, 1.0, **arguments)
-
-
 @pytest.mark.parametrize("step_of", ["engine", "optimizer"])
 @on_ranks(2)
 def test_torchs_clipping_by_norm_is_refused_inside_an_optimizers_step(step_of):
@@ -370,49 +363,6 @@ def test_gradients_can_be_read_set_and_cleared_by_anybody_else(weight):
 
 
 # ---------------------------------------------------------------------------------------------- optimizers
-
-
-OPTIMIZERS = [
-    (torch.optim.AdamW, {"lr": 0.1}, True),
-    (torch.optim.Adam, {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True}, True),
-    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, True),
-    (torch.optim.Adagrad, {"lr": 0.1}, True),
-    (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.9, "centered": True}, False),
-    (torch.optim.Adamax, {"lr": 0.1}, False),
-    (torch.optim.NAdam, {"lr": 0.1}, False),
-    (torch.optim.RAdam, {"lr": 0.1}, False),
-    (torch.optim.Adadelta, {"lr": 0.1}, False),
-    (torch.optim.ASGD, {"lr": 0.1}, False),
-    (torch.optim.Rprop, {"lr": 0.1}, False),
-]
-STEPS = [
-    (kind, options | way)
-    for kind, options, has_fused in OPTIMIZERS
-    for way in ({}, {"foreach": False}, {"foreach": True}, {"fused": True})
-    if has_fused or "fused" not in way
-]
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"), STEPS, ids=[f"{kind.__name__}-{'-'.join(options)}" for kind, options in STEPS]
-)
-def test_an_optimizer_steps_slices_as_it_steps_plain_parameters(kind, options):
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(size, generator=generator) for size in (12, 1, 0, 300)]
-    slices = [sharded(value.clone()) for value in values]
-    plain = [nn.Parameter(value.clone()) for value in values]
-    optimizers = [kind(parameters, **options) for parameters in (slices, plain)]
-    for _ in range(3):
-        for one, other in zip(slices, plain, strict=True):
-            one.grad = torch.randn(one.shape, generator=generator)
-            other.grad = one.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    for one, other in zip(slices, plain, strict=True):
-        assert torch.equal(one.detach(), other.detach())
-        for key, state in optimizers[1].state[other].items():
-            assert torch.equal(torch.as_tensor(optimizers[0].state[one][key]), torch.as_tensor(state))
-            assert type(optimizers[0].state[one][key]) is type(state)
 
 
 def test_a_step_changes_the_flat_buffer_that_slices_are_views_of_and_its_version():

@@ -165,52 +165,6 @@ def test_adapters_train_as_in_one_process_to_the_bit(ranks, kind, stage, num_ran
     assert all(other[0] == want for other in others)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("nf4 twice", {"recompute": "unit"}),
-        ("int8", {"reshard_after_forward": False, "units": ["LlamaMLP", "LlamaAttention"]}),
-        ("nf4 twice", {"offload": {"parameters": "cpu", "optimizer": "cpu"}}),
-    ],
-)
-def test_they_do_so_with_other_settings(ranks, kind, options):
-    want = plain(build(kind), range(3), 2)
-    for losses, *_ in ranks(2, trained, kind, 3, options):
-        assert losses[:3] == want
-
-
-def over_parts(kind, schedule, stage):
-    pipeline = {"schedule": schedule, "num_microbatches": 2}
-    config = {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline}
-    engine = zeroshard.initialize(build(kind), adamw, config).engine
-    return train(engine, range(3)), engine.full_state_dict()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "schedule", "stage"),
-    [("nf4 twice", "1f1b", 3), pytest.param("int8", "zb-h1", 0, marks=pytest.mark.long)],
-)
-def test_pipeline_ranks_have_the_codes_of_their_parts(ranks, kind, schedule, stage):
-    model = build(kind)
-    want = plain(model, range(3), 2)
-    (losses, state), (others, _) = ranks(2, over_parts, kind, schedule, stage)
-    assert losses == want == others
-    same_state(state, dict(model.state_dict()))
-
-
-def answered(kind):
-    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3}).engine
-    return engine.generate(input_ids=tokens_of(0)[:1, :4], max_new_tokens=5, do_sample=False)
-
-
-def test_generation_has_the_tokens_of_one_process(ranks):
-    kind = "int8"
-    want = build(kind).eval().generate(input_ids=tokens_of(0)[:1, :4], max_new_tokens=5, do_sample=False)
-    assert all(torch.equal(found, want) for found in ranks(2, answered, kind))
-
-
 # ---------------------------------------------------------------------------------------------- precision
 
 

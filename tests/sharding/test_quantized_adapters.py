@@ -6,7 +6,6 @@ import torch
 import transformers
 
 import zeroshard
-from tests.ranks import on_ranks
 from tests.sharding.test_quantized import adamw, base, llama, plain, same_state, tokens_of, train
 
 TARGETS = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -19,9 +18,6 @@ ADAPTERS = {
     "miss": lambda: peft.MissConfig(r=4, init_weights=False, **TARGETS),
     "oft": lambda: peft.OFTConfig(oft_block_size=8, init_weights=False, use_cayley_neumann=False, **TARGETS),
 }
-
-
-MESSAGES = {"lora_bias": "q_proj', which takes in the bias of its adapter (lora_bias=True), got none"}
 
 
 def build(kind, adapter):
@@ -101,16 +97,3 @@ def test_a_stream_with_merged_adapters_computes_what_the_model_computes(ranks, m
     model.load_state_dict(state)
     want = make(kind)(input_ids=tokens_of(0)).logits
     torch.testing.assert_close(model(input_ids=tokens_of(0)).logits, want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "adapter",
-    ["lora_bias", "hira", *(pytest.param(a, marks=pytest.mark.long) for a in ("dora", "oft", "miss"))],
-)
-@on_ranks(2)
-def test_adapters_that_do_more_than_add_are_not_merged(adapter):
-    engine = zeroshard.initialize(build("nf4 twice", adapter), adamw, {"stage": 3}).engine
-    with pytest.raises(ValueError, match="merge_adapters") as caught:
-        list(engine.named_full_parameters(merge_adapters=True))
-    message = str(caught.value)
-    assert MESSAGES.get(adapter, "adapter 'default' does more than add to the weight") in message

@@ -148,30 +148,6 @@ def test_a_unit_with_a_weight_that_no_file_has_gets_the_scales_of_rank_0(ranks, 
         assert same_bits(found[name], value) != ("layers.1.mlp.up_proj" in name and _is_of_values(name)), name
 
 
-def closed(build, folder, kind):
-    model = build(folder, kind)
-    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
-    train(engine, range(1))
-    state = engine.full_state_dict()
-    engine.close()
-    if dist.get_rank():
-        return None
-    same_state(dict(model.state_dict()), state)
-    kinds = {name: type(p).__name__ for name, p in model.named_parameters()}
-    return kinds, plain(model, range(1, 3))
-
-
-@pytest.mark.parametrize(
-    ("build", "kind"), [(from_file, "nf4 twice"), pytest.param(from_init, "int8", marks=pytest.mark.long)]
-)
-def test_a_closed_engine_gives_back_weights_of_bitsandbytes(ranks, folder, kind, build):
-    model = theirs(folder, kind)
-    plain(model, range(1), 2)
-    kinds = {name: type(p).__name__ for name, p in model.named_parameters()}
-    want = plain(model, range(1, 3))
-    assert ranks(2, closed, build, folder, kind)[0] == (kinds, want)
-
-
 def _is_of_values(name):
     """True for codes and scales, and the description, which has the offset of the scales."""
     return name.endswith((".weight", ".absmax", "nested_absmax", "SCB", "nf4"))

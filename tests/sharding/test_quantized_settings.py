@@ -5,82 +5,16 @@ import torch
 import transformers
 
 import zeroshard
-from tests.sharding.test_quantized import adamw, build, llama, plain, same_bits, same_state, tokens_of, train
+from tests.ranks import on_ranks
+from tests.sharding.test_quantized import adamw, build, llama, plain, same_state, tokens_of, train
 from tests.sharding.test_quantized_by_parts import config_of, from_file, theirs, with_adapters
 
 KINDS = ["nf4 twice", "int8"]
-DECAY = 0.75
-
-
-def averaged(kind, stage):
-    engine = zeroshard.initialize(build(kind), adamw, {"stage": stage}).engine
-    ema = zeroshard.EMA(engine, DECAY)
-    states = []
-    for number in range(3):
-        train(engine, [number])
-        states.append(engine.full_state_dict())
-    with ema.applied():
-        average, loss = engine.full_state_dict(), train_loss(engine)
-    same_state(engine.full_state_dict(), states[-1])
-    return states, average, loss
 
 
 def train_loss(engine):
     tokens = tokens_of(9)
     return engine.eval_batch({"input_ids": tokens}, tokens).item()
-
-
-@pytest.mark.long_where(kind=["int8"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.long)])
-def test_an_average_has_the_codes_of_the_model(ranks, kind, stage):
-    model = build(kind)
-    (states, average, loss), (*_, other_loss) = ranks(2, averaged, kind, stage)
-    for name, value in states[0].items():
-        want = value.clone()
-        if "lora_" in name:
-            for state in states[1:]:
-                want.lerp_(state[name], 1 - DECAY)
-        assert same_bits(average[name], want), name
-    model.load_state_dict({name: value for name, value in average.items() if "lora_" in name}, strict=False)
-    model.eval()
-    for layer in model.modules():
-        if hasattr(layer, "support_avx512bf16_for_cpu"):  # zeroshard does not pack weights in an evaluation
-            layer.support_avx512bf16_for_cpu = False
-    with torch.no_grad():
-        assert loss == other_loss == model(input_ids=tokens_of(9), labels=tokens_of(9)).loss.item()
-
-
-def scaled(kind, stage):
-    """Train in float16 from a loss scale that is too large for the first steps."""
-    precision = {"param_dtype": "fp16", "loss_scale": {"start": 2.0**40, "window": 100}}
-    config = {"stage": stage, "precision": precision}
-    engine = zeroshard.initialize(build(kind), adamw, config).engine
-    found = []
-    for number in range(24):
-        tokens = tokens_of(number).chunk(engine.dp_world_size)[engine.dp_rank]
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        stepped = engine.step()
-        found.append((stepped, engine.loss_scale))
-    return found, engine.full_state_dict()
-
-
-@pytest.mark.long
-@pytest.mark.long_where(kind=["nf4 twice"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_steps_that_overflow_in_float16_are_skipped_at_each_stage_alike(ranks, kind, stage):
-    (want, want_state), *_ = ranks(2, scaled, kind, 0)
-    results = ranks(2, scaled, kind, stage)
-    assert [found for found, _ in results] == [want, want]
-    same_state(results[0][1], want_state)
-    assert want[0][0] is False
-    assert want[-1][0] is True
-    for name, value in dict(build(kind).state_dict()).items():
-        if "lora_" in name:
-            assert not torch.equal(want_state[name], value), name
-        elif not value.is_floating_point():
-            assert same_bits(want_state[name], value), name
 
 
 def with_threshold(kind, threshold):
@@ -91,14 +25,10 @@ def with_threshold(kind, threshold):
     return model
 
 
-def evaluated_and_trained(threshold):
-    engine = zeroshard.initialize(with_threshold("int8", threshold), adamw, {"stage": 3}).engine
-    return train_loss(engine), train(engine, range(2)), train_loss(engine)
-
-
 @pytest.mark.long_where(threshold=[0.5])
 @pytest.mark.parametrize("threshold", [0.5, 6.0])
-def test_outliers_of_8_bits_are_computed_as_in_one_process(ranks, threshold):
+@on_ranks(2)
+def test_outliers_of_8_bits_are_computed_as_in_one_process(threshold):
     model = with_threshold("int8", threshold)
 
     def evaluated():
@@ -109,7 +39,8 @@ def test_outliers_of_8_bits_are_computed_as_in_one_process(ranks, threshold):
         return loss
 
     want = evaluated(), plain(model, range(2), 2), evaluated()
-    assert ranks(2, evaluated_and_trained, threshold) == [want, want]
+    engine = zeroshard.initialize(with_threshold("int8", threshold), adamw, {"stage": 3}).engine
+    assert (train_loss(engine), train(engine, range(2)), train_loss(engine)) == want
 
 
 def from_seed(_, kind):

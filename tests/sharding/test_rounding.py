@@ -143,18 +143,6 @@ def test_values_round_to_their_neighbours_and_are_right_on_average():
     assert deviation.square().mean() == pytest.approx(1, abs=0.1)
 
 
-def test_the_random_bits_are_uniform_and_neighbours_independent():
-    bits = random_bits(Rounding(0, 0).key("weight"), 0, 1 << 20)
-    for chosen in (bits & 0xFF, bits >> 8):
-        counts = chosen.bincount(minlength=256).double()
-        chi_square = ((counts - 4096) ** 2 / 4096).sum()
-        assert abs(chi_square - 255) < 6 * (2 * 255) ** 0.5
-    centred = bits.double() - 32767.5
-    for lag in (1, 2, 3, 4, 8, 256):
-        correlation = (centred[lag:] * centred[:-lag]).mean() / centred.square().mean()
-        assert correlation.abs() < 6 / 1024
-
-
 def test_no_generator_is_touched():
     before = torch.get_rng_state()
     rounded(torch.ones(1000))

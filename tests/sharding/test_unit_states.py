@@ -1,6 +1,5 @@
 """Units and their gradients move as drawn, and their buffers are freed and refilled in place."""
 
-import itertools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,18 +19,11 @@ from zeroshard.config.sections import Config, Offload, Precision
 from zeroshard.parallel.tensor.division import Division
 from zeroshard.plan.layout import Layout
 from zeroshard.plan.units import find_units
-from zeroshard.sharding.gradients import GradientState
 from zeroshard.sharding.unit import UnitState
 from zeroshard.stepping.attach import attach
 
 CPU = torch.device("cpu")
 SHARDED, GATHERING, UNSHARDED = UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED
-EMPTY, PACKING, REDUCING, REDUCED = (
-    GradientState.EMPTY,
-    GradientState.PACKING,
-    GradientState.REDUCING,
-    GradientState.REDUCED,
-)
 BF16 = Precision(param_dtype=torch.bfloat16)
 
 
@@ -93,27 +85,6 @@ def storage_bytes(unit):
 # ------------------------------------------------------------------------------------------------ moves
 
 
-@pytest.mark.parametrize(("start", "end"), list(itertools.product(UnitState, UnitState)))
-def test_a_unit_goes_round_in_one_direction_and_other_moves_are_errors_that_name_it(start, end, freed):
-    sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
-    unit = sharded.inner
-    unit.state = start
-    if (start, end) in [(SHARDED, GATHERING), (GATHERING, UNSHARDED), (UNSHARDED, SHARDED)]:
-        unit._move(end)
-        assert unit.state is end
-        return
-    with pytest.raises(AssertionError, match=f"unit 'block' cannot go from {start.value} to {end.value}"):
-        unit._move(end)
-    assert unit.state is start
-
-
-def test_the_error_of_an_illegal_move_of_the_root_calls_it_the_root(freed):
-    sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
-    unit = sharded.root
-    with pytest.raises(AssertionError, match="root"):
-        unit._move(UNSHARDED)
-
-
 def test_the_padding_of_packed_gradients_is_zero(freed):
     sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
     (gradients,) = sharded.inner.gradients
@@ -124,58 +95,7 @@ def test_the_padding_of_packed_gradients_is_zero(freed):
     assert not any(flat[gap.slice].any() for gap in gradients.buffer.layout.gaps)
 
 
-LEGAL_GRADIENT_MOVES = [
-    (EMPTY, PACKING),
-    (EMPTY, REDUCING),  # no parameter got a gradient: zeros
-    (PACKING, REDUCING),
-    (REDUCING, REDUCED),
-    (REDUCED, EMPTY),
-    (REDUCED, PACKING),  # a second gradient in one backward
-    (REDUCED, REDUCING),  # of another rank
-]
-ILLEGAL_GRADIENT_MOVES = [
-    (EMPTY, REDUCED),
-    (PACKING, REDUCED),
-    (REDUCING, EMPTY),
-    (REDUCING, PACKING),
-]
-
-
-@on_ranks(2)
-def test_gradients_are_packed_then_reduced_then_delivered_and_other_moves_name_the_unit():
-    """For each move, the state after it and the error."""
-    moves = LEGAL_GRADIENT_MOVES + ILLEGAL_GRADIENT_MOVES
-    sharded = shard_net(world(), stage=3)  # a runtime that is collected drains its exchanges
-    (gradients,) = sharded.inner.gradients
-    outcomes = []
-    for start, end in moves:
-        gradients.state = start
-        try:
-            gradients._move(end)
-        except AssertionError as error:
-            outcomes.append((gradients.state, str(error)))
-        else:
-            outcomes.append((gradients.state, None))
-    gradients.state = EMPTY
-    num_legal = len(LEGAL_GRADIENT_MOVES)
-    assert outcomes[:num_legal] == [(end, None) for _, end in LEGAL_GRADIENT_MOVES]
-    for (start, end), (state, error) in zip(ILLEGAL_GRADIENT_MOVES, outcomes[num_legal:], strict=True):
-        assert state is start
-        assert "unit 'block'" in error
-        assert f"from {start.value} to {end.value}" in error
-
-
 # ------------------------------------------------------------------------------------- freed and refilled
-
-
-def test_a_unit_is_gathered_waited_for_and_freed(freed):
-    sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
-    unit = sharded.inner
-    states = [unit.state]
-    for move in (unit.unshard, unit.wait, unit.reshard, unit.wait, unit.reshard):
-        move()
-        states.append(unit.state)
-    assert states == [SHARDED, GATHERING, UNSHARDED, SHARDED, UNSHARDED, SHARDED]
 
 
 def test_moves_that_are_not_needed_change_nothing(freed):
@@ -321,17 +241,6 @@ def test_modules_hold_unsharded_parameters_only_while_they_are_installed(freed):
     assert layer.weight is buffer.sharded[0]
 
 
-def test_a_module_that_lists_its_weights_beside_gets_them_there_too():
-    torch.manual_seed(0)
-    lstm = nn.LSTM(4, 3)
-    inputs = torch.randn(5, 2, 4)
-    expected = lstm(inputs)[0].detach()
-    axis = Axis(None, device=CPU, counter=Counter(), timeout_s=10)
-    shard_over(lstm, undivided(lstm), Config(stage=3), Axes.of_one_group(None, axis))
-    assert torch.equal(lstm(inputs)[0], expected)
-    assert all(weight.dim() == 1 for weight in lstm._flat_weights)
-
-
 # --------------------------------------------------------------------------------------- with other ranks
 
 
@@ -420,28 +329,6 @@ def test_gradients_that_are_dropped_leave_nothing_behind():
     state, grad = state.value, gradients.buffer.sharded[0].grad
     assert (state, missing, kept) == ("empty", {0, 1, 2, 3}, 0)
     assert torch.equal(grad, torch.full_like(grad, 2.0))
-
-
-class SparseLookup(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(10, 4))
-
-    def forward(self, indices):
-        return nn.functional.embedding(indices, self.weight, sparse=True)
-
-
-def sparse_backward(axis):
-    model = nn.Sequential(SparseLookup(), nn.Linear(4, 2))
-    shard_over(model, undivided(model), Config(stage=3), Axes.of_one_group(None, axis))
-    with pytest.raises(RuntimeError, match=r"'0\.weight'.*sparse"):
-        model(torch.tensor([1, 2])).sum().backward()
-
-
-@on_ranks(2)
-def test_a_sparse_gradient_is_refused_by_name():
-    sparse_backward(Axis(None, device=CPU, counter=Counter(), timeout_s=10))
-    sparse_backward(world())
 
 
 # ------------------------------------------------------------------------------------------------ buffers
