@@ -1,4 +1,4 @@
-"""Save on small, on read-only, and on different file systems: a script for where mounting is allowed."""
+"""Save on read-only and on different file systems: a script for where mounting is allowed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tests.checkpoint.forked import Group
-from tests.checkpoint.test_faults import Run, message_of, wait_for_background
+from tests.checkpoint.test_faults import Run, message_of
 
 
 def mount(folder: Path, num_bytes: int) -> None:
@@ -24,65 +24,6 @@ def remount(folder: Path, option: str) -> None:
     if dist.get_rank() == 0:
         subprocess.run(["mount", "-o", f"remount,{option}", folder], check=True)
     dist.barrier()
-
-
-def fill(folder: Path) -> None:
-    """Let another process take all space that is left; collective."""
-    if dist.get_rank() == 0:
-        with (folder / "filler").open("wb", buffering=0) as file:
-            try:
-                while file.write(bytes(1 << 12)):
-                    pass
-            except OSError:
-                pass
-    dist.barrier()
-
-
-def save_in_little_space(folder: Path) -> None:
-    """There is room for two checkpoints of about 3 MB; then for one; then for a part of one."""
-    run = Run()
-    run.train()
-    run.engine.save_checkpoint(folder, "old")
-    run.train()
-    text = message_of(
-        lambda: run.engine.save_checkpoint(folder, "a") or run.engine.save_checkpoint(folder, "b")
-    )
-    assert "bytes are free" in text, text
-    assert str(folder) in text, text
-    run.check()
-    assert sorted(os.listdir(folder)) == ["a", "a.0", "latest", "old", "old.0"]
-    run.train()
-
-
-def save_while_it_fills_up(folder: Path) -> None:
-    """The space is taken after it was looked at."""
-    run = Run()
-    run.train()
-    run.engine.save_checkpoint(folder, "old")
-    run.train()
-    fill(folder)
-    os.statvfs = lambda _: os.statvfs_result(
-        (4096, 4096, *[1 << 30] * 3, 0, 0, 0, 0, 255)
-    )  # as if it was not
-    for blocking in (True, False):
-        if blocking:
-            text = message_of(lambda: run.engine.save_checkpoint(folder, "new"))
-        else:
-            run.engine.save_checkpoint(folder, "new", blocking=False)
-            wait_for_background()
-            text = message_of(run.engine.step)
-        assert "No space left on device" in text, text
-        assert f"{folder}/.new" in text, text
-        run.check()
-        dist.barrier()
-        assert sorted(os.listdir(folder)) == ["filler", "latest", "old", "old.0"]
-    dist.barrier()
-    (folder / "filler").unlink(missing_ok=True)
-    dist.barrier()
-    run.engine.save_checkpoint(folder, "new")
-    run.train()
-    run.engine.load_checkpoint(folder, "old")
-    assert run.engine.global_step == 1
 
 
 def save_read_only(folder: Path) -> None:
@@ -125,7 +66,7 @@ def _unshare_mounts() -> None:
     assert ctypes.CDLL(None, use_errno=True).unshare(clone_newns) == 0, os.strerror(ctypes.get_errno())
 
 
-TRIALS = (save_in_little_space, save_while_it_fills_up, save_read_only, save_where_ranks_share_nothing)
+TRIALS = (save_read_only, save_where_ranks_share_nothing)
 
 
 def main(folder: Path) -> int:

@@ -80,14 +80,6 @@ def test_averages_load_at_another_number_of_ranks_and_come_back(ranks, run, tmp_
         assert not differences(again, saved)
 
 
-@pytest.mark.long
-def test_averages_go_on_at_another_stage_to_the_bit(ranks, run):
-    folder, saved, end = run
-    for loaded, after in ranks(2, load, folder, [0, 1, 2, 3])[0]:
-        assert not differences(loaded, saved)
-        assert not differences(after, end)
-
-
 def test_a_checkpoint_that_a_thread_writes_holds_the_averages_of_its_moment(ranks, run, tmp_path):
     _, saved, _ = run
     ranks(2, save, tmp_path, blocking=False)

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.checkpoint.runs import start
 from tests.checkpoint.test_values import check_same, round_trip
+from tests.ranks import on_ranks
 from zeroshard.checkpoint.values import Given, check_plain
 
 
@@ -114,24 +115,21 @@ def test_what_cannot_be_made_plain_is_refused_by_its_key(value, message):
 META = {"a": nn.Parameter(torch.empty(2, device="meta"))}
 
 
-def save(folder, blocking):
+@pytest.mark.parametrize("blocking", [True, False])
+@on_ranks(2)
+def test_a_save_takes_and_refuses_the_same_in_the_background(tmp_path, blocking):
     """What came back, and what was said of values that cannot be saved."""
     engine = start(3)
-    engine.save_checkpoint(folder, client_state=GIVEN, blocking=blocking)
+    engine.save_checkpoint(tmp_path, client_state=GIVEN, blocking=blocking)
     said = []
     for given in ({"a": {"f": print}}, META):
         try:
-            engine.save_checkpoint(folder, client_state=given, blocking=blocking)
+            engine.save_checkpoint(tmp_path, client_state=given, blocking=blocking)
         except ValueError as error:
             said.append(str(error))
-    return engine.load_checkpoint(folder), said
-
-
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_save_takes_and_refuses_the_same_in_the_background(ranks, tmp_path, blocking):
-    for loaded, said in ranks(2, save, tmp_path, blocking):
-        check_same(loaded, PLAIN)
-        assert [text.partition(",")[0] for text in said] == [
-            "client_state['a']['f']: expected tensors",
-            "client_state['a']: expected a tensor with values and without attributes of its own",
-        ]
+    loaded = engine.load_checkpoint(tmp_path)
+    check_same(loaded, PLAIN)
+    assert [text.partition(",")[0] for text in said] == [
+        "client_state['a']['f']: expected tensors",
+        "client_state['a']: expected a tensor with values and without attributes of its own",
+    ]

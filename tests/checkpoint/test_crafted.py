@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.checkpoint.test_faults import Run, damaged, message_of
+from tests.ranks import on_ranks
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
 from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, tile
 from zeroshard.checkpoint.values import read_values, to_files
@@ -347,9 +348,12 @@ HEADERS: dict[str, Callable[[Path], None]] = {
 KINDS = {"places": PLACES, MANIFEST: MANIFESTS, VALUES: CONTENTS, TENSORS: HEADERS}
 
 
-def load_crafted(folder: str, kind: str) -> list[str]:
+@pytest.mark.long_where(kind=["values.json", "values.safetensors", "places"])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2, timeout=300)
+def test_crafted_file_is_one_error_that_names_it_before_anything_changes(tmp_path, kind):
     """Load each of the crafted checkpoints; what was not as expected."""
-    run, good, found = Run(), Path(folder) / "good", []
+    run, good, found = Run(), Path(str(tmp_path)) / "good", []
     run.train()
     run.engine.save_checkpoint(good, "tag")
     run.train()
@@ -368,12 +372,6 @@ def load_crafted(folder: str, kind: str) -> list[str]:
     run.engine.save_checkpoint(good, "tag")
     run.engine.load_checkpoint(good)
     return found
-
-
-@pytest.mark.long_where(kind=["values.json", "values.safetensors", "places"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_crafted_file_is_one_error_that_names_it_before_anything_changes(ranks, tmp_path, kind):
-    assert ranks(2, load_crafted, str(tmp_path), kind, timeout=300) == [[], []]
 
 
 def peak_of(call: Callable[[], Any]) -> int:

@@ -14,6 +14,7 @@ from tests.checkpoint.test_crafted import edit_manifest
 from tests.checkpoint.test_faults import damaged, message_of
 from tests.checkpoint.test_memory import SLACK, Rows, growth
 from tests.optim.eightbit.reference import SIGNED, UNSIGNED, Blocks
+from tests.ranks import on_ranks
 from zeroshard import initialize, optim
 from zeroshard.checkpoint import optimizers as loading
 from zeroshard.checkpoint.files import MANIFEST, find
@@ -97,16 +98,6 @@ def test_codes_and_scales_are_the_same_bits_at_any_layout_and_come_back(
         assert after.losses == end.losses
 
 
-@pytest.mark.long
-def test_another_stage_at_the_same_number_of_ranks_goes_on_to_the_bit(ranks, run):
-    folder, want = run
-    for (name, _), (loaded, after) in ranks(2, resume, folder, [0, 1, 2, 3])[0].items():
-        stop, end = want[name]
-        assert not differences(loaded, stop)
-        assert not differences(after, end)
-        assert after.losses == end.losses
-
-
 def test_each_parameter_has_the_states_that_its_size_asks_for(run):
     sizes = {
         name: p.numel() for name, p in build().named_parameters() if p.requires_grad and name != "unused"
@@ -144,18 +135,15 @@ def test_inspect_tells_shapes_and_bytes_of_codes_and_scales(run):
     assert (scales["dtype"], scales["shape"], scales["bytes"]) == ("float32", [6], 24)
 
 
-def in_background(folder):
+@on_ranks(2)
+def test_a_save_in_the_background_holds_the_states_of_its_moment(tmp_path):
     engine = start(3, KINDS["AdEMAMix8bit"])
     train(engine, BEFORE)
     want = state(engine)
-    engine.save_checkpoint(folder, blocking=False)
+    engine.save_checkpoint(tmp_path, blocking=False)
     train(engine, AFTER)
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     return differences(state(engine), want)
-
-
-def test_a_save_in_the_background_holds_the_states_of_its_moment(ranks, tmp_path):
-    assert ranks(2, in_background, tmp_path) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ converted
@@ -321,23 +309,11 @@ REFUSED = {
         CONVERTED,
         "the checkpoint has amsgrad=True",
     ),
-    "maximize": (
-        ("Adam", {"maximize": True}),
-        ("Adam8bit", {}),
-        CONVERTED,
-        "the checkpoint has maximize=True",
-    ),
     "nesterov": (
         ("SGD", {"momentum": 0.9, "nesterov": True}),
         ("SGD8bit", {}),
         CONVERTED,
         "the checkpoint has nesterov=True",
-    ),
-    "dampening": (
-        ("SGD", {"momentum": 0.9, "dampening": 0.5}),
-        ("SGD8bit", {}),
-        CONVERTED,
-        "the checkpoint has dampening=0.5",
     ),
     "state of amsgrad": (
         ("AdamW", {"amsgrad": True}),
@@ -348,18 +324,15 @@ REFUSED = {
 }
 
 
-def refuse_all(folder):
-    return {
-        name: refused(f"{folder}/{name}", saved, present, **options)
+@pytest.mark.long
+@on_ranks(2)
+def test_what_would_train_on_with_other_numbers_is_one_error_and_changes_nothing(tmp_path):
+    found = {
+        name: refused(f"{tmp_path}/{name}", saved, present, **options)
         for name, (saved, present, options, _) in REFUSED.items()
     }
-
-
-@pytest.mark.long
-def test_what_would_train_on_with_other_numbers_is_one_error_and_changes_nothing(ranks, tmp_path):
-    for found in ranks(2, refuse_all, tmp_path):
-        for name, message in found.items():
-            assert REFUSED[name][-1] in message, name
+    for name, message in found.items():
+        assert REFUSED[name][-1] in message, name
 
 
 CODES, SCALES = "optimizer/mix/exp_avg", "optimizer/mix/exp_avg_absmax"
@@ -443,8 +416,13 @@ def common(optimizer, kind):
     return found
 
 
-def exchange_with_bitsandbytes(folder):
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@on_ranks(2)
+def test_bitsandbytes_and_others_load_each_others_states(tmp_path):
     """What they saved is loaded by others, and comes back: what is not as expected."""
+    pytest.importorskip("bitsandbytes")
+    folder = tmp_path
     import bitsandbytes
 
     found = []
@@ -473,13 +451,6 @@ def exchange_with_bitsandbytes(folder):
         else:
             assert train(back, AFTER) == train(engine, AFTER), kind
     return found
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-def test_bitsandbytes_and_others_load_each_others_states(ranks, tmp_path):
-    pytest.importorskip("bitsandbytes")
-    assert ranks(2, exchange_with_bitsandbytes, tmp_path) == [[], []]
 
 
 # ---------------------------------------------------------------------------------------------------- memory

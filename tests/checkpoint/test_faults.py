@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 import zeroshard
 from tests.distributed.training import build, start, token_loss
+from tests.ranks import on_ranks
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import LATEST, MANIFEST, VALUES
 from zeroshard.checkpoint.save import _CheckedFile
@@ -197,7 +198,9 @@ def test_a_disk_that_fails_in_the_background_is_told_by_the_next_call(ranks, tmp
     ranks(2, fail_to_save, str(tmp_path), faults, next_call, timeout=120)
 
 
-def save_where_one_cannot(folder: str) -> None:
+@on_ranks(2)
+def test_a_folder_that_cannot_be_one_is_one_error(tmp_path):
+    folder = str(tmp_path)
     run, file = Run(), Path(folder) / "file"
     file.touch()
     run.train()
@@ -216,10 +219,6 @@ def save_where_one_cannot(folder: str) -> None:
     assert sorted(os.listdir(folder)) == ["file", "link", "taken"]
     run.train()
     run.engine.save_checkpoint(Path(folder) / "new" / "folder", blocking=False)
-
-
-def test_a_folder_that_cannot_be_one_is_one_error(ranks, tmp_path):
-    ranks(2, save_where_one_cannot, str(tmp_path))
 
 
 # -------------------------------------------------------------------------------------- damaged files
@@ -251,9 +250,27 @@ TENSORS = (".metadata", "__0_0.distcp", "__1_0.distcp")
 FILES = (*TENSORS, VALUES, files.TENSORS, MANIFEST)
 
 
-def load_damaged(folder: str, verify: bool) -> list[str]:
+def truncate_name(path: Path) -> None:
+    path.write_text(path.read_text()[:2])
+
+
+def damaged(good: Path, damage: Damage, name: str) -> Path:
+    """A copy of a folder with one damaged file; collective."""
+    bad = good.parent / "bad"
+    if dist.get_rank() == 0:
+        shutil.rmtree(bad, ignore_errors=True)
+        shutil.copytree(good, bad)
+        damage(bad / name)
+    dist.barrier()
+    return bad
+
+
+@pytest.mark.long_where(verify=[False])
+@pytest.mark.parametrize("verify", [True, False])
+@on_ranks(2, timeout=120)
+def test_a_damaged_checkpoint_is_one_error_that_names_the_file(tmp_path, verify):
     """Damage one file after the other, and see that nothing comes of it but an error; what did not."""
-    run, good = Run(checkpoint={"verify": verify}), Path(folder) / "good"
+    run, good = Run(checkpoint={"verify": verify}), Path(str(tmp_path)) / "good"
     run.train()
     run.engine.save_checkpoint(good, "tag")
     run.train()
@@ -281,32 +298,11 @@ def load_damaged(folder: str, verify: bool) -> list[str]:
     return found
 
 
-def truncate_name(path: Path) -> None:
-    path.write_text(path.read_text()[:2])
-
-
-def damaged(good: Path, damage: Damage, name: str) -> Path:
-    """A copy of a folder with one damaged file; collective."""
-    bad = good.parent / "bad"
-    if dist.get_rank() == 0:
-        shutil.rmtree(bad, ignore_errors=True)
-        shutil.copytree(good, bad)
-        damage(bad / name)
-    dist.barrier()
-    return bad
-
-
-@pytest.mark.long_where(verify=[False])
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_damaged_checkpoint_is_one_error_that_names_the_file(ranks, tmp_path, verify):
-    assert ranks(2, load_damaged, str(tmp_path), verify, timeout=120) == [[], []]
-
-
 # ------------------------------------------------------------------------------------------------ mounts
 
 
 @pytest.mark.long
-def test_file_systems_that_are_full_or_read_only_or_not_shared(tmp_path):
+def test_file_systems_that_are_read_only_or_not_shared(tmp_path):
     """In a mount namespace of its own, which needs no privileges on most systems."""
     apart = ["unshare", "--user", "--map-root-user", "--mount"]
     if not shutil.which("unshare") or subprocess.run([*apart, "true"], capture_output=True).returncode:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR,
 from tests.checkpoint.runs import differences, start, state, train
 from tests.checkpoint.test_crafted import PART, edit_manifest, edit_values
 from tests.checkpoint.test_faults import damaged, message_of
+from tests.ranks import on_ranks
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
 
 
@@ -155,10 +156,12 @@ def generators() -> Any:
     return random.getstate(), torch.get_rng_state().tolist(), keys.tolist(), rest
 
 
-def load_crafted(folder: Path, kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", CRAFTED)
+@on_ranks(2, timeout=120)
+def test_values_of_other_kinds_and_links_are_refused_before_anything_changes(tmp_path, kind):
     """What was not refused as it should be, or changed something."""
     found: list[str] = []
-    good = folder / "good"
+    good = tmp_path / "good"
     data = torch.utils.data.TensorDataset(torch.arange(10))
     engine = start(3, model=Small(), lr_scheduler=schedule, training_data=data)
     train(engine, [0], loss)
@@ -178,21 +181,17 @@ def load_crafted(folder: Path, kind: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", CRAFTED)
-def test_values_of_other_kinds_and_links_are_refused_before_anything_changes(ranks, tmp_path, kind):
-    assert ranks(2, load_crafted, tmp_path, kind, timeout=120) == [[], []]
-
-
-def load_through_a_link(folder: Path) -> list[str]:
+@on_ranks(2)
+def test_a_directory_that_is_a_link_is_loaded(tmp_path):
     engine = start(3, model=Small())
     train(engine, [0], loss)
-    engine.save_checkpoint(folder / "real", "tag")
+    engine.save_checkpoint(tmp_path / "real", "tag")
     if dist.get_rank() == 0:
-        (folder / "link").symlink_to(folder / "real")
-        (folder / "direct").symlink_to(folder / "real" / "tag.0")
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        (tmp_path / "direct").symlink_to(tmp_path / "real" / "tag.0")
     dist.barrier()
     want = state(engine)
-    for path in (folder / "link", folder / "direct", folder / "link" / "tag.0"):
+    for path in (tmp_path / "link", tmp_path / "direct", tmp_path / "link" / "tag.0"):
         other = start(3, model=Small(), seed=1)
         other.load_checkpoint(path)
         if found := differences(state(other), want):
@@ -200,19 +199,16 @@ def load_through_a_link(folder: Path) -> list[str]:
     return []
 
 
-def test_a_directory_that_is_a_link_is_loaded(ranks, tmp_path):
-    assert ranks(2, load_through_a_link, tmp_path) == [[], []]
-
-
 def half(optimizer: torch.optim.Optimizer) -> LRScheduler:
     parts = [OneCycleLR(optimizer, 0.1, total_steps=9), CosineAnnealingLR(optimizer, 5)]
     return SequentialLR(optimizer, parts, milestones=[4])
 
 
-def load_nested_schedule(folder: Path) -> list[str]:
+@on_ranks(1)
+def test_schedules_inside_a_schedule_are_checked_too(tmp_path):
     engine = start(3, model=Small(), lr_scheduler=half)
     train(engine, [0], loss)
-    engine.save_checkpoint(folder / "good", "tag")
+    engine.save_checkpoint(tmp_path / "good", "tag")
     before, found = state(engine), []
     for path, value in {
         "lr_scheduler/_schedulers/0/total_steps": "x",
@@ -221,13 +217,9 @@ def load_nested_schedule(folder: Path) -> list[str]:
         "lr_scheduler/_milestones": ["x"],
         "lr_scheduler/_schedulers": [3, 4],
     }.items():
-        bad = damaged(folder / "good", update(path, value), "tag.0")
+        bad = damaged(tmp_path / "good", update(path, value), "tag.0")
         text = message_of(lambda bad=bad: engine.load_checkpoint(bad))  # type: ignore[misc]
         found += [] if f"{bad / 'tag.0' / VALUES}: " in text and "in part" not in text else [text]
         found += differences(state(engine), before)
-    engine.load_checkpoint(folder / "good")
+    engine.load_checkpoint(tmp_path / "good")
     return found + differences(state(engine), before)
-
-
-def test_schedules_inside_a_schedule_are_checked_too(ranks, tmp_path):
-    assert ranks(1, load_nested_schedule, tmp_path) == [[]]

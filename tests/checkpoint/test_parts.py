@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint.runs import differences, start, state, train
+from tests.ranks import on_ranks
 from zeroshard.checkpoint.manifest import read_manifest
 from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.cli.main import main
@@ -17,17 +18,18 @@ def schedule(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 
 
-def load_weights(folder):
+@on_ranks(2)
+def test_weights_load_without_touching_optimizer_schedule_and_progress(tmp_path):
     engine = start(3, lr_scheduler=schedule)
     train(engine, [0, 1])
-    engine.save_checkpoint(folder, "all", {"n": 1})
+    engine.save_checkpoint(tmp_path, "all", {"n": 1})
     weights, found = engine.full_state_dict(), []
     for stage in (0, 1, 2, 3):
         for num_steps in (0, 3):
             other = start(stage, seed=1, lr_scheduler=schedule)
             train(other, range(num_steps))
             before, drawn = state(other), torch.get_rng_state()
-            assert other.load_checkpoint(folder, optimizer=False) == {"n": 1}
+            assert other.load_checkpoint(tmp_path, optimizer=False) == {"n": 1}
             after = state(other)
             expected = {name: before.tensors[name] for name in before.tensors} | weights
             found += [
@@ -37,12 +39,6 @@ def load_weights(folder):
             found += [] if torch.equal(torch.get_rng_state(), drawn) else ["generators"]
             train(other, [2])
     return found
-
-
-@pytest.mark.long_where(num_ranks=[1])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_weights_load_without_touching_optimizer_schedule_and_progress(ranks, tmp_path, num_ranks):
-    assert ranks(num_ranks, load_weights, tmp_path) == [[]] * num_ranks
 
 
 def save_weights(folder):
@@ -168,14 +164,12 @@ def test_a_base_of_another_dtype_is_another_base(ranks, tmp_path, capsys):
     assert read_manifest(tmp_path / "run" / "step-2.0").frozen
 
 
-def load_over_a_trained_base(folder):
+@on_ranks(2)
+def test_what_was_frozen_may_be_trained_where_it_has_the_same_values(tmp_path):
+    folder = tmp_path / "run"
     config = {"stage": 3, "checkpoint": {"frozen": False}}
     start(config, trained_adamw, model=Adapted().float()).save_checkpoint(folder)
     start(3, model=Adapted().float().requires_grad_(True)).load_checkpoint(folder, optimizer=False)
     other = start(3, model=Adapted(base_seed=8).float().requires_grad_(True))
     with pytest.raises(ValueError, match="present values are others"):
         other.load_checkpoint(folder, optimizer=False)
-
-
-def test_what_was_frozen_may_be_trained_where_it_has_the_same_values(ranks, tmp_path):
-    ranks(2, load_over_a_trained_base, tmp_path / "run")

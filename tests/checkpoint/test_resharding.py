@@ -73,15 +73,6 @@ def test_what_two_ranks_saved_goes_on_at_another_number_of_ranks_and_comes_back(
         assert not differences(again, stop)
 
 
-@pytest.mark.long
-def test_another_stage_at_the_same_number_of_ranks_goes_on_to_the_bit(ranks, run):
-    folder, stop, end = run
-    for loaded, after in ranks(2, resume, folder, [0, 1, 2, 3])[0]:
-        assert not differences(loaded, stop)
-        assert not differences(after, end)
-        assert after.losses == end.losses
-
-
 def test_dropout_goes_on_to_the_bit_at_the_same_layout(ranks, tmp_path):
     ranks(2, save, tmp_path, 3, 0.3)
     (stop, end), _ = ranks(2, undisturbed, 0.3)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.checkpoint.runs import differences, start, state, train
-from tests.ranks import _torchrun_environment
+from tests.ranks import _torchrun_environment, on_ranks
 from zeroshard.checkpoint import save as saving
 from zeroshard.checkpoint.files import find
 
@@ -61,7 +61,8 @@ def test_the_same_state_is_the_same_bytes_however_often_and_in_whatever_way_it_i
 # -------------------------------------------------------------------------------------------- background
 
 
-def beside_training(folder):
+@on_ranks(2)
+def test_a_save_in_the_background_holds_the_values_of_the_call(tmp_path):
     """Three saves in the background that write after further steps: state at each call, and as written."""
     engine, found = start(3), []
     has_trained, write_part = threading.Event(), saving.write_part
@@ -74,7 +75,7 @@ def beside_training(folder):
         for number in range(3):
             train(engine, [number])
             has_trained.clear()
-            engine.save_checkpoint(folder, f"at-{number}", {"n": number}, blocking=False)
+            engine.save_checkpoint(tmp_path, f"at-{number}", {"n": number}, blocking=False)
             found.append(state(engine))
             train(engine, range(3, 3 + number))
             has_trained.set()
@@ -82,33 +83,26 @@ def beside_training(folder):
     for number, want in enumerate(found):
         other = start(number, seed=1)
         if number == 2:
-            assert other.load_checkpoint(folder) == {"n": 2}
+            assert other.load_checkpoint(tmp_path) == {"n": 2}
         else:
-            assert other.load_checkpoint(folder, f"at-{number}") == {"n": number}
+            assert other.load_checkpoint(tmp_path, f"at-{number}") == {"n": number}
         found[number] = differences(state(other), want)
-    return found
+    assert found == [[], [], []]
 
 
-def load_at_once(folder):
+@on_ranks(2)
+def test_loading_waits_for_a_save_in_the_background(tmp_path):
     """The engine that saves loads right after it."""
+    names = ["later", "later.0", "latest", "step-2", "step-2.0"]
     engine = start(3)
     train(engine, range(2))
-    engine.save_checkpoint(folder, blocking=False)
+    engine.save_checkpoint(tmp_path, blocking=False)
     want, end = state(engine), train(engine, range(2, 5))
-    engine.save_checkpoint(folder, "later", blocking=False)
-    engine.load_checkpoint(folder, "step-2")
+    engine.save_checkpoint(tmp_path, "later", blocking=False)
+    engine.load_checkpoint(tmp_path, "step-2")
     assert not differences(state(engine), want)
     assert train(engine, range(2, 5)) == end
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_save_in_the_background_holds_the_values_of_the_call(ranks, tmp_path):
-    assert ranks(2, beside_training, tmp_path) == [[[], [], []]] * 2
-
-
-def test_loading_waits_for_a_save_in_the_background(ranks, tmp_path):
-    names = ["later", "later.0", "latest", "step-2", "step-2.0"]
-    assert ranks(2, load_at_once, tmp_path) == [names, names]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 SCRIPT = """
@@ -149,58 +143,6 @@ def test_a_process_that_ends_after_a_save_in_the_background_leaves_a_checkpoint(
 # -------------------------------------------------------------------------------------------------- tags
 
 
-def tags(folder):
-    engine, found = start(3, model=nn.Linear(3, 2)), {}
-
-    def names():
-        return sorted(path.name for path in folder.iterdir())
-
-    engine.save_checkpoint(folder)
-    engine.save_checkpoint(folder, "best-0.5=x", {"n": 1})
-    engine.save_checkpoint(folder, "best-0.5=x", {"n": 2})
-    found["names"] = names()
-    engine.save_checkpoint(folder, "last", {"n": 3})
-    ways = [
-        (folder, None),
-        (str(folder), "best-0.5=x"),
-        (folder / "best-0.5=x", None),
-        (folder / "best-0.5=x.1", None),
-        (folder, "step-0"),
-    ]
-    found["loaded"] = [engine.load_checkpoint(*way) for way in ways]
-    found["refused"] = []
-    before = names()
-    for tag in ("", "a/b", "../a", ".hidden", "latest", "a ", 7, "x" * 300, "a\n"):
-        with pytest.raises(ValueError, match=r"tag: expected a name of .*; got ") as caught:
-            engine.save_checkpoint(folder, tag)
-        assert repr(tag)[:250] in str(caught.value)
-    assert names() == before
-    for path, tag, message in [
-        (
-            folder,
-            "none",
-            "expected a checkpoint with tag 'none'; the tags there are: step-0, best-0.5=x, last",
-        ),
-        (folder / "nowhere", None, "nowhere': expected a folder with checkpoints, found none"),
-        (folder, "../x", "expected a checkpoint with tag '../x'"),
-        (folder, "latest", "expected a checkpoint with tag 'latest'"),
-        (folder.parent / "empty", None, "expected a checkpoint, found none"),
-    ]:
-        (folder.parent / "empty").mkdir(exist_ok=True)
-        with pytest.raises(ValueError, match=r"expected a") as caught:
-            engine.load_checkpoint(path, tag)
-        found["refused"] += [] if message in str(caught.value) else [str(caught.value)]
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_checkpoints_are_found_by_tag_by_directory_and_as_the_latest(ranks, tmp_path, num_ranks):
-    for found in ranks(num_ranks, tags, tmp_path / "in" / "folders"):
-        assert found["names"] == ["best-0.5=x", "best-0.5=x.1", "latest", "step-0", "step-0.0"]
-        assert found["loaded"] == [{"n": 3}, {"n": 2}, {"n": 2}, {"n": 2}, {}]
-        assert found["refused"] == []
-
-
 NO_PATHS = ("", "  ", None, b"folder", 3, "a\0b")
 
 
@@ -225,39 +167,18 @@ def test_what_is_no_path_is_refused_on_all_ranks_and_nothing_is_written(ranks, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "there"]
 
 
-def save_versions(folder):
-    engine, found = start(3), []
-    for number, tag in enumerate(("v1.0", "v1", "v1.0", "v1", "loss=2.31", "epoch 3, run +5", "ä", "_best")):
-        engine.save_checkpoint(folder, tag, {"n": number}, blocking=bool(number % 2))
-        found += [engine.load_checkpoint(folder), engine.load_checkpoint(folder, tag)]
-        found.append(engine.load_checkpoint(folder / tag))
-        found = found if found[-3:] == [{"n": number}] * 3 else [*found, tag]
-    tags = ("v1.0", "v1", "loss=2.31")
-    latest = [engine.load_checkpoint(folder, tag)["n"] for tag in tags]
-    with pytest.raises(ValueError, match=r"v1.2' is a directory, a checkpoint of tag 'v1'"):
-        engine.save_checkpoint(folder, "v1.2", blocking=False)
-    return [value for value in found if isinstance(value, str)], latest
-
-
-def test_tags_may_be_versions_and_losses_beside_each_other(ranks, tmp_path):
-    assert ranks(2, save_versions, tmp_path) == [([], [2, 3, 4])] * 2
-
-
-def keep(folder, keep_last, blocking):
-    engine = start({"stage": 3, "checkpoint": {"keep_last": keep_last}}, model=nn.Linear(3, 2))
-    for tag in ("a", "b", "c", "a", "d"):
-        engine.save_checkpoint(folder, tag, {"tag": tag}, blocking=blocking)
-    last = engine.load_checkpoint(folder)
-    return last, sorted(path.name for path in folder.iterdir())
-
-
-@pytest.mark.parametrize(("keep_last", "blocking"), [(1, True), (2, True), (2, False), (None, True)])
-def test_the_newest_checkpoints_are_kept(ranks, tmp_path, keep_last, blocking):
+@pytest.mark.parametrize(("keep_last", "blocking"), [(1, True), (2, False), (None, True)])
+@on_ranks(2)
+def test_the_newest_checkpoints_are_kept(tmp_path, keep_last, blocking):
     kept = {1: ["d", "d.0"], 2: ["a", "a.0", "d", "d.0"]}
     all_of_them = ["a", "a.1", "b", "b.0", "c", "c.0", "d", "d.0"]
-    for last, names in ranks(2, keep, tmp_path, keep_last, blocking):
-        assert last == {"tag": "d"}
-        assert names == sorted([*kept.get(keep_last, all_of_them), "latest"])
+    engine = start({"stage": 3, "checkpoint": {"keep_last": keep_last}}, model=nn.Linear(3, 2))
+    for tag in ("a", "b", "c", "a", "d"):
+        engine.save_checkpoint(tmp_path, tag, {"tag": tag}, blocking=blocking)
+    last = engine.load_checkpoint(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert last == {"tag": "d"}
+    assert names == sorted([*kept.get(keep_last, all_of_them), "latest"])
 
 
 # ------------------------------------------------------------------------------------- what it says of itself

@@ -20,7 +20,7 @@ from tests.checkpoint.runs import (
     token_loss,
     train,
 )
-from tests.checkpoint.test_values import PLAIN, check_same
+from tests.ranks import on_ranks
 
 BEFORE, AFTER = range(3), range(3, 8)
 
@@ -42,57 +42,46 @@ def overflowing_loss(engine, number):
     return token_loss(engine, number) * (math.inf if bad else 1e-3)  # small: no other step overflows
 
 
-def in_precision(folder, precision, loss):
+@on_ranks(2)
+def test_float16_goes_on_with_its_loss_scale_and_counters(tmp_path):
+    precision = {"param_dtype": "fp16"}
     engine = start({"stage": 3, "precision": precision})
-    train(engine, BEFORE, loss)
-    engine.save_checkpoint(folder)
+    train(engine, BEFORE, overflowing_loss)
+    engine.save_checkpoint(tmp_path)
     stop = state(engine)
     end = state(engine, train(engine, AFTER))
     found = []
     for stage in (3, 0):
         engine = start({"stage": stage, "precision": precision}, seed=1)
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(tmp_path)
         found += differences(state(engine), stop)
         got = state(engine, train(engine, AFTER))
         found += differences(got, end)
         found += [] if got.losses == end.losses else [(stage, got.losses, end.losses)]
-    return found, stop.values["loss scale"], stop.values["steps"]
+    scale, steps = stop.values["loss scale"], stop.values["steps"]
+    assert found == []
+    assert (scale.value, scale.num_steps) == (32768.0, 1)  # halved by step 1, followed by a good one
+    assert steps == (2, 1)
 
 
 @pytest.mark.long
-def test_bfloat16_goes_on_to_the_bit(ranks, tmp_path):
-    for found, _, steps in ranks(2, in_precision, tmp_path, {"param_dtype": "bf16"}, token_loss):
-        assert (found, steps) == ([], (3, 0))
-
-
-def test_float16_goes_on_with_its_loss_scale_and_counters(ranks, tmp_path):
-    for found, scale, steps in ranks(2, in_precision, tmp_path, {"param_dtype": "fp16"}, overflowing_loss):
-        assert found == []
-        assert (scale.value, scale.num_steps) == (32768.0, 1)  # halved by step 1, followed by a good one
-        assert steps == (2, 1)
-
-
-def fixed_scale(folder):
+@on_ranks(2)
+def test_a_fixed_loss_scale_and_other_precisions_keep_their_own(tmp_path):
     """The scale that a run asks for is not replaced by the one that another run had come to."""
     half = {"stage": 3, "precision": {"param_dtype": "fp16"}}
     engine = start(half)
     train(engine, BEFORE, overflowing_loss)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     scales = []
     for scale in (128.0, None):
         precision = {"param_dtype": "fp16", "loss_scale": scale} if scale else {}
         engine = start({"stage": 3, "precision": precision}, seed=1)
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(tmp_path)
         scales.append(engine.loss_scale)
-    engine.save_checkpoint(folder)  # without a loss scale
+    engine.save_checkpoint(tmp_path)  # without a loss scale
     engine = start(half, seed=1)
-    engine.load_checkpoint(folder)
-    return [*scales, engine.loss_scale]
-
-
-@pytest.mark.long
-def test_a_fixed_loss_scale_and_other_precisions_keep_their_own(ranks, tmp_path):
-    assert ranks(2, fixed_scale, tmp_path) == [[128.0, 1.0, 65536.0]] * 2
+    engine.load_checkpoint(tmp_path)
+    assert [*scales, engine.loss_scale] == [128.0, 1.0, 65536.0]
 
 
 def as_float32(found):
@@ -103,30 +92,27 @@ def as_float32(found):
     return found
 
 
-def in_double(folder):
+@on_ranks(2)
+def test_main_parameters_and_states_are_loaded_in_the_dtype_of_the_run(tmp_path):
     engine = start(3)
     train(engine, BEFORE)
-    engine.save_checkpoint(folder / "single")
+    engine.save_checkpoint(tmp_path / "single")
     want = state(engine)
     double = {"stage": 2, "precision": {"param_dtype": "float32", "main_dtype": "float64"}}
     engine = start(double, seed=1)
-    engine.load_checkpoint(folder / "single")
+    engine.load_checkpoint(tmp_path / "single")
     assert {p.dtype for name, p in engine.named_parameters() if p.requires_grad} == {torch.float64}
     assert {value["exp_avg"].dtype for value in engine.optimizer.state.values()} == {torch.float64}
     found = differences(as_float32(state(engine)), want)
-    engine.save_checkpoint(folder / "double")
+    engine.save_checkpoint(tmp_path / "double")
     back = start(3, seed=1)
-    back.load_checkpoint(folder / "double")
+    back.load_checkpoint(tmp_path / "double")
     assert {value["exp_avg"].dtype for value in back.optimizer.state.values()} == {torch.float32}
     found += differences(state(back), want)
     train(engine, AFTER)
-    engine.save_checkpoint(folder / "double")
-    back.load_checkpoint(folder / "double")
+    engine.save_checkpoint(tmp_path / "double")
+    back.load_checkpoint(tmp_path / "double")
     return found + differences(state(back), as_float32(state(engine)))
-
-
-def test_main_parameters_and_states_are_loaded_in_the_dtype_of_the_run(ranks, tmp_path):
-    assert ranks(2, in_double, tmp_path) == [[], []]
 
 
 class HalfLinear(nn.Linear):
@@ -160,7 +146,10 @@ def test_frozen_parameters_keep_their_dtype_and_bits(ranks, tmp_path):
 # ------------------------------------------------------------------------------------------- accumulation
 
 
-def accumulating(folder):
+@on_ranks(2)
+def test_in_the_middle_of_a_step_nothing_is_saved_and_loading_drops_it(tmp_path):
+    folder = tmp_path / "new"
+
     def begin(seed):
         return start({"stage": 3, "gradient_accumulation_steps": 2}, seed=seed)
 
@@ -174,21 +163,19 @@ def accumulating(folder):
     other = begin(1)
     train(other, [0])  # half a step, dropped by what is loaded
     other.load_checkpoint(folder)
-    return said, written, train(other, range(4, 8)) == want, other.global_step
-
-
-def test_in_the_middle_of_a_step_nothing_is_saved_and_loading_drops_it(ranks, tmp_path):
-    for said, written, is_same, steps in ranks(2, accumulating, tmp_path / "new"):
-        assert "after 1 micro-batches of an unfinished step" in said
-        assert not written
-        assert is_same
-        assert steps == 4
+    is_same, steps = train(other, range(4, 8)) == want, other.global_step
+    assert "after 1 micro-batches of an unfinished step" in said
+    assert not written
+    assert is_same
+    assert steps == 4
 
 
 # ------------------------------------------------------------------------------------------------ buffers
 
 
-def batch_norm(folder):
+@on_ranks(2)
+def test_all_ranks_load_the_buffers_of_rank_0(tmp_path):
+
     def begin(seed):
         torch.manual_seed(seed)
         return start(3, model=nn.Sequential(nn.Linear(7, 30), nn.BatchNorm1d(30), nn.Linear(30, 3)))
@@ -199,20 +186,16 @@ def batch_norm(folder):
 
     engine = begin(0)
     train(engine, BEFORE, loss)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     saved = from_all({name: value.clone() for name, value in engine.named_buffers()})
     assert not torch.equal(saved[0]["1.running_mean"], saved[1]["1.running_mean"])
     want = train(engine, AFTER, loss)
     engine = begin(1)
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     for name, value in engine.named_buffers():
         assert torch.equal(value, saved[0][name]), name
     assert engine.get_buffer("1.num_batches_tracked") == len(BEFORE)
-    return train(engine, AFTER, loss) == want
-
-
-def test_all_ranks_load_the_buffers_of_rank_0(ranks, tmp_path):
-    assert ranks(2, batch_norm, tmp_path) == [True, True]
+    assert train(engine, AFTER, loss) == want
 
 
 def kept_buffers(folder):
@@ -281,20 +264,6 @@ class Extra(nn.Linear):
         self.extra = extra
 
 
-def extra_state(folder):
-    def begin(seen, scale):
-        return start(3, model=nn.Sequential(Extra(seen), nn.Sequential(Extra(scale))))
-
-    engine = begin({"seen": [1, 2]}, torch.tensor([0.5, 2.0]))
-    engine.save_checkpoint(folder)
-    engine = begin({"seen": []}, torch.tensor(0.0))
-    engine.load_checkpoint(folder)
-    assert engine.module[0].extra == {"seen": [1, 2]}
-    assert engine.module[1][0].extra.tolist() == [0.5, 2.0]
-    engine.module[1][0].extra = local_object()
-    return message_of(ValueError, engine.save_checkpoint, folder, "other")
-
-
 def local_object():
     class Local:
         pass
@@ -302,9 +271,21 @@ def local_object():
     return Local()
 
 
-def test_extra_state_of_modules_is_given_back_to_them(ranks, tmp_path):
-    for said in ranks(2, extra_state, tmp_path):
-        assert "checkpoint['extra']['1.0._extra_state']: " in said
+@on_ranks(2)
+def test_extra_state_of_modules_is_given_back_to_them(tmp_path):
+
+    def begin(seen, scale):
+        return start(3, model=nn.Sequential(Extra(seen), nn.Sequential(Extra(scale))))
+
+    engine = begin({"seen": [1, 2]}, torch.tensor([0.5, 2.0]))
+    engine.save_checkpoint(tmp_path)
+    engine = begin({"seen": []}, torch.tensor(0.0))
+    engine.load_checkpoint(tmp_path)
+    assert engine.module[0].extra == {"seen": [1, 2]}
+    assert engine.module[1][0].extra.tolist() == [0.5, 2.0]
+    engine.module[1][0].extra = local_object()
+    said = message_of(ValueError, engine.save_checkpoint, tmp_path, "other")
+    assert "checkpoint['extra']['1.0._extra_state']: " in said
 
 
 # --------------------------------------------------------------------------------------- data and numbers
@@ -377,83 +358,61 @@ def test_each_rank_goes_on_with_its_random_numbers_and_new_ranks_derive_theirs(r
 # ----------------------------------------------------------------------------------- the user's own values
 
 
-def client_state(folder, value):
-    engine = start(3, model=nn.Linear(3, 2))
-    engine.save_checkpoint(folder, client_state=value)
-    return start(3, model=nn.Linear(3, 2)).load_checkpoint(folder)
-
-
-def test_client_state_comes_back_on_all_ranks(ranks, tmp_path):
-    for got in ranks(2, client_state, tmp_path, PLAIN):
-        check_same(got, PLAIN)
-    assert ranks(2, client_state, tmp_path, None) == [{}, {}]
-
-
-def bad_client_state(folder, who):
+@pytest.mark.long_where(who=[(0,), (0, 1)])
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+@on_ranks(2)
+def test_a_value_that_needs_code_on_any_rank_is_refused_by_its_key_on_all(tmp_path, who):
     """What is said where the ranks `who` give what can't be loaded; and whether training goes on."""
+    folder = tmp_path / "new"
     engine = start(3)
     bad = {"a": {"b": [1, {"c": local_object()}]}} if dist.get_rank() in who else {"a": 1}
     said = message_of(ValueError, engine.save_checkpoint, folder, client_state=bad)
     written = folder.exists()
     train(engine, BEFORE)
     engine.save_checkpoint(folder, client_state={"a": 1})
-    return said, written, start(3, seed=1).load_checkpoint(folder)
+    loaded = start(3, seed=1).load_checkpoint(folder)
+    assert "client_state['a']['b'][1]['c']: expected tensors" in said
+    assert f"Local (rank {who[0]})" in said
+    assert not written
+    assert loaded == {"a": 1}
 
 
-@pytest.mark.long_where(who=[(0,), (0, 1)])
-@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
-def test_a_value_that_needs_code_on_any_rank_is_refused_by_its_key_on_all(ranks, tmp_path, who):
-    for said, written, loaded in ranks(2, bad_client_state, tmp_path / "new", who):
-        assert "client_state['a']['b'][1]['c']: expected tensors" in said
-        assert f"Local (rank {who[0]})" in said
-        assert not written
-        assert loaded == {"a": 1}
-
-
-def other_kinds(folder):
+@on_ranks(2)
+def test_client_state_is_a_dict(tmp_path):
+    folder = tmp_path / "new"
     engine = start(3, model=nn.Linear(3, 2))
     kinds = [message_of(ValueError, engine.save_checkpoint, folder, client_state=it) for it in ([1], 7)]
     lists = message_of(ValueError, engine.save_checkpoint, folder, client_state={"f": [lambda: 0]})
-    return *kinds, lists, folder.exists()
+    of_list, of_number, of_lambda, written = *kinds, lists, folder.exists()
+    assert "client_state: expected a dict, got list" in of_list
+    assert "client_state: expected a dict, got int" in of_number
+    assert "client_state['f'][0]: " in of_lambda
+    assert not written
 
 
-def test_client_state_is_a_dict(ranks, tmp_path):
-    for of_list, of_number, of_lambda, written in ranks(2, other_kinds, tmp_path / "new"):
-        assert "client_state: expected a dict, got list" in of_list
-        assert "client_state: expected a dict, got int" in of_number
-        assert "client_state['f'][0]: " in of_lambda
-        assert not written
-
-
-def different_places(folder):
+@on_ranks(2)
+def test_ranks_that_save_to_different_places_are_told_of_both_and_nothing_is_written(tmp_path):
     engine, rank = start(3, model=nn.Linear(3, 2)), dist.get_rank()
     said = [
-        message_of(ValueError, engine.save_checkpoint, folder / str(rank)),
-        message_of(ValueError, engine.save_checkpoint, folder, f"tag-{rank}"),
-        message_of(ValueError, engine.save_checkpoint, folder, "b/d" if rank else "good"),
+        message_of(ValueError, engine.save_checkpoint, tmp_path / str(rank)),
+        message_of(ValueError, engine.save_checkpoint, tmp_path, f"tag-{rank}"),
+        message_of(ValueError, engine.save_checkpoint, tmp_path, "b/d" if rank else "good"),
     ]
-    return said, list(folder.rglob("*"))
+    written = list(tmp_path.rglob("*"))
+    assert f"rank(s) 0 have '{tmp_path}/0' with tag 'step-0'; rank(s) 1 have '{tmp_path}/1'" in said[0]
+    assert "tag 'tag-0'; rank(s) 1 have" in said[1]
+    assert "got 'b/d' (rank 1)" in said[2]
+    assert written == []
 
 
-def test_ranks_that_save_to_different_places_are_told_of_both_and_nothing_is_written(ranks, tmp_path):
-    for said, written in ranks(2, different_places, tmp_path):
-        assert f"rank(s) 0 have '{tmp_path}/0' with tag 'step-0'; rank(s) 1 have '{tmp_path}/1'" in said[0]
-        assert "tag 'tag-0'; rank(s) 1 have" in said[1]
-        assert "got 'b/d' (rank 1)" in said[2]
-        assert written == []
-
-
-def different_checkpoints(folder):
+@on_ranks(2)
+def test_ranks_that_load_different_checkpoints_are_told_so(tmp_path):
     engine, rank = start(3, model=nn.Linear(3, 2)), dist.get_rank()
-    engine.save_checkpoint(folder, "one")
-    engine.save_checkpoint(folder, "two")
-    return [
-        message_of(ValueError, engine.load_checkpoint, folder, ("one", "two")[rank]),
-        message_of(ValueError, engine.load_checkpoint, folder, ("one", "none")[rank]),
+    engine.save_checkpoint(tmp_path, "one")
+    engine.save_checkpoint(tmp_path, "two")
+    different, missing = [
+        message_of(ValueError, engine.load_checkpoint, tmp_path, ("one", "two")[rank]),
+        message_of(ValueError, engine.load_checkpoint, tmp_path, ("one", "none")[rank]),
     ]
-
-
-def test_ranks_that_load_different_checkpoints_are_told_so(ranks, tmp_path):
-    for different, missing in ranks(2, different_checkpoints, tmp_path):
-        assert "the ranks see different checkpoints: rank(s) 0 have one.0; rank(s) 1 have two.0" in different
-        assert "expected a checkpoint with tag 'none'; the tags there are: one, two (rank 1)" in missing
+    assert "the ranks see different checkpoints: rank(s) 0 have one.0; rank(s) 1 have two.0" in different
+    assert "expected a checkpoint with tag 'none'; the tags there are: one, two (rank 1)" in missing
