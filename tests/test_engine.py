@@ -12,14 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import TensorDataset
 
 import zeroshard
 from tests.distributed.models import Tiny
 from tests.distributed.training import ALL_STAGES, full_gradients, numbers, square_loss, start
+from tests.ranks import on_ranks
 from zeroshard.parameters.sharded import ShardedParameter
-
-RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
 
 
 class Net(nn.Module):
@@ -109,7 +107,8 @@ def test_parameters_buffers_and_modules_keep_their_names_without_a_prefix(ranks)
         assert got == want
 
 
-def own_names():
+@on_ranks(2)
+def test_children_named_like_attributes_of_an_engine_stay_untouched_and_are_trained():
     """What the model and the engine have under the same names; and whether the children are trained."""
     model = net()
     children = {name: getattr(model, name) for name in ("loss_fn", "module", "config", "optimizer")}
@@ -121,7 +120,7 @@ def own_names():
     engine.train_batch(numbers(0, 4, 7), numbers(1, 4, 3))
     engine.grad_norm = engine.clip_grad_norm_(1.0)
     after = full(engine)
-    return [
+    results = [
         all(getattr(model, name) is child for name, child in children.items()),
         list(model._modules) == ["loss_fn", "module", "blocks", "config", "optimizer", "second"],
         list(model._buffers) == ["global_step", "units", "mesh", "grad_norm"],
@@ -138,14 +137,11 @@ def own_names():
         set(unequal(after, before))
         >= {"loss_fn.weight", "config.weight", "optimizer.weight", "lr_scheduler"},
     ]
+    assert results == [True] * 14
 
 
-def test_children_named_like_attributes_of_an_engine_stay_untouched_and_are_trained(ranks):
-    for results in ranks(2, own_names):
-        assert results == [True] * 14
-
-
-def attributes():
+@on_ranks(1)
+def test_attributes_set_on_an_engine_are_its_own_and_not_the_models():
     """What becomes of attributes that are set on an engine later on."""
     model = tiny()
     before = [list(d) for m in model.modules() for d in (m._parameters, m._buffers, m._modules)]
@@ -155,11 +151,12 @@ def attributes():
     after = [list(d) for m in model.modules() for d in (m._parameters, m._buffers, m._modules)]
     layer = engine.layer
     del engine.layer
-    return before == after, engine.note, isinstance(layer, nn.Linear), hasattr(engine, "layer")
-
-
-def test_attributes_set_on_an_engine_are_its_own_and_not_the_models(ranks):
-    assert ranks(1, attributes) == [(True, "mine", True, False)]
+    assert (before == after, engine.note, isinstance(layer, nn.Linear), hasattr(engine, "layer")) == (
+        True,
+        "mine",
+        True,
+        False,
+    )
 
 
 def modes():
@@ -220,7 +217,8 @@ def test_state_dict_has_this_ranks_slices_and_moves_and_casts_are_refused(ranks,
         assert moves[6][0] == "RuntimeError"
 
 
-def load():
+@on_ranks(2)
+def test_a_full_state_dict_can_be_loaded_at_every_stage():
     """Where an engine differs from a full state dict that it has loaded, and what it says to a bad one."""
     failures, said = [], []
     for stage in ALL_STAGES:
@@ -252,22 +250,24 @@ def load():
         after = full(engine)
         failures += [name for name, value in after.items() if value.any() and name != "loss_fn.weight"]
         failures += [] if torch.equal(after["loss_fn.weight"], other.loss_fn.weight) else ["not strict"]
-    return failures, said
-
-
-def test_a_full_state_dict_can_be_loaded_at_every_stage(ranks):
-    for failures, said in ranks(2, load):
-        assert failures == []
-        for kind, message in said:
-            assert kind == "RuntimeError"
-            assert 'Missing key(s) in state_dict: "loss_fn.weight"' in message
+    assert failures == []
+    for kind, message in said:
+        assert kind == "RuntimeError"
+        assert 'Missing key(s) in state_dict: "loss_fn.weight"' in message
 
 
 # -------------------------------------------------------------------------------------------------- steps
 
 
-def count_steps():
+@on_ranks(2)
+def test_step_acts_at_the_boundary_alone_and_says_whether_parameters_changed():
     """(what step() returned, global_step, learning rate) after each of seven micro-batches of three."""
+    inside, boundary = (False, False, True), (True, True, False)
+    want = [
+        *((*inside, 0, 8.0), (*inside, 0, 8.0), (*boundary, 1, 4.0)),
+        *((*inside, 1, 4.0), (*inside, 1, 4.0), (*boundary, 2, 2.0)),
+        (*inside, 2, 2.0),
+    ]
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
     engine, optimizer, _, _ = zeroshard.initialize(
@@ -285,33 +285,22 @@ def count_steps():
         has_gradients = any(p.grad is not None for p in engine.parameters())
         rate = optimizer.param_groups[0]["lr"]
         found.append((returned, has_changed, has_gradients, engine.global_step, rate))
-    return found, engine.skipped_steps, engine.grad_norm
+    assert (found, engine.skipped_steps, engine.grad_norm) == (want, 0, None)
 
 
-def test_step_acts_at_the_boundary_alone_and_says_whether_parameters_changed(ranks):
-    inside, boundary = (False, False, True), (True, True, False)
-    want = [
-        *((*inside, 0, 8.0), (*inside, 0, 8.0), (*boundary, 1, 4.0)),
-        *((*inside, 1, 4.0), (*inside, 1, 4.0), (*boundary, 2, 2.0)),
-        (*inside, 2, 2.0),
-    ]
-    assert ranks(2, count_steps) == [(want, 0, None)] * 2
-
-
-def without_optimizer():
+@on_ranks(2)
+def test_without_an_optimizer_step_is_an_error_and_gradients_can_be_had():
     engine = zeroshard.initialize(tiny(), config={"gradient_accumulation_steps": 2}).engine
     engine.backward(square_loss(engine, 0))
     with_gradients = sum(p.grad is not None for p in engine.parameters())
-    return caught(engine.step), with_gradients, engine.global_step
+    said, count = caught(engine.step), engine.global_step
+    assert said == ("RuntimeError", "step() needs an optimizer: give one to zeroshard.initialize")
+    assert (with_gradients, count) == (13, 0)
 
 
-def test_without_an_optimizer_step_is_an_error_and_gradients_can_be_had(ranks):
-    for said, with_gradients, count in ranks(2, without_optimizer):
-        assert said == ("RuntimeError", "step() needs an optimizer: give one to zeroshard.initialize")
-        assert (with_gradients, count) == (13, 0)
-
-
-def gradients(param_dtype):
+@pytest.mark.parametrize("param_dtype", [None, "bf16"])
+@on_ranks(2)
+def test_gradients_are_one_dimensional_slices_in_the_main_dtype(param_dtype):
     """What is wrong with the gradients between backward and step, by stage."""
     failures = []
     for stage in ALL_STAGES:
@@ -335,11 +324,6 @@ def gradients(param_dtype):
         if (empty > 0) != (stage > 0):
             failures.append(f"stage {stage}: {empty} parameters of which this rank has nothing")
     return failures
-
-
-@pytest.mark.parametrize("param_dtype", [None, "bf16"])
-def test_gradients_are_one_dimensional_slices_in_the_main_dtype(ranks, param_dtype):
-    assert ranks(2, gradients, param_dtype) == [[], []]
 
 
 # -------------------------------------------------------------------------------------------- train_batch
@@ -379,7 +363,8 @@ def test_train_batch_returns_a_mean_in_float32_where_bfloat16_is_the_default(ran
             assert (is_float32, num_steps) == (True, 1)
 
 
-def batches_in_a_row():
+@on_ranks(2)
+def test_several_batches_are_one_step_each():
     found = []
     for together in (True, False):
         model = tiny()
@@ -392,15 +377,11 @@ def batches_in_a_row():
         else:
             losses = torch.stack([engine.train_batch(*batch) for batch in batches])
         found.append((losses, full(engine), engine.global_step))
-    return found
-
-
-def test_several_batches_are_one_step_each(ranks):
-    for (losses, state, steps), (others, expected, other_steps) in ranks(2, batches_in_a_row):
-        assert losses.shape == (3,)
-        assert torch.equal(losses, others)
-        assert steps == other_steps == 3
-        assert unequal(state, expected) == []
+    (losses, state, steps), (others, expected, other_steps) = found
+    assert losses.shape == (3,)
+    assert torch.equal(losses, others)
+    assert steps == other_steps == 3
+    assert unequal(state, expected) == []
 
 
 @dataclass
@@ -438,7 +419,30 @@ class Targets(NamedTuple):
     kind: str
 
 
-def inputs_of_all_kinds():
+@on_ranks(1)
+def test_what_is_no_loss_and_no_norm_is_refused_with_what_came():
+    """What backward and clip_grad_norm_ say to arguments that are none."""
+    engine, *_ = zeroshard.initialize(nn.Linear(2, 2), torch.optim.SGD)
+    said = []
+    for loss in (1.0, torch.ones(2, requires_grad=True), torch.ones(())):
+        with pytest.raises(ValueError, match=r"\w") as caught:
+            engine.backward(loss)
+        said.append(str(caught.value).removeprefix("backward: expected a loss of one element that requires "))
+    for max_norm, norm_type in ((-1, 2.0), (float("nan"), 2.0), (1.0, 0.0), (1.0, "nan")):
+        with pytest.raises(ValueError, match="clip_grad_norm_: expected max_norm >= 0 and norm_type above 0"):
+            engine.clip_grad_norm_(max_norm, norm_type)
+    for max_norm in ("a", None):
+        with pytest.raises(TypeError, match="not supported between instances"):
+            engine.clip_grad_norm_(max_norm)
+    assert said == [
+        "a gradient, got 1.0",
+        "a gradient, got a tensor of shape [2] with requires_grad=True",
+        "a gradient, got a tensor of shape [] with requires_grad=False",
+    ]
+
+
+@on_ranks(2)
+def test_train_batch_takes_a_tensor_a_tuple_or_a_mapping_and_models_that_return_their_loss():
     """Parameters after a step, for each way in which a batch may come; all should be the same."""
     x, y, shift = numbers(0, 4, 7), numbers(1, 4, 3), numbers(2, 4, 3)
     halves = [(x[:2], y[:2], shift[:2]), (x[2:], y[2:], shift[2:])]
@@ -493,40 +497,8 @@ def inputs_of_all_kinds():
     alone = engine_of("object")
     alone.train_batch((x, 0.5, y))
     found["tuple with labels"] = unequal(full(alone), full(without_shift))
-    return found
-
-
-def refused_arguments():
-    """What backward and clip_grad_norm_ say to arguments that are none."""
-    engine, *_ = zeroshard.initialize(nn.Linear(2, 2), torch.optim.SGD)
-    said = []
-    for loss in (1.0, torch.ones(2, requires_grad=True), torch.ones(())):
-        with pytest.raises(ValueError, match=r"\w") as caught:
-            engine.backward(loss)
-        said.append(str(caught.value).removeprefix("backward: expected a loss of one element that requires "))
-    for max_norm, norm_type in ((-1, 2.0), (float("nan"), 2.0), (1.0, 0.0), (1.0, "nan")):
-        with pytest.raises(ValueError, match="clip_grad_norm_: expected max_norm >= 0 and norm_type above 0"):
-            engine.clip_grad_norm_(max_norm, norm_type)
-    for max_norm in ("a", None):
-        with pytest.raises(TypeError, match="not supported between instances"):
-            engine.clip_grad_norm_(max_norm)
-    return said
-
-
-def test_what_is_no_loss_and_no_norm_is_refused_with_what_came(ranks):
-    assert ranks(1, refused_arguments) == [
-        [
-            "a gradient, got 1.0",
-            "a gradient, got a tensor of shape [2] with requires_grad=True",
-            "a gradient, got a tensor of shape [] with requires_grad=False",
-        ]
-    ]
-
-
-def test_train_batch_takes_a_tensor_a_tuple_or_a_mapping_and_models_that_return_their_loss(ranks):
-    for found in ranks(2, inputs_of_all_kinds):
-        assert {name: differing for name, differing in found.items() if differing} == {}
-        assert len(found) == 9
+    assert {name: differing for name, differing in found.items() if differing} == {}
+    assert len(found) == 9
 
 
 class OfList(Tiny):
@@ -552,8 +524,10 @@ def test_a_list_is_one_argument_whose_tensors_are_cut(ranks):
     assert got == pytest.approx(want, rel=1e-6)
 
 
-def bad_batches():
+@on_ranks(2)
+def test_batches_that_do_not_divide_are_refused_with_the_numbers_and_change_nothing():
     """What train_batch says to batches it cannot take, and that they change nothing."""
+    multiple = "expected a batch whose dim 0 is a multiple of gradient_accumulation_steps=3, got shape "
     model = tiny()
     config = {"gradient_accumulation_steps": 3}
     engine, _, _, _ = zeroshard.initialize(model, torch.optim.SGD, config, loss_fn=F.mse_loss)
@@ -575,28 +549,23 @@ def bad_batches():
     said.append(caught(engine.train_batch, x[:6], y[:6]))
     engine.zero_grad()
     value = engine.train_batch(x[:6], y[:6])
-    return said, unchanged, bool(torch.isfinite(value)), engine.global_step
+    is_finite, count = bool(torch.isfinite(value)), engine.global_step
+    shapes = [(7, 7), (7, 3), (7, 7), (7, 7)]
+    assert said[:4] == [("ValueError", f"{multiple}{shape}") for shape in shapes]
+    assert said[4][0] == "ValueError"
+    assert said[4][1].endswith("to cut into micro-batches, got SimpleNamespace")
+    assert said[5][0] == "ValueError"
+    assert said[5][1].startswith("train_batch() needs loss_fn= at initialize, or a model whose output has")
+    assert said[5][1].endswith("the model returned Tensor")
+    assert said[6][0] == "RuntimeError"
+    assert said[6][1].startswith("train_batch() after 1 micro-batches of an unfinished step: ")
+    assert (unchanged, is_finite, count) == (True, True, 1)
 
 
-def test_batches_that_do_not_divide_are_refused_with_the_numbers_and_change_nothing(ranks):
-    multiple = "expected a batch whose dim 0 is a multiple of gradient_accumulation_steps=3, got shape "
-    for said, unchanged, is_finite, count in ranks(2, bad_batches):
-        shapes = [(7, 7), (7, 3), (7, 7), (7, 7)]
-        assert said[:4] == [("ValueError", f"{multiple}{shape}") for shape in shapes]
-        assert said[4][0] == "ValueError"
-        assert said[4][1].endswith("to cut into micro-batches, got SimpleNamespace")
-        assert said[5][0] == "ValueError"
-        assert said[5][1].startswith(
-            "train_batch() needs loss_fn= at initialize, or a model whose output has"
-        )
-        assert said[5][1].endswith("the model returned Tensor")
-        assert said[6][0] == "RuntimeError"
-        assert said[6][1].startswith("train_batch() after 1 micro-batches of an unfinished step: ")
-        assert (unchanged, is_finite, count) == (True, True, 1)
-
-
-def failing_batches():
+@on_ranks(2)
+def test_after_a_failed_batch_zero_grad_starts_the_step_anew():
     """Where a run whose second micro-batch failed at first differs from one without the failure."""
+    failed = (("LookupError", "a row is missing"), [], 1)
     x, y = numbers(0, 4, 7), numbers(1, 4, 3)
     engines, said = [], None
     for fails_at in (None, 1, 2):
@@ -617,57 +586,33 @@ def failing_batches():
         engine.train_batch(x, y)
         engines.append((engine, said))
     want = full(engines[0][0])
-    return [(said, unequal(full(engine), want), engine.global_step) for engine, said in engines[1:]]
-
-
-def test_after_a_failed_batch_zero_grad_starts_the_step_anew(ranks):
-    failed = (("LookupError", "a row is missing"), [], 1)
-    assert ranks(2, failing_batches) == [[failed, failed]] * 2
-
-
-# --------------------------------------------------------------------------------------------- DataLoader
-
-
-def epochs(num_samples, batch_size):
-    """The samples of this rank in three epochs, batch by batch."""
-    torch.manual_seed(dist.get_rank())  # ranks need not agree on it
-    loader = zeroshard.initialize(
-        tiny(), None, {"micro_batch_size": batch_size}, training_data=TensorDataset(torch.arange(num_samples))
-    ).dataloader
-    return [[batch.tolist() for (batch,) in loader] for _ in range(3)], len(loader)
-
-
-@pytest.mark.parametrize(("num_ranks", "num_samples", "batch_size"), [(1, 12, 4), (2, 12, 2), (3, 18, 4)])
-def test_every_epoch_deals_all_samples_once_over_the_ranks_in_another_order(
-    ranks, num_ranks, num_samples, batch_size
-):
-    results = ranks(num_ranks, epochs, num_samples, batch_size)
-    orders = []
-    for epoch in range(3):
-        dealt = [found[epoch] for found, _ in results]
-        orders.append([sample for batches in dealt for batch in batches for sample in batch])
-        assert sorted(orders[-1]) == list(range(num_samples))
-        for batches, (_, length) in zip(dealt, results, strict=True):
-            assert len(batches) == length
-            assert all(len(batch) == batch_size for batch in batches[:-1])
-            assert 0 < len(batches[-1]) <= batch_size
-    assert len({tuple(order) for order in orders}) == 3
-    assert all(order != sorted(order) for order in orders)
-
-
-def test_samples_that_do_not_divide_are_filled_up_so_that_all_ranks_take_as_many_steps(ranks):
-    results = ranks(2, epochs, 7, 2)
-    for epoch in range(3):
-        sizes = [[len(batch) for batch in found[epoch]] for found, _ in results]
-        assert sizes == [[2, 2], [2, 2]]
-        samples = [x for found, _ in results for batch in found[epoch] for x in batch]
-        assert set(samples) == set(range(7))
+    assert [(said, unequal(full(engine), want), engine.global_step) for engine, said in engines[1:]] == [
+        failed,
+        failed,
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- unsharded
 
 
-def reading(stage):
+@on_ranks(2)
+def test_one_block_can_be_written_while_another_is_shown():
+    """Names that differ after one block was written while another was shown."""
+    engine, _ = start(tiny(), "SGD")
+    first, second = engine.module.blocks
+    before = full(engine)
+    with torch.no_grad(), engine.unsharded(first):
+        first[0].bias.zero_()  # not written back
+        with engine.unsharded(second, write_back=True):
+            second[0].bias.zero_()
+        still = first[0].bias.ndim, first[0].bias.numel(), second[0].weight.ndim
+    assert (still, unequal(full(engine), before)) == ((1, 30, 1), ["blocks.1.0.bias"])
+
+
+@pytest.mark.long_where(stage=[1, 2])
+@pytest.mark.parametrize("stage", ALL_STAGES)
+@on_ranks(2)
+def test_unsharded_shows_full_parameters_and_edits_are_dropped(stage):
     """What is wrong with what unsharded() shows."""
     failures = []
     model = net()
@@ -702,30 +647,6 @@ def reading(stage):
         optimizer.step()
         optimizer.zero_grad()
     return failures
-
-
-def write_beside():
-    """Names that differ after one block was written while another was shown."""
-    engine, _ = start(tiny(), "SGD")
-    first, second = engine.module.blocks
-    before = full(engine)
-    with torch.no_grad(), engine.unsharded(first):
-        first[0].bias.zero_()  # not written back
-        with engine.unsharded(second, write_back=True):
-            second[0].bias.zero_()
-        still = first[0].bias.ndim, first[0].bias.numel(), second[0].weight.ndim
-    return still, unequal(full(engine), before)
-
-
-def test_one_block_can_be_written_while_another_is_shown(ranks):
-    assert ranks(2, write_beside) == [((1, 30, 1), ["blocks.1.0.bias"])] * 2
-
-
-@pytest.mark.long_where(stage=[1, 2])
-@RANKS
-@pytest.mark.parametrize("stage", ALL_STAGES)
-def test_unsharded_shows_full_parameters_and_edits_are_dropped(ranks, num_ranks, stage):
-    assert ranks(num_ranks, reading, stage) == [[]] * num_ranks
 
 
 def in_place(model):
@@ -818,7 +739,8 @@ def half_edit(engine):
     return changed, rows
 
 
-def different_edits():
+@on_ranks(2)
+def test_edits_that_differ_between_ranks_are_refused_and_none_is_written():
     """What is said to edits that differ between ranks, and whether the parameters stayed."""
     found = []
     for stage in ALL_STAGES:
@@ -854,45 +776,42 @@ def different_edits():
             found.append((caught(attempt), unequal(full(engine), before)))
         square_loss(engine, 0).backward()
         optimizer.step()
-    return found
+    for partial, *refused in (found[first : first + 6] for first in range(0, 24, 6)):
+        assert partial == (["blocks.1.0.weight"], [3, 4])
+        for said, changed in refused:
+            assert changed == []
+            assert said[0] == "RuntimeError"
+            assert said[1].startswith("unsharded(write_back=True): the ranks made different edits to ")
+            assert said[1].endswith("expected the same on every rank. Nothing was written")
 
 
-def test_edits_that_differ_between_ranks_are_refused_and_none_is_written(ranks):
-    for found in ranks(2, different_edits):
-        for partial, *refused in (found[first : first + 6] for first in range(0, 24, 6)):
-            assert partial == (["blocks.1.0.weight"], [3, 4])
-            for said, changed in refused:
-                assert changed == []
-                assert said[0] == "RuntimeError"
-                assert said[1].startswith("unsharded(write_back=True): the ranks made different edits to ")
-                assert said[1].endswith("expected the same on every rank. Nothing was written")
-
-
-def other_shapes():
+@on_ranks(2)
+def test_a_replaced_parameter_of_another_shape_is_refused_by_name():
     """What is said to parameters of another shape than the ones that they replace."""
     engine, _ = start(tiny(), "SGD")
-    found, before = [], full(engine)
+    before = full(engine)
     for shape in ((1,), (10,), (10, 3), (3, 11)):
 
         def replace(shape=shape):
             with engine.unsharded(write_back=True):
                 engine.module.outer.weight = nn.Parameter(torch.ones(shape))
 
-        found.append((caught(replace), unequal(full(engine), before)))
-    return found
+        said, changed = (caught(replace), unequal(full(engine), before))
+        assert said is not None, f"written: {changed}"
+        assert said[0] in ("ValueError", "RuntimeError")
+        assert "'outer.weight'" in said[1]
+        assert changed == []
 
 
-def test_a_replaced_parameter_of_another_shape_is_refused_by_name(ranks):
-    for found in ranks(2, other_shapes):
-        for said, changed in found:
-            assert said is not None, f"written: {changed}"
-            assert said[0] in ("ValueError", "RuntimeError")
-            assert "'outer.weight'" in said[1]
-            assert changed == []
-
-
-def failing_inside():
+@on_ranks(2)
+def test_an_exception_inside_unsharded_passes_and_everything_is_as_before():
     """Exceptions inside unsharded(), and what is left."""
+    inside = ("RuntimeError", "unsharded(write_back=True) inside unsharded() of the same parameters")
+    forward = (
+        "RuntimeError",
+        "full parameters are available between steps, not inside a forward or backward",
+    )
+    one_stage = [(("LookupError", "not today"), True, [])] * 2 + [(inside, 1, []), (forward, True, [])]
     found = []
     for stage in ALL_STAGES:
         model = tiny()
@@ -928,20 +847,11 @@ def failing_inside():
         hook.remove()
         square_loss(engine, 0).backward()
         optimizer.step()
-    return found
+    assert found == one_stage * 4
 
 
-def test_an_exception_inside_unsharded_passes_and_everything_is_as_before(ranks):
-    inside = ("RuntimeError", "unsharded(write_back=True) inside unsharded() of the same parameters")
-    forward = (
-        "RuntimeError",
-        "full parameters are available between steps, not inside a forward or backward",
-    )
-    one_stage = [(("LookupError", "not today"), True, [])] * 2 + [(inside, 1, []), (forward, True, [])]
-    assert ranks(2, failing_inside) == [one_stage * 4] * 2
-
-
-def shown_shapes():
+@on_ranks(2)
+def test_unsharded_takes_the_engine_for_the_model_and_refuses_modules_of_others():
     """unsharded(engine), and modules that are not the model's."""
     engine, _ = start(Net(), stage=3)
     names = [name for name, p in engine.named_parameters() if "." not in name]
@@ -954,14 +864,10 @@ def shown_shapes():
                 said.append("entered")
         except ValueError as error:
             said.append(str(error))
-    return [tuple(dict(Net().named_parameters())[name].shape) for name in names], shapes, said
-
-
-def test_unsharded_takes_the_engine_for_the_model_and_refuses_modules_of_others(ranks):
-    for want, got, said in ranks(2, shown_shapes):
-        assert want
-        assert got == want
-        assert said == ["unsharded: expected modules of the model, got Linear"] * 2
+    want, got = [tuple(dict(Net().named_parameters())[name].shape) for name in names], shapes
+    assert want
+    assert got == want
+    assert said == ["unsharded: expected modules of the model, got Linear"] * 2
 
 
 # -------------------------------------------------------------------------------------- full_state_dict
@@ -1038,7 +944,8 @@ def test_full_state_dict_has_the_models_own_keys_and_values_on_rank_0(ranks, sta
         assert run(1) == [[]]
 
 
-def collective_state():
+@on_ranks(2)
+def test_full_state_dict_may_be_had_between_forward_and_backward_and_leaves_nothing_gathered():
     """What full_state_dict() leaves of gathered parameters, and where it may not be called."""
     engine, optimizer = start(tiny(), "SGD")
     loss = square_loss(engine, 0)
@@ -1047,19 +954,17 @@ def collective_state():
     engine.full_state_dict()
     optimizer.step()
     engine.full_state_dict()
-    return engine.memory_report().unsharded
+    assert engine.memory_report().unsharded == 0
 
 
-def test_full_state_dict_may_be_had_between_forward_and_backward_and_leaves_nothing_gathered(ranks):
-    assert ranks(2, collective_state) == [0, 0]
-
-
-def facts():
+@on_ranks(3)
+def test_the_mesh_has_a_data_parallel_axis_over_all_ranks():
     engine, _ = start(tiny(), "SGD", stage=1)
     with pytest.raises(AttributeError):
         engine.units = []
-    return engine.mesh.mesh_dim_names, engine.mesh.size(), engine.skipped_steps, engine.grad_norm
-
-
-def test_the_mesh_has_a_data_parallel_axis_over_all_ranks(ranks):
-    assert ranks(3, facts) == [(("dp_shard",), 3, 0, None)] * 3
+    assert (engine.mesh.mesh_dim_names, engine.mesh.size(), engine.skipped_steps, engine.grad_norm) == (
+        ("dp_shard",),
+        3,
+        0,
+        None,
+    )
