@@ -159,21 +159,15 @@ def test_attributes_set_on_an_engine_are_its_own_and_not_the_models():
     )
 
 
-def modes():
+@on_ranks(1)
+def test_train_and_eval_reach_the_model():
     model = net()
     engine, _ = start(model, "SGD")
     found = []
     for change in (engine.eval, engine.train, lambda: engine.train(False), lambda: engine.train(True)):
         returned = change()
         found.append((returned is engine, engine.training, {m.training for m in model.modules()}))
-    model.eval()
-    return found, engine(numbers(0, 4, 7)).shape
-
-
-def test_train_and_eval_reach_the_model(ranks):
-    found, shape = ranks(1, modes)[0]
     assert found == [(True, mode, {mode}) for mode in (False, True, False, True)]
-    assert shape == (4, 3)
 
 
 def states_and_moves(stage):
@@ -508,7 +502,8 @@ class OfList(Tiny):
         return super().forward(torch.cat(parts, 1))
 
 
-def lists():
+@on_ranks(1)
+def test_a_list_is_one_argument_whose_tensors_are_cut():
     torch.manual_seed(0)
     model = OfList()
     config = {"gradient_accumulation_steps": 2}
@@ -516,12 +511,7 @@ def lists():
     x, y = numbers(0, 4, 7), numbers(1, 4, 3)
     with torch.no_grad():
         want = F.mse_loss(engine([x[:, :3], x[:, 3:]]), y).item()
-    return engine.train_batch([x[:, :3], x[:, 3:]], y).item(), want
-
-
-def test_a_list_is_one_argument_whose_tensors_are_cut(ranks):
-    ((got, want),) = ranks(1, lists)
-    assert got == pytest.approx(want, rel=1e-6)
+    assert engine.train_batch([x[:, :3], x[:, 3:]], y).item() == pytest.approx(want, rel=1e-6)
 
 
 @on_ranks(2)
@@ -609,8 +599,7 @@ def test_one_block_can_be_written_while_another_is_shown():
     assert (still, unequal(full(engine), before)) == ((1, 30, 1), ["blocks.1.0.bias"])
 
 
-@pytest.mark.long_where(stage=[1, 2])
-@pytest.mark.parametrize("stage", ALL_STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_unsharded_shows_full_parameters_and_edits_are_dropped(stage):
     """What is wrong with what unsharded() shows."""
@@ -717,9 +706,8 @@ def editing(stage, name, param_dtype):
     return failures
 
 
-@pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.long_where(stage=[0], name=["loaded", "replaced", "through data"])
-@pytest.mark.parametrize("stage", ALL_STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", EDITS)
 def test_written_back_edits_reach_the_shards_the_forward_and_the_next_step(ranks, stage, name):
     assert ranks(2, editing, stage, name, None) == [[], []]
@@ -924,10 +912,9 @@ def whole_state(stage, dtype, param_dtype):
     return failures
 
 
-@pytest.mark.long_where(stage=[1, 2])
 @pytest.mark.long_where(stage=[0], dtype=[torch.bfloat16, torch.float64])
 @pytest.mark.long_where(stage=[0], param_dtype=["bf16"])
-@pytest.mark.parametrize("stage", ALL_STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("dtype", "param_dtype"),
     [(torch.float32, None), (torch.float32, "bf16"), (torch.bfloat16, None), (torch.float64, None)],

@@ -223,28 +223,23 @@ class WithBuffers(Tiny):
         self.register_buffer("wave", torch.randn(3, dtype=torch.complex64))
 
 
-def different_values(stage, param_dtype):
-    """Whether an engine has rank 0's values, on this rank; the models differ."""
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(3)
+def test_every_rank_gets_the_parameters_and_buffers_of_rank_0(stage):
+    """The models differ."""
     torch.manual_seed(0)
     first = WithBuffers()
     torch.manual_seed(dist.get_rank())
     model = WithBuffers()
-    differed = not torch.equal(model.inner.weight, first.inner.weight)
-    config = {"stage": stage, "precision": {"param_dtype": param_dtype}}
+    assert torch.equal(model.inner.weight, first.inner.weight) == (dist.get_rank() == 0)
+    config = {"stage": stage, "precision": {"param_dtype": "fp32" if stage % 2 else None}}
     engine = zeroshard.initialize(model, None, config).engine
     with engine.unsharded():
         got = {name: p.detach().clone() for name, p in engine.named_parameters()}
     want = dict(first.named_parameters()) | dict(first.named_buffers())
     got |= dict(engine.named_buffers())
     wrong = [name for name, value in want.items() if not torch.equal(got[name], value)]
-    wrong += [name for name, value in want.items() if got[name].dtype != value.dtype]
-    return differed, wrong
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_rank_gets_the_parameters_and_buffers_of_rank_0(ranks, stage):
-    dtype = "fp32" if stage % 2 else None
-    assert ranks(3, different_values, stage, dtype) == [(False, []), (True, []), (True, [])]
+    return wrong + [name for name, value in want.items() if got[name].dtype != value.dtype]
 
 
 @on_ranks(2, process_group=False)
@@ -665,17 +660,12 @@ def test_ranks_that_differ_learn_the_first_difference_and_who_has_it(disagreemen
         assert re.match(pattern, found.get(name, "nothing: it was not noticed"))
 
 
-def many_disagree():
-    try:
+@on_ranks(4)
+def test_every_version_is_named_with_its_ranks():
+    with pytest.raises(RuntimeError) as caught:
         zeroshard.initialize(nn.Linear(3, 4 + dist.get_rank()))
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_every_version_is_named_with_its_ranks(ranks):
-    for message in ranks(4, many_disagree):
-        for rank in range(4):
-            assert f"rank(s) {rank} have parameter 'weight' ({4 + rank}, 3) torch.float32" in message
+    for rank in range(4):
+        assert f"rank(s) {rank} have parameter 'weight' ({4 + rank}, 3) torch.float32" in str(caught.value)
 
 
 def layers_by_name(num):
@@ -724,24 +714,18 @@ class Right(nn.Sequential):
     pass
 
 
-def different_units(kind):
+@pytest.mark.parametrize("kind", ["classes", "predicates"])
+@on_ranks(2)
+def test_ranks_that_would_shard_other_units_are_told_so(kind):
     """What initialize says where parameters have the same names and shapes but make up other units."""
     second = Right if dist.get_rank() == 1 and kind == "classes" else Left
     model = nn.ModuleList([Left(nn.Linear(3, 3)), second(nn.Linear(3, 3))])
     config = {"watchdog_s": 5.0}
     if kind == "predicates":
         config["units"] = lambda module: isinstance(module, nn.Linear if dist.get_rank() == 1 else Left)
-    try:
+    told = "^the ranks were given different models, configs, optimizers or data: "
+    with pytest.raises(RuntimeError, match=told):
         zeroshard.initialize(model, None, config)
-    except RuntimeError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("kind", ["classes", "predicates"])
-def test_ranks_that_would_shard_other_units_are_told_so(ranks, kind):
-    for message in ranks(2, different_units, kind):
-        assert message is not None, "it was not noticed"
-        assert message.startswith("the ranks were given different models, configs, optimizers or data: ")
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ import torch
 from torch.optim import SGD
 
 from tests.checkpoint.runs import start, train
+from tests.ranks import on_ranks
 
 
 class Decays(SGD):
@@ -69,16 +70,12 @@ class Some(Decays):
             kept["some"] = torch.zeros(3)
 
 
-def refuse(folder):
+@on_ranks(2)
+def test_some_values_for_a_parameter_are_refused_by_name(tmp_path):
     with pytest.warns(UserWarning, match="is not known to zeroshard"):
         engine = start(3, lambda model: Some(model.parameters(), lr=0.5))
     train(engine, [0])
-    with pytest.raises(ValueError, match="state") as caught:
-        engine.save_checkpoint(folder)
-    return str(caught.value)
-
-
-def test_some_values_for_a_parameter_are_refused_by_name(ranks, tmp_path):
-    for text in ranks(2, refuse, tmp_path):
-        assert "has shape (3,); expected a number, a tensor without dimensions, or one value for each" in text
+    expected = r"has shape \(3,\); expected a number, a tensor without dimensions, or one value for each"
+    with pytest.raises(ValueError, match=expected):
+        engine.save_checkpoint(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -198,17 +198,15 @@ def test_all_ranks_load_the_buffers_of_rank_0(tmp_path):
     assert train(engine, AFTER, loss) == want
 
 
-def kept_buffers(folder):
+@on_ranks(2)
+def test_persistent_buffers_are_loaded_and_others_left_alone(tmp_path):
     engine = start(3)
     train(engine, BEFORE)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     other = start(3, seed=1)
-    other.load_checkpoint(folder)
-    return other.count.item(), other.scratch.tolist(), torch.equal(other.average, engine.average)
-
-
-def test_persistent_buffers_are_loaded_and_others_left_alone(ranks, tmp_path):
-    assert ranks(2, kept_buffers, tmp_path)[0] == (3, [0.0] * 3, True)
+    other.load_checkpoint(tmp_path)
+    assert (other.count.item(), other.scratch.tolist()) == (3, [0.0] * 3)
+    assert torch.equal(other.average, engine.average) or dist.get_rank() > 0
 
 
 BUFFERS = {

@@ -224,8 +224,10 @@ def test_a_plain_loop_with_closures_and_the_composable_layer_do_the_same_and_hoo
     return found
 
 
-def under_schedule(before):
-    """Learning rates and warnings with a schedule that is made before or after `initialize`."""
+@pytest.mark.parametrize("before", [True, False])
+@on_ranks(1)
+def test_a_learning_rate_schedule_counts_steps_and_warns_of_nothing(before):
+    """A schedule that is made before or after `initialize`."""
     make = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # noqa: E731
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -238,14 +240,8 @@ def under_schedule(before):
             engine.optimizer.zero_grad()
             scheduler.step()
             rates.append(engine.optimizer.param_groups[0]["lr"])
-    return rates, [str(warning.message) for warning in caught if "lr_scheduler" in str(warning.message)]
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_learning_rate_schedule_counts_steps_and_warns_of_nothing(ranks, before):
-    rates, caught = ranks(1, under_schedule, before)[0]
     assert rates == [1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4]
-    assert caught == []
+    assert [warning for warning in caught if "lr_scheduler" in str(warning.message)] == []
 
 
 class Counted(torch.optim.SGD):

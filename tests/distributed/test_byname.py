@@ -1,5 +1,7 @@
 """One full parameter, gradient or state by name: read as in plain PyTorch, written for training to go on."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,48 +132,32 @@ def test_states_of_8_bits_come_back_in_float32():
         eight_bits(stage)
 
 
-def refuse():
+@on_ranks(2)
+def test_unknown_names_and_values_that_do_not_fit_are_refused_on_all_ranks():
     pair = Pair(stage=3)
-    engine, rank, found = pair.engine, dist.get_rank(), []
+    engine, rank = pair.engine, dist.get_rank()
 
-    def refused(call, *args, kind=ValueError):
-        with pytest.raises(kind) as caught:
+    def refused(words, call, *args, kind=ValueError):
+        with pytest.raises(kind, match=re.escape(words)):
             call(*args)
-        found.append(str(caught.value))
 
-    whole = torch.zeros(20, 20)
-    refused(engine.full_parameter, "blocks.0.wieght")
-    refused(engine.full_gradient, None)
-    refused(engine.full_parameter, "blocks.0.weight" if rank else "blocks.1.weight")
-    refused(engine.set_full_parameter, "blocks.0.weight", torch.zeros(400))
-    refused(engine.set_full_parameter, "blocks.0.weight", whole + rank)
-    refused(engine.set_full_gradient, "frozen.weight", whole)
-    refused(engine.set_full_optimizer_state, "blocks.0.weight", {"exp_avg": whole})
+    name, whole = "blocks.0.weight", torch.zeros(20, 20)
+    refused("got 'blocks.0.wieght'; close: 'blocks.0.weight'", engine.full_parameter, "blocks.0.wieght")
+    refused("got None", engine.full_gradient, None)
+    one_name = "expected one name on all ranks, got ['blocks.1.weight', 'blocks.0.weight']"
+    refused(one_name, engine.full_parameter, name if rank else "blocks.1.weight")
+    shape = "'blocks.0.weight': expected a full tensor of shape (20, 20), got shape (400,)"
+    refused(shape, engine.set_full_parameter, name, torch.zeros(400))
+    different = "ranks 0 and 1 were given different values for 'blocks.0.weight'"
+    refused(different, engine.set_full_parameter, name, whole + rank)
+    refused("'frozen.weight' is frozen", engine.set_full_gradient, "frozen.weight", whole)
+    before = "expected states of 'blocks.0.weight' (none before the first step), got 'exp_avg'"
+    refused(before, engine.set_full_optimizer_state, name, {"exp_avg": whole})
     pair.backward(0)
     pair.step()
-    refused(engine.set_full_optimizer_state, "blocks.0.weight", {"exp_agv": whole})
+    after = "expected states of 'blocks.0.weight' (step, exp_avg, exp_avg_sq), got 'exp_agv'"
+    refused(after, engine.set_full_optimizer_state, name, {"exp_agv": whole})
     with engine.unsharded():
-        refused(engine.full_parameter, "blocks.0.weight", kind=RuntimeError)
+        inside = "full_parameter() inside engine.unsharded()"
+        refused(inside, engine.full_parameter, name, kind=RuntimeError)
     pair.check()
-    return found
-
-
-def test_unknown_names_and_values_that_do_not_fit_are_refused_on_all_ranks(ranks):
-    one, other = ranks(2, refuse)
-    assert one == other
-    for text, expected in zip(
-        one,
-        (
-            "got 'blocks.0.wieght'; close: 'blocks.0.weight'",
-            "got None",
-            "expected one name on all ranks, got ['blocks.1.weight', 'blocks.0.weight']",
-            "'blocks.0.weight': expected a full tensor of shape (20, 20), got shape (400,)",
-            "ranks 0 and 1 were given different values for 'blocks.0.weight'",
-            "'frozen.weight' is frozen",
-            "expected states of 'blocks.0.weight' (none before the first step), got 'exp_avg'",
-            "expected states of 'blocks.0.weight' (step, exp_avg, exp_avg_sq), got 'exp_agv'",
-            "full_parameter() inside engine.unsharded()",
-        ),
-        strict=True,
-    ):
-        assert expected in text

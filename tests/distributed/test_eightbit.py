@@ -253,7 +253,7 @@ def test_codes_scales_and_parameters_are_those_of_one_process_at_any_number_of_r
 
 # ------------------------------------------------------------------------------------ by the engine's calls
 
-NUM_RANKS = 3
+NUM_RANKS = 2
 MAX_NORM = 5.0
 
 

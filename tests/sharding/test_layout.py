@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import example, given
 
-from zeroshard.plan.layout import BLOCK, Layout, Span, round_up
+from zeroshard.plan.layout import BLOCK, Layout, Span
 
 EDGES = st.sampled_from((0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK))
 SIZES = st.lists(EDGES | st.integers(0, 5 * BLOCK) | st.integers(0, 40_000), max_size=6).map(tuple)
@@ -133,14 +133,3 @@ def test_an_intersection_holds_the_common_elements_and_lies_inside_the_other_spa
     common = one.intersect(other)
     assert elements(common) == elements(one) & elements(other)
     assert other.start <= common.start <= common.stop <= other.stop
-
-
-@given(SPANS, st.integers(-50, 50))
-def test_a_shifted_span_has_every_element_moved(span, by):
-    assert elements(span.shifted(by)) == {element + by for element in elements(span)}
-    assert span.size == len(elements(span))
-
-
-@given(st.integers(0, 2000), st.integers(1, 300))
-def test_rounding_up_gives_the_first_multiple_that_is_not_smaller(count, multiple):
-    assert round_up(count, multiple) == next(m for m in range(count, count + multiple) if m % multiple == 0)
