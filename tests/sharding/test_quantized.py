@@ -254,20 +254,11 @@ def preferring(model, tokens, forward, step):
     return losses
 
 
-def preferring_sharded(kind, config):
-    engine = zeroshard.initialize(build(kind), adamw, config).engine
-
-    def step(loss):
-        engine.backward(loss)
-        engine.step()
-
-    return preferring(engine.module, tokens_of(0), engine, step)
-
-
 @pytest.mark.parametrize(
     ("kind", "recompute"), [("int8", "none"), pytest.param("nf4 twice", "unit", marks=pytest.mark.long)]
 )
-def test_a_forward_without_gradients_may_run_before_the_backward(ranks, kind, recompute):
+@on_ranks(2)
+def test_a_forward_without_gradients_may_run_before_the_backward(kind, recompute):
     model = build(kind)
     optimizer = adamw(model.parameters())
 
@@ -277,22 +268,21 @@ def test_a_forward_without_gradients_may_run_before_the_backward(ranks, kind, re
         optimizer.zero_grad()
 
     want = preferring(model, tokens_of(0), model, step)
-    for losses in ranks(2, preferring_sharded, kind, {"stage": 3, "recompute": recompute}):
-        assert losses == want
+    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3, "recompute": recompute}).engine
+
+    def step_of_engine(loss):
+        engine.backward(loss)
+        engine.step()
+
+    assert preferring(engine.module, tokens_of(0), engine, step_of_engine) == want
 
 
 # --------------------------------------------------------------------------------------------- evaluation
 
 
-def evaluated(kind):
-    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3}).engine
-    tokens = tokens_of(9)
-    losses = [engine.eval_batch({"input_ids": tokens}, tokens).item() for _ in range(2)]
-    return losses, train(engine, range(2))
-
-
 @pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
-def test_an_evaluation_leaves_the_codes_as_they_are(ranks, kind):
+@on_ranks(2)
+def test_an_evaluation_leaves_the_codes_as_they_are(kind):
     want = plain(build(kind), range(2), 2)
     tokens, model = tokens_of(9), build(kind).eval()
     for layer in model.modules():
@@ -300,9 +290,10 @@ def test_an_evaluation_leaves_the_codes_as_they_are(ranks, kind):
             layer.support_avx512bf16_for_cpu = False
     with torch.no_grad():
         loss = model(input_ids=tokens, labels=tokens).loss.item()
-    for evaluations, losses in ranks(2, evaluated, kind):
-        assert evaluations == [loss, loss]
-        assert losses == want
+    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3}).engine
+    for _ in range(2):
+        assert engine.eval_batch({"input_ids": tokens}, tokens).item() == loss
+    assert train(engine, range(2)) == want
 
 
 # -------------------------------------------------------------------------------------------- checkpoints
@@ -343,19 +334,14 @@ def test_a_checkpoint_of_another_base_or_kind_is_refused(ranks, tmp_path):
 # ------------------------------------------------------------------------------------------------- export
 
 
-def exported(directory):
+@on_ranks(2)
+def test_codes_are_not_exported_without_the_config_that_tells_what_they_are(tmp_path):
     model = transformers.LlamaForCausalLM(llama())
     model.set_submodule("model.layers.0.mlp.up_proj", quantized(model.model.layers[0].mlp.up_proj, "nf4"))
     engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
-    engine.save_checkpoint(directory / "checkpoint")
-    with pytest.raises(ValueError, match="save_pretrained") as caught:
-        engine.save_pretrained(directory / "out")
-    return str(caught.value)
-
-
-def test_codes_are_not_exported_without_the_config_that_tells_what_they_are(ranks, tmp_path):
-    for message in ranks(2, exported, tmp_path):
-        assert "'model.layers.0.mlp.up_proj.weight' holds codes of a quantized weight" in message
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.up_proj.weight' holds codes of a quantized"):
+        engine.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (checkpoint,) = (path for path in (tmp_path / "checkpoint").iterdir() if path.is_dir())
     with pytest.raises(ValueError, match="has weights as codes"):
@@ -477,17 +463,13 @@ def test_codes_that_are_not_sharded_are_exported_and_streamed_as_weights(ranks, 
     same_state(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), want)
 
 
-def around_ignored():
+@on_ranks(2)
+def test_adapters_around_weights_that_are_not_sharded_are_not_left_out_of_a_merge():
     config = {"stage": 3, "ignored": ["*q_proj.base_layer.weight"]}
     engine = zeroshard.initialize(build("nf4"), adamw, config).engine
     with pytest.raises(ValueError, match=r"q_proj.base_layer.weight', which is ignored, has an adapter"):
         engine.named_full_parameters(merge_adapters=True)
-    return train(engine, range(1))
-
-
-def test_adapters_around_weights_that_are_not_sharded_are_not_left_out_of_a_merge(ranks):
-    one, other = ranks(2, around_ignored)
-    assert one == other == plain(build("nf4"), range(1), 2)
+    assert train(engine, range(1)) == plain(build("nf4"), range(1), 2)
 
 
 TARGETS = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -500,33 +482,24 @@ NOT_ADDED = {
 
 
 @pytest.mark.parametrize("kind", NOT_ADDED)
-def test_an_adapter_that_does_more_than_add_is_refused_before_a_file_is_there(ranks, tmp_path, kind):
-    for message in ranks(2, not_exported, kind, tmp_path):
-        assert "q_proj.weight', which is quantized: expected LoRA without DoRA" in message
+@on_ranks(2)
+def test_an_adapter_that_does_more_than_add_is_refused_before_a_file_is_there(tmp_path, kind):
+    model = peft.get_peft_model(base("nf4"), NOT_ADDED[kind])
+    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
+    with pytest.raises(ValueError, match=r"q_proj.weight', which is quantized: expected LoRA without DoRA"):
+        engine.save_pretrained(tmp_path / "out", merge_adapters=True)
     assert not (tmp_path / "out").exists()
 
 
-def not_exported(kind, folder):
-    model = peft.get_peft_model(base("nf4"), NOT_ADDED[kind])
-    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
-    with pytest.raises(ValueError, match="merge_adapters") as caught:
-        engine.save_pretrained(folder / "out", merge_adapters=True)
-    return str(caught.value)
-
-
-def without_biases(folder):
+@on_ranks(2)
+def test_the_bias_of_an_adapter_needs_one_of_its_layer(tmp_path):
     model = peft.get_peft_model(base("nf4"), peft.LoraConfig(lora_bias=True, **TARGETS))
     engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
     with pytest.raises(ValueError, match=r"expected a bias in '.*q_proj', which takes in the bias"):
-        engine.save_pretrained(folder / "out", merge_adapters=True)
+        engine.save_pretrained(tmp_path / "out", merge_adapters=True)
     with pytest.raises(ValueError, match=r"expected a bias in '.*q_proj', which takes in the bias"):
         engine.named_full_parameters(merge_adapters=True)
-    return train(engine, range(1))
-
-
-def test_the_bias_of_an_adapter_needs_one_of_its_layer(ranks, tmp_path):
-    one, other = ranks(2, without_biases, tmp_path)
-    assert one == other
+    train(engine, range(1))
 
 
 # ------------------------------------------------------------------------------------------------- errors
@@ -550,12 +523,8 @@ def with_another_forward(model, _):
     model.set_submodule("base_model.model.model.layers.0.mlp.up_proj", layer)
 
 
-def with_an_embedding(model, _, kind=bitsandbytes.nn.EmbeddingNF4):
-    model.base_model.model.model.embed_tokens = kind(VOCABULARY, 64).to("cpu")
-
-
-def with_an_embedding_of_8_bits(model, rank):
-    with_an_embedding(model, rank, bitsandbytes.nn.Embedding8bit)
+def with_an_embedding(model, _):
+    model.base_model.model.model.embed_tokens = bitsandbytes.nn.EmbeddingNF4(VOCABULARY, 64).to("cpu")
 
 
 def other_blocks(model, rank):
@@ -564,15 +533,10 @@ def other_blocks(model, rank):
     )
 
 
-def packed(model, _):
-    model.get_submodule(
-        "base_model.model.model.layers.0.mlp.up_proj"
-    ).weight.quant_state.packing_format_for_cpu = True
-
-
 def packed_on_rank_1(model, rank):
     if rank == 1:
-        packed(model, rank)
+        layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+        layer.weight.quant_state.packing_format_for_cpu = True
 
 
 def nothing(model, _):
@@ -586,13 +550,7 @@ def nothing(model, _):
         (packed_on_rank_1, {}, "layers.0.mlp.up_proj.weight' was packed for inference"),
         (with_another_forward, {}, "layers.0.mlp.up_proj' (a layer of Doubled) has a forward of its own"),
         (with_an_embedding, {}, "embed_tokens' (a layer of EmbeddingNF4) needs the scales"),
-        (
-            with_an_embedding_of_8_bits,
-            {},
-            "embed_tokens' (a layer of Embedding8bit) needs the scales",
-        ),
         (other_blocks, {}, "is quantized in another way on some ranks"),
-        (packed, {}, "layers.0.mlp.up_proj.weight' was packed for inference"),
         (nothing, {"mesh": {"tp": 2}}, "holds codes of a quantized weight, which tensor ranks cannot divide"),
     ],
 )
@@ -616,7 +574,12 @@ def with_layers_of_peft(kind):
     )
 
 
-def merged_inside(kind):
+@on_ranks(2)
+def test_adapters_are_not_merged_into_the_codes_of_an_engine():
+    kind = "nf4 twice"
+    model = with_layers_of_peft(kind)
+    want = plain(model, range(3), 2)
+    want += plain(model, range(3, 4), 2)
     model = with_layers_of_peft(kind)
     engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
     losses = train(engine, range(1))
@@ -627,15 +590,7 @@ def merged_inside(kind):
     engine.close()
     losses += plain(model, range(3, 4), 2)
     model.merge_adapter()
-    return losses
-
-
-def test_adapters_are_not_merged_into_the_codes_of_an_engine(ranks):
-    kind = "nf4 twice"
-    model = with_layers_of_peft(kind)
-    want = plain(model, range(3), 2)
-    want += plain(model, range(3, 4), 2)
-    assert ranks(2, merged_inside, kind) == [want, want]
+    assert losses == want
 
 
 def test_codes_that_are_to_be_trained_are_refused():
@@ -648,12 +603,6 @@ def test_codes_that_are_to_be_trained_are_refused():
 # ----------------------------------------------------------------------------------------------- a stream
 
 
-def streamed(kind, merge_adapters):
-    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3}).engine
-    stream = engine.named_full_parameters(dtype=torch.float32, merge_adapters=merge_adapters)
-    return {name: value.cpu() for name, value in stream}
-
-
 def weight_of(layer):
     """The weight of a quantized layer as bitsandbytes computes with it."""
     if hasattr(layer.weight, "SCB"):
@@ -662,7 +611,8 @@ def weight_of(layer):
 
 
 @pytest.mark.parametrize(("kind", "merge_adapters"), [("nf4 twice in float32", True), ("int8", False)])
-def test_a_stream_has_weights_and_not_codes(ranks, kind, merge_adapters):
+@on_ranks(2)
+def test_a_stream_has_weights_and_not_codes(kind, merge_adapters):
     model = build(kind)
     want = {name: p.detach() for name, p in model.named_parameters() if p.dtype == torch.float32}
     for name, layer in model.named_modules():
@@ -676,20 +626,15 @@ def test_a_stream_has_weights_and_not_codes(ranks, kind, merge_adapters):
             name: name.replace("base_model.model.", "").replace(".base_layer", "") for name in want
         }
         want = {plain_names[name]: value for name, value in want.items() if "lora_" not in name}
-    for found in ranks(2, streamed, kind, merge_adapters):
-        same_state(found, want)
+    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3}).engine
+    stream = engine.named_full_parameters(dtype=torch.float32, merge_adapters=merge_adapters)
+    same_state({name: value.cpu() for name, value in stream}, want)
 
 
-def dropped(kind, stage):
-    """Close without restoring, while the gathers that follow a step are under way."""
-    config = {"stage": stage, "precision": "bf16"}
-    engine = zeroshard.initialize(build(kind), adamw, config).engine
+@on_ranks(2)
+def test_closing_without_restoring_waits_for_no_gather():
+    """While the gathers that follow a step are under way."""
+    engine = zeroshard.initialize(build("nf4"), adamw, {"stage": 2, "precision": "bf16"}).engine
     losses = train(engine, range(2))
     engine.close(restore=False)
-    return losses
-
-
-@pytest.mark.parametrize(("kind", "stage"), [("int8", 3), pytest.param("nf4", 2, marks=pytest.mark.long)])
-def test_closing_without_restoring_waits_for_no_gather(ranks, kind, stage):
-    one, other = ranks(2, dropped, kind, stage)
-    assert one == other
+    assert losses[0] != losses[1]

@@ -18,6 +18,7 @@ from torch import nn
 
 import zeroshard
 from examples.smollm2 import unpack
+from tests.ranks import on_ranks
 from tests.sharding.test_quantized import adamw, llama, plain, same_bits, same_state, train, weight_of
 from zeroshard.lazy.deferred import Codes
 from zeroshard.plan.layout import Span
@@ -248,25 +249,6 @@ def test_biases_of_a_quantized_folder_have_the_dtype_of_the_folder(tmp_path, kin
     assert dtypes["model.layers.0.self_attn.q_proj.bias"][0] is torch.bfloat16
 
 
-def biases_trained(folder, kind):
-    model = zeroshard.from_pretrained(
-        transformers.AutoModelForCausalLM, folder, quantization_config=config_of(kind)
-    )
-    engine = zeroshard.initialize(model.train(), adamw, {"stage": 3}).engine
-    return train(engine, range(2))
-
-
-@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
-def test_biases_of_quantized_layers_are_trained_as_those_of_transformers(ranks, tmp_path, kind):
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(llama(attention_bias=True)).save_pretrained(tmp_path)
-    how = {"quantization_config": config_of(kind), "device_map": "cpu"}
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **how).train()
-    assert model.model.layers[0].self_attn.q_proj.bias.requires_grad
-    want = plain(model, range(2), 2)
-    assert ranks(2, biases_trained, tmp_path, kind) == [want, want]
-
-
 def gpt2_exported(path):
     model = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, path)
     engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
@@ -437,19 +419,18 @@ def test_a_layer_with_two_names_is_quantized_under_both_or_neither(bits):
     assert type(model.last).__module__.startswith("bitsandbytes")
 
 
-def copied(build, stage, *arguments):
-    """The losses of a model and of a copy that was made of it before it had memory."""
-    model = build(*arguments)
-    twin = copy.deepcopy(model)
-    return [train(zeroshard.initialize(m, adamw, {"stage": stage}).engine, range(2)) for m in (model, twin)]
-
-
 @pytest.mark.parametrize(
     ("build", "kind"), [(from_init, "nf4 twice"), pytest.param(from_file, "int8", marks=pytest.mark.long)]
 )
-def test_a_copy_of_a_model_without_memory_has_its_codes_and_scales(ranks, folder, kind, build):
-    for own, of_copy in ranks(2, copied, build, 3, folder, kind):
-        assert own == of_copy
+@on_ranks(2)
+def test_a_copy_of_a_model_without_memory_has_its_codes_and_scales(folder, kind, build):
+    """A copy that was made before there was memory has the losses of its model."""
+    model = build(folder, kind)
+    twin = copy.deepcopy(model)
+    own, of_copy = (
+        train(zeroshard.initialize(m, adamw, {"stage": 3}).engine, range(2)) for m in (model, twin)
+    )
+    assert own == of_copy
 
 
 class Head(nn.Module):
