@@ -220,22 +220,10 @@ def test_a_model_without_memory_is_not_pickled_and_one_that_has_it_is():
         assert torch.equal(value, plain.state_dict()[name])
 
 
-def test_ties_stay():
-    _, deferred = both(Layers)
-    assert deferred.head.weight is deferred.embedding.weight
-
-
 def test_values_that_are_asked_for_while_building_are_given():
     plain, deferred = both(Buffers)
     assert deferred.rates == plain.rates
     assert deferred.listed == plain.listed
-
-
-def test_buffers_and_plain_tensors_get_memory_and_stay_the_same_object():
-    plain, deferred = both(Buffers)
-    materialize_others(deferred)
-    assert deferred.same is deferred.frequencies
-    assert torch.equal(deferred.mask, plain.mask)
 
 
 def test_a_model_built_on_the_meta_device_is_reset_to_the_values_of_an_ordinary_init():

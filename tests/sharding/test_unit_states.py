@@ -98,22 +98,6 @@ def test_the_padding_of_packed_gradients_is_zero(freed):
 # ------------------------------------------------------------------------------------- freed and refilled
 
 
-def test_moves_that_are_not_needed_change_nothing(freed):
-    sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
-    unit = sharded.inner
-    unit.reshard()
-    assert unit.state is SHARDED
-    unit.unshard()
-    unit.unshard()
-    assert unit.state is GATHERING
-    unit.wait()
-    filled = unit.buffers[0].full.data_ptr()
-    unit.wait()
-    unit.unshard()
-    assert unit.state is UNSHARDED
-    assert unit.buffers[0].full.data_ptr() == filled
-
-
 def test_the_storage_is_there_from_unshard_to_reshard_and_nothing_of_it_otherwise(freed):
     sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
     unit = sharded.inner
@@ -145,37 +129,6 @@ def test_unsharded_parameters_are_the_same_objects_and_views_of_the_buffer_after
             assert torch.equal(value, sharded.before[name].bfloat16())
         unit.reshard()
         assert buffer.full.untyped_storage().nbytes() == 0
-
-
-def test_the_meter_counts_what_is_there_beyond_rest_and_the_most_of_it(freed):
-    sharded = shard_net(**freed)
-    meter = sharded.runtime.context.meter
-    sizes = [2 * unit.buffers[0].layout.total for unit in (sharded.root, sharded.inner)]
-    sharded.root.wait()
-    sharded.inner.wait()
-    assert meter.now == sum(sizes)
-    sharded.root.reshard()
-    sharded.inner.reshard()
-    assert meter.now == 0
-    sharded.inner.wait()
-    assert (meter.now, meter.peak) == (sizes[1], sum(sizes))
-
-
-@pytest.mark.parametrize("change", ["in place", "through data"])
-def test_a_refill_has_the_values_that_a_step_left(change, freed):
-    sharded = shard_net(**freed)
-    unit = sharded.inner
-    unit.wait()
-    for parameter in unit.buffers[0].sharded:
-        if change == "in place":
-            with torch.no_grad():
-                parameter.add_(1)
-        else:
-            parameter.data.add_(1)
-    sharded.step()
-    unit.wait()
-    for name, value in unsharded_values(unit).items():
-        assert torch.equal(value, (sharded.before[name] + 1).bfloat16())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -226,19 +179,6 @@ def test_a_refill_between_forward_and_backward_is_no_change_to_autograd(freed):
     plain = sharded.before["block.0.weight"].bfloat16()
     (expected,) = torch.autograd.grad(F.linear(hidden, plain).square().sum(), hidden)
     assert torch.equal(gradient, expected)
-
-
-def test_modules_hold_unsharded_parameters_only_while_they_are_installed(freed):
-    sharded = shard_net(**freed)
-    layer, unit = sharded.net.block[0], sharded.inner
-    (buffer,) = unit.buffers
-    assert layer.weight is buffer.sharded[0]
-    unit.wait()
-    unit.slots.install()
-    assert layer.weight is buffer.unsharded[0]
-    assert list(dict(sharded.net.named_parameters())) == list(sharded.before)
-    unit.slots.uninstall()
-    assert layer.weight is buffer.sharded[0]
 
 
 # --------------------------------------------------------------------------------------- with other ranks
@@ -408,10 +348,3 @@ def test_a_gradient_is_packed_by_one_kernel_that_scales_and_widens_it():
     first, later = found
     assert later == ["aten::slice.Tensor", "aten::mul.out"]
     assert first[-1:] == later[-1:]
-
-
-def test_one_kernel_that_scales_and_widens_gives_the_bits_of_two():
-    gradient = torch.randn(10_000).bfloat16()
-    for scale in (1 / 2, 1 / 3, 1 / 7):
-        one = torch.mul(gradient, torch.full((1,), scale), out=torch.empty(10_000))
-        assert torch.equal(one, torch.empty(10_000).copy_(gradient).mul_(scale))

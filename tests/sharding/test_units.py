@@ -215,24 +215,10 @@ def test_asked_class_names_are_units_at_every_depth():
     assert names_of(model, Config(units="Block").units) == ["", "blocks.0"]
 
 
-def test_a_parameter_belongs_to_the_innermost_of_nested_units():
-    units = units_of(Model(nn.ModuleList([Block()])), ["Block", "Attention"])
-    layers = ("0.weight", "0.bias", "2.weight", "2.bias")
-    assert units["blocks.0"] == [f"blocks.0.mlp.{name}" for name in layers]
-    assert units["blocks.0.attention"] == [
-        f"blocks.0.attention.{name}" for name in ("query.weight", "query.bias", "out.weight")
-    ]
-
-
 def test_a_predicate_chooses_the_units():
     model = Model(nn.ModuleList([Block(), Block()]))
     config = Config(units=lambda module: isinstance(module, nn.LayerNorm | Attention))
     assert names_of(model, config.units) == ["", "blocks.0.attention", "blocks.1.attention", "norm"]
-
-
-def test_a_predicate_that_also_takes_the_root_leaves_it_the_root():
-    model = Holder(layer=nn.Linear(2, 2), weight=nn.Parameter(torch.zeros(3)))
-    assert units_of(model, lambda module: True) == {"": ["weight"], "layer": ["layer.weight", "layer.bias"]}
 
 
 def test_nothing_but_what_is_asked_becomes_a_unit():
@@ -358,12 +344,6 @@ def test_parameters_keep_their_names_and_know_every_place_that_holds_them(graph)
             }
             assert set(original.owners) == places
             assert len(original.owners) == len(places)
-
-
-def test_parameters_of_the_root_and_of_containers_between_units_are_the_roots():
-    stack = Holder(blocks=nn.ModuleList([Block(), Block()]), scale=nn.Parameter(torch.ones(2)))
-    model = Holder(stack=stack, bias=nn.Parameter(torch.zeros(3)))
-    assert units_of(model)[""] == ["bias", "stack.scale"]
 
 
 # ------------------------------------------------------------------------------------ groups and refusals
