@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import STAGES, numbers, plain, replicate, square_loss
+from tests.distributed.training import STAGES, caught, numbers, plain, replicate, square_loss
 from tests.ranks import on_ranks
 from zeroshard.checkpoint import save as saving
 from zeroshard.parameters.sharded import ShardedParameter
@@ -56,14 +56,6 @@ def train(engine, first=0, steps=2):
     for number in range(first, first + steps):
         engine.backward(square_loss(engine, number))
         engine.step()
-
-
-def caught(function, *args, **kwargs):
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def traces(model):

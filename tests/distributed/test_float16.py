@@ -16,6 +16,7 @@ from tests.distributed.training import (
     ALL_STAGES,
     build,
     by_hand,
+    caught,
     differences,
     distance_of_all,
     finish,
@@ -65,15 +66,6 @@ def steps(engine, which, loss=batch_loss):
         taken.append(engine.step())
         losses += [value.item()] if taken[-1] else []
     return finish(engine, losses), taken
-
-
-def caught(function, *args):
-    """The message of the RuntimeError."""
-    try:
-        function(*args)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
 
 
 # ------------------------------------------------------------------------------------------ the numbers
@@ -259,7 +251,7 @@ def test_an_overflow_that_no_lower_scale_can_cure_is_warned_of_or_an_error(
     ranks, loss_scale, num_lower, least
 ):
     for error, said, num_skipped, scale in ranks(2, at_the_floor, loss_scale, "report"):
-        assert (error, len(said), num_skipped, scale) == ("nothing", 17 - num_lower, 17, least)
+        assert (error, len(said), num_skipped, scale) == ("nothing was raised", 17 - num_lower, 17, least)
         assert f"the loss scale {least:g} is not lowered" in said[0]
     for error, said, num_skipped, scale in ranks(2, at_the_floor, loss_scale, "error"):
         assert (said, num_skipped, scale) == ([], num_lower, least)

@@ -299,9 +299,8 @@ def test_a_frozen_model_is_evaluated_and_gathered_once():
     return found
 
 
-def held_in_bfloat16(folder):
-    """The dtypes of a frozen float32 weight in exports; True for a value that is rounded, or exact."""
-    found = []
+@on_ranks(2)
+def test_frozen_weights_are_rounded_to_the_dtype_in_which_they_are_held(tmp_path):
     for stage, overrides in ((stage, overrides) for stage in STAGES for overrides in (None, {"0": "fp32"})):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 1))
@@ -310,17 +309,12 @@ def held_in_bfloat16(folder):
         precision = {"param_dtype": "bf16", "overrides": overrides}
         config = {"stage": stage, "precision": precision}
         engine = zeroshard.initialize(model, torch.optim.SGD(model[1].parameters(), lr=0.1), config).engine
-        file = f"{folder}/{stage}-{overrides is None}"
+        file = f"{tmp_path}/{stage}-{overrides is None}"
         engine.save_pretrained(file)
         values = [engine.full_parameter("0.weight"), dict(engine.named_full_parameters())["0.weight"]]
         values += [load_file(f"{file}/model.safetensors")["0.weight"]]
         engine.close()
         values += [model[0].weight]
         narrow = torch.float32 if overrides else torch.bfloat16
-        found += [[value.dtype for value in values] == [torch.float32, narrow, narrow, torch.float32]]
-        found += [torch.equal(value.float(), want.float()) for value in values]
-    return found
-
-
-def test_frozen_weights_are_rounded_to_the_dtype_in_which_they_are_held(ranks, tmp_path):
-    assert all(all(found) for found in ranks(2, held_in_bfloat16, str(tmp_path)))
+        assert [value.dtype for value in values] == [torch.float32, narrow, narrow, torch.float32]
+        assert all(torch.equal(value.float(), want.float()) for value in values)

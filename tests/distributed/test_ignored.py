@@ -137,7 +137,8 @@ def test_checkpoints_leave_ignored_parameters_out_with_a_warning_and_alone_when_
     assert "'blocks.0.scale'" in notes[0]
 
 
-def refusals():
+@on_ranks(1)
+def test_patterns_that_fit_nothing_and_dtypes_that_need_other_gradients_are_refused():
     messages = []
     for config in (
         {"ignored": ["blocks.*.gain"]},
@@ -147,11 +148,7 @@ def refusals():
         with pytest.raises(ValueError, match="ignored") as caught:
             start(built(), "SGD", **config)
         messages.append(str(caught.value))
-    return messages
-
-
-def test_patterns_that_fit_nothing_and_dtypes_that_need_other_gradients_are_refused(ranks):
-    ((unknown, half, narrow),) = ranks(1, refusals)
+    unknown, half, narrow = messages
     assert "no parameter whose name fits 'blocks.*.gain'" in unknown
     assert "needs precision.param_dtype to be another dtype than float16" in half
     assert "needs precision.main_dtype to be another dtype than bfloat16" in narrow

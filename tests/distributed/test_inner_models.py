@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import zeroshard
-from tests.distributed.training import STAGES
+from tests.distributed.training import STAGES, caught
 from tests.ranks import on_ranks
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -54,12 +54,6 @@ def trained(model, how, stage):
     return engine
 
 
-def message_of(act, *args):
-    with pytest.raises(RuntimeError) as error:
-        act(*args)
-    return str(error.value)
-
-
 @pytest.mark.parametrize("how", ["initialize", pytest.param("shard", marks=pytest.mark.long)])
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
@@ -78,11 +72,11 @@ def test_methods_of_inner_models_have_whole_parameters_or_are_refused(tmp_path, 
         (lambda: decoder.save_pretrained(folder), "decoder", f"{reads}) on all ranks"),
         (lambda: encoder.save_pretrained(folder, state_dict=encoder.state_dict()), "encoder", reads),
     ):
-        assert f"() of '{path}' {ending}" in message_of(act)
+        assert f"() of '{path}' {ending}" in caught(act)
     for act in (decoder.merge_adapter, decoder.merge_and_unload):
-        assert "outside the forward of its unit" in message_of(act)
+        assert "outside the forward of its unit" in caught(act)
     with engine.unsharded(decoder):  # the other unit shows slices
-        assert reads in message_of(encoder.save_pretrained, folder)
+        assert reads in caught(encoder.save_pretrained, folder)
     with engine.unsharded():
         if dist.get_rank() == 0:
             encoder.save_pretrained(folder)
@@ -115,8 +109,8 @@ def test_a_part_of_a_pipeline_is_not_saved_as_a_whole_model(tmp_path):
     plain = copy.deepcopy(model).state_dict()
     engine = zeroshard.initialize(model, config={"mesh": {"pp": 2}, "stage": 1}).engine
     with engine.unsharded():
-        whole = message_of(model.save_pretrained, folder)
-        inner = message_of(model.model.save_pretrained, folder)
+        whole = caught(model.save_pretrained, folder)
+        inner = caught(model.model.save_pretrained, folder)
     engine.save_pretrained(folder)
     loaded = LlamaForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in plain.items())

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.distributed.training import STAGES, full_gradients, numbers, start
+from tests.distributed.training import STAGES, caught, full_gradients, numbers, start
 from tests.ranks import on_ranks
 
 PRECISIONS = ({}, {"precision": {"param_dtype": "fp16"}})
@@ -25,14 +25,6 @@ def full(engine):
 
 def unequal(got, want):
     return [name for name in want if not torch.equal(got[name], want[name])]
-
-
-def caught(function):
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 # ------------------------------------------------------------------------------------- several engines

@@ -59,14 +59,6 @@ def measure(engine, take_step, stage, k, element_bytes=(4, 4), num_steps=3):
     return found
 
 
-def traffic(kind, k):
-    found = []
-    for stage in ALL_STAGES:
-        engine, _ = start(build(kind), stage=stage, gradient_accumulation_steps=k)
-        found += measure(engine, micro_batches(engine, k), stage, k)
-    return found
-
-
 @pytest.mark.parametrize(("num_ranks", "k"), [(2, 1), (3, 3)])
 @on_ranks()
 def test_the_first_and_later_steps_send_what_the_table_says(k):

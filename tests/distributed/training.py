@@ -408,3 +408,12 @@ def lora(dtype=torch.float32, *, checkpoints=False, **options):
     model = peft.get_peft_model(base, config)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     return model.train()
+
+
+def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The type's name and the message of what a call raises."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
