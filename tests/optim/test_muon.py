@@ -5,7 +5,6 @@ Gradients are given by name, so they are the same at any number of ranks.
 
 import copy
 import math
-import warnings
 import zlib
 from functools import partial
 
@@ -17,11 +16,10 @@ from torch import nn
 import zeroshard
 from tests.distributed.training import ALL_STAGES
 from zeroshard.optim import Deferred, Muon, muon_groups
-from zeroshard.optim.adopted import check_optimizer
 from zeroshard.optim.muon import orthogonalize, orthogonalize_cost
 from zeroshard.plan.layout import Span
 from zeroshard.plan.owners import Item, choose_owners, inward, outward
-from zeroshard.stepping.wholes import Key, UsesWholes
+from zeroshard.stepping.wholes import Key
 
 NUM_STEPS = 10
 FUSED = (30, 10, 11)
@@ -504,18 +502,6 @@ def test_only_ranges_that_cross_a_border_are_sent(ranks, stage, num_calls):
     assert total == whole_bytes if stage == 0 else total <= whole_bytes  # 2 (N - 1) / N at random owners
 
 
-def near_torch():
-    engine, optimizer = start(stage=3)
-    step_sharded(engine, optimizer, range(NUM_STEPS))
-    return engine.full_state_dict()
-
-
-def test_sharded_parameters_are_those_of_torchs_muon(ranks):
-    want = by_torch()
-    for name, value in ranks(2, near_torch)[0].items():
-        torch.testing.assert_close(value, want[name], rtol=0, atol=1e-6, msg=name)
-
-
 def without_gradients():
     engine, optimizer = start(stage=3)
     engine.reset_comm_report()
@@ -584,17 +570,6 @@ def test_parameters_of_a_module_that_it_was_not_attached_to_are_refused_by_name(
     (message,) = ranks(1, of_another_module)
     assert "expected parameters of the one sharded module" in message
     assert "got 'row' of shape [300] of another module" in message
-
-
-def test_only_an_optimizer_that_asks_for_whole_tensors_is_taken_over():
-    parameter = nn.Parameter(torch.ones(2, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_optimizer(Muon([parameter]), {parameter: "weight"})
-    assert isinstance(Muon([parameter]), UsesWholes)
-    advice = r"^Muon needs whole tensors .*zeroshard\.optim\.Muon gets whole ones"
-    with pytest.raises(ValueError, match=advice):
-        check_optimizer(torch.optim.Muon([parameter]), {parameter: "weight"})
 
 
 def without_one(rank, names):

@@ -3,17 +3,13 @@
 The gradients are multiples of 1/64, so their mean over two or four ranks is exact.
 """
 
-import math
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
 from tests.distributed import training
-from tests.distributed.training import STAGES, numbers, token_loss, tokens
+from tests.distributed.training import STAGES, numbers, token_loss
 from tests.optim.test_layerwise import build
 from tests.optim.test_muon import unequal
 from tests.parallel import runs
@@ -87,16 +83,6 @@ def test_steps_have_the_same_bits_on_one_rank_and_on_several(ranks, case, num_ra
     assert skipped or case == "accumulation"
 
 
-def in_files(folder, want):
-    config = {"stage": 3, "offload": {"optimizer": "nvme", "nvme_path": str(folder)}}
-    return run_stages([config], want)
-
-
-def test_main_parameters_in_files_have_the_same_bits(ranks, tmp_path):
-    (want,) = ranks(1, run, {"stage": 3})
-    assert ranks(2, in_files, tmp_path, want) == [[]] * 2
-
-
 def stepping_in_backward():
     try:
         start({"stage": 3, "offload": {"step_in_backward": True}})
@@ -108,22 +94,6 @@ def test_steps_in_backward_are_refused_by_name(ranks):
     for message in ranks(2, stepping_in_backward):
         assert "offload.step_in_backward: expected an optimizer" in message
         assert "got Muon" in message
-
-
-def skipping(stage):
-    """Parameters before and after a step whose gradients are not finite on one rank."""
-    engine = start({"stage": stage, "nonfinite": "skip"})
-    go_on(engine, range(2))
-    before = engine.full_state_dict()
-    loss = engine(2)
-    engine.backward(loss * (math.inf if engine.dp_rank == 1 else 1))
-    was_taken = engine.step()
-    return was_taken, unequal(engine.full_state_dict(), before)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_step_that_is_left_out_changes_nothing(ranks, stage):
-    assert ranks(2, skipping, stage) == [(False, [])] * 2
 
 
 # --------------------------------------------------------------------------------------- checkpoints
@@ -198,65 +168,7 @@ def test_a_llama_trains_to_the_bits_of_torchs_muon_over_replicas(ranks, num_rank
     assert ranks(num_ranks, beside_replicas) == [[]] * num_ranks
 
 
-NUM_PARTS = 4
-
-
-def loss_of_part(model, step, part):
-    """The loss of one of the batches that a step has over all ranks."""
-    batch = tokens(step, rank=part)
-    return F.cross_entropy(model(batch[:, :-1])["logits"].flatten(0, 1), batch[:, 1:].flatten())
-
-
-def trained(stage):
-    """Losses of steps, and parameters, over all ranks."""
-    model, losses = llama(torch.float64), []
-    num = NUM_PARTS // dist.get_world_size()
-    config = {"stage": stage, "gradient_accumulation_steps": num}
-    engine = zeroshard.initialize(model, optimizer_of(model), config).engine
-    for step in range(4):
-        total = torch.zeros(())
-        for number in range(num):
-            loss = loss_of_part(engine, step, number * engine.dp_world_size + engine.dp_rank)
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach() / NUM_PARTS
-        losses.append(engine._axes.dp.sum(total, "test").item())
-    return losses, engine.full_state_dict()
-
-
-def trained_plainly():
-    """The same in one process, without an engine, by torch's Muon."""
-    model, losses = llama(torch.float64), []
-    optimizers = torchs(model)
-    for step in range(4):
-        parts = [loss_of_part(model, step, part) / NUM_PARTS for part in range(NUM_PARTS)]
-        sum(parts).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(sum(parts).item())
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
-
-
-@pytest.mark.long
-@pytest.mark.long_where(num_ranks=[1, 4])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_llama_trains_as_in_one_process(ranks, num_ranks):
-    """In float64: in float32 another order of sums flips roundings to bfloat16, by 1/256 of an update."""
-    want_losses, want = trained_plainly()
-    for stage in STAGES:
-        answers = ranks(num_ranks, trained, stage)
-        for losses, _ in answers:
-            assert losses == pytest.approx(want_losses, rel=1e-6)
-        for name, value in answers[0][1].items():
-            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-9, msg=name)
-
-
 # ------------------------------------------------------------------------------- tensor parallelism
-
-
-def divided_values():
-    return {name: p.detach().clone() for name, p in runs.build(0).float().named_parameters()}
 
 
 def gradient(name, step, shape):
@@ -304,46 +216,7 @@ def test_tensor_ranks_compute_with_whole_matrices(ranks, num_ranks, stages):
     assert ranks(num_ranks, divided, configs, divided_plainly()) == [[]] * num_ranks
 
 
-@pytest.mark.long
-def test_tensor_ranks_and_shard_groups_compute_with_whole_matrices(ranks):
-    configs = [{"stage": 3, "mesh": {"tp": 2}, "shard_group_size": 2}]
-    assert ranks(8, divided, configs, divided_plainly(), timeout=120) == [[]] * 8
-
-
 # ------------------------------------------------------------------------------------------ pipelines
-
-
-def pipeline(stage):
-    config = {"stage": stage, "mesh": {"pp": 2}, "pipeline": {"num_microbatches": 4, "balance": "memory"}}
-    model = pipelined.build("tied llama")
-    engine = zeroshard.initialize(model, lambda _: optimizer_of(model), config).engine
-    for number in range(3):
-        tokens = pipelined.tokens_of(number).chunk(engine.dp_world_size)[engine.dp_rank]
-        engine.train_batch({"input_ids": tokens}, tokens)
-    return pipelined.parameters_of(engine)
-
-
-def pipeline_plainly():
-    model = pipelined.build("tied llama")
-    optimizer = optimizer_of(model)
-    for number in range(3):
-        tokens = pipelined.tokens_of(number)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-@pytest.mark.long
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_pipeline_ranks_step_the_matrices_of_their_own_part(ranks, num_ranks):
-    want, seen = pipeline_plainly(), set()
-    for found in ranks(num_ranks, pipeline, 1):
-        for name, value in found.items():
-            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-9, msg=name)
-        seen |= found.keys()
-    assert seen == want.keys()
 
 
 def pipeline_groups(options):

@@ -1,9 +1,6 @@
 """Loops that people write, over a divided model, train as in one process."""
 
-from contextlib import suppress
-
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.parallel.runs import (
@@ -33,82 +30,6 @@ def own_loss(engine, number, micro=0, of=1):
 def by_engine(engine, number):
     engine.backward(own_loss(engine, number))
     engine.step()
-
-
-def unsynced(engine, number):
-    with engine.no_sync():
-        (own_loss(engine, number, 0, 2) / 2).backward()
-    (own_loss(engine, number, 1, 2) / 2).backward()
-    engine.optimizer.step()
-    engine.zero_grad()
-
-
-def failing(where):
-    def train(engine, number):
-        def burn(*_):
-            raise BurnedError
-
-        block = engine.module.blocks[1]
-        if where == "forward":
-            hook = block.down.register_forward_pre_hook(burn)
-        else:
-            hook = block.second.register_full_backward_pre_hook(burn)
-        with suppress(BurnedError):
-            engine.backward(own_loss(engine, 9))
-        hook.remove()
-        engine.zero_grad()
-        by_engine(engine, number)
-
-    return train
-
-
-def clipping(engine, number):
-    engine.backward(own_loss(engine, number))
-    total = engine.clip_grad_norm_(1e9)
-    assert torch.isfinite(total)
-    engine.step()
-
-
-LOOPS = {
-    "engine": by_engine,
-    "no_sync": unsynced,
-    "clip_grad_norm_": clipping,
-    "failed forward": failing("forward"),
-    "failed backward": failing("backward"),
-}
-"""Other loops are drawn by the fuzz."""
-
-
-def train(loop, config):
-    engine = initialize(build(dist.get_rank()), adamw, config)
-    for number in range(STEPS):
-        LOOPS[loop](engine, number)
-    whole, state = digests(engine), engine.full_state_dict()
-    engine.close(restore=False)
-    return Run([], [], state, whole)
-
-
-@pytest.mark.long_where(loop=["engine"])
-@pytest.mark.long_where(stage=[0, 2])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_trains_as_in_one_process(ranks, loop, stage):
-    check(ranks(4, train, loop, {"stage": stage, **TP2}))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("loop", "more"),
-    [
-        ("engine", {"stage": 1, "shard_group_size": 2}),
-        ("no_sync", {"stage": 2, "shard_group_size": 2}),
-        ("failed backward", {"stage": 3, "shard_group_size": 2}),
-        ("engine", {"stage": 3, "reshard_after_forward": 2}),
-    ],
-    ids=str,
-)
-def test_shard_groups_of_tensor_ranks_train_as_in_one_process(ranks, loop, more):
-    check(ranks(8, train, loop, {**TP2, **more}, timeout=120))
 
 
 def check(runs, steps=STEPS):

@@ -84,9 +84,3 @@ def test_steps_of_a_pipeline_wait_for_its_next_batch(ranks, tmp_path, num_ranks,
     tiers = {"optimizer": "nvme", "parameters": parameters, "nvme_path": str(tmp_path)}
     for found in ranks(num_ranks, different, list(CASES), 3, tiers, timeout=300):
         assert not found
-
-
-def test_steps_of_chunks_on_one_rank_each_wait_at_stage_1(ranks, tmp_path):
-    tiers = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
-    for found in ranks(2, different, ["two chunks", "tied on one rank"], 1, tiers):
-        assert not found

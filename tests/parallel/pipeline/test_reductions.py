@@ -74,14 +74,6 @@ def test_the_units_of_a_chunk_are_reduced_with_it_and_the_root_at_last(
         assert list(started) == list(found[number // 2 * 2][0])
 
 
-@pytest.mark.long
-def test_with_units_that_stay_gathered_reductions_begin_in_the_same_backwards(ranks):
-    options = {"stage": 3, "reshard_after_forward": False}
-    found = ranks(4, reductions, "interleaved", 2, "llama", options)
-    assert found[0][0] == layers(_0="0B1", _2="2B1") | {"": "0B1"}
-    assert found[3][0] == layers(_1="1B1", _3="3B1") | {"": "1B1"}
-
-
 def test_later_actions_go_on_beside_the_reductions(ranks):
     found = ranks(4, reductions, APART, 2, "llama", {"stage": 2})
     for _, under_way in found[:2]:

@@ -168,26 +168,6 @@ def test_a_traced_model_trains_as_in_one_process(ranks, case, stage):
         torch.testing.assert_close(whole[name], value, rtol=0, atol=1e-9, msg=name)
 
 
-def saved(path, stage):
-    engine = start(["inner.layers.2"], stage=stage)
-    for number in range(2):
-        engine.train_batch(*batch_of(number))
-    engine.save_checkpoint(path)
-    other = start(["inner.layers.3"], stage=3 - stage)
-    other.load_checkpoint(path)
-    same = [engine.train_batch(*batch_of(2)).item(), other.train_batch(*batch_of(2)).item()]
-    engine.close(restore=False)
-    other.close(restore=False)
-    return same
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_checkpoint_goes_on_under_another_cut(ranks, tmp_path, stage):
-    for one, other in ranks(2, saved, str(tmp_path), stage):
-        assert one == pytest.approx(other, rel=1e-6)
-
-
 def test_chunks_compute_the_model_and_its_gradients_with_its_own_parameters():
     model, want = build(), build()
     named, _ = batch_of(0)
