@@ -51,13 +51,11 @@ def adapted(seed, **options):
     return with_lora(build(seed), LAYERS, **options).double()
 
 
-@pytest.mark.long_where(stage=[0, 1, 2])
 @pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("num_ranks", "tp"), [(2, 2), (4, 2)])
-def test_adapters_of_divided_layers_train_as_in_one_process(ranks, num_ranks, tp, stage):
+@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (4, 1)])
+def test_adapters_of_divided_layers_train_as_in_one_process(ranks, num_ranks, stage):
     kind = Kind(adapted, loss_of, behind(PLAN), BATCH)
-    found = ranks(num_ranks, divided, {"stage": stage, "mesh": {"tp": tp}}, adamw, kind=kind)
+    found = ranks(num_ranks, divided, {"stage": stage, "mesh": {"tp": 2}}, adamw, kind=kind)
     compare(found, plain(adamw, kind=kind), losses=1e-9, norms=1e-6, values=1e-8)
     base = {name: value for name, value in build(0).state_dict().items() if "up" in name}
     for name, value in base.items():

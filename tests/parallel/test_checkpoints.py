@@ -144,13 +144,6 @@ def test_a_checkpoint_of_divided_layers_loads_under_any_layout(ranks, tmp_path, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stages", [(0, 3), (1, 2), (2, 1), (3, 0)])
-@pytest.mark.parametrize("source", ["1x1", "tp 4", "dp 4"])
-def test_stages_and_layouts_may_change_together(ranks, tmp_path, source, stages):
-    check(ranks, tmp_path, source, "tp 2 x dp 2", stages)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("target", ["1x1", "tp 4"])
 def test_frozen_parameters_that_are_left_out_are_compared_by_their_whole_bytes(ranks, tmp_path, target):
     options = {"checkpoint": {"frozen": False}}
@@ -176,13 +169,6 @@ def refuses_another_base(folder, tp, options):
     with pytest.raises(ValueError, match=r"leaves out the frozen parameter 'blocks\.0\.frozen"):
         engine.load_checkpoint(folder, "saved")
     engine.close(restore=False)
-
-
-@pytest.mark.long_where(target=["tp 2 x dp 2"])
-@pytest.mark.long_where(target=["tp 2"])
-@pytest.mark.parametrize("target", ["tp 2 x dp 2", "tp 2"])
-def test_8_bit_states_keep_their_bits_at_the_same_number_of_tensor_ranks(ranks, tmp_path, target):
-    check(ranks, tmp_path, "tp 2 x dp 2", target, (3, 1), "8-bit")
 
 
 def refuses_other_blocks(folder, tp):

@@ -18,7 +18,7 @@ MORE_RANKS = ("Llama", "Llama, tied", "Gemma", "GPT-2", "T5", "Mixtral", "DeepSe
 NAMES = [name for name in MODELS if name not in ("Qwen3, tied", "Gemma 2")]  # which test_loss.py trains
 CASES = [
     *((name, 2, 2, 3) for name in NAMES),
-    *((name, 4, 2, 3 if name == "GPT-2" else 1) for name in NAMES),
+    *((name, 4, 2, stage) for name, stage in (("GPT-2", 3), ("Llama", 1), ("Mixtral", 1))),
     *((name, 4, 4, 3) for name in MORE_RANKS),
 ]
 
@@ -47,12 +47,3 @@ def test_products_of_all_experts_at_once_are_divided_too(ranks, tp):
 
 def grouped(seed):
     return build("Mixtral", seed, experts_implementation="grouped_mm", intermediate_size=32)
-
-
-def refused():
-    with pytest.raises(ValueError, match=r"64 elements cannot be divided over mesh\.tp=3 ranks"):
-        divided({"stage": 1, "mesh": {"tp": 3}}, adamw, kind=kind_of("Llama"))
-
-
-def test_heads_that_do_not_divide_are_refused_with_the_numbers(ranks):
-    ranks(3, refused)

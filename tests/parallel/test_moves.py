@@ -72,25 +72,6 @@ def test_sums_are_taken_in_the_order_of_ranks_and_rounded_once(ranks, num_ranks,
             assert torch.equal(got, want)
 
 
-def counted():
-    over, counter = tensor_ranks()
-    over.sum(values(10), "test")
-    over.gather(values(3, 4), 1, "test")
-    over.scatter(values(8, 3), 0, "test")
-    return dict(counter.bytes_sent)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_bytes_are_counted(ranks, num_ranks):
-    # Two ranks swap what they sum up; more of them sum up parts and gather these.
-    part = 0 if num_ranks == 2 else -(-10 // num_ranks)
-    for sent in ranks(num_ranks, counted):
-        peers = num_ranks - 1
-        assert sent["all_reduce"] == (8 * 10 if num_ranks == 2 else 0)
-        assert sent["reduce_scatter"] == 8 * (part + 24 // num_ranks) * peers
-        assert sent["all_gather"] == 8 * (part + 12) * peers
-
-
 # -------------------------------------------------------------------------------------------------- layers
 
 

@@ -198,41 +198,18 @@ def freeze_norms(model):
 
 
 TOGETHER = {
-    "compiled": ({"compile": True}, None, (1, 3)),
-    "two micro-batches": ({"gradient_accumulation_steps": 2}, None, (1, 3)),
-    "states on the host": ({"offload": {"optimizer": "cpu"}}, None, (0, 2)),
-    "parameters on the host": ({"offload": {"optimizer": "cpu", "parameters": "cpu"}}, None, (3,)),
-    "groups of one": ({"shard_group_size": 1}, None, (1, 3)),
-    "recomputed": ({"recompute": "unit"}, None, (1, 3)),
-    "frozen norms": ({}, freeze_norms, (0, 3)),
+    "compiled": ({"compile": True}, None),
+    "recomputed": ({"recompute": "unit"}, None),
+    "frozen norms": ({}, freeze_norms),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("case", "stage"), [(case, s) for case in TOGETHER for s in TOGETHER[case][2]])
-def test_parts_of_the_sequence_go_together_with_the_rest(ranks, case, stage):
-    config, change, _ = TOGETHER[case]
+@pytest.mark.parametrize("case", TOGETHER)
+def test_parts_of_the_sequence_go_together_with_the_rest(ranks, case):
+    config, change = TOGETHER[case]
     kind = kind_of(functools.partial(build, Model), PLAN)
-    train(ranks, 4, kind, config | {"stage": stage, "mesh": {"tp": 2}}, change)
-
-
-def saved_along_the_sequence(folder):
-    """A checkpoint of parts of the sequence, loaded without tensor ranks: the state of both."""
-    engine = sharded(build(Model), {"stage": 3, "mesh": {"tp": 2}}, PLAN)
-    engine.backward(loss_of(engine, 0))
-    engine.step()
-    engine.save_checkpoint(folder)
-    want = engine.full_state_dict()
-    engine.close(restore=False)
-    other = sharded(build(Model, 1), {"stage": 2}, None)
-    other.load_checkpoint(folder)
-    got = other.full_state_dict()
-    other.close(restore=False)
-    return all(torch.equal(value, want[name]) for name, value in got.items())
-
-
-def test_a_checkpoint_of_parts_of_the_sequence_loads_under_another_layout(ranks, tmp_path):
-    assert ranks(2, saved_along_the_sequence, str(tmp_path)) == [True, True]
+    train(ranks, 4, kind, config | {"stage": 3, "mesh": {"tp": 2}}, change)
 
 
 def asked_for_parts():

@@ -13,6 +13,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torchs
 
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.runner import room_for_sends
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, with_recompute, zbv
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 
@@ -241,6 +242,22 @@ def test_forwards_fill_the_time_until_a_recompute_has_to_begin_for_the_gradient(
     first = build_schedule("varuna", 2, 8, costs=costs).lists[0]
     expected = [*(f"0F{microbatch}" for microbatch in range(num_forwards)), "0R0", "0B0"]
     assert [str(action) for action in first[: num_forwards + 2]] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "room"),
+    [("gpipe", {}, 1), ("1f1b", {}, 1), ("interleaved", {"chunks_per_rank": 2}, 2), ("varuna", {}, 3)],
+)
+def test_the_sends_under_way_are_bounded_by_the_need_of_the_schedule(
+    name: str, options: dict[str, int], room: int
+) -> None:
+    # Where micro-batches are not a multiple of the ranks, some need more; see docs/decisions.md.
+    found = {
+        room_for_sends(build_schedule(name, num_ranks, rounds * num_ranks, **options))
+        for num_ranks in (2, 3, 4)
+        for rounds in (1, 2, 3)
+    }
+    assert max(found) == room
 
 
 # ---------------------------------------------------------------------------------------- all of them

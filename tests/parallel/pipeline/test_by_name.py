@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel.pipeline.runs import LAYOUTS, adamw, build, plain, start, tokens_of, train
-from zeroshard.full.parameters import Edit, check_edits
 
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 
@@ -133,13 +132,3 @@ def test_edits_of_a_shared_parameter_must_be_the_same_in_all_parts(ranks):
     for message, values in ranks(2, edited, True):
         assert f"the ranks made different edits to '{EMBEDDING}'" in message
         assert torch.equal(values, want)
-
-
-def test_a_shared_parameter_that_one_part_alone_shows_is_an_error_with_its_ranks():
-    copy = Edit((0, 1), b"", [])
-    alone = Edit((), b"", [])
-    with pytest.raises(
-        RuntimeError, match=r"pipeline ranks \[0, 1\] share 'a', and it is shown on \[0\] alone"
-    ):
-        check_edits([(0, {"a": copy}), (1, {"b": alone})])
-    check_edits([(0, {"a": copy}), (1, {"a": copy, "b": alone})])

@@ -85,20 +85,6 @@ def test_a_checkpoint_goes_from_layout_to_layout_to_the_bit(ranks, tmp_path, bef
     exchange(ranks, tmp_path, before, after, "tied gpt")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("before", "after", "name"),
-    [
-        ("2x2x2", "1x1x1", "tied gpt"),
-        ("2x2x2", "pp 4 x dp 2", "mixtral"),
-        ("1x1x1", "2x2x2", "mixtral"),
-        ("tp 4", "2x2x2", "tied gpt"),
-    ],
-)
-def test_checkpoints_go_to_and_from_three_dimensions_to_the_bit(ranks, tmp_path, before, after, name):
-    exchange(ranks, tmp_path, before, after, name)
-
-
 @pytest.mark.long_where(before=["pp 2", "dp 4"])
 @pytest.mark.parametrize(("before", "after"), [("pp 2", "dp 4"), ("dp 4", "pp 4")])
 def test_states_of_8_bits_go_from_layout_to_layout_to_the_bit(ranks, tmp_path, before, after):

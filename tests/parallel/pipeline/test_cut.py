@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import zeroshard
-from tests.parallel.pipeline.runs import build, plain, sgd, start, tokens_of, train
+from tests.parallel.pipeline.runs import plain, sgd, start, tokens_of, train
 from zeroshard import Config
 from zeroshard.parallel.pipeline import cut as cutting
 from zeroshard.parallel.pipeline.actions import parse_schedule, with_sharding
@@ -272,48 +272,6 @@ def test_ranks_train_by_the_lists_and_the_split_of_a_user_and_cut_alike(ranks):
         assert re.search(r"chunk 1 +1 +model\.layers\.3 +62\.5%", text)
     assert any("layers.2." in name for name in found[0][3])
     assert not any("layers.2." in name for name in found[1][3])
-
-
-def counted_at_the_start():
-    """The reports of a deferred sequence with data and of a model of transformers without; losses."""
-    with zeroshard.deferred_init():
-        model = sequence(5)
-    config, data = {"mesh": {"pp": 2}, "micro_batch_size": 2}, WITH_DATA.training_data
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = zeroshard.initialize(model, sgd, config, training_data=data, loss_fn=nn.MSELoss())
-        assert torch.equal(torch.get_rng_state(), before)
-        inputs, targets = next(iter(made.dataloader))
-        losses = [made.engine.train_batch(inputs, targets).item() for _ in range(2)]
-        engine = start("llama", config)
-    reports = made.engine.pipeline_report(), engine.pipeline_report()
-    made.engine.close(restore=False)
-    engine.close(restore=False)
-    return reports, losses
-
-
-@pytest.mark.long
-def test_operations_are_counted_at_the_start_and_the_model_trains(ranks):
-    (reports, losses), other = ranks(2, counted_at_the_start)
-    assert other == (reports, losses)
-    names = list("01234"), [f"model.layers.{number}" for number in range(4)]
-    for report, expected in zip(reports, names, strict=True):
-        assert report.is_measured
-        assert [name for chunk in report.chunks for name in chunk.blocks] == expected
-        assert sum(chunk.time_share for chunk in report.chunks) == pytest.approx(1)
-    assert losses[1] < losses[0]
-
-
-def refused():
-    config = {"mesh": {"pp": 2}, "pipeline": {"split": ["model.layers.9"]}}
-    with pytest.raises(ValueError, match=r"got 'model\.layers\.9' \(rank 0\)"):
-        zeroshard.initialize(build("llama"), sgd, config)
-
-
-def test_a_split_that_does_not_fit_is_an_error_on_all_ranks(ranks):
-    ranks(2, refused)
 
 
 def given_different_models():

@@ -243,10 +243,11 @@ def message(call, *args, **kwargs):
 
 
 def wrong():
+    sample = SampleBatch((), batch_of(0)[0])
     texts = {
-        "name": message(start, ["inner.layer.2"]),
+        "name": message(trace, build(), sample, ["inner.layer.2"]),
         "number": message(start, ["inner.layers.1", "inner.layers.2"]),
-        "output": message(start, ["inner.layers.2"], make=lambda: TwoOutputs().double()),
+        "output": message(trace, TwoOutputs().double(), sample, ["inner.layers.2"]),
         "unit": message(start, ["inner.layers.2"], units=["Inner"]),
     }
     engine = start(["inner.layers.2"], make=lambda: build(dropout=0.5))
