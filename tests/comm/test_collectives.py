@@ -398,18 +398,6 @@ def test_small_messages_count_under_control_alone(ranks, num_ranks):
         assert sum(report.calls.values()) == report.calls["control"]
 
 
-def test_a_report_is_a_copy_that_prints_as_a_table():
-    counter = Counter()
-    counter.add("all_gather", 3 << 20)
-    report = measure_traffic(counter)
-    counter.add("all_gather", 1)
-    counter.reset()
-    assert report.bytes_sent["all_gather"] == 3 << 20
-    assert report.calls["all_gather"] == 1
-    assert measure_traffic(counter).calls == dict.fromkeys(KINDS, 0)
-    assert [kind for kind in KINDS if kind in str(report)] == ["all_gather"]
-
-
 # ----------------------------------------------------------------------------------------------- one rank
 
 

@@ -82,22 +82,6 @@ def test_a_part_of_the_model_has_its_own_data_parallel_ranks(ranks):
         assert tag == found[0][-1]
 
 
-def test_shard_groups_lie_inside_a_part_of_the_model(ranks):
-    found = ranks(4, axes_of, Config(mesh=Mesh(tp=2), shard_group_size=1))
-    for rank, (names, groups, sums, tag) in enumerate(found):
-        data, tensor = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert names == ("dp_replicate", "dp_shard", "tp")
-        assert groups == [data, [rank], data, tensor]
-        assert sums == [sum(data), rank, sum(data), sum(tensor)]
-        assert tag == found[0][-1]
-
-
-def test_all_tensor_ranks_and_no_others(ranks):
-    for rank, (names, groups, _, _) in enumerate(ranks(4, axes_of, Config(mesh=Mesh(tp=4)))):
-        assert names == ("dp_shard", "tp")
-        assert groups == [[rank], [rank], [0, 1, 2, 3]]
-
-
 def refusal_of_mesh(pp, tp):
     try:
         build_mesh(Config(mesh=Mesh(pp=pp, tp=tp)), CPU)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import os
 import pickle
-import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,10 +24,8 @@ from blocks import (
     text_datasets,
 )
 from tests.data.tokenizers import CHATML, Bytes, letters
-from tests.ranks import RankError, Ranks
 from zeroshard.data.loader import EpochLoader
 
-ROOT = Path(__file__).parents[2]
 SIZES = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
 LLAMA = SIZES | {"num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 32}
 FAMILIES = {
@@ -257,46 +251,6 @@ def test_a_worker_gets_the_names_of_the_files_and_not_the_tokens(tmp_path: Path)
     assert again.digest == held_out.digest
     with pytest.raises(IndexError):
         train[len(train)]
-
-
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(encoding="utf-8"), re.DOTALL)
-
-
-def train_as_the_page_shows(folders: list[str], cache: str) -> tuple[float, int, float]:
-    """Run both examples of docs/data.md in a folder of each rank; return both losses."""
-    rank = torch.distributed.get_rank()
-    model = build("llama")
-    names: dict[str, Any] = {
-        "zeroshard": zeroshard,
-        "torch": torch,
-        "tokenizer": letters(),
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
-        "config": {"stage": 3},
-        "rank": rank,
-        "num_ranks": torch.distributed.get_world_size(),
-        "device": "cpu",
-    }
-    with mock.patch.dict(os.environ, XDG_CACHE_HOME=cache), contextlib.chdir(folders[rank]):
-        for example in EXAMPLES:
-            exec(example, names)
-    return names["mean"].item(), names["engine"].global_step, names["collate"].labels_per_block
-
-
-def test_the_examples_of_the_page_train_and_evaluate_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    folders = [tmp_path / "0", tmp_path / "1"]
-    for folder, last in zip(folders, ("hm", "ha"), strict=True):
-        (folder / "corpus").mkdir(parents=True)
-        write(folder / "corpus", ["dogs bark", "and cats do not", "so it is" * 200, "what else", last] * 2)
-    same = [str(folders[0])] * 2
-    (mean, num_steps, per_block), other = ranks(2, train_as_the_page_shows, same, str(tmp_path / "cache"))
-    assert other == (mean, num_steps, per_block)
-    assert num_steps >= 1
-    assert 0 < mean < 10
-    assert per_block > 100
-    with pytest.raises(RankError, match=r"rank\(s\) 0 have training data of \d+ samples with digest"):
-        ranks(2, train_as_the_page_shows, list(map(str, folders)), str(tmp_path / "cache"))
 
 
 def test_the_collator_is_flat_for_flash_attention(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from tests.optim.eightbit.reference import Reference
 from tests.optim.eightbit.test_optimizers import gradients
 from zeroshard.optim import AdamW8bit
 from zeroshard.optim.adopted import adopt, check_optimizer, from_common, num_bits, read_overrides, to_common
-from zeroshard.optim.eightbit import step as steps
 
 bnb = pytest.importorskip("bitsandbytes").optim
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -38,14 +37,6 @@ def manager():
     manager.initialize()
     yield manager
     manager.initialize()
-
-
-@pytest.fixture(params=["numba", "torch"])
-def kernel(request, monkeypatch):
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    else:
-        monkeypatch.setattr(steps, "_has_numba", lambda: False)
 
 
 def adopted(name, parameter, **options):

@@ -209,19 +209,6 @@ def test_exact_zeros_without_gradient_and_decay_stay_exact(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_dict_goes_on_as_if_there_had_been_no_stop(kind):
-    whole, stopped = build(), build()
-    train_plainly(whole, grouped(kind, whole), range(6))
-    first = grouped(kind, stopped)
-    train_plainly(stopped, first, range(3))
-    second = grouped(kind, stopped)
-    second.load_state_dict(first.state_dict())
-    train_plainly(stopped, second, range(3, 6))
-    for p, q in zip(stopped.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_closure_is_run_with_gradients_and_its_loss_returned(kind):
     model = build()
     optimizer = grouped(kind, model)
@@ -233,14 +220,6 @@ def test_a_closure_is_run_with_gradients_and_its_loss_returned(kind):
 
     assert optimizer.step(closure) == build()(0)
     assert optimizer.step() is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sparse_gradients_are_refused(kind):
-    table = nn.Embedding(4, 3, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="expected a dense, real gradient"):
-        KINDS[kind](table.parameters(), lr=0.1).step()
 
 
 @pytest.mark.parametrize(
@@ -349,72 +328,7 @@ def test_a_step_without_any_gradient_exchanges_and_changes_nothing(ranks):
     assert ranks(2, without_gradients, "LAMB") == [(0, 0)] * 2
 
 
-def attach_by_hand(kind):
-    """Distances for the composable layer, and what an optimizer says that nobody attached."""
-    model = build()
-    want = by_formula(kind, model)
-    runtime = zeroshard.shard(model, {"stage": 3})
-    unattached = grouped(kind, model)
-    optimizer = grouped(kind, model)
-    runtime.attach(optimizer)
-    model(0).backward()
-    try:
-        unattached.step()
-        refusal = "none"
-    except RuntimeError as error:
-        refusal = str(error)
-    model.zero_grad()
-    train_plainly(model, optimizer)
-    found = []
-    for p in model.parameters():
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, p.detach())
-        if not distance(torch.cat(parts), want[p.fqn].flatten()) <= 1e-6:
-            found.append(p.fqn)
-    return found, refusal
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_works_with_the_composable_layer_and_slices_are_never_taken_for_the_whole(ranks, kind):
-    for found, refusal in ranks(2, attach_by_hand, kind):
-        assert found == []
-        assert "this rank holds a slice of '" in refusal
-        assert "attach()" in refusal
-
-
 # ----------------------------------------------------------------------------- clipping, float16, resuming
-
-MAX_NORM = 3.0
-
-
-def clip_factor(step):
-    """torch.nn.utils.clip_grad_norm_'s."""
-    names = [(name, p.shape) for name, p in build().named_parameters() if is_used(name, step)]
-    norm = torch.cat([gradient(name, step, shape).flatten() for name, shape in names]).double().norm()
-    assert norm > MAX_NORM
-    return (MAX_NORM / (norm + 1e-6)).item()
-
-
-def in_half(stage):
-    """Distances, and which steps were taken: the first scale is too large for these gradients."""
-    engine, _ = start(
-        "LAMB", build(), stage=stage, clip_grad_norm=MAX_NORM, precision={"param_dtype": "float16"}
-    )
-    taken = []
-    for step in range(NUM_STEPS + 2):
-        engine.backward(engine(step))
-        if engine.step():
-            taken.append(step)
-    want = by_formula("LAMB", build(), taken, factor=clip_factor)
-    del want["frozen"]  # held in float16
-    return farthest(engine, want), taken
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_lamb_follows_the_formula_with_clipping_and_a_loss_scale_that_skips_steps(ranks, stage):
-    for found, taken in ranks(2, in_half, stage):
-        assert found == {}
-        assert 3 <= len(taken) < NUM_STEPS + 2
 
 
 def save_halfway(kind, directory):

@@ -282,13 +282,6 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_matrix_alone():
     assert [bool(matrix.isfinite().all()) for matrix in stack] == [True, False, True]
 
 
-def test_sparse_gradients_are_refused():
-    table = nn.Embedding(4, 3, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="expected a dense, real gradient"):
-        Muon(table.parameters()).step()
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

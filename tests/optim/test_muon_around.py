@@ -41,13 +41,10 @@ def go_on(engine, steps):
 
 
 CASES = {
-    "plain": {},
-    "clipping": {"clip_grad_norm": 3.0},
     "float16": {"precision": {"param_dtype": "float16"}, "clip_grad_norm": 3.0},
     "bf16 main": {"precision": {"main_dtype": "bf16", "param_dtype": "bf16"}},
-    "on the host": {"offload": {"optimizer": "cpu"}},
-    "accumulation": {"gradient_accumulation_steps": 2},
 }
+"""The fuzz has the others."""
 
 
 def run(config):
@@ -68,19 +65,13 @@ def run_stages(configs, want):
     return found
 
 
-@pytest.mark.long_where(case=["on the host", "plain", "bf16 main"])
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_steps_have_the_same_bits_on_one_rank_and_on_several(ranks, case, num_ranks):
+def test_steps_have_the_same_bits_on_one_rank_and_on_several(ranks, case):
     config = CASES[case]
     ((taken, state),) = ranks(1, run, config | {"stage": 3})
     configs = [config | {"stage": stage} for stage in STAGES]
-    if num_ranks == 4:
-        configs.append(config | {"stage": 3, "shard_group_size": 2})
-    assert ranks(num_ranks, run_stages, configs, (taken, state)) == [[]] * num_ranks
-    skipped = 0 < taken < NUM_STEPS if case == "float16" else taken == NUM_STEPS
-    assert skipped or case == "accumulation"
+    assert ranks(2, run_stages, configs, (taken, state)) == [[]] * 2
+    assert 0 < taken < NUM_STEPS if case == "float16" else taken == NUM_STEPS
 
 
 def stepping_in_backward():

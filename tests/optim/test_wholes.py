@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 import zeroshard
-from tests.distributed.training import ALL_STAGES
+from tests.distributed.training import STAGES
 from tests.optim.test_muon import build, gradient, is_used, step_plainly, step_sharded, unequal
 from tests.parallel import runs
 from zeroshard.optim import UsesWholes, wholes_here
@@ -87,10 +87,10 @@ def sharded(configs, want):
     return found
 
 
-@pytest.mark.long_where(num_ranks=[1, 3, 4])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_adafactor_of_transformers_steps_sharded_parameters_to_the_bits_of_one_process(ranks, num_ranks):
-    configs = [{"stage": stage} for stage in ALL_STAGES]
+    configs = [{"stage": stage} for stage in STAGES]
     if num_ranks == 4:
         configs.append({"stage": 3, "shard_group_size": 2})
     assert ranks(num_ranks, sharded, configs, plain()) == [[]] * num_ranks

@@ -30,15 +30,6 @@ CASES = (
 RULES = {rule.optimizers[0]: rule for rule in SETTINGS}
 
 
-@pytest.fixture(params=["numba", "torch"])
-def kernel(request, monkeypatch):
-    if request.param == "numba":
-        pytest.importorskip("numba")
-    else:
-        monkeypatch.setattr(steps, "_has_numba", lambda: False)
-    return request.param
-
-
 def begin(rule, size, is_exact):
     """Parameter and states before the first step."""
     p = torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16()

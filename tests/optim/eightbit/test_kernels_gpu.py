@@ -33,13 +33,14 @@ from zeroshard.stepping.rounding import Bits, has_kernels
 pytest.importorskip("triton", reason="torch comes with Triton on Linux alone")
 pytest.importorskip("numba")
 
-# One whole program and one that is cut; a part of a block; a block more than a program.
+# One whole program and one that is cut; a block and a part of one, which shows how that is filled up.
 ROUNDED = [name for name, rule in RULES.items() if not rule.gives_update]
-STEPS = [*(f"bf16 {name}:2309" for name in ROUNDED), "LAMB:2309", "Adam:2309", "bf16 Adam:255", "bf16 Lion:1"]
-EXACT = ["exact Adam:300", "exact LAMB:300", "exact AdEMAMix:2309"]
+STEPS = ["bf16 Adam:2309", "LAMB:2309", "bf16 Adam:300"]  # each rule takes seconds to compile
+EXACT = ["exact Adam:300", "exact LAMB:300"]
 ROUNDING = ["round:1", "round:7", "round:2048", "round:5001"]
 SIZES = (1, 256, 2048, 2304, 4096, 10_007)
 LONG = [f"{name}:{size}" for name in [*RULES, *(f"bf16 {name}" for name in ROUNDED)] for size in SIZES]
+LONG += [f"exact {name}:2309" for name in RULES]
 
 
 ROOT = Path(__file__).resolve().parents[3]

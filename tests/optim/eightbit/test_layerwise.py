@@ -4,11 +4,8 @@ import zlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import zeroshard
-from tests.distributed.training import STAGES
 from tests.optim.eightbit.reference import Reference
 from zeroshard.optim import LAMB8bit, LARS8bit
 
@@ -103,49 +100,6 @@ def test_one_process_follows_the_formula(kind):
         check(name, reference, parameter.detach(), optimizer.state[parameter])
 
 
-def join(part, whole_size):
-    """The whole of a parameter or state from the slices of all ranks; replicas must be equal."""
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part.flatten())
-    first, *others = torch.cat(parts).split(whole_size)
-    assert all(torch.equal(first, other) for other in others)
-    return first
-
-
-def shard(kind, configs):
-    wanted = references(kind, dist.get_world_size())
-    exchanges = []
-    for config in configs:
-        model = build()
-        engine, optimizer, _, _ = zeroshard.initialize(model, grouped(kind, model), config)
-        for step in range(NUM_STEPS):
-            engine(step).backward()
-            engine.reset_comm_report()
-            optimizer.step()
-            exchanges.append(engine.comm_report().calls.get("control", 0))
-            optimizer.zero_grad()
-        for name, parameter in engine.named_parameters():
-            state, size = optimizer.state[parameter], wanted[name].p.numel()
-            assert state["step"] == NUM_STEPS
-            whole = {
-                key: join(value, -(-size // 256) if key.endswith("absmax") else size)
-                for key, value in state.items()
-                if key != "step"
-            }
-            check(name, wanted[name], join(parameter.detach(), size), whole)
-    return set(exchanges)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_all_stages_follow_the_formula_with_one_exchange_a_step(ranks, num_ranks, kind):
-    configs = [{"stage": stage} for stage in STAGES]
-    configs += [{"stage": 3, "shard_group_size": 2}] if num_ranks == 4 else []
-    expected = {1} if num_ranks > 1 else {0}
-    assert ranks(num_ranks, shard, kind, configs) == [expected] * num_ranks
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_parameters_have_float32_states_and_the_threshold_can_be_set_for_one(kind):
     small, large, chosen = (nn.Parameter(torch.ones(n)) for n in (4095, 4096, 5000))
@@ -172,22 +126,3 @@ def test_a_bad_number_is_refused_also_in_a_group(kind):
             KINDS[kind]([parameter], **({"lr": 0.1} | options))
         with pytest.raises(ValueError, match=text):
             KINDS[kind]([{"params": [parameter]} | options], lr=0.1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_dict_goes_on_as_if_there_had_been_no_stop(kind):
-    def train(model, optimizer, steps):
-        for step in steps:
-            model(step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    whole, stopped = build(), build()
-    train(whole, grouped(kind, whole), range(4))
-    first = grouped(kind, stopped)
-    train(stopped, first, range(2))
-    second = grouped(kind, stopped)
-    second.load_state_dict(first.state_dict())
-    train(stopped, second, range(2, 4))
-    for p, q in zip(stopped.parameters(), whole.parameters(), strict=True):
-        assert torch.equal(p, q)
