@@ -94,12 +94,6 @@ def test_one_rank_has_no_groups(capsys):
     assert rest == ["no groups along axes of 1 rank: pp, dp_replicate, dp_shard, tp"]
 
 
-def test_all_axes_may_have_several_ranks(capsys):
-    paragraphs = shown(capsys, "--ranks", 16, "--tp", 2, "--pp", 2, "--shard-group-size", 2)
-    assert len(tables(paragraphs)) == 5
-    assert "no groups" not in "\n".join(paragraphs)
-
-
 def test_a_long_group_is_shortened_and_its_title_has_the_stride(capsys):
     paragraphs = shown(capsys, "--world-size", 128, "--tp", 4)
     title, _, rows = cells(paragraphs[2])

@@ -373,12 +373,14 @@ def test_an_nvme_tier_needs_a_path(tier):
 @pytest.mark.parametrize(
     ("option", "text"),
     [
+        ({"schedule": "gpipe"}, "pipeline.schedule='gpipe'"),
+        ({"num_microbatches": 4}, "pipeline.num_microbatches=4"),
         ({"num_chunks": 2}, "pipeline.num_chunks=2"),
         ({"split": "layers.4"}, "pipeline.split=('layers.4',)"),
         ({"balance": "memory"}, "pipeline.balance='memory'"),
     ],
 )
-def test_cutting_the_model_into_chunks_needs_pipeline_ranks(option, text):
+def test_settings_of_a_pipeline_need_pipeline_ranks(option, text):
     assert refusal(Config, pipeline=Pipeline(**option)) == f"{text} needs mesh.pp to be >= 2, got 1"
     Config(pipeline=Pipeline(**option), mesh=Mesh(pp=2))
 
@@ -628,18 +630,6 @@ def test_main_parameters_of_16_bits_are_bfloat16():
     assert Precision(main_dtype="bf16").main_dtype is torch.bfloat16
     expected = "expected None or a dtype among bfloat16, float32, float64, got 'fp16' (str)"
     assert refusal(Precision, main_dtype="fp16") == f"config key 'precision.main_dtype': {expected}"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"schedule": "gpipe"}, "pipeline.schedule='gpipe' needs mesh.pp to be >= 2, got 1"),
-        ({"num_microbatches": 4}, "pipeline.num_microbatches=4 needs mesh.pp to be >= 2, got 1"),
-        ({"num_chunks": 2}, "pipeline.num_chunks=2 needs mesh.pp to be >= 2, got 1"),
-    ],
-)
-def test_settings_of_a_pipeline_need_one(options, message):
-    assert refusal(Config.from_dict, {"pipeline": options}) == message
 
 
 def test_micro_batches_of_a_pipeline_are_not_accumulation_steps():

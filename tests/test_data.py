@@ -1,7 +1,6 @@
 """The DataLoader of initialize: what each rank takes in an epoch, and where it is resumed."""
 
 import itertools
-import json
 import math
 import warnings
 
@@ -141,13 +140,6 @@ def test_the_position_is_what_all_ranks_were_handed_without_the_padding(length, 
             assert ours.state_dict()["position"] == length
 
 
-def test_the_state_is_json():
-    ours = loader(7, 2)
-    next(iter(ours))
-    state = ours.state_dict()
-    assert json.loads(json.dumps(state)) == state
-
-
 def test_the_state_follows_the_newest_of_two_iterations():
     ours = loader(6, 2)
     older, newer = iter(ours), iter(ours)
@@ -203,25 +195,6 @@ def test_a_run_resumed_in_its_own_layout_sees_the_batches_that_it_would_have_see
         assert resumed.state_dict() == stopped.state_dict()
         rest = itertools.chain(resumed, resumed, resumed)
         assert seen + batches_of(rest, len(batches) - num_seen) == batches
-
-
-def test_the_iteration_after_the_resumed_one_is_the_next_epoch():
-    ours = loader(10, 2)
-    ours.load_state_dict({"epoch": 3, "position": 4, "seed": 0, "num_samples": 10})
-    assert ours.num_epochs == 3
-    assert samples_of(ours) == torch_order(10, epoch=3)[4:]
-    assert ours.num_epochs == 4
-    assert batches_of(ours, 1) == [torch_order(10, epoch=4)[:2]]
-    assert batches_of(ours, 1) == [torch_order(10, epoch=5)[:2]]
-    assert len(ours) == 5
-
-
-def test_a_state_from_the_end_of_an_epoch_resumes_with_the_next():
-    ours = loader(10)
-    state = {"epoch": 3, "position": 10, "seed": 0, "num_samples": 10}
-    ours.load_state_dict(state)
-    assert ours.state_dict() == state
-    assert samples_of(ours) == torch_order(10, epoch=4)
 
 
 def test_the_seed_of_the_saved_order_is_kept():

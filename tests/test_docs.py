@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
 import os
 import re
 import runpy
@@ -17,9 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import zeroshard
 from tests.given import GIVEN
 from tests.test_frame import LEVEL, code_lines, part_of
 from zeroshard import Config
@@ -104,71 +101,6 @@ def test_the_example_of_the_readme_trains(ranks: Any, tmp_path: Path) -> None:
         assert 0 < loss < 5
     assert (tmp_path / "out/config.json").is_file()
     assert list((tmp_path / "out").glob("*.safetensors"))
-
-
-REFERENCE = (ROOT / "docs/reference.md").read_text(encoding="utf-8")
-
-
-def average_and_stream(folder: Path) -> tuple[int, list[str], bool]:
-    """Run two examples of the reference; return updates, names of the stream, and if averages were shown."""
-    torch.manual_seed(0)
-    inputs = torch.randn(16, 8)
-    sent: dict[str, torch.Tensor] = {}
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    dataset = torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))
-    loss_fn = nn.functional.cross_entropy
-    config = {"micro_batch_size": 4}
-    made = zeroshard.initialize(model, optimizer, config, training_data=dataset, loss_fn=loss_fn)
-    names: dict[str, Any] = {
-        "zeroshard": zeroshard,
-        "engine": made.engine,
-        "dataloader": made.dataloader,
-        "loss_fn": loss_fn,
-        "send_to_server": sent.__setitem__,
-    }
-    for title in ("averages of a run", "a stream of full parameters"):
-        (example,) = re.findall(rf"```python\n# {title}\n(.*?)```", REFERENCE, re.DOTALL)
-        exec(example.replace('"checkpoints"', repr(str(folder))), names)
-    trained, shown = made.engine.full_state_dict(), names["state_dict"]
-    is_other = any(not torch.equal(shown[name], trained[name]) for name in shown)
-    assert {values.dtype for values in sent.values()} == {torch.bfloat16}
-    return names["ema"].num_updates, list(sent), is_other
-
-
-def test_the_examples_of_averages_and_streams_run(ranks: Any, tmp_path: Path) -> None:
-    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
-    found = ranks(2, average_and_stream, tmp_path)
-    for num_updates, sent, _ in found:
-        assert num_updates == 2  # 16 samples, 2 ranks, 4 in a micro-batch
-        assert sorted(sent) == sorted(names)
-    assert found[0][2], "expected averages in full_state_dict(), not the trained values"
-    assert (tmp_path / "latest").is_file()
-
-
-def log_steps(folder: Path) -> list[dict[str, float]]:
-    """Run the example of the log; return the lines of its file."""
-    torch.manual_seed(0)
-    inputs = torch.randn(16, 8)
-    model = nn.Linear(8, 3)
-    dataset = torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))
-    config = {"micro_batch_size": 4}
-    made = zeroshard.initialize(
-        model, torch.optim.SGD(model.parameters(), 0.1), config, training_data=dataset
-    )
-    (example,) = re.findall(r"```python\n# a log of steps\n(.*?)```", REFERENCE, re.DOTALL)
-    names = {"zeroshard": zeroshard, "engine": made.engine, "dataloader": made.dataloader}
-    with contextlib.chdir(folder):
-        exec(example, names | {"loss_fn": nn.functional.cross_entropy})
-    file = folder / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-
-def test_the_example_of_the_log_runs(ranks: Any, tmp_path: Path) -> None:
-    noted, report = ranks(2, log_steps, tmp_path)[0]
-    assert noted == {"step": 2, "held_out_loss": 2.3}  # before the report of the last steps, at the end
-    assert report["step"] == 2  # 16 samples, 2 ranks, 4 in a micro-batch
-    assert 0 < report["loss"] < 3
 
 
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")

@@ -18,7 +18,6 @@ from zeroshard.config.sections import Config
 from zeroshard.memory.activations import typical_sizes
 from zeroshard.memory.estimate import setting_of
 from zeroshard.memory.tiered import States, bytes_on_tiers
-from zeroshard.optim import AdamW8bit
 from zeroshard.plan.buffers import UnitPlan, plan_buffer
 from zeroshard.plan.originals import Original
 from zeroshard.plan.tiers import Tier
@@ -95,31 +94,6 @@ def test_an_estimate_is_what_is_measured_but_for_padding_and_step_numbers(ranks,
             assert 0 <= foretold.gradients - report.gradients <= 4 * padding, case
             assert 0 <= foretold.optimizer - (report.optimizer - 4 * num_trained) <= 8 * padding, case
             assert (foretold.host, foretold.pinned, foretold.nvme) == (0, 0, 0)
-
-
-def measured_in_8_bits(configs):
-    """Bytes of optimizer states after a step."""
-    found = []
-    for name, config in configs:
-        make, loss = MODELS[name]
-        model = make()
-        engine, optimizer = start(model, AdamW8bit(model.parameters()), **config)
-        engine.backward(loss(engine, 0))
-        optimizer.step()
-        found.append(engine.memory_report().optimizer)
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_8_bit_states_are_foretold_to_the_byte_for_the_rank_that_holds_most(ranks, num_ranks):
-    configs = [(name, {"stage": stage}) for name, stage in product(MODELS, ALL_STAGES)]
-    if num_ranks == 4:
-        configs += [(name, {"stage": 3, "shard_group_size": 2}) for name in MODELS]
-    answers = ranks(num_ranks, measured_in_8_bits, configs)
-    for (name, config), *of_ranks in zip(configs, *answers, strict=True):
-        foretold = zeroshard.estimate(MODELS[name][0](), num_ranks, config, optimizer_bits=8)
-        assert foretold.optimizer == max(of_ranks), (name, config)
 
 
 def test_8_bit_states_of_a_number_of_parameters_take_two_bytes_and_two_scales_a_block():

@@ -114,7 +114,7 @@ CASES = {
         Case({"stage": 3, "mesh": {"tp": 2, "sequence": True}}),
     ],
     (2, "pipeline"): [
-        *(Case({"stage": 1, **pipeline(name)}) for name in ("gpipe", "1f1b", "interleaved", "zb-h1")),
+        *(Case({"stage": 1, **pipeline(name)}) for name in ("interleaved", "zb-h1")),
         Case({"stage": 3, **pipeline(), **BF16}, 8),
         Case({"stage": 0, **pipeline(), **RECOMPUTE}),
     ],

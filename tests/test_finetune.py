@@ -160,17 +160,6 @@ def held_out_losses(printed: str) -> list[float]:
 # ------------------------------------------------------------------------------------------- the small Llama
 
 
-@pytest.mark.long
-def test_two_tensor_ranks_learn_what_one_process_does(run: Callable[..., Ended], text: Path) -> None:
-    alone, together = (
-        run(num_ranks, *TINY, "--hidden", "64", "--data", str(text), "--steps", "6", "--tp", str(num_ranks))
-        for num_ranks in (1, 2)
-    )
-    assert (alone.code, together.code) == (None, None), together
-    assert held_out_losses(together.printed) == pytest.approx(held_out_losses(alone.printed), abs=2e-3)
-    assert together.drawn[1] == pytest.approx(alone.drawn[1], rel=1e-4)  # float32
-
-
 def test_two_ranks_learn_and_show_the_memory_they_held(
     run: Callable[..., Ended], text: Path, tmp_path: Path
 ) -> None:
@@ -555,14 +544,13 @@ def test_bytes_decode_to_the_text_they_came_from_and_never_to_control_codes() ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", ["60", "240"])
 def test_with_states_of_8_bits_it_learns_as_much_within_a_hundredth(
-    run: Callable[..., Ended], tmp_path: Path, steps: str
+    run: Callable[..., Ended], tmp_path: Path
 ) -> None:
-    sizes = ["--hidden", "64", "--layers", "2", "--seq-len", "64"] if steps == "60" else []
+    sizes = ["--hidden", "64", "--layers", "2", "--seq-len", "64"]
     after = {}
     for optimizer in ("adamw", "adamw8bit"):
-        ended = run(2, *sizes, "--steps", steps, "--optimizer", optimizer, timeout=600)
+        ended = run(2, *sizes, "--steps", "60", "--optimizer", optimizer, timeout=600)
         assert ended.code is None, ended
         _, after[optimizer] = held_out_losses(ended.printed)
     assert after["adamw8bit"] <= 1.01 * after["adamw"]

@@ -210,13 +210,6 @@ def test_no_thread_of_a_rank_takes_a_core_from_a_running_one(ranks: Ranks) -> No
     assert ranks(2, policies_of_threads) == [{os.SCHED_BATCH}] * 2
 
 
-@pytest.mark.long
-@on_ranks(1, 2)
-def test_ranks_run_the_body_of_a_test(tmp_path: Path, num_ranks: int) -> None:
-    assert dist.get_world_size() == num_ranks
-    assert tmp_path.exists()
-
-
 @on_ranks(2)
 def body_that_fails() -> None:
     number = dist.get_rank()

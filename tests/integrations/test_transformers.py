@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,8 +31,6 @@ from tests.integrations.runs import (
 from tests.stores.late import waiting
 from zeroshard import Config, Precision
 from zeroshard.integrations.transformers import ZeroShardMixin, join_arguments
-
-ROOT = Path(__file__).parents[2]
 
 # ---------------------------------------------------------------------------------- losses and parameters
 
@@ -84,18 +80,6 @@ def train_beside_ddp(folder, stages, **options):
             )
             ours.engine.close()
     return rows
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_without_clipping_losses_and_parameters_are_the_bits_of_ddp(ranks, tmp_path, num_ranks):
-    for row in ranks(num_ranks, train_beside_ddp, str(tmp_path), [1, 3], max_grad_norm=0)[0]:
-        assert len(row["losses"][0]) == 12 // num_ranks
-        assert row["losses"][0] == row["losses"][1]
-        assert row["evaluated"][0] == row["evaluated"][1]
-        assert row["parameters"] == 0
-        assert row["norms"] < 1e-6
-        assert row["flos"][0] == row["flos"][1] > 0
 
 
 @pytest.mark.long_where(max_grad_norm=[0.0])
@@ -248,27 +232,6 @@ def test_a_new_trainer_goes_on_to_the_same_bits_from_the_last_complete_checkpoin
     assert resumed == whole
     assert global_step == len(whole)
     assert difference == 0
-
-
-def launch(folder, last_step):
-    """Run `tests.integrations.killed` on two ranks; its exit status."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.integrations.killed", str(folder), str(last_step)]
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, timeout=300).returncode
-
-
-@pytest.mark.long
-def test_a_run_that_was_killed_in_a_save_goes_on_to_the_same_bits(tmp_path):
-    assert launch(tmp_path / "whole", 0) == 0
-    assert launch(tmp_path / "killed", 4) != 0
-    assert sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*"))[-1] == "checkpoint-4"
-    assert not (tmp_path / "killed/checkpoint-4/trainer_state.json").exists()
-    assert launch(tmp_path / "killed", 0) == 0
-    whole, resumed = (
-        json.loads((tmp_path / name / "losses.json").read_text()) for name in ("whole", "killed")
-    )
-    assert len(whole) == 12
-    assert resumed == whole
 
 
 def keep_the_best(folder):

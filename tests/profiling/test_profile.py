@@ -1,17 +1,15 @@
 """Profiles of engines: the parts of a step, what they leave behind, and their table."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
 import zeroshard
 from tests.distributed.models import Tiny
-from tests.distributed.training import STAGES, square_loss, start
+from tests.distributed.training import square_loss, start
 from zeroshard.comm.watch.status import RankStatus
 from zeroshard.profiling.report import Label, MemorySample, describe
 
@@ -33,43 +31,16 @@ def steps(engine, optimizer, numbers):
 
 
 def profiled(stage, **options):
-    """A profile of three steps, the time around it, and what training gave with and without it."""
+    """A profile of three steps. That it changes nothing is in `test_trainings.py`."""
     engine, optimizer = start(tiny(), "AdamW", stage=stage)
     steps(engine, optimizer, range(2))
-    before = time.perf_counter()
     with zeroshard.profile(engine, **options) as profile:
-        losses = steps(engine, optimizer, range(2, 5))
-        around = time.perf_counter() - before
-    is_clean = type(engine._runtime.here) is RankStatus and not any(
-        "unshard" in vars(unit) or any("pack" in vars(gradients) for gradients in unit.gradients)
-        for unit in engine._runtime.units
-    )
-    plain, plain_optimizer = start(tiny(), "AdamW", stage=stage)
-    want = steps(plain, plain_optimizer, range(5))[2:]
-    own, theirs = engine.full_state_dict(), plain.full_state_dict()
-    is_same = losses == want and all(torch.equal(own[name], theirs[name]) for name in own)
-    return profile, around, is_clean, is_same
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_parts_of_steps_add_up_and_change_nothing(ranks, num_ranks, stage):
-    for profile, around, is_clean, is_same in ranks(num_ranks, profiled, stage):
-        assert is_clean
-        assert is_same
-        assert profile.num_steps == 3
-        assert sum(profile.phases.values()) == pytest.approx(profile.seconds_per_step)
-        assert profile.seconds <= around * 1.05 + 0.05
-        inside = [profile.phases[kind] for kind in ("forward", "backward", "step")]
-        assert all(seconds > 0 for seconds in inside)
-        units = profile.units
-        assert {"the root unit", "unit 'blocks.0'", "unit 'blocks.1'"} <= units.keys()
-        total = sum(sum(times.values()) for times in units.values())
-        assert total == pytest.approx(profile.seconds_per_step)
+        steps(engine, optimizer, range(2, 5))
+    return profile
 
 
 def test_gathers_reductions_and_waits_belong_to_their_units(ranks):
-    for profile, *_ in ranks(2, profiled, 3):
+    for profile in ranks(2, profiled, 3):
         block = profile.units["unit 'blocks.1'"]
         assert all(block[kind] > 0 for kind in ("forward", "backward", "gather", "reduce"))
         assert profile.phases["wait"] == pytest.approx(sum(profile.waits.values()))
@@ -78,7 +49,7 @@ def test_gathers_reductions_and_waits_belong_to_their_units(ranks):
 
 
 def test_the_memory_at_the_peak_names_its_phase_and_the_gathered_units(ranks):
-    for profile, *_ in ranks(2, profiled, 3):
+    for profile in ranks(2, profiled, 3):
         assert profile.peak.total == max(sample.total for sample in profile.samples)
         assert all(sum(sample.kinds.values()) == sample.total for sample in profile.samples)
         gathered = [sample for sample in profile.samples if sample.unsharded]
@@ -89,29 +60,10 @@ def test_the_memory_at_the_peak_names_its_phase_and_the_gathered_units(ranks):
 
 
 def test_without_memory_there_are_no_samples(ranks):
-    ((profile, *_),) = ranks(1, profiled, 3, memory=False)
+    (profile,) = ranks(1, profiled, 3, memory=False)
     assert profile.samples == ()
     assert profile.peak is None
     assert "memory" not in str(profile)
-
-
-def floating_point():
-    engine, optimizer = start(tiny(), "AdamW")
-    with zeroshard.profile(engine, flops=True, peak_flops=1e9) as profile:
-        steps(engine, optimizer, range(3))
-    counter = FlopCounterMode(display=False)
-    with counter:
-        square_loss(tiny(), 0).backward()
-    return profile, counter.get_total_flops()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_floating_point_operations_are_those_of_the_plain_model(ranks, num_ranks):
-    for profile, want in ranks(num_ranks, floating_point):
-        assert profile.flops == want > 0
-        assert profile.num_steps == 2  # the first one was counted, not timed
-        assert profile.utilization == pytest.approx(want / profile.seconds_per_step / 1e9)
-        assert "TFLOP/s" in str(profile)
 
 
 def in_parts():

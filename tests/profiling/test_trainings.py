@@ -8,7 +8,6 @@ import torch
 import zeroshard
 from tests.distributed.models import Tiny
 from tests.distributed.training import square_loss, start
-from tests.parallel.pipeline import runs
 from zeroshard.comm.watch.status import RankStatus
 
 NUM_STEPS = 4
@@ -112,25 +111,6 @@ def test_the_parts_of_steps_add_up_and_nothing_is_left(ranks, tmp_path, case):
         add_up(profile, around)
         assert all(profile.phases[kind] > 0 for kind in ("forward", "backward", "step", "wait"))
         assert (profile.phases["copy"] > 0) == (case in COPIED)
-
-
-def over_pipeline(config, folder):
-    pipeline = {"schedule": "1f1b", "num_microbatches": 4, "balance": "memory"}
-    engine = runs.start("llama", with_path({"mesh": {"pp": 2}, "pipeline": pipeline} | config, folder))
-    runs.train(engine, range(1))
-    profile, around, *_, is_clean = timed(engine, lambda: runs.train(engine, range(1, 4)))
-    return profile, around, is_clean
-
-
-@pytest.mark.long
-@pytest.mark.long_where(case=["accumulated"])
-@pytest.mark.parametrize("case", ["accumulated", "states in files"])
-def test_the_parts_of_a_batch_over_a_pipeline_add_up(ranks, tmp_path, case):
-    config = {key: value for key, value in CASES[case].items() if key != "gradient_accumulation_steps"}
-    for profile, around, is_clean in ranks(4, over_pipeline, config, str(tmp_path)):
-        assert is_clean
-        assert profile.num_steps == 3
-        add_up(profile, around)
 
 
 # ------------------------------------------------------------------------------------------- exceptions
