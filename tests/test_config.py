@@ -180,6 +180,8 @@ WRONG_VALUES = [
     *wrong("pipeline.split", 3, [3], [Block], b"layers"),
     *wrong("pipeline.num_chunks", 0, *AN_INTEGER),
     *wrong("pipeline.balance", None, "speed", 1),
+    *wrong("pipeline.weights", "newest", 1),
+    *wrong("pipeline.decay", 2, -0.1, "1"),
 ]
 
 
@@ -266,11 +268,6 @@ def test_a_schedule_of_your_own_is_stored_as_its_text_or_its_path():
     assert Pipeline(schedule=pathlib.Path("lists") / "Own.csv").schedule == str(pathlib.Path("lists/Own.csv"))
 
 
-def test_a_split_and_a_balance_exclude_each_other():
-    message = refusal(Pipeline, split=["layers.4"], balance="memory")
-    assert message == "pipeline.balance='memory' needs pipeline.split to be None, got ('layers.4',)"
-
-
 # --------------------------------------------------------------------------------------------- dtypes
 
 
@@ -346,43 +343,9 @@ def test_what_concerns_sharded_parameters_needs_stage_3(stage, options, text):
     Config.from_dict(options | {"stage": 3})
 
 
-def test_stage_0_shards_nothing_over_groups():
-    message = refusal(Config.from_dict, {"stage": 0, "shard_group_size": 4})
-    assert message == "shard_group_size=4 needs stage to be >= 1, got 0"
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_not_resharding_after_forward_is_allowed_at_every_stage(stage):
     assert Config(stage=stage, reshard_after_forward=False).reshard_after_forward is False
-
-
-def test_activations_of_compiled_units_stay_on_the_device():
-    message = refusal(Config.from_dict, {"compile": True, "offload": {"activations": "cpu"}})
-    assert message == "offload.activations='cpu' needs compile to be False, got True"
-
-
-@pytest.mark.parametrize("tier", ["optimizer", "parameters"])
-def test_an_nvme_tier_needs_a_path(tier):
-    message = refusal(Config.from_dict, {"offload": {tier: "nvme"}})
-    assert message == f"offload.{tier}='nvme' needs offload.nvme_path to be a path, got None"
-    assert (
-        Config.from_dict({"offload": {tier: "nvme", "nvme_path": "scratch"}}).offload.nvme_path == "scratch"
-    )
-
-
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        ({"schedule": "gpipe"}, "pipeline.schedule='gpipe'"),
-        ({"num_microbatches": 4}, "pipeline.num_microbatches=4"),
-        ({"num_chunks": 2}, "pipeline.num_chunks=2"),
-        ({"split": "layers.4"}, "pipeline.split=('layers.4',)"),
-        ({"balance": "memory"}, "pipeline.balance='memory'"),
-    ],
-)
-def test_settings_of_a_pipeline_need_pipeline_ranks(option, text):
-    assert refusal(Config, pipeline=Pipeline(**option)) == f"{text} needs mesh.pp to be >= 2, got 1"
-    Config(pipeline=Pipeline(**option), mesh=Mesh(pp=2))
 
 
 # ------------------------------------------------------------------------------------------ from_dict
@@ -630,23 +593,3 @@ def test_main_parameters_of_16_bits_are_bfloat16():
     assert Precision(main_dtype="bf16").main_dtype is torch.bfloat16
     expected = "expected None or a dtype among bfloat16, float32, float64, got 'fp16' (str)"
     assert refusal(Precision, main_dtype="fp16") == f"config key 'precision.main_dtype': {expected}"
-
-
-def test_micro_batches_of_a_pipeline_are_not_accumulation_steps():
-    message = refusal(Config, mesh=Mesh(pp=2), gradient_accumulation_steps=4)
-    assert message == "gradient_accumulation_steps=4 needs mesh.pp to be 1, got 2"
-
-
-@pytest.mark.parametrize(
-    ("options", "needed"),
-    [
-        ({"stage": 2}, "stage to be 3, got 2"),
-        ({"clip_grad_norm": 1.0}, "clip_grad_norm to be None, got 1.0"),
-        ({"nonfinite": "skip"}, "nonfinite to be 'report', got 'skip'"),
-        ({"precision": "fp16"}, "precision.param_dtype to be another dtype than float16, got float16"),
-        ({"mesh": {"pp": 2}}, "mesh.pp to be 1, got 2"),
-    ],
-)
-def test_nothing_that_needs_all_gradients_goes_with_steps_in_the_backward(options, needed):
-    message = refusal(Config.from_dict, {"offload": {"step_in_backward": True}} | options)
-    assert message == f"offload.step_in_backward=True needs {needed}"

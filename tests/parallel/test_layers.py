@@ -166,24 +166,6 @@ def test_heads_that_a_module_counts_must_be_in_the_plan():
     assert len(plan_division(model, find_units(model, None), plan, 2).layers) == 2
 
 
-class Scaled(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-def test_layers_with_a_forward_of_their_own_are_refused_where_it_would_be_left_out():
-    model = nn.ModuleDict({"attention": nn.ModuleDict({"k_proj": Scaled(8, 4), "o_proj": Scaled(8, 4)})})
-    model.attention.head_dim = 4
-    with pytest.raises(
-        ValueError, match=re.escape("'attention.o_proj' is a Scaled with a forward of its own")
-    ):
-        match(model, {"attention.o_proj": "rowwise"}, 2)
-    with pytest.raises(
-        ValueError, match=re.escape("'attention.k_proj' is a Scaled with a forward of its own")
-    ):
-        match(model, {"attention.k_proj": "colwise"}, 2)
-
-
 def test_a_layer_whose_weight_is_computed_is_refused():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)))
     with pytest.raises(ValueError, match="'0' computes its weight of other parameters, as after weight_norm"):

@@ -38,6 +38,7 @@ def follow(problem, options):
     place[key] = value
 
 
+ALL_BF16 = {"param_dtype": "bf16", "main_dtype": "bf16"}
 REQUIREMENTS = [
     {"stage": 0, "shard_group_size": 2},
     {"stage": 2, "reshard_after_forward": 2},
@@ -77,6 +78,7 @@ REQUIREMENTS = [
         "mesh": {"pp": 2},
         "offload": {"optimizer": "cpu"},
     },
+    {"pipeline": {"schedule": "pb", "weights": "predict"}, "mesh": {"pp": 2}, "precision": ALL_BF16},
     {"pipeline": {"weights": "stash"}, "mesh": {"pp": 2}},
     {"pipeline": {"weights": "double", "microbatches_per_step": 1}, "mesh": {"pp": 2}},
     {"offload": {"optimizer": "nvme"}},

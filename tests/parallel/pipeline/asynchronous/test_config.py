@@ -10,7 +10,6 @@ from torch import nn
 
 import zeroshard
 from zeroshard import Config, Mesh, Pipeline
-from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.parallel.pipeline.actions import parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.method import read_delays
 from zeroshard.parallel.pipeline.schedules import require_steps
@@ -26,85 +25,6 @@ KEYS = (
     *("microbatches_per_step", "synchronous_steps", "weights", "correction", "decay", "anneal_steps"),
     *("max_crossed_steps", "num_chunks"),
 )
-
-
-NAMES = ", ".join(ASYNCHRONOUS)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"schedule": "1f1b", "weights": "stash"},
-            f"pipeline.weights='stash' needs pipeline.schedule to be one of {NAMES}, or a list, got '1f1b'",
-        ),
-        (
-            {"schedule": "1f1b", "correction": "rescale"},
-            "pipeline.correction='rescale' needs pipeline.schedule",
-        ),
-        (
-            {"schedule": "gpipe", "microbatches_per_step": 2},
-            "pipeline.microbatches_per_step=2 needs pipeline.schedule",
-        ),
-        (
-            {"schedule": "gpipe", "synchronous_steps": 2},
-            "pipeline.synchronous_steps=2 needs pipeline.schedule",
-        ),
-        ({"decay": 0.5}, "pipeline.decay=0.5 needs pipeline.schedule to be 'pipemare', got 'pipedream'"),
-        (
-            {"weights": "lwp", "decay": 0.5},
-            "pipeline.decay=0.5 needs pipeline.weights to be 'estimate', got 'lwp'",
-        ),
-        ({"anneal_steps": 5}, "pipeline.anneal_steps=5 needs pipeline.correction to be 'rescale', got None"),
-        ({"max_crossed_steps": 2}, "pipeline.max_crossed_steps=2 needs pipeline.schedule to be 'paci'"),
-        ({"num_chunks": 2}, "pipeline.schedule='pipedream' needs pipeline.num_chunks to be None or 1, got 2"),
-        (
-            {"schedule": "2bw", "microbatches_per_step": 3},
-            "pipeline.schedule='2bw' needs pipeline.microbatches_per_step to be >= mesh.pp=4, so that two "
-            "versions are enough, got 3",
-        ),
-        ({"clip_grad_norm": 1.0}, "pipeline.schedule='pipedream' needs clip_grad_norm to be None, got 1.0"),
-        ({"nonfinite": "skip"}, "pipeline.schedule='pipedream' needs nonfinite to be 'report', got 'skip'"),
-        (
-            {"precision": "fp16"},
-            "pipeline.schedule='pipedream' needs precision.param_dtype to be another dtype",
-        ),
-        ({"ignored": ["*.bias"]}, "pipeline.schedule='pipedream' needs ignored to be None"),
-        (
-            {"schedule": "pb", "recompute": "unit"},
-            "pipeline.schedule='pb' needs recompute to be 'none', got 'unit'",
-        ),
-        ({"schedule": "pb", "compile": True}, "pipeline.schedule='pb' needs compile to be False, got True"),
-        (
-            {"reshard_after_forward": False},
-            "pipeline.schedule='pipedream' needs reshard_after_forward to be True",
-        ),
-        (
-            {"offload": {"optimizer": "cpu"}},
-            "pipeline.schedule='pipedream' needs offload.optimizer to be 'none', got 'cpu'",
-        ),
-        (
-            {
-                "schedule": "pb",
-                "weights": "predict",
-                "precision": {"param_dtype": "bf16", "main_dtype": "bf16"},
-            },
-            "pipeline.weights='predict' needs precision.main_dtype to be another dtype than bfloat16",
-        ),
-        (
-            {"schedule": "pb", "correction": "spike", "offload": {"optimizer": "cpu"}},
-            "pipeline.correction='spike' needs offload.optimizer to be 'none'",
-        ),
-        ({"weights": "newest"}, "config key 'pipeline.weights': expected None or 'latest' or 'stash'"),
-        ({"decay": 2}, "config key 'pipeline.decay': expected a number from 0 to 1, got 2"),
-        ({"pp": 1}, "pipeline.schedule='pipedream' needs mesh.pp to be >= 2, got 1"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused_by_name(
-    options: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        config_of(**options)  # type: ignore[arg-type]
 
 
 def test_kept_versions_go_together_with_recomputation_and_compilation() -> None:
