@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.net.breaks import BREAKS
-from tests.net.runner import FUZZ, Break, Checkout, find_breaks, first_error
+from tests.net.runner import FUZZ, Break, Checkout, files_of, find_breaks, first_error, located
 
 ROOT = Path(__file__).parents[1]
 MOST_SAYS = 130
@@ -41,7 +41,7 @@ def test_a_break_fits_the_code_and_has_tests(one: Break) -> None:
         if test.startswith(FUZZ):
             int(test.removeprefix(FUZZ))
             continue
-        file, _, name = test.partition("::")
+        file, _, name = located(ROOT, test).partition("::")
         functions = functions_of(file)
         if name:
             marks = map(ast.unparse, functions[name.partition("[")[0]].decorator_list)
@@ -125,6 +125,15 @@ def test_tests_that_do_not_exist_find_nothing(
 ) -> None:
     assert not find_breaks(checkout, [NO_TEST], tmp_path / "copies")
     assert capsys.readouterr().out.startswith("FAILS")
+
+
+def test_a_test_is_named_without_its_file_where_one_file_has_it(checkout: Path) -> None:
+    assert located(checkout, "test_add[1]") == "tests/test_sums.py::test_add[1]"
+    (checkout / "tests/test_twice.py").write_text("def test_refuse():\n    pass\n", encoding="utf-8")
+    files_of.cache_clear()
+    for name, files in (("test_refuse", "test_sums.py', 'tests/test_twice.py"), ("test_none", r"\[\]")):
+        with pytest.raises(ValueError, match=f"{name}: expected one file with this test, found .*{files}"):
+            located(checkout, name)
 
 
 def test_a_text_that_is_there_twice_is_no_place_to_break(checkout: Path) -> None:

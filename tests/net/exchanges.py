@@ -11,10 +11,7 @@ EXCHANGES = (
         file="zeroshard/sharding/gradients.py",
         find="self._scale = 1.0 / context.axes.dp.size",
         replace="self._scale = 1.0",
-        tests=(
-            "tests/sharding/test_unit_states.py::"
-            "test_gradients_are_averaged_and_what_no_rank_used_stays_without",
-        ),
+        tests=("test_gradients_are_averaged_and_what_no_rank_used_stays_without",),
     ),
     Break(
         name="deferred_sums_are_scaled_twice",
@@ -25,10 +22,7 @@ EXCHANGES = (
         file="zeroshard/sharding/gradients.py",
         find="scale = 1.0 if self._is_deferred else self._scale",
         replace="scale = self._scale",
-        tests=(
-            "tests/distributed/test_accumulation.py::"
-            "test_sums_that_no_sync_left_are_reduced_by_the_next_backward_or_step",
-        ),
+        tests=("test_sums_that_no_sync_left_are_reduced_by_the_next_backward_or_step",),
     ),
     Break(
         name="shard_groups_do_not_reduce",
@@ -38,7 +32,7 @@ EXCHANGES = (
         file="zeroshard/plan/exchange.py",
         find="_AXES = (DP_INNER, DP_SHARD, DP_REPLICATE, TP)",
         replace="_AXES = (DP_INNER, DP_SHARD, TP)",
-        tests=("tests/distributed/test_hybrid.py::test_ranks_that_hold_the_same_shard_hold_the_same_bits",),
+        tests=("test_ranks_that_hold_the_same_shard_hold_the_same_bits",),
     ),
     Break(
         name="missing_gradients_are_not_zeroed",
@@ -49,9 +43,7 @@ EXCHANGES = (
         file="zeroshard/sharding/gradients.py",
         find="torch._foreach_zero_(missing)",
         replace="torch._foreach_add_(missing, 1.0)",
-        tests=(
-            "tests/distributed/test_unused.py::test_layers_left_out_inside_a_unit_on_one_rank_count_zeros",
-        ),
+        tests=("test_layers_left_out_inside_a_unit_on_one_rank_count_zeros",),
     ),
     Break(
         name="padding_is_not_zeroed",
@@ -59,7 +51,7 @@ EXCHANGES = (
         file="zeroshard/sharding/gradients.py",
         find="torch._foreach_zero_([flat[gap] for gap in self._gaps])",
         replace="pass",
-        tests=("tests/sharding/test_unit_states.py::test_the_padding_of_packed_gradients_is_zero",),
+        tests=("test_the_padding_of_packed_gradients_is_zero",),
     ),
     Break(
         name="a_gather_mixes_up_the_senders",
@@ -67,7 +59,7 @@ EXCHANGES = (
         file="zeroshard/comm/collectives.py",
         find="dist.irecv(received[back], group=group",
         replace="dist.irecv(received[peer], group=group",
-        tests=("tests/comm/test_collectives.py::test_an_all_gather_brings_what_torchs_own_brings",),
+        tests=("test_an_all_gather_brings_what_torchs_own_brings",),
     ),
     Break(
         name="ranks_hold_the_same_shard",
@@ -75,10 +67,7 @@ EXCHANGES = (
         file="zeroshard/sharding/buffer.py",
         find="self.main_span = plan.main_span(context.axes.dp_shard.rank)",
         replace="self.main_span = plan.main_span(0)",
-        tests=(
-            "tests/sharding/test_unit_states.py::"
-            "test_a_gather_is_started_once_and_brings_rank_0s_values_to_every_rank",
-        ),
+        tests=("test_a_gather_is_started_once_and_brings_rank_0s_values_to_every_rank",),
     ),
     Break(
         name="sums_in_another_order_of_ranks",
@@ -86,7 +75,7 @@ EXCHANGES = (
         file="zeroshard/comm/collectives.py",
         find="_sum([received.get(rank, own) for rank in range(self.size)], own, out)",
         replace="_sum([received.get(rank, own) for rank in reversed(range(self.size))], own, out)",
-        tests=("tests/comm/test_collectives.py::test_a_reduce_scatter_adds_in_rank_order_to_the_bit",),
+        tests=("test_a_reduce_scatter_adds_in_rank_order_to_the_bit",),
     ),
     Break(
         name="gradients_go_in_the_compute_dtype",
@@ -94,10 +83,7 @@ EXCHANGES = (
         file="zeroshard/plan/buffers.py",
         find="reduce_dtype=dtypes.reduce_dtype or torch.promote_types(compute, torch.float32),",
         replace="reduce_dtype=dtypes.reduce_dtype or compute,",
-        tests=(
-            "tests/sharding/test_placement.py::"
-            "test_dtypes_left_open_are_the_models_for_compute_and_at_least_float32_for_the_rest",
-        ),
+        tests=("test_dtypes_left_open_are_the_models_for_compute_and_at_least_float32_for_the_rest",),
     ),
     Break(
         name="the_loss_scale_stays_in_gradients",
@@ -105,9 +91,7 @@ EXCHANGES = (
         file="zeroshard/sharding/gradients.py",
         find="result.mul_(self._unscale)",
         replace="pass",
-        tests=(
-            "tests/distributed/test_float16.py::test_a_static_scale_equals_the_hand_written_loop_to_the_bit",
-        ),
+        tests=("test_a_static_scale_equals_the_hand_written_loop_to_the_bit",),
     ),
     Break(
         name="the_norm_counts_replicas",
@@ -118,7 +102,7 @@ EXCHANGES = (
         file="zeroshard/sharding/buffer.py",
         find="return slice(None) if self.is_partial else self.layout.owned(index, rank).slice",
         replace="return slice(None)",
-        tests=("tests/distributed/test_clipping.py::test_the_norm_is_that_of_the_accumulated_gradients",),
+        tests=("test_the_norm_is_that_of_the_accumulated_gradients",),
     ),
     Break(
         name="the_norm_counts_what_tensor_ranks_share",
@@ -126,7 +110,7 @@ EXCHANGES = (
         file="zeroshard/plan/originals.py",
         find="return is_first and (tp_rank == 0 or original.cut is not None)",
         replace="return is_first",
-        tests=("tests/parallel/test_divided.py::test_losses_norms_and_parameters_are_those_of_one_process",),
+        tests=("test_losses_norms_and_parameters_are_those_of_one_process",),
     ),
     Break(
         name="the_norm_leaves_tensor_ranks_out",
@@ -134,7 +118,7 @@ EXCHANGES = (
         file="zeroshard/stepping/clipping.py",
         find="for axis in (axes.dp_shard, axes.tp, axes.pp):\n        total",
         replace="for axis in (axes.dp_shard, axes.pp):\n        total",
-        tests=("tests/parallel/test_divided.py::test_losses_norms_and_parameters_are_those_of_one_process",),
+        tests=("test_losses_norms_and_parameters_are_those_of_one_process",),
     ),
     Break(
         name="the_norm_leaves_pipeline_ranks_out",
@@ -142,10 +126,7 @@ EXCHANGES = (
         file="zeroshard/stepping/clipping.py",
         find="for axis in (axes.dp_shard, axes.tp, axes.pp):\n        total",
         replace="for axis in (axes.dp_shard, axes.tp):\n        total",
-        tests=(
-            "tests/parallel/pipeline/test_training.py::"
-            "test_a_list_that_recomputes_the_last_chunk_too_counts_each_loss_once",
-        ),
+        tests=("test_a_list_that_recomputes_the_last_chunk_too_counts_each_loss_once",),
     ),
     Break(
         name="trust_ratios_of_parts",
@@ -153,7 +134,7 @@ EXCHANGES = (
         file="zeroshard/stepping/norms.py",
         find="self._axes, self._device = (axes.dp_shard, axes.tp), axes.dp_shard.device",
         replace="self._axes, self._device = (axes.dp_shard,), axes.dp_shard.device",
-        tests=("tests/parallel/test_norms_over_parts.py::test_trust_ratios_are_those_of_whole_matrices",),
+        tests=("test_trust_ratios_are_those_of_whole_matrices",),
     ),
     Break(
         name="ranks_judge_gradients_alone",
@@ -163,10 +144,7 @@ EXCHANGES = (
         total = axis.sum(""",
         replace="""    for axis in ():
         total = axis.sum(""",
-        tests=(
-            "tests/distributed/test_nonfinite.py::"
-            "test_judging_takes_one_small_exchange_and_only_where_it_is_asked_for",
-        ),
+        tests=("test_judging_takes_one_small_exchange_and_only_where_it_is_asked_for",),
     ),
     Break(
         name="ranks_do_not_agree_on_used_parameters",
@@ -176,9 +154,7 @@ EXCHANGES = (
         file="zeroshard/sharding/reducer.py",
         find="used = [list(islice(flag, len(gradients.used))) for gradients in self._all]",
         replace="used = [list(islice(flag, len(g.used))) and list(g.used) for g in self._all]",
-        tests=(
-            "tests/distributed/test_unused.py::test_layers_left_out_inside_a_unit_on_one_rank_count_zeros",
-        ),
+        tests=("test_layers_left_out_inside_a_unit_on_one_rank_count_zeros",),
     ),
     Break(
         name="first_values_are_not_broadcast",
@@ -186,7 +162,7 @@ EXCHANGES = (
         file="zeroshard/sharding/buffer.py",
         find='context.axes.dp.broadcast(values, f"first broadcast of {self.describe()}")',
         replace="pass",
-        tests=("tests/test_initialize.py::test_every_rank_gets_the_parameters_and_buffers_of_rank_0",),
+        tests=("test_every_rank_gets_the_parameters_and_buffers_of_rank_0",),
     ),
     Break(
         name="buffers_are_not_broadcast",
@@ -194,7 +170,7 @@ EXCHANGES = (
         file="zeroshard/assemble.py",
         find="context.axes.everyone.broadcast(values.detach(), label)",
         replace="pass",
-        tests=("tests/test_initialize.py::test_every_rank_gets_the_parameters_and_buffers_of_rank_0",),
+        tests=("test_every_rank_gets_the_parameters_and_buffers_of_rank_0",),
     ),
     Break(
         name="tied_weights_are_not_summed_over_pipeline_ranks",
@@ -202,10 +178,7 @@ EXCHANGES = (
         file="zeroshard/parallel/pipeline/shared.py",
         find="total = summand if total is None else total + summand",
         replace="total = summand",
-        tests=(
-            "tests/parallel/pipeline/test_training.py::"
-            "test_a_list_that_recomputes_the_last_chunk_too_counts_each_loss_once",
-        ),
+        tests=("test_a_list_that_recomputes_the_last_chunk_too_counts_each_loss_once",),
     ),
     Break(
         name="summands_of_tensor_ranks_are_not_summed",
@@ -227,7 +200,7 @@ EXCHANGES = (
         file="zeroshard/parallel/tensor/sequence.py",
         find='COPY = ("keep", "sum")',
         replace='COPY = ("keep", "keep")',
-        tests=("tests/parallel/test_moves.py::test_columns_then_rows_are_the_layers_of_one_process",),
+        tests=("test_columns_then_rows_are_the_layers_of_one_process",),
     ),
     Break(
         name="the_divided_loss_takes_exponentials_of_two_bases",
@@ -238,7 +211,7 @@ EXCHANGES = (
         file="zeroshard/parallel/tensor/losses.py",
         find="total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)",
         replace="total = everyone[:, 1].sum(0)",
-        tests=("tests/parallel/test_moves.py::test_the_loss_over_divided_logits_is_that_over_all",),
+        tests=("test_the_loss_over_divided_logits_is_that_over_all",),
     ),
     Break(
         name="muons_updates_are_not_sent_back",
@@ -248,10 +221,7 @@ EXCHANGES = (
         file="zeroshard/stepping/wholes.py",
         find='exchange("updates", outward(items, owners))',
         replace='exchange("updates", [])',
-        tests=(
-            "tests/optim/test_muon.py::"
-            "test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way",
-        ),
+        tests=("test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way",),
     ),
     Break(
         name="the_loss_is_that_of_one_rank",
@@ -259,9 +229,7 @@ EXCHANGES = (
         file="zeroshard/batches.py",
         find='return engine._axes.dp.sum(loss, "mean of the loss") / engine._axes.dp.size',
         replace="return loss",
-        tests=(
-            "tests/distributed/test_hybrid.py::test_data_is_spread_and_losses_are_averaged_over_all_ranks",
-        ),
+        tests=("test_data_is_spread_and_losses_are_averaged_over_all_ranks",),
     ),
     Break(
         name="the_copy_of_a_few_ranks_is_stale",
@@ -269,6 +237,6 @@ EXCHANGES = (
         file="zeroshard/sharding/buffer.py",
         find="            self.keep_second(False)\n            self.source.follow()",
         replace="            self.source.follow()",
-        tests=("tests/distributed/test_hybrid.py::test_a_second_copy_is_never_stale",),
+        tests=("test_a_second_copy_is_never_stale",),
     ),
 )

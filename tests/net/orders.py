@@ -11,7 +11,7 @@ ORDERS = (
         file="zeroshard/sharding/buffer.py",
         find="            self.copy.store(values, start)\n",
         replace="            pass\n",
-        tests=("tests/stores/test_offload.py::test_each_way_of_training_gives_the_same_bits",),
+        tests=("test_each_way_of_training_gives_the_same_bits",),
     ),
     Break(
         name="replicated_parameters_do_not_follow_a_step",
@@ -19,9 +19,7 @@ ORDERS = (
         file="zeroshard/sharding/buffer.py",
         find="return not self.is_alias_of_all and self.source.filled",
         replace="return not (self.is_alias_of_all or self.is_resident) and self.source.filled",
-        tests=(
-            "tests/distributed/test_parity.py::test_parameters_of_one_element_train_as_in_ddp_to_the_bit",
-        ),
+        tests=("test_parameters_of_one_element_train_as_in_ddp_to_the_bit",),
     ),
     Break(
         name="units_are_freed_before_their_second_forward",
@@ -31,10 +29,7 @@ ORDERS = (
         file="zeroshard/sharding/walk.py",
         find="freed = min([began, *(region.began for region in regions)])",
         replace="freed = began",
-        tests=(
-            "tests/sharding/test_backward.py::"
-            "test_a_unit_that_was_left_stays_for_the_second_forward_of_its_checkpoint",
-        ),
+        tests=("test_a_unit_that_was_left_stays_for_the_second_forward_of_its_checkpoint",),
     ),
     Break(
         name="units_are_not_gathered_ahead",
@@ -42,10 +37,7 @@ ORDERS = (
         file="zeroshard/sharding/reducer.py",
         find="self.units[unit.position + 1 :] if is_known else []",
         replace="self.units[unit.position + 2 :] if is_known else []",
-        tests=(
-            "tests/distributed/test_memory.py::"
-            "test_at_most_the_unit_at_work_and_those_prefetched_are_gathered_besides_the_kept",
-        ),
+        tests=("test_at_most_the_unit_at_work_and_those_prefetched_are_gathered_besides_the_kept",),
     ),
     Break(
         name="a_backward_takes_turns_from_the_beginning",
@@ -53,7 +45,7 @@ ORDERS = (
         file="zeroshard/sharding/walk.py",
         find="turns.sort(key=lambda item: item[0], reverse=True)",
         replace="turns.sort(key=lambda item: item[0])",
-        tests=("tests/sharding/test_backward.py::test_the_turns_of_the_example_in_the_docstring",),
+        tests=("test_the_turns_of_the_example_in_the_docstring",),
     ),
     Break(
         name="a_turn_waits_for_its_own_gradient",
@@ -61,10 +53,7 @@ ORDERS = (
         file="zeroshard/sharding/walk.py",
         find="while self._next < len(self._turns) and self._turns[self._next].tick >= tick:",
         replace="while self._next < len(self._turns) and self._turns[self._next].tick >= tick > 0:",
-        tests=(
-            "tests/sharding/test_backward.py::"
-            "test_all_ranks_issue_the_same_collectives_in_one_order_whatever_gradients_come",
-        ),
+        tests=("test_all_ranks_issue_the_same_collectives_in_one_order_whatever_gradients_come",),
     ),
     Break(
         name="reductions_start_before_the_gradients_are_there",
@@ -72,7 +61,7 @@ ORDERS = (
         file="zeroshard/sharding/reducer.py",
         find="if self._role.keeps(unit) or not unit.is_complete:",
         replace="if self._role.keeps(unit):",
-        tests=("tests/distributed/test_wire.py::test_the_first_and_later_steps_send_what_the_table_says",),
+        tests=("test_the_first_and_later_steps_send_what_the_table_says",),
     ),
     Break(
         name="a_failed_backward_of_another_rank_is_not_noticed",
@@ -80,10 +69,7 @@ ORDERS = (
         file="zeroshard/sharding/reducer.py",
         find="return None if any_failed else used",
         replace="return used",
-        tests=(
-            "tests/distributed/test_exceptions.py::"
-            "test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others",
-        ),
+        tests=("test_a_backward_that_fails_on_one_rank_is_an_error_on_the_others",),
     ),
     Break(
         name="a_step_takes_no_deferred_gradients",
@@ -91,10 +77,7 @@ ORDERS = (
         file="zeroshard/sharding/reducer.py",
         find="self._list_units(self._units)\n            self._deliver()\n        self.call_hooks()",
         replace="pass\n        self.call_hooks()",
-        tests=(
-            "tests/distributed/test_accumulation.py::"
-            "test_sums_that_no_sync_left_are_reduced_by_the_next_backward_or_step",
-        ),
+        tests=("test_sums_that_no_sync_left_are_reduced_by_the_next_backward_or_step",),
     ),
     Break(
         name="units_step_with_gradients_to_come",
@@ -119,10 +102,7 @@ ORDERS = (
             "        if is_taken:\n"
             "            pass"
         ),
-        tests=(
-            "tests/distributed/test_clipping.py::"
-            "test_clipping_is_that_of_torch_on_ddp_and_the_same_to_the_bit_at_all_stages",
-        ),
+        tests=("test_clipping_is_that_of_torch_on_ddp_and_the_same_to_the_bit_at_all_stages",),
     ),
     Break(
         name="the_learning_rate_moves_twice_a_step",
@@ -130,10 +110,7 @@ ORDERS = (
         file="zeroshard/engine.py",
         find="            self.lr_scheduler.step()\n",
         replace="            self.lr_scheduler.step()\n            self.lr_scheduler.step()\n",
-        tests=(
-            "tests/test_initialize.py::"
-            "test_a_scheduler_is_an_object_or_a_callable_that_makes_one_from_the_optimizer",
-        ),
+        tests=("test_a_scheduler_is_an_object_or_a_callable_that_makes_one_from_the_optimizer",),
     ),
     Break(
         name="the_learning_rate_moves_without_a_step",
@@ -144,7 +121,7 @@ ORDERS = (
             "            self.skipped_steps += 1\n"
             "            self.lr_scheduler and self.lr_scheduler.step()\n"
         ),
-        tests=("tests/distributed/test_float16.py::test_an_overflow_on_one_rank_leaves_the_step_out_on_all",),
+        tests=("test_an_overflow_on_one_rank_leaves_the_step_out_on_all",),
     ),
     Break(
         name="steps_in_files_are_not_written_back",
@@ -162,10 +139,7 @@ ORDERS = (
         file="zeroshard/stores/pieces.py",
         find="        piece.wait()\n        if piece.on_host.numel() < num_bytes:\n",
         replace="        if piece.on_host.numel() < num_bytes:\n",
-        tests=(
-            "tests/pretend/test_scenarios.py::"
-            "test_an_accelerator_would_run_it_without_mistakes[files_stage3_clip]",
-        ),
+        tests=("test_an_accelerator_would_run_it_without_mistakes[files_stage3_clip]",),
     ),
     Break(
         name="each_piece_of_a_parameter_is_its_first",
@@ -173,10 +147,7 @@ ORDERS = (
         file="zeroshard/stepping/stored.py",
         find="block, states = blocks[number], stepped.state",
         replace="block, states = blocks[0], stepped.state",
-        tests=(
-            "tests/pretend/test_scenarios.py::"
-            "test_an_accelerator_would_run_it_without_mistakes[host_in_pieces_stepped_in_backward]",
-        ),
+        tests=("test_an_accelerator_would_run_it_without_mistakes[host_in_pieces_stepped_in_backward]",),
     ),
     Break(
         name="a_rank_does_not_sync_its_file",
@@ -184,9 +155,7 @@ ORDERS = (
         file="zeroshard/checkpoint/save.py",
         find="        os.fsync(file.fileno())\n",
         replace="",
-        tests=(
-            "tests/checkpoint/test_writer.py::test_the_file_of_a_rank_is_synced_when_all_of_it_is_written",
-        ),
+        tests=("test_the_file_of_a_rank_is_synced_when_all_of_it_is_written",),
     ),
     Break(
         name="a_checkpoint_appears_before_its_folder_is_synced",
@@ -194,7 +163,7 @@ ORDERS = (
         file="zeroshard/checkpoint/files.py",
         find="    sync(place.temporary)\n",
         replace="",
-        tests=("tests/checkpoint/test_files.py::test_everything_is_synced_before_it_is_named",),
+        tests=("test_everything_is_synced_before_it_is_named",),
     ),
     Break(
         name="latest_names_a_checkpoint_to_come",
@@ -204,10 +173,7 @@ ORDERS = (
         replace=(
             "    _replace(place.folder / LATEST, place.tag)\n    os.rename(place.temporary, place.final)\n"
         ),
-        tests=(
-            "tests/checkpoint/test_files.py::"
-            "test_a_crash_at_any_point_leaves_the_last_checkpoint_or_the_one_before",
-        ),
+        tests=("test_a_crash_at_any_point_leaves_the_last_checkpoint_or_the_one_before",),
     ),
     Break(
         name="a_save_in_the_background_sees_later_values",
@@ -215,7 +181,7 @@ ORDERS = (
         file="zeroshard/checkpoint/save.py",
         find="snapshot = replace(snapshot, slices=slices, wait=wait)",
         replace="snapshot = replace(snapshot, wait=wait)",
-        tests=("tests/checkpoint/test_save.py::test_a_save_in_the_background_holds_the_values_of_the_call",),
+        tests=("test_a_save_in_the_background_holds_the_values_of_the_call",),
     ),
     Break(
         name="random_numbers_begin_anew_after_a_load",
@@ -223,10 +189,7 @@ ORDERS = (
         file="zeroshard/checkpoint/load.py",
         find="        loading.restore_rng()\n",
         replace="        pass\n",
-        tests=(
-            "tests/checkpoint/test_state.py::"
-            "test_each_rank_goes_on_with_its_random_numbers_and_new_ranks_derive_theirs",
-        ),
+        tests=("test_each_rank_goes_on_with_its_random_numbers_and_new_ranks_derive_theirs",),
     ),
     Break(
         name="a_unit_is_stepped_while_its_backward_reads_it",
@@ -234,10 +197,7 @@ ORDERS = (
         file="zeroshard/sharding/reducer.py",
         find="self._ended = [ended.pop()]",
         replace="pass",
-        tests=(
-            "tests/stores/test_early.py::"
-            "test_a_unit_is_stepped_when_its_backward_reads_its_weights_no_more[UnwatchedReader]",
-        ),
+        tests=("test_a_unit_is_stepped_when_its_backward_reads_its_weights_no_more[UnwatchedReader]",),
     ),
     Break(
         name="a_look_finds_parameters_before_their_step",
@@ -245,7 +205,7 @@ ORDERS = (
         file="zeroshard/parameters/sharded.py",
         find="        first.state.look()\n",
         replace="",
-        tests=("tests/stores/test_late.py::test_steps_that_wait_have_the_bits_of_steps_at_once[0-2]",),
+        tests=("test_steps_that_wait_have_the_bits_of_steps_at_once[0-2]",),
     ),
     Break(
         name="a_step_that_waits_reads_memory_of_the_user",
@@ -253,10 +213,7 @@ ORDERS = (
         file="zeroshard/sharding/gradients.py",
         find=", copy=copies)",
         replace=")",
-        tests=(
-            "tests/stores/test_late.py::"
-            "test_steps_of_plain_loops_wait_whatever_becomes_of_the_memory_of_their_gradients[1]",
-        ),
+        tests=("test_steps_of_plain_loops_wait_whatever_becomes_of_the_memory_of_their_gradients[1]",),
     ),
     Break(
         name="a_step_in_the_list_of_an_asynchronous_pipeline_waits",
@@ -264,9 +221,7 @@ ORDERS = (
         file="zeroshard/stepping/late.py",
         find="state.moments.isdisjoint((Moment.BATCH, Moment.STEPPED))",
         replace="state.moments.isdisjoint((Moment.STEPPED,))",
-        tests=(
-            "tests/parallel/pipeline/test_late.py::test_steps_of_a_pipeline_wait_for_its_next_batch[none-2]",
-        ),
+        tests=("test_steps_of_a_pipeline_wait_for_its_next_batch[none-2]",),
     ),
     Break(
         name="a_step_in_a_backward_is_not_seen",
@@ -274,10 +229,7 @@ ORDERS = (
         file="zeroshard/stepping/early.py",
         find="gradients.buffer.count_step(parameters)",
         replace="pass",
-        tests=(
-            "tests/stores/test_early.py::"
-            "test_torch_refuses_a_backward_through_a_graph_of_before_an_early_step[2]",
-        ),
+        tests=("test_torch_refuses_a_backward_through_a_graph_of_before_an_early_step[2]",),
     ),
     Break(
         name="a_step_between_forward_and_backward_is_not_seen",
@@ -285,9 +237,6 @@ ORDERS = (
         file="zeroshard/sharding/runtime.py",
         find="                buffer.count_step(stepped)\n",
         replace="                pass\n",
-        tests=(
-            "tests/distributed/test_steps_between.py::"
-            "test_a_backward_of_values_before_a_step_is_refused_as_in_plain_pytorch[1]",
-        ),
+        tests=("test_a_backward_of_values_before_a_step_is_refused_as_in_plain_pytorch[1]",),
     ),
 )

@@ -7,6 +7,7 @@ a break    its text is replaced, its tests run up to the first that fails, the f
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -42,7 +43,7 @@ class Break:
     """A text that stands in the file once."""
     replace: str
     tests: tuple[str, ...]
-    """Arguments of pytest (a file, or file::test), or seeds of the fuzz: "seed 12"."""
+    """Names of tests, arguments of pytest (a file, or file::test), or seeds of the fuzz: "seed 12"."""
 
     def damaged(self, root: Path) -> str:
         """Return the text of the damaged file.
@@ -103,7 +104,7 @@ class Checkout:
     def run(self, tests: Iterable[str], timeout_s: float = TIMEOUT_S, *options: str) -> Outcome:
         """Run tests, and then seeds of the fuzz, up to the first that fails."""
         begun, shown, code = time.monotonic(), "", 0
-        for command in commands(tests, options):
+        for command in commands([located(self.root, test) for test in tests], options):
             code, printed = self._call(command, timeout_s)
             shown = first_error(printed)
             if code:
@@ -128,6 +129,30 @@ class Checkout:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
         return process.returncode, printed
+
+
+@functools.cache
+def files_of(root: Path) -> dict[str, list[str]]:
+    """Return the files that have a test, by its name."""
+    found: dict[str, list[str]] = {}
+    for file in sorted((root / "tests").rglob("test_*.py")):
+        for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE):
+            found.setdefault(name, []).append(str(file.relative_to(root)))
+    return found
+
+
+def located(root: Path, test: str) -> str:
+    """Return the argument of pytest for a name of a test; what is one already stays.
+
+    Raises:
+        ValueError: no file has the test, or several have one of this name.
+    """
+    if not test.startswith("test_"):
+        return test
+    files = files_of(root).get(test.partition("[")[0], [])
+    if len(files) != 1:
+        raise ValueError(f"{test}: expected one file with this test, found {files}")
+    return f"{files[0]}::{test}"
 
 
 def commands(tests: Iterable[str], options: Sequence[str]) -> list[list[str]]:
