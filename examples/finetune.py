@@ -394,7 +394,7 @@ def main() -> None:
             f"loss curve: {args.plot}" if is_drawn else "no loss curve: matplotlib is not installed"
         )
     if args.output:
-        console.print(f"the model: {args.output}" + (f"   (zeroshard chat {args.output})" if folder else ""))
+        console.print(f"the model: {args.output}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import subprocess
@@ -20,7 +19,6 @@ import zeroshard
 from tests.commands import examples, failure, rows, shown
 from tests.distributed.models import GPT, Tiny
 from tests.distributed.training import build, square_loss, start, step, token_loss
-from tests.test_chat import save_tiny_llama
 from zeroshard.cli.main import main
 from zeroshard.cli.options import COMMANDS, parse_model, parse_size
 from zeroshard.tables import format_bytes
@@ -340,12 +338,10 @@ def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks):
     ranks(1, save_llama, str(tmp_path))
     (tmp_path / "zeroshard.toml").write_text("stage = 2\n")
     save_tokenizer(tmp_path / "base-model")
-    save_tiny_llama(tmp_path / "finetuned")
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package/models.py").write_text(
         "import torch\ndef build(): return torch.nn.Linear(3, 3)\n"
     )
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))  # of `zeroshard chat finetuned`
     monkeypatch.chdir(tmp_path)
     for name in COMMANDS:
         with pytest.raises(SystemExit):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-from typing import Any
-
 import pytest
 
 from tests.commands import failure, rows
@@ -145,29 +142,6 @@ def test_a_chart_of_actions_without_duration_says_so():
     schedule = build_schedule("1f1b", 2, 2)
     nothing = ActionCosts(forward=0, backward_input=0, backward_weight=0)
     assert draw_text(Chart("1f1b", schedule, simulate(schedule, nothing))) == "1f1b: no action takes time"
-
-
-def test_a_picture_is_written(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "chart.png"
-    out = shown(capsys, *named("1f1b", "zbv"), *FOUR_EIGHT, "--plot", file)
-    assert out.endswith(f"\npicture: {file}\n")
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_without_matplotlib_names_the_package_to_install(capsys, tmp_path, monkeypatch):
-    original = builtins.__import__
-
-    def without(name: str, *rest: Any, **options: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return original(name, *rest, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    arguments = (*named("1f1b"), *FOUR_EIGHT, "--plot", tmp_path / "chart.png")
-    code, err = failure(capsys, "plan", *arguments, prints=True)
-    assert code == 2
-    assert "needs matplotlib: pip install zeroshard[plot]" in err
 
 
 DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"

@@ -296,7 +296,7 @@ def test_a_pretrained_model_is_asked_and_saved(
     before, after = held_out_losses(ended.printed)
     assert after < before - 0.5
     assert ended.printed.index("asked before training") < ended.printed.index("asked after training")
-    assert "zeroshard chat finetuned" in ended.printed
+    assert "the model: finetuned" in ended.printed
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "finetuned")
     _, held_out = text_datasets(chats, tokenizer, seq_len=64, cache_dir=tmp_path / "cache" / "zeroshard")

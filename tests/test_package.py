@@ -110,7 +110,7 @@ def test_an_extra_that_a_message_names_brings_the_packages_that_it_says_are_need
         brought = {re.match(r"[\w.-]+", line)[0] for line in requirements(PROJECT, extras.split(","))}  # type: ignore[index]
         assert brought >= set(packages), text
     named = {text.split("zeroshard[")[1].split("]")[0] for text in found}
-    assert named == {"hf", "hf,lora", "hf,eightbit", "eightbit", "plot"}
+    assert named == {"hf", "hf,lora", "hf,eightbit", "eightbit"}
 
 
 def test_each_extra_that_a_page_names_is_there() -> None:

@@ -216,7 +216,6 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "Trainer of transformers": ("transformers", "accelerate"),
     "trainers of TRL": ("trl", "accelerate"),
     "Lightning": ("lightning",),
-    "pictures": ("matplotlib",),
     "logging to TensorBoard": ("tensorboard",),
     "logging to Weights & Biases": ("wandb",),
     "logging to MLflow": ("mlflow",),

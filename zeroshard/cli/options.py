@@ -236,7 +236,7 @@ class PlanOptions(NamedTuple):
         transfer: duration of a transfer between two ranks (default: 0)
         recompute: recompute activations before each backward, with this duration (default: no recompute, but
             varuna always does, with the duration of a forward)
-        plot: show a chart of the actions over time; with a file, as a picture
+        plot: show a chart of the actions over time
         list: print the actions alone, as such a file has them
 
     Examples:
@@ -259,7 +259,7 @@ class PlanOptions(NamedTuple):
     backward: Duration = 2.0
     transfer: Duration = 0.0
     recompute: Duration | None = None
-    plot: Annotated[str, _how(metavar="FILE", nargs="?", const="-")] | None = None
+    plot: bool = False
     list: bool = False
 
 
@@ -283,30 +283,6 @@ class DoctorOptions(NamedTuple):
     device: str | None = None
 
 
-class ChatOptions(NamedTuple):
-    """Talk to a saved model in the terminal.
-
-    The model is loaded by transformers alone. Ctrl-D ends, /new begins a new conversation.
-
-    Args:
-        directory: folder of a model and its tokenizer, as transformers saves
-        prompt: one question; without it a conversation
-        system: what the model is told first
-        max_tokens: of an answer, at most half of those that the model takes (default: 300)
-        temperature: of sampling; 0 takes the most probable (default: 0.7)
-
-    Examples:
-        zeroshard chat finetuned
-        zeroshard chat finetuned 'Where is the key of the archive?' --temperature 0
-    """
-
-    directory: Directory
-    prompt: Annotated[str, _how(flags=("prompt",), metavar="TEXT", nargs="?")] | None = None
-    system: Annotated[str, _how(metavar="TEXT")] | None = None
-    max_tokens: Number = 300
-    temperature: float = 0.7
-
-
 COMMANDS: Mapping[str, tuple[str, type]] = {
     "export": ("checkpoints", ExportOptions),
     "inspect": ("checkpoints", InspectOptions),
@@ -314,7 +290,6 @@ COMMANDS: Mapping[str, tuple[str, type]] = {
     "mesh": ("planning", MeshOptions),
     "plan": ("pipelines", PlanOptions),
     "doctor": ("doctor", DoctorOptions),
-    "chat": ("chat", ChatOptions),
 }
 """The module of each command in this folder, with a function of its name, and its options.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zeroshard.cli.options import PlanOptions
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
-from zeroshard.parallel.pipeline.actions import COMPUTE, Action, Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
@@ -17,9 +17,6 @@ from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, cou
 from zeroshard.tables import LINE, render
 
 _MAX_ACTIONS = 1 << 18  # chunks times micro-batches; 512 times 512 take half a minute
-_TERMINAL = "-"
-"""The value of `--plot` without a file."""
-
 _NOTE = (
     "Activations: the most micro-batches whose activations a rank holds at a time; one chunk of several\n"
     "counts as its part of the rank."
@@ -28,17 +25,6 @@ _NOTE = (
 
 WIDTH = 100
 """The most characters of a line, as in tables, where the terminal is not wider."""
-
-_COLORS = {
-    Kind.FORWARD: ("tab:blue", "forward"),
-    Kind.BACKWARD: ("tab:green", "backward"),
-    Kind.INPUT_GRADIENT: ("tab:olive", "gradient of the input"),
-    Kind.WEIGHT_GRADIENT: ("tab:cyan", "gradient of the weights"),
-    Kind.RECOMPUTE: ("tab:orange", "recompute"),
-    Kind.STEP: ("tab:red", "step"),
-}
-_BAR = {"height": 0.9, "edgecolor": "white", "linewidth": 0.5}
-_MAX_NUMBERED = 60  # actions a rank; in the bars of more the numbers would not be legible
 
 
 class Chart(NamedTuple):
@@ -66,12 +52,8 @@ def plan(options: PlanOptions) -> None:
         print(charts[0].schedule, end="")
         return
     print(_about(options), "", _table(charts), "", _NOTE, sep="\n")
-    if options.plot == _TERMINAL:
-        for chart in charts:
-            print("", draw_text(chart, max(WIDTH, get_terminal_size().columns)), sep="\n")
-    elif options.plot is not None:
-        save_picture(options.plot, charts)
-        print(f"\npicture: {options.plot}")
+    for chart in charts if options.plot else ():
+        print("", draw_text(chart, max(WIDTH, get_terminal_size().columns)), sep="\n")
 
 
 def _schedule(name: str, options: PlanOptions) -> Schedule:
@@ -230,53 +212,3 @@ def _label(action: Action, schedule: Schedule, rank: int) -> str:
 def _cell(action: Action, label: str, width: int) -> str:
     text = label if len(label) <= width else action.kind.value[0]
     return text.ljust(width, "─")[:width]
-
-
-def save_picture(path: str, charts: Sequence[Chart]) -> None:
-    """Write a picture of several schedules, one above the other, with the same scale of time.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: matplotlib does not know the kind of file.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError:
-        raise ImportError("--plot with a file needs matplotlib: pip install zeroshard[plot]") from None
-    rows = sum(chart.schedule.num_ranks for chart in charts)
-    figure = Figure(figsize=(12, 1.2 * len(charts) + 0.35 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    ratios = [chart.schedule.num_ranks for chart in charts]
-    grid = figure.subplots(len(charts), 1, sharex=True, squeeze=False, height_ratios=ratios)
-    for axes, chart in zip(grid[:, 0], charts, strict=True):
-        _draw_bars(axes, chart)
-    grid[-1, 0].set_xlabel("time")
-    shown = {action.kind for chart in charts for _, action in chart.schedule if action.kind in _COLORS}
-    patches = [Patch(color=color, label=label) for kind, (color, label) in _COLORS.items() if kind in shown]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def _draw_bars(axes: Any, chart: Chart) -> None:
-    """Draw a bar for each action that takes time, on axes of matplotlib."""
-    for rank, spans in enumerate(chart.timeline.spans):
-        timed = [span for span in spans if span.end > span.start and span.action.kind in _COLORS]
-        for span in timed:
-            color, _ = _COLORS[span.action.kind]
-            chunks = chart.schedule.chunks[rank]
-            # Later chunks of a rank are paler, so that the way of a micro-batch can be followed.
-            place = 0 if span.action.chunk is None else chunks.index(span.action.chunk)
-            alpha = 1 - 0.5 * place / len(chunks)
-            axes.barh(rank, span.end - span.start, left=span.start, color=color, alpha=alpha, **_BAR)
-            if len(timed) <= _MAX_NUMBERED and span.action.kind in COMPUTE:
-                middle = (span.start + span.end) / 2
-                axes.text(middle, rank, str(span.action.microbatch), ha="center", va="center", fontsize=7)
-    ranks = range(chart.schedule.num_ranks)
-    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    axes.invert_yaxis()
-    timeline = chart.timeline
-    axes.set_title(
-        f"{chart.name}: {timeline.makespan:g}, bubble {timeline.bubble_share:.1%}", loc="left", fontsize=10
-    )
