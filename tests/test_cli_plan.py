@@ -6,10 +6,8 @@ import pytest
 
 from tests.commands import failure, rows
 from tests.commands import shown as shown_by
-from zeroshard.cli.pipelines import Chart, draw_text
 from zeroshard.parallel.pipeline.actions import parse_schedule
-from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
-from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
+from zeroshard.parallel.pipeline.schedules import build_schedule
 
 FOUR_EIGHT = ("--stages", 4, "--microbatches", 8)
 
@@ -108,40 +106,6 @@ def test_a_list_of_torch_is_read(capsys, tmp_path):
     file = tmp_path / "torch.csv"
     file.write_text("0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n", encoding="utf-8")
     assert rows(shown(capsys, *named(str(file))))["makespan"] == ["9"]  # (p - 1 + m) * 3 for p = m = 2
-
-
-def test_a_chart_shows_each_action_at_its_time(capsys):
-    out = shown(capsys, *named("1f1b"), "--stages", 2, "--microbatches", 2, "--plot")
-    assert out.endswith(
-        "\n1f1b: time runs from 0 to 9\n"
-        "rank 0  F0─F1─······B0────···B1────\n"
-        "rank 1  ···F0─B0────F1─B1────······\n"
-    )
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("width", [40, 100, 2000])
-def test_a_chart_has_one_length_of_line_and_fits(name, width):
-    schedule = build_schedule(name, 4, 8)
-    text = draw_text(Chart(name, schedule, simulate(schedule, ActionCosts(forward=0.7, transfer=0.1))), width)
-    _, *lines = text.splitlines()
-    assert len(lines) == 4
-    assert len({len(line) for line in lines}) == 1
-    assert len(lines[0]) <= width
-
-
-def test_a_wider_terminal_has_room_for_micro_batches(capsys, monkeypatch):
-    arguments = (*named("interleaved"), *FOUR_EIGHT, "--plot")
-    assert "4B7" not in shown(capsys, *arguments)
-    monkeypatch.setenv("COLUMNS", "300")
-    assert "0F0" in (wide := shown(capsys, *arguments))
-    assert "4B7" in wide
-
-
-def test_a_chart_of_actions_without_duration_says_so():
-    schedule = build_schedule("1f1b", 2, 2)
-    nothing = ActionCosts(forward=0, backward_input=0, backward_weight=0)
-    assert draw_text(Chart("1f1b", schedule, simulate(schedule, nothing))) == "1f1b: no action takes time"
 
 
 DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"

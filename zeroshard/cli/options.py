@@ -236,11 +236,10 @@ class PlanOptions(NamedTuple):
         transfer: duration of a transfer between two ranks (default: 0)
         recompute: recompute activations before each backward, with this duration (default: no recompute, but
             varuna always does, with the duration of a forward)
-        plot: show a chart of the actions over time
         list: print the actions alone, as such a file has them
 
     Examples:
-        zeroshard plan --schedule 1f1b --stages 4 --microbatches 8 --plot
+        zeroshard plan --schedule 1f1b --stages 4 --microbatches 8
         zeroshard plan --schedule 1f1b --schedule interleaved --schedule zb-h1 --pp 4 --microbatches 8
         zeroshard plan --schedule gpipe --schedule varuna --stages 4 --microbatches 5 --recompute 1
         zeroshard plan --schedule 1f1b --schedule pipedream --schedule 2bw --stages 4 --microbatches 16
@@ -259,7 +258,6 @@ class PlanOptions(NamedTuple):
     backward: Duration = 2.0
     transfer: Duration = 0.0
     recompute: Duration | None = None
-    plot: bool = False
     list: bool = False
 
 

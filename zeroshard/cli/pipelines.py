@@ -1,15 +1,14 @@
-"""`zeroshard plan`: schedules of a pipeline, simulated, compared and drawn."""
+"""`zeroshard plan`: schedules of a pipeline, simulated and compared."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import NamedTuple
 
 from zeroshard.cli.options import PlanOptions
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
-from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
+from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
@@ -23,11 +22,7 @@ _NOTE = (
 )
 
 
-WIDTH = 100
-"""The most characters of a line, as in tables, where the terminal is not wider."""
-
-
-class Chart(NamedTuple):
+class _Result(NamedTuple):
     """A schedule with its name and its times."""
 
     name: str
@@ -41,19 +36,17 @@ def plan(options: PlanOptions) -> None:
     """Run `zeroshard plan`."""
     if options.list and len(options.schedule) > 1:
         raise ValueError(f"--list: expected one --schedule, got {len(options.schedule)}")
-    charts = []
+    results = []
     for name in options.schedule:
         schedule = _schedule(name, options)
         chunks = schedule.num_chunks / schedule.num_ranks
         weights = ASYNCHRONOUS[name].weights if name in ASYNCHRONOUS else "stash"
         timeline = simulate(schedule, _costs(options, chunks))
-        charts.append(Chart(_title(name, schedule), schedule, timeline, weights))
+        results.append(_Result(_title(name, schedule), schedule, timeline, weights))
     if options.list:
-        print(charts[0].schedule, end="")
+        print(results[0].schedule, end="")
         return
-    print(_about(options), "", _table(charts), "", _NOTE, sep="\n")
-    for chart in charts if options.plot else ():
-        print("", draw_text(chart, max(WIDTH, get_terminal_size().columns)), sep="\n")
+    print(_about(options), "", _table(results), "", _NOTE, sep="\n")
 
 
 def _schedule(name: str, options: PlanOptions) -> Schedule:
@@ -125,28 +118,28 @@ def _about(options: PlanOptions) -> str:
     return f"{costs} for a micro-batch on a rank; transfer {options.transfer:g}"
 
 
-def _table(charts: Sequence[Chart]) -> str:
+def _table(results: Sequence[_Result]) -> str:
     """Return the figures of the schedules side by side."""
-    held = [count_activations(chart.schedule) for chart in charts]
+    held = [count_activations(result.schedule) for result in results]
     rows: list[tuple[str, ...]] = [
-        ("pipeline ranks", *(str(chart.schedule.num_ranks) for chart in charts)),
-        ("micro-batches", *(str(chart.schedule.num_microbatches) for chart in charts)),
-        ("makespan", *(f"{chart.timeline.makespan:g}" for chart in charts)),
-        ("bubble share", *(f"{chart.timeline.bubble_share:.1%}" for chart in charts)),
+        ("pipeline ranks", *(str(result.schedule.num_ranks) for result in results)),
+        ("micro-batches", *(str(result.schedule.num_microbatches) for result in results)),
+        ("makespan", *(f"{result.timeline.makespan:g}" for result in results)),
+        ("bubble share", *(f"{result.timeline.bubble_share:.1%}" for result in results)),
         LINE,
     ]
-    rows += _by_rank("activations", _of_ranks(charts, [each.per_rank for each in held]))
-    if any(action.kind is Kind.RECOMPUTE for chart in charts for _, action in chart.schedule):
-        inputs = _of_ranks(charts, [each.inputs_per_rank for each in held])
+    rows += _by_rank("activations", _of_ranks(results, [each.per_rank for each in held]))
+    if any(action.kind is Kind.RECOMPUTE for result in results for _, action in result.schedule):
+        inputs = _of_ranks(results, [each.inputs_per_rank for each in held])
         rows += [LINE, *_by_rank("inputs for recompute", inputs)]
-    ages = [Ages(chart.schedule) for chart in charts]
+    ages = [Ages(result.schedule) for result in results]
     if any(taken for own in ages for taken in own.before.values()):  # a chunk computes after its step
-        rows += [LINE, ("steps", *(str(max(1, _num_steps(chart.schedule))) for chart in charts))]
+        rows += [LINE, ("steps", *(str(max(1, _num_steps(result.schedule))) for result in results))]
         rows += _by_rank("delay in steps", [_delays(own) for own in ages])
-        pairs = zip(ages, charts, strict=True)
-        versions = [count_live(own, WEIGHTS[chart.weights](own)) for own, chart in pairs]
+        pairs = zip(ages, results, strict=True)
+        versions = [count_live(own, WEIGHTS[result.weights](own)) for own, result in pairs]
         rows += [LINE, *_by_rank("versions of weights", versions)]
-    return render("", ("", *(chart.name for chart in charts)), rows)
+    return render("", ("", *(result.name for result in results)), rows)
 
 
 def _num_steps(schedule: Schedule) -> int:
@@ -160,11 +153,11 @@ def _delays(ages: Ages) -> tuple[int, ...]:
     return tuple(max(map(ages.tau_forward, chunks)) for chunks in ages.schedule.chunks)
 
 
-def _of_ranks(charts: Sequence[Chart], counts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+def _of_ranks(results: Sequence[_Result], counts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
     """Return counts of micro-batches of chunks as micro-batches of all layers of a rank."""
     return [
-        tuple(number / len(chunks) for number, chunks in zip(own, chart.schedule.chunks, strict=True))
-        for chart, own in zip(charts, counts, strict=True)
+        tuple(number / len(chunks) for number, chunks in zip(own, result.schedule.chunks, strict=True))
+        for result, own in zip(results, counts, strict=True)
     ]
 
 
@@ -174,41 +167,3 @@ def _by_rank(noun: str, counts: Sequence[tuple[float, ...]]) -> list[tuple[str, 
         (f"{noun}, rank {rank}", *(f"{own[rank]:g}" if rank < len(own) else "" for own in counts))
         for rank in range(max(map(len, counts)))
     ]
-
-
-def draw_text(chart: Chart, width: int = WIDTH) -> str:
-    """Return a line for each pipeline rank, in which time runs to the right.
-
-        rank 0  F0─F1─······B0────B1────    a letter for the kind of action, the micro-batch, its duration;
-        rank 1  ···F0─B0────F1─B1────···    points while a rank waits
-
-    An action has room for its name if the chart then fits in `width` characters; else it is a letter alone.
-    """
-    schedule, timeline = chart.schedule, chart.timeline
-    heads = [f"rank {rank}".ljust(6 + len(str(schedule.num_ranks - 1))) for rank in range(schedule.num_ranks)]
-    durations = [span.end - span.start for spans in timeline.spans for span in spans if span.end > span.start]
-    if not durations:
-        return f"{chart.name}: no action takes time"
-    longest = max(len(_label(action, schedule, rank)) for rank, action in schedule if action.is_compute)
-    shortest = min(durations)
-    cell = min(longest + 1, (width - len(heads[0]) - 1) * shortest / timeline.makespan)
-    scale = (int(cell) if cell >= 1 else cell) / shortest  # whole cells look alike
-    lines = [f"{chart.name}: time runs from 0 to {timeline.makespan:g}"]
-    for rank, (head, spans) in enumerate(zip(heads, timeline.spans, strict=True)):
-        cells = ["·"] * round(timeline.makespan * scale)
-        for span in spans:
-            first, end = round(span.start * scale), round(span.end * scale)
-            cells[first:end] = _cell(span.action, _label(span.action, schedule, rank), end - first)
-        lines.append(f"{head} {''.join(cells)}")
-    return "\n".join(lines)
-
-
-def _label(action: Action, schedule: Schedule, rank: int) -> str:
-    """Return the text of an action; without the chunk where the rank has only one."""
-    text = str(action)
-    return text if len(schedule.chunks[rank]) > 1 else text.lstrip("0123456789")
-
-
-def _cell(action: Action, label: str, width: int) -> str:
-    text = label if len(label) <= width else action.kind.value[0]
-    return text.ljust(width, "─")[:width]
