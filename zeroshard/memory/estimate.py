@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory import traffic
 from zeroshard.memory.activations import MicroBatch, Sizes, Tokens, typical_sizes
 from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens, without_memory
-from zeroshard.memory.report import ModelStates
+from zeroshard.memory.report import STATES, ModelStates, byte_rows
 from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.parallel.pipeline.actions import Schedule, ends_of_steps
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
@@ -69,24 +69,14 @@ def side_by_side(title: str, estimates: Mapping[str, Estimate]) -> str:
         estimates: estimates by the name of their column.
     """
 
-    def row(kind: str, counts: Iterable[int]) -> list[tuple[str, ...]]:
-        counts = list(counts)
-        return [(kind, *map(format_bytes, counts))] if any(counts) else []
-
     columns = estimates.values()
+    others = {"gathered at the peak": "peak_unsharded", "versions of weights": "peak_versions"}
     rows = [
-        *row("parameters", (e.parameters for e in columns)),
-        *row("scales of codes", (e.scales for e in columns)),
-        *row("gradients", (e.gradients for e in columns)),
-        *row("optimizer states", (e.optimizer for e in columns)),
-        *row("gathered at the peak", (e.peak_unsharded for e in columns)),
-        *row("versions of weights", (e.peak_versions for e in columns)),
-        *row("activations", (e.activations for e in columns)),
+        *byte_rows(columns, STATES | others | {"activations": "activations"}),
         LINE,
-        *row("total at the peak", (e.peak for e in columns)),
+        *byte_rows(columns, {"total at the peak": "peak"}),
         LINE,
-        *row("on the host", (e.host for e in columns)),
-        *row("on NVMe", (e.nvme for e in columns)),
+        *byte_rows(columns, {"on the host": "host", "on NVMe": "nvme"}),
         ("sent in a step", *(format_bytes(e.wire_bytes_per_step) for e in columns)),
     ]
     return render(title, ("for each rank", *estimates), rows)

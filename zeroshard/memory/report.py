@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -115,33 +115,40 @@ class MemoryReport(ProcessMemory, ModelStates):
     """The device of this rank, such as "cuda:0"."""
 
     def __str__(self) -> str:
-        states = {
-            "parameters": self.parameters,
-            "scales of codes": self.scales or None,
-            "gradients": self.gradients,
-            "optimizer states": self.optimizer,
-            "averages": self.averages or None,
-            "gathered": self.unsharded if self.peak_unsharded else None,
-        }
-        others = {
-            "gathered at the peak": self.peak_unsharded or None,
-            "versions of weights at the peak": self.peak_versions or None,
-            "on the host": self.host or None,
-            "on the host, pinned": self.pinned or None,
-            "on NVMe": self.nvme or None,
-            "allocated by torch": self.allocated,
-            "allocated by torch at the peak": self.peak_allocated,
-            "reserved by torch": self.reserved,
-            "process (RSS)": self.rss,
-            "process at the peak (RSS)": self.peak_rss,
-        }
-        first, last = (
-            [(kind, format_bytes(count)) for kind, count in counts.items() if count is not None]
-            for counts in (states, others)
-        )
-        rows = [*first, LINE, ("total", format_bytes(self.total)), LINE, *last]
+        states = byte_rows([self], STATES | {"gathered": "unsharded"})
+        rows = [*states, LINE, ("total", format_bytes(self.total)), LINE, *byte_rows([self], _OTHERS)]
         title = f"memory of rank {self.rank} of {self.num_ranks}, now, on {self.device}"
         return render(title, ("kind", "bytes"), rows)
+
+
+STATES = {
+    "parameters": "parameters",
+    "scales of codes": "scales",
+    "gradients": "gradients",
+    "optimizer states": "optimizer",
+    "averages": "averages",
+}
+"""The fields of a report or an estimate by their names in a table."""
+_OTHERS = {
+    "gathered at the peak": "peak_unsharded",
+    "versions of weights at the peak": "peak_versions",
+    "on the host": "host",
+    "on the host, pinned": "pinned",
+    "on NVMe": "nvme",
+    "allocated by torch": "allocated",
+    "allocated by torch at the peak": "peak_allocated",
+    "reserved by torch": "reserved",
+    "process (RSS)": "rss",
+    "process at the peak (RSS)": "peak_rss",
+}
+
+
+def byte_rows(reports: Collection[ModelStates], fields: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    """Yield a row of bytes, a cell for each report, for each field that one of them has."""
+    for name, field in fields.items():
+        counts = [getattr(report, field) for report in reports]
+        if any(counts):
+            yield name, *map(format_bytes, counts)
 
 
 def memory_report(engine: Engine) -> MemoryReport:

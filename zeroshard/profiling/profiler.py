@@ -15,7 +15,7 @@ from zeroshard.comm.streams import Clock
 from zeroshard.comm.watch.status import RankStatus, Wait
 from zeroshard.engine import Engine
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.memory.report import MemoryReport, measure
+from zeroshard.memory.report import MemoryReport, measure, measure_process
 from zeroshard.parallel.pipeline.actions import Kind, parse_action
 from zeroshard.profiling.report import OTHER, Label, MemoryWatch, PhaseTimeline, Profile, describe
 from zeroshard.sharded import Sharded
@@ -140,7 +140,7 @@ class PhaseRecorder:
         self._thread = threading.get_ident()
         self._replaced: list[tuple[Any, str]] = []
         self._is_stepping = self._has_stepped = False
-        self._watch = MemoryWatch(self._runtime, self._measure()) if notes_memory else None
+        self._watch = MemoryWatch(self._runtime, self._measure(), self._count_bytes) if notes_memory else None
         self._range = ExitStack()
         """The phase under way, as a range of torch's profiler."""
         self._counter: Any = None
@@ -195,6 +195,10 @@ class PhaseRecorder:
         """The memory at rest; of a sharded model it is without the states of its optimizers."""
         engine = self._engine
         return engine.memory_report() if isinstance(engine, Engine) else measure(self._runtime, None)
+
+    def _count_bytes(self) -> int:
+        process = measure_process(self._runtime.context.device)
+        return process.allocated or process.rss or 0
 
     def _is_beside(self) -> bool:
         """True in an optimizer's step, and inside an action of a pipeline that runs forwards once more."""

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from zeroshard.memory.report import MemoryReport
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import UnitState
@@ -159,12 +157,12 @@ class MemoryWatch:
     Args:
         runtime: the runtime of the engine.
         at_rest: the memory at the begin.
+        count: counts the bytes of this process on its device.
     """
 
-    def __init__(self, runtime: Runtime, at_rest: MemoryReport) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, at_rest: MemoryReport, count: Callable[[], int]) -> None:
+        self._runtime, self._count = runtime, count
         self.note_states(at_rest)
-        self._count = _counter(runtime.context.device)
         self.samples: list[MemorySample] = []
         self._most = 0
 
@@ -182,16 +180,6 @@ class MemoryWatch:
             gathered = (u.described for u in units if u.state is not UnitState.SHARDED and not u.is_resident)
             sample = sample._replace(units=tuple(gathered))
         self.samples.append(sample)
-
-
-def _counter(device: torch.device) -> Callable[[], int]:
-    """Return a function that counts the bytes of this process on a device."""
-    if device.type != "cpu":
-        return lambda: torch.accelerator.memory_allocated(device)
-    import psutil  # when a profile is asked for, not with the package
-
-    process = psutil.Process()
-    return lambda: int(process.memory_info().rss)
 
 
 COLUMNS = ("forward", "backward", "gather", "copy", "reduce", "free", "wait", "step", "other")
