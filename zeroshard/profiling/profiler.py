@@ -283,24 +283,16 @@ class PhaseRecorder:
 
 def _telling(recorder: PhaseRecorder) -> type[RankStatus]:
     """Return a class of statuses that tell a recorder of what is noted in them."""
-    slots = vars(RankStatus)
+    told: dict[str, Callable[[Any], None]] = {"wait": recorder.wait, "action": recorder.act}
 
     def enter(status: RankStatus, phase: str, where: str = "") -> None:
         RankStatus.enter(status, phase, where)
         recorder.enter(phase, where)
 
-    def set_wait(status: RankStatus, wait: Wait | None) -> None:
-        if wait is not slots["wait"].__get__(status):
-            recorder.wait(wait)
-        slots["wait"].__set__(status, wait)
+    def note(status: RankStatus, name: str, value: Any) -> None:
+        is_new = value is not getattr(status, name)
+        object.__setattr__(status, name, value)
+        if is_new and name in told:
+            told[name](value)
 
-    def set_action(status: RankStatus, action: str) -> None:
-        slots["action"].__set__(status, action)
-        recorder.act(action)
-
-    changed = {
-        "enter": enter,
-        "wait": property(slots["wait"].__get__, set_wait),
-        "action": property(slots["action"].__get__, set_action),
-    }
-    return type("Telling", (RankStatus,), {"__slots__": (), **changed})
+    return type("Telling", (RankStatus,), {"__slots__": (), "enter": enter, "__setattr__": note})
