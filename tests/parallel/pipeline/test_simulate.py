@@ -95,8 +95,6 @@ def test_an_impossible_duration_is_refused(number: float) -> None:
         ("0B1", "0B1,0I1,0W1", ", each once, got 0F1, 0B1, 0I1, 0W1"),
         ("0B1", "0R1,0R1,0B1", ", each once, got 0F1, 0B1, 0R1, 0R1"),
         ("1F1,", "1F1,0B1,", "expected 0B1 on pipeline rank 0, got it on 1"),
-        ("0F0,", "0RESHARD,0F0,0UNSHARD,", "pipeline rank 0: expected 0UNSHARD before 0F0, got none"),
-        ("0B1", "0REDUCE_GRAD,0B1", "pipeline rank 0: expected 0REDUCE_GRAD after 0B1, got none"),
     ],
 )
 def test_a_list_with_missing_double_or_misplaced_actions_is_refused(

@@ -247,8 +247,7 @@ def check_actions(schedule: Schedule) -> None:
     A schedule of forwards alone is one for an evaluation.
 
     Raises:
-        ValueError: an action is missing, is there twice, or is on another rank; a chunk computes while it is
-            not unsharded; gradients are left that no reduce takes.
+        ValueError: an action is missing, is there twice, or is on another rank.
     """
     for rank, action in schedule:
         if action.chunk is not None and (place := schedule.placement[action.chunk]) != rank:
@@ -263,27 +262,6 @@ def check_actions(schedule: Schedule) -> None:
             words, got = " or ".join(map(", ".join, expected)), ", ".join(map(str, own)) or "none"
             where = f"chunk {chunk} and micro-batch {microbatch}"
             raise ValueError(f"expected {words} of {where}, each once, got {got}")
-    for rank, actions in enumerate(schedule.lists):
-        for chunk in schedule.chunks[rank]:
-            _check_sharding(rank, [action for action in actions if action.chunk == chunk])
-
-
-def _check_sharding(rank: int, actions: list[Action]) -> None:
-    """Check the actions of one chunk, if its list has actions of the sharding at all."""
-    kinds = [action.kind for action in actions]
-    is_unsharded = False
-    for action in actions if Kind.UNSHARD in kinds else ():
-        if action.is_compute and not is_unsharded:
-            raise ValueError(
-                f"pipeline rank {rank}: expected {action.chunk}UNSHARD before {action}, got none"
-            )
-        if action.kind in (Kind.UNSHARD, Kind.RESHARD):
-            is_unsharded = action.kind is Kind.UNSHARD
-    if Kind.REDUCE in kinds:
-        ends = [index for index, kind in enumerate(kinds) if kind in END_BACKWARD]
-        if Kind.REDUCE not in kinds[ends[-1] :]:
-            last = actions[ends[-1]]
-            raise ValueError(f"pipeline rank {rank}: expected {last.chunk}REDUCE_GRAD after {last}, got none")
 
 
 @dataclass(frozen=True, eq=False)
