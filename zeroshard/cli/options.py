@@ -50,17 +50,6 @@ def parse_model(text: str) -> int | Path | str:
     )
 
 
-def parse_duration(text: str) -> float:
-    """Return a duration such as 1 or 0.25. Raises ArgumentTypeError."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise ArgumentTypeError(f"expected a duration such as 1 or 0.25, got {text!r}")
-    return number
-
-
 def parse_ranks(text: str) -> list[int]:
     """Return the numbers of ranks of a list such as 8 or 1,2,4,8. Raises ArgumentTypeError."""
     parts = text.replace(" ", "").split(",")
@@ -77,7 +66,7 @@ def _how(**given: Any) -> tuple[tuple[str, Any], ...]:
 _RANKS = ("--ranks", "--world-size")
 Number: TypeAlias = Annotated[int, _how(metavar="N")]
 Size: TypeAlias = Annotated[int, _how(metavar="SIZE", type=parse_size)]
-Duration: TypeAlias = Annotated[float, _how(metavar="TIME", type=parse_duration)]
+Duration: TypeAlias = Annotated[float, _how(metavar="TIME")]
 Directory: TypeAlias = Annotated[Path, _how(metavar="DIR")]
 
 

@@ -36,12 +36,7 @@ from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.data.microbatch import LossFunction, check_loss, loss_of, split_batch, to_device
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import find_tensors
-from zeroshard.parallel.pipeline.actions import (
-    END_BACKWARD,
-    STEP,
-    Action,
-    Kind,
-)
+from zeroshard.parallel.pipeline.actions import END_BACKWARD, STEP, Action, Kind
 from zeroshard.parallel.pipeline.asynchronous.method import AsynchronousMethod
 from zeroshard.parallel.pipeline.chunked import surroundings_of, tell_hooked
 from zeroshard.parallel.pipeline.part import ModelPart

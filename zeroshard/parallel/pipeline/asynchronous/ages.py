@@ -19,14 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroshard.parallel.pipeline.actions import (
-    BEGIN_BACKWARD,
-    END_BACKWARD,
-    Action,
-    Kind,
-    Place,
-    Schedule,
-)
+from zeroshard.parallel.pipeline.actions import BEGIN_BACKWARD, END_BACKWARD, Action, Kind, Place, Schedule
 from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
 
