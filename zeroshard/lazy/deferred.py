@@ -166,14 +166,9 @@ def read_part(tensor: Tensor, *spans: Span) -> Tensor:
 def readable(tensor: Tensor) -> ValueSource | None:
     """Return the source of a tensor that no operation has changed."""
     deferred = deferred_of(tensor)
-    if (
-        deferred is None
-        or deferred.ops
-        or not View.of(tensor, deferred).is_whole
-        or not tensor.is_contiguous()
-    ):
+    if deferred is None or deferred.ops or not tensor.is_contiguous():
         return None
-    return deferred.source
+    return deferred.source if View.of(tensor, deferred).is_whole else None
 
 
 def values_of(tensor: Tensor) -> Tensor:

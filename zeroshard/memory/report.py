@@ -49,9 +49,8 @@ def measure_process(device: torch.device) -> ProcessMemory:
         import psutil  # when a report is asked for, not with the package
 
         rss = psutil.Process().memory_info().rss
-        return ProcessMemory(
-            rss=rss, peak_rss=max(rss, _peak_rss())
-        )  # the system's peak may lag by some pages
+        # The system's peak may lag by some pages.
+        return ProcessMemory(rss=rss, peak_rss=max(rss, _peak_rss()))
     return ProcessMemory(
         allocated=torch.accelerator.memory_allocated(device),
         reserved=torch.accelerator.memory_reserved(device),

@@ -275,7 +275,7 @@ def install_regions(layers: Sequence[Divided], over: Activations, changes: Chang
             changes.set(layer.module, "forward", _gathering(layer, regions, over))
         elif layer.style.way is Split.SEQUENCE_SPLIT:
             before = functools.partial(_split_first, layer.name, regions, over)
-            changes.hook(layer.module.register_forward_pre_hook(before, with_kwargs=True))
+            changes.hook(layer.module.register_forward_pre_hook(before))
     return regions
 
 
@@ -289,16 +289,11 @@ def _gathering(layer: Divided, regions: Regions, over: Activations) -> Callable[
     return gathering
 
 
-def _split_first(
-    name: str, regions: Regions, over: Activations, module: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Split the first tensor that a module is given."""
-    if args and isinstance(args[0], Tensor):
-        return (regions.split(args[0], over, name), *args[1:]), kwargs
-    for key, value in kwargs.items():
-        if not args and isinstance(value, Tensor):
-            return args, kwargs | {key: regions.split(value, over, name)}
-    raise ValueError(f"tp_plan: '{name}': expected a tensor to split along the sequence as first argument")
+def _split_first(name: str, regions: Regions, over: Activations, module: nn.Module, args: Any) -> Any:
+    """Split the first argument of a module."""
+    if not (args and isinstance(args[0], Tensor)):
+        raise ValueError(f"tp_plan: '{name}': expected a tensor as first argument, to split its sequence")
+    return (regions.split(args[0], over, name), *args[1:])
 
 
 def blocks_of(layers: Iterable[Divided]) -> list[nn.Module]:
