@@ -14,18 +14,15 @@ So a file with an entry of a later version is refused.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
-from numbers import Real
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import torch
-from torch import Tensor
 
 MAX_STEPS = 1 << 53
 """Float64 can't count further."""
@@ -100,59 +97,3 @@ def typed(kind: Any, value: Any, name: str) -> Any:
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
-
-
-def misfit(saved: Any, present: Any, *, same_length: bool = False) -> str | None:
-    """Tell in words why a saved value cannot take the place of a present one; None where it can.
-
-    Args:
-        saved: a plain value.
-        present: where it is None, or of a kind that is not known here, anything can.
-        same_length: whether sequences must have as many elements.
-    """
-    if is_number(present) and (not is_number(saved) or math.isnan(float(saved))):
-        return f"expected a number like the present {described(present)}, got {described(saved)}"
-    for kinds, expected in _EXPECTED:
-        if isinstance(present, kinds) and not isinstance(saved, kinds):
-            return f"expected {expected}, got {described(saved)}"
-    if isinstance(present, Mapping):
-        for key in saved:
-            if key in present and (problem := misfit(saved[key], present[key], same_length=same_length)):
-                return f"'{key}': {problem}"
-    elif isinstance(present, list | tuple):
-        if same_length and len(saved) != len(present):
-            return f"expected a sequence of {len(present)}, got {described(saved)}"
-        fill = present[-1:] * max(0, len(saved) - len(present))
-        pairs = zip(saved, [*present, *fill], strict=False)
-        found = (misfit(one, other, same_length=same_length) for one, other in pairs)
-        return next((problem for problem in found if problem is not None), None)
-    return None
-
-
-_EXPECTED: tuple[tuple[Any, str], ...] = (
-    (bool, "True or False"),
-    (str, "a string"),
-    (Mapping, "a dict"),
-    (list | tuple, "a sequence"),
-)
-
-
-def is_number(value: Any, most: int = 1) -> bool:
-    """True for a real number, and for a tensor of some of them."""
-    if isinstance(value, Tensor):
-        is_plain = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
-        return is_plain and 0 < value.numel() <= most and not value.is_complex()
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def is_count(value: Any, least: int) -> bool:
-    """True for a whole number of steps, from `least` on."""
-    return bool(least <= value < MAX_STEPS and value == int(value))
-
-
-def described(value: Any) -> str:
-    """Return a value for an error: what a file says may be long."""
-    if isinstance(value, Tensor) and value.numel() != 1:
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -25,10 +25,10 @@ from zeroshard.checkpoint.optimizers import (
     convert_groups,
     make_targets,
     match_groups,
-    match_schedule,
     match_states,
     place_scalar,
     read_converted,
+    reorder_schedule,
     restore_groups,
 )
 from zeroshard.checkpoint.tensors import (
@@ -198,7 +198,8 @@ class _Loading:
                     matches = match_groups(optimizer, self.values.groups, self.names)
                     self._groups = convert_groups(optimizer, self.values.groups, matches)
                     if parts.lr_scheduler is not None and self.values.lr_scheduler is not None:
-                        self._schedule = match_schedule(parts.lr_scheduler, self.values.lr_scheduler, matches)
+                        present = parts.lr_scheduler.state_dict()
+                        self._schedule = reorder_schedule(self.values.lr_scheduler, present, matches)
                 if parts.lr_scheduler is not None and self._schedule is None:
                     warn_user(f"'{directory}' holds no LR schedule: the LR scheduler keeps its present state")
             noted = noted_change(parts.config, self._runtime.context.axes.pp.rank)

@@ -1,9 +1,5 @@
 """The state of an optimizer by the names of its parameters, and what a checkpoint has in its place.
 
-Saved values that take the place of present ones are of the same kind, told before anything is loaded.
-Checksums find accidents. But a file that a person or another program wrote, with checksums that fit, may say
-lr="x". An optimizer would find out in the middle of its next step, with the old run gone.
-
 States become the states of the present optimizer, to the bit or converted.
 """
 
@@ -17,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zeroshard.checkpoint.files import MANIFEST, VALUES
 from zeroshard.checkpoint.places import StoredTensor
@@ -36,7 +31,7 @@ from zeroshard.checkpoint.tensors import (
     state_name,
 )
 from zeroshard.checkpoint.values import SavedValues
-from zeroshard.codec import described, is_count, is_number, misfit, naming_damage
+from zeroshard.codec import naming_damage
 from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.pytree import tree_leaves
@@ -50,65 +45,6 @@ from zeroshard.plan.cuts import Cut
 from zeroshard.plan.layout import Span
 from zeroshard.plan.tiers import Tier
 from zeroshard.stores.store import TierMemory
-
-SMALL = 64
-"""Elements of a state that older checkpoints may have as a few values for a whole parameter."""
-_NONE_IS_A_VALUE = ("t_alpha", "t_beta3")
-"""Hyperparameters of AdEMAMix that are numbers or None."""
-
-
-def _check_schedule(saved: Mapping[Any, Any], scheduler: Any) -> None:
-    """Raise ValueError for a value that an LR scheduler of torch can't go on with. Others check their own."""
-    if not isinstance(scheduler, LRScheduler | ReduceLROnPlateau):
-        return
-    present = scheduler.state_dict()
-    is_known = type(scheduler).__module__.startswith(("torch.", "zeroshard."))
-    for key in saved:
-        if not isinstance(key, str) or (key not in present and _is_in_use(scheduler, key)):
-            raise ValueError(f"the LR schedule has {key!r}; expected only keys of the scheduler's state")
-    if problem := misfit(saved, present if is_known else {key: present.get(key) for key in _COMMON}):
-        raise ValueError(f"the LR schedule: {problem}")
-    for key in _COUNTS:
-        if key in saved and key in present and not is_count(saved[key], -1):
-            raise ValueError(f"the LR schedule: '{key}': expected a count of steps, got {saved[key]!r}")
-    parts, own = saved.get("_schedulers"), getattr(scheduler, "_schedulers", None)
-    if isinstance(parts, list | tuple) and isinstance(own, list | tuple):
-        for part, child in zip(parts, own, strict=False):
-            _check_schedule(part, child)
-
-
-def _is_in_use(scheduler: Any, name: str) -> bool:
-    """True for a method, a property, or an attribute that an LR scheduler keeps out of its state."""
-    member = getattr(type(scheduler), name, None)
-    return name in vars(scheduler) or callable(member) or hasattr(type(member), "__get__")
-
-
-_COUNTS = ("last_epoch", "_step_count")
-_COMMON = (*_COUNTS, "base_lrs", "_last_lr")
-"""The state that all schedulers of torch keep."""
-
-
-def check_scalars(optimizer: Optimizer, name: str, saved: Mapping[Any, Any]) -> None:
-    """Raise ValueError for a state of a parameter that is no value of an optimizer.
-
-    Args:
-        optimizer: one that is not torch's, zeroshard's or bitsandbytes' may keep any plain value.
-        name: of the parameter.
-        saved: what is one value for all of its elements.
-    """
-    is_known = type(optimizer).__module__.startswith(("torch.", "zeroshard.")) or is_bitsandbytes(optimizer)
-    is_counted = is_known or rule_named(type(optimizer).__name__) is not None
-    for key, value in saved.items():
-        problem = None if isinstance(key, str) else "expected a name"
-        if is_known and value is not None:
-            problem = problem or misfit(value, 0.0)
-        elif isinstance(value, Tensor) and not is_number(value, SMALL):
-            problem = f"expected a number, got {described(value)}"
-        if is_counted and key == "step" and not problem and not (is_number(value) and is_count(value, 0)):
-            problem = f"expected a count of steps, got {described(value)}"
-        if problem:
-            raise ValueError(f"state {key!r} of '{name}': {problem}")
-
 
 HOW = frozenset(
     ("params", "param_names", "fused", "foreach", "capturable", "differentiable", "min_8bit_size")
@@ -218,17 +154,14 @@ def convert_groups(
         matches: the saved group of each present one.
 
     Raises:
-        ValueError: one is of another kind than the present one, or the optimizer does not have it.
+        ValueError: the optimizer does not have one, or it is out of its range.
     """
     groups: list[dict[str, Any] | None] = []
-    for number, (group, source) in enumerate(zip(optimizer.param_groups, matches, strict=True)):
-        values = {} if source is None else _convert_group(optimizer, saved[source], group)
-        given = {key: one for key, one in values.items() if one is not None or key not in _NONE_IS_A_VALUE}
-        if problem := misfit(given, group, same_length=True):
-            raise ValueError(f"hyperparameters of parameter group {number}: {problem}")
+    for group, source in zip(optimizer.param_groups, matches, strict=True):
+        values = None if source is None else _convert_group(optimizer, saved[source], group)
         if isinstance(optimizer, ChecksRanges):
-            optimizer.check_group({**group, **values})
-        groups.append(None if source is None else values)
+            optimizer.check_group({**group, **(values or {})})
+        groups.append(values)
     return groups
 
 
@@ -275,14 +208,7 @@ def restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any] | No
                 group[key] = float(value) if isinstance(value, Tensor) and key in group else value
 
 
-def match_schedule(scheduler: Any, saved: dict[str, Any], matches: Sequence[int | None]) -> dict[str, Any]:
-    """Return the state for an LR scheduler. Raises ValueError if it can't go on with what was saved."""
-    state = _reorder_schedule(saved, scheduler.state_dict(), matches)
-    _check_schedule(state, scheduler)
-    return state
-
-
-def _reorder_schedule(
+def reorder_schedule(
     saved: dict[str, Any], current: Mapping[str, Any], matches: Sequence[int | None]
 ) -> dict[str, Any]:
     """Return the saved state of an LR scheduler, with its lists in the order of the present groups.
@@ -307,7 +233,7 @@ def _reorder_schedule(
                     f"the checkpoint has an LR schedule of {len(value)} parts, the engine has one of "
                     f"{len(present)}: expected the same number"
                 )
-            state[key] = [_reorder_schedule(*pair, matches) for pair in zip(value, present, strict=True)]
+            state[key] = [reorder_schedule(*pair, matches) for pair in zip(value, present, strict=True)]
     return state
 
 
@@ -387,7 +313,6 @@ def match_states(
         own: Mapping[str, Any] = {}
         if (saved := scalars.get(name, {})) or tensors:  # else the parameter has had no step
             with naming_damage(stored.directory / VALUES):
-                check_scalars(optimizer, name, saved)
                 own = convert_scalars(optimizer, saved, stored.manifest.global_step)
         found = {key: one for key, one in tensors.items() if key not in _OF_PIPELINES}
         converted = None
