@@ -268,9 +268,10 @@ class _JsonDecoder:
         if sum(info.numel * info.file_dtype.itemsize for info in self._infos.values()) > len(self._data):
             raise ValueError(f"{file}: expected tensors that do not overlap")
         self._make: dict[str, Callable[[Any], Any]] = {
-            **{f"${kind.__name__}": _hashing(kind) for kind in (set, frozenset, *_DICTS)},
-            "$tuple": tuple,
-            "$Size": torch.Size,
+            **{f"${kind.__name__}": kind for kind in _SEQUENCES},
+            "$dict": dict,
+            "$OrderedDict": OrderedDict,
+            "$Counter": lambda pairs: Counter(dict(pairs)),
             "$float": float,
             "$int": lambda text: int(text, 16),
             "$complex": lambda parts: complex(*parts),
@@ -323,24 +324,6 @@ class _JsonDecoder:
             make, options = torch.sparse_compressed_tensor, {"layout": kind}
         made: Tensor = make(*parts, shape, check_invariants=True, **options)
         return made.requires_grad_(requires_grad)
-
-
-_FEW_KEYS = 1000
-"""Keys that are compared with each other in no time, whatever their hashes are."""
-
-
-def _hashing(kind: type) -> Callable[[list[Any]], Any]:
-    """Return a maker of sets or dicts that refuses keys chosen to have one hash, which take hours."""
-
-    make: Callable[[Any], Any] = kind
-
-    def check_and_make(items: list[Any]) -> Any:
-        keys = [key for key, _ in items] if issubclass(kind, dict) else items
-        if len(keys) > max(_FEW_KEYS, 2 * len({hash(key) for key in keys})):
-            raise ValueError("too many keys of a set or dict have the same hash")
-        return make(dict(items) if issubclass(kind, dict) else items)
-
-    return check_and_make
 
 
 def _as_parameter(value: Tensor) -> nn.Parameter:
