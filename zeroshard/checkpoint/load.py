@@ -176,7 +176,7 @@ class _Loading:
     ) -> None:
         self._parts, self._runtime, optimizer = parts, parts.runtime, parts.optimizer
         self.stored = stored = open_checkpoint(directory)
-        self.values = _read_values(stored, self._runtime.context.device)
+        self.values = _read_values(stored)
         model = read_model(self._runtime)
         self.names = self._match_parameters(model.aliases)
         """The stored name of each parameter."""
@@ -345,7 +345,8 @@ class _Loading:
         num_saved = len(saved) // num_parts
         if rank < num_saved:
             part = axes.pp.rank if axes.pp.size == num_parts else 0
-            rng.restore(saved[part * num_saved + rank], self._runtime.context.device)
+            with naming_damage(self.stored.directory / VALUES):
+                rng.restore(saved[part * num_saved + rank], self._runtime.context.device)
         else:
             rng.derive(manifest.seed, rank, manifest.global_step)
 
@@ -353,7 +354,7 @@ class _Loading:
 # -------------------------------------------------------------------------------------------- checking
 
 
-def _read_values(stored: Stored, device: torch.device) -> SavedValues:
+def _read_values(stored: Stored) -> SavedValues:
     """Return the values that are no tensors, checked."""
     for name in (VALUES, TENSORS):
         if name not in stored.manifest.files:
@@ -366,8 +367,6 @@ def _read_values(stored: Stored, device: torch.device) -> SavedValues:
             names = set(typed(list[str], group["names"], "names of a group"))
             if HOW & group.keys() or not names <= stored.manifest.parameters.keys():
                 raise ValueError("expected groups of parameters in the manifest, with hyperparameters alone")
-        for states in values.rng:
-            rng.check(states, device)
         for place in values.places_in_data:
             parse_place(place)
         return values
