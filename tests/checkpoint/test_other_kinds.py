@@ -37,9 +37,7 @@ def update(path: str, value: Any) -> Callable[[Path], None]:
 
 NAN = float("nan")
 VALUES_OF_OTHER_KINDS: dict[str, tuple[Any, ...]] = {
-    "groups/0/params": ([], None),
-    "groups/0/fused": (True,),
-    "groups/0/names": (3, "x", [3], None),
+    "groups/0/names": (3, None),
     "groups/0": (3, [], None),
     "scalars/*": (3, [], None),
     "other/*": (),
@@ -64,11 +62,8 @@ CRAFTED_MANIFESTS = {
         "skipped_steps": (-1, False, 1 << 60),
         "optimizer": (3, []),
         "lr_scheduler": (3,),
-        "model": (3, {"class": 3}, {"not_saved": 3}, {"config": []}, {"tied": [3]}, {"adapters": 1}),
-        "loss_scale": [
-            {"value": value, "is_dynamic": True, "num_steps": 0}
-            for value in (-1.0, 0.0, NAN, float("inf"), "x", None, 1, 1e-320)
-        ]
+        "model": (3, []),
+        "loss_scale": [{"value": value, "is_dynamic": True, "num_steps": 0} for value in ("x", None, 1)]
         + [{"value": 2.0, "is_dynamic": "x", "num_steps": 0}]
         + [{"value": 2.0, "is_dynamic": True, "num_steps": -1}],
         "rounding": ({"seed": 1, "step": -1}, {"seed": "x", "step": 1}, {"seed": 1, "step": 0.5}),

@@ -19,7 +19,6 @@ from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, averaged_buffer
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
 from zeroshard.checkpoint.manifest import check_sums
 from zeroshard.checkpoint.optimizers import (
-    HOW,
     SavedStates,
     Targets,
     convert_groups,
@@ -363,10 +362,6 @@ def _read_values(stored: Stored) -> SavedValues:
     found = read_values(stored.directory)
     with naming_damage(stored.directory / VALUES):
         values: SavedValues = typed(SavedValues, found, "values")
-        for group in values.groups:
-            names = set(typed(list[str], group["names"], "names of a group"))
-            if HOW & group.keys() or not names <= stored.manifest.parameters.keys():
-                raise ValueError("expected groups of parameters in the manifest, with hyperparameters alone")
         for place in values.places_in_data:
             parse_place(place)
         return values

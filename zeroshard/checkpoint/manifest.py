@@ -44,16 +44,11 @@ class ParameterRecord:
     """The cut whose parts begin with blocks of their own, for 8-bit states; see `own_blocks`."""
 
 
-def _is_scale(value: float) -> bool:
-    limits = torch.finfo(torch.float32)  # in which gradients are divided by it
-    return limits.tiny <= value <= limits.max
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedScale:
     """The loss scale in a checkpoint."""
 
-    value: Annotated[float, _is_scale]
+    value: float
     is_dynamic: bool
     num_steps: Count
     num_spared: Count = 0
@@ -96,14 +91,6 @@ class Manifest:
         return json.dumps({"crc32": _crc_of(self), "content": self}, default=to_json).encode()
 
 
-_MODEL = {
-    "class": str,
-    **dict.fromkeys(("config", "generation_config", "tied"), dict[str, Any]),
-    **dict.fromkeys(("not_saved", "adapters"), list[str]),
-}
-"""The kinds of what `describe_model` gives, where it gives it."""
-
-
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
@@ -132,9 +119,6 @@ def parse(content: Mapping[str, Any]) -> Manifest:
         ValueError, TypeError, KeyError: no manifest has it.
     """
     manifest: Manifest = typed(Manifest, content, "content")
-    for key, kind in _MODEL.items():
-        if key in manifest.model:
-            typed(kind, manifest.model[key], f"model.{key}")
     tensors = manifest.tensors
     check_places(tensors, {name: record.num_bytes for name, record in manifest.files.items()})
     for name in (*manifest.buffers, *(manifest.parameters.keys() - manifest.frozen.keys())):
