@@ -120,8 +120,7 @@ def read_values(directory: Path) -> Any:
     """
     file = directory / VALUES
     with naming_damage(file):
-        content = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
-        return _JsonDecoder(directory / TENSORS).decode(content)
+        return _JsonDecoder(directory / TENSORS).decode(json.loads(file.read_bytes()))
 
 
 # -------------------------------------------------------------------------------------------- writing
@@ -255,10 +254,6 @@ def _foreign(value: Any, path: str) -> ValueError:
 # -------------------------------------------------------------------------------------------- reading
 
 
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
-
-
 class _JsonDecoder:
     """Makes values of JSON."""
 
@@ -283,15 +278,13 @@ class _JsonDecoder:
             "$sparse": lambda fields: self._sparse(**fields),
         }
 
-    def decode(self, value: Any, depth: int = 0) -> Any:
+    def decode(self, value: Any) -> Any:
         """Return the value that JSON stands for. Raises an error of any kind where it stands for none."""
-        if not isinstance(value, list | dict):
-            return value
-        if depth > 3 * MAX_DEPTH + 10:  # a value takes up to three containers of JSON, as a dict of pairs
-            raise ValueError("the values are nested too deeply")
         if isinstance(value, list):
-            return [self.decode(item, depth + 1) for item in value]
-        decoded = {key: self.decode(item, depth + 1) for key, item in value.items()}
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        decoded = {key: self.decode(item) for key, item in value.items()}
         tag = next((key for key in decoded if key.startswith("$")), None)
         if tag is None:
             return decoded
