@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import record_function
 
 from zeroshard.comm.streams import Clock
 from zeroshard.comm.watch.status import RankStatus, Wait
@@ -68,18 +68,11 @@ def profile(
     result = Profile(peak_flops=peak_flops)
     with ExitStack() as stack:
         if operations:
-            result.operations = stack.enter_context(_torch_profile(engine._runtime.context.device))
+            result.operations = stack.enter_context(torch.profiler.profile(profile_memory=True))
         recorder = PhaseRecorder(engine, result, notes_memory=memory, counts_flops=flops)
         recorder.attach()
         stack.callback(recorder.detach)  # after an exception, too: the memory shows why there was none left
         yield result
-
-
-def _torch_profile(device: torch.device) -> Any:
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, profile_memory=True)
 
 
 # ------------------------------------------------------------------------------------------ the recorder
