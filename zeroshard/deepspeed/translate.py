@@ -79,9 +79,7 @@ MAPPED: dict[str, KeyRule] = {
     "gradient_accumulation_steps": _as("gradient_accumulation_steps", integer(1)),
     "gradient_clipping": _as("clip_grad_norm", _AT_LEAST_0, 0),
     "communication_data_type": _as("precision.reduce_dtype", DTYPE),
-    "zero_optimization": KeyRule(
-        instance(bool, "a section"), lambda on: {"stage": int(on)}
-    ),  # in old configs
+    "zero_optimization": KeyRule(_OLD_SECTION, lambda on: {"stage": int(on)}),
     "zero_optimization.stage": _as("stage", integer(0, 3)),
     "zero_optimization.offload_optimizer.device": _as("offload.optimizer", TIER, "none"),
     "zero_optimization.offload_optimizer.nvme_path": _as("offload.nvme_path", PATH),
