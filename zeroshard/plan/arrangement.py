@@ -22,8 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
-from math import prod
+from itertools import islice, product
 from typing import NamedTuple
 
 from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD
@@ -95,11 +94,8 @@ class Arrangement:
 
     def coordinates(self, rank: int) -> PerAxis:
         """Return the place of a rank on each axis."""
-        place: list[int] = []
-        for size in reversed(self.sizes):
-            rank, at = divmod(rank, size)
-            place.insert(0, at)
-        return PerAxis(*place)
+        places = product(*map(range, self.sizes))  # in the order of ranks
+        return PerAxis(*next(islice(places, rank, None)))
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the groups that exchange along some axes together; each rank is in one of them.
@@ -118,14 +114,8 @@ def groups_along(sizes: Sequence[int], names: Sequence[str], axes: Collection[st
         names: the names of these axes.
         axes: the names of the axes on which the ranks of a group differ.
     """
-    strides = [prod(sizes[index + 1 :]) for index in range(len(sizes))]
-
-    def spanned(is_inside: bool) -> list[int]:
-        ranges = [
-            range(0, stride * size, stride) if (name in axes) is is_inside else range(1)
-            for name, stride, size in zip(names, strides, sizes, strict=True)
-        ]
-        return [sum(parts) for parts in product(*ranges)]
-
-    offsets = spanned(True)
-    return [[first + offset for offset in offsets] for first in spanned(False)]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, place in enumerate(product(*map(range, sizes))):
+        common = tuple(at for name, at in zip(names, place, strict=True) if name not in axes)
+        groups.setdefault(common, []).append(rank)
+    return list(groups.values())

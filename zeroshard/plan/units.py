@@ -373,15 +373,13 @@ class _Area(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor, kind: str, name: str) -> _Area:
-        size = tensor.element_size()
-        start = int(tensor.storage_offset()) * size
+        storage, size = tensor.untyped_storage(), tensor.element_size()
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         length = (1 + sum((extent - 1) * step for extent, step in steps)) * size if tensor.numel() else 0
-        storage = tensor.untyped_storage()
-        home, place = f"storage {storage._cdata}", 0
-        if address := storage.data_ptr():  # two storages may be over one memory, as of from_numpy
-            home, place = str(tensor.device), address
-        return _Area(home, place + start, place + start + length, tensor, kind, name)
+        # Two storages may be over one memory, as of from_numpy; a storage without memory has address 0.
+        home = str(tensor.device) if storage.data_ptr() else f"storage {storage._cdata}"
+        start = storage.data_ptr() + int(tensor.storage_offset()) * size
+        return _Area(home, start, start + length, tensor, kind, name)
 
 
 def _check_apart(areas: Iterable[_Area]) -> None:
