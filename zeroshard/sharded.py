@@ -330,7 +330,6 @@ def shard(
         tp_plan: as `initialize` takes it.
 
     Raises:
-        ValueError: the `config` does not fit the module, the mesh or the ranks.
-        RuntimeError: there is no process group.
+        ValueError: the `config` does not fit the module, the mesh or the ranks; or there is no process group.
     """
     return Sharded(shard_in_place(module, Config.parse(config), mesh, tp_plan))

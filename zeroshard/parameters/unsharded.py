@@ -102,10 +102,6 @@ class ShownParameter(UnshardedParameter):
         values = Tensor.detach(self)
         return values.as_subclass(ShownParameter) if is_for_parameter else values
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return copied
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("sharded", "at_first")}
 

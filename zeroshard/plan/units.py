@@ -306,9 +306,7 @@ def _chosen_among(module: nn.Module) -> set[str]:
     lists = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     own = {name for name, child in module._modules.items() if isinstance(child, lists)}
     config = getattr(module, "config", None)
-    rates = [getattr(module, _DROPS[0], None)]
-    if rates == [None]:
-        rates = [getattr(config, name, None) for name in _DROPS]
+    rates = [getattr(place, name, None) for place in (module, config) for name in _DROPS]
     if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) or any(rates):
         return own
     return set(_CHOSEN_FROM & module._modules.keys())
