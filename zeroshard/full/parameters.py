@@ -25,7 +25,7 @@ from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.messages import Messages
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.internals.warn import warn_user
+from zeroshard.internals.warn import first_of
 from zeroshard.parameters.parts import gather_ranges, own_value, whole_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes
 from zeroshard.parameters.state import Moment
@@ -132,11 +132,10 @@ class _Shown(NamedTuple):
     version: int
     """The version of that."""
 
-    def changed_gradient(self) -> list[Tensor | None]:
-        """The gradient if it was replaced or edited, else nothing."""
+    def has_other_gradient(self) -> bool:
+        """True if the gradient was replaced or edited."""
         now = self.parameter.grad
-        is_same = now is self.gradient and (now is None or now._version == self.version)
-        return [] if is_same else [now]
+        return now is not self.gradient or (now is not None and now._version != self.version)
 
 
 class Edit(NamedTuple):
@@ -146,8 +145,6 @@ class Edit(NamedTuple):
     """The pipeline ranks that hold it, if these are several."""
     values: bytes
     """A digest."""
-    gradients: list[bytes]
-    """A digest of a gradient that was changed."""
 
 
 def check_edits(everyone: Sequence[tuple[int, Mapping[str, Edit]]]) -> None:
@@ -163,10 +160,9 @@ def check_edits(everyone: Sequence[tuple[int, Mapping[str, Edit]]]) -> None:
     for _, edits in everyone:
         for name, edit in edits.items():
             if firsts.setdefault(name, edit) != edit:
-                of = "" if firsts[name].values != edit.values else "the gradient of "
                 raise RuntimeError(
-                    f"{_CALL}: the ranks made different edits to {of}'{name}'; expected the same on every "
-                    "rank. Nothing was written"
+                    f"{_CALL}: the ranks made different edits to '{name}'; expected the same on every rank. "
+                    "Nothing was written"
                 )
     for name, first in firsts.items():
         shown = {part for part, edits in everyone if name in edits}
@@ -181,15 +177,15 @@ def check_edits(everyone: Sequence[tuple[int, Mapping[str, Edit]]]) -> None:
 def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) -> Iterator[None]:
     """Show full parameters in the main dtype, on every rank, in the units that `modules` take part in.
 
-    Their `grad` is the whole gradient, if there is one.
+    Their `grad` is the whole gradient, if there is one: to read.
 
     Args:
         modules: parts of the sharded module.
-        write_back: keep the edits of parameters and gradients, which must be the same on every rank.
+        write_back: keep the edits of parameters, which must be the same on every rank.
 
     Raises:
         RuntimeError: `write_back`, and the ranks made different edits; then none is kept. Or parameters were
-            added or removed.
+            added or removed, or a gradient was changed.
     """
     runtime.wait("unsharded()", Moment.FAILED)
     runtime.check_slots()
@@ -205,18 +201,11 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
     runtime.state.moments.add(Moment.SHOWN)
     try:
         yield
-        moved = _describe_moves(names, _names(runtime))
-        changed = [one.whole.sharded.fqn for one in shown if one.changed_gradient()]
+        problem = _describe_changes(names, _names(runtime), shown)
         if write_back:
-            _write_back(runtime, shown, moved)
-        elif moved:
-            raise RuntimeError(moved)
-        elif changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            warn_user(
-                f"the gradient of '{changed[0]}'{more} was changed inside engine.unsharded() and is dropped: "
-                "use engine.unsharded(write_back=True) to keep it"
-            )
+            _write_back(runtime, shown, problem)
+        elif problem:
+            raise RuntimeError(problem)
         for one in shown:
             sharded = one.whole.sharded
             sharded.requires_grad_(one.parameter.requires_grad)
@@ -248,28 +237,17 @@ def _show(runtime: Runtime, units: Sequence[Unit]) -> Iterator[_Shown]:
 
 
 @torch.no_grad()
-def _write_back(runtime: Runtime, shown: Sequence[_Shown], moved: str) -> None:
+def _write_back(runtime: Runtime, shown: Sequence[_Shown], problem: str) -> None:
     axes = runtime.context.axes
 
     def look() -> tuple[int, dict[str, Edit]]:
-        problem = moved or _find_tie(shown)
-        if not problem and (misshapen := [name for one in shown for name in _take_replaced(one)]):
-            names = ", ".join(map(repr, misshapen))
-            problem = f"{_CALL}: {names} was replaced by a parameter of another shape"
-        if problem:
-            raise RuntimeError(f"{problem}. Nothing was written")
-        return axes.pp.rank, {one.whole.sharded.fqn: _edit_of(one) for one in shown}
+        if found := problem or next(_take_replaced(shown), ""):
+            raise RuntimeError(f"{found}. Nothing was written")
+        edits = {o.whole.sharded.fqn: Edit(o.whole.original.holders, digest(o.values)) for o in shown}
+        return axes.pp.rank, edits
 
     check_edits(on_all(axes.world, "agreement on edited parameters", look))
     write(runtime, ((one.whole, one.values) for one in shown))
-    for one in shown:
-        for gradient in one.changed_gradient():
-            one.whole.write_gradient(gradient)
-
-
-def _edit_of(shown: _Shown) -> Edit:
-    gradients = [b"" if gradient is None else digest(gradient) for gradient in shown.changed_gradient()]
-    return Edit(shown.whole.original.holders, digest(shown.values), gradients)
 
 
 def digest(values: Tensor) -> bytes:
@@ -282,39 +260,38 @@ def _names(runtime: Runtime) -> list[str]:
     return [name for name, _ in runtime.module.named_parameters(remove_duplicate=False)]
 
 
-def _describe_moves(before: Sequence[str], after: Sequence[str]) -> str:
-    """The message about parameters that were added, removed or replaced inside the block."""
-    if not (moved := sorted(set(before) ^ set(after))):
+def _describe_changes(before: Sequence[str], after: Sequence[str], shown: Sequence[_Shown]) -> str:
+    """The message about parameters that came or went inside the block, or about a changed gradient."""
+    if moved := sorted(set(before) ^ set(after)):
+        return (
+            f"inside unsharded() the model was changed: {', '.join(map(repr, moved[:4]))} came or went, but "
+            f"an engine keeps the parameters that it was made with: {_REMEDY}"
+        )
+    changed = [one.whole.sharded.fqn for one in shown if one.has_other_gradient()]
+    if not changed:
         return ""
     return (
-        f"inside unsharded() the model was changed: {', '.join(map(repr, moved[:4]))} came or went, but an "
-        f"engine keeps the parameters that it was made with: {_REMEDY}"
+        f"the gradient of {first_of(changed)} was changed inside engine.unsharded(), where gradients are "
+        "shown to be read: call engine.set_full_gradient(name, gradient) on all ranks after the block"
     )
 
 
-def _find_tie(shown: Sequence[_Shown]) -> str:
-    """The message about one object in the slots of two parameters."""
+def _take_replaced(shown: Sequence[_Shown]) -> Iterator[str]:
+    """Copy parameters that were replaced, not edited; yield a message about one that cannot be."""
     names: dict[int, str] = {}
-    for original in (one.whole.original for one in shown):
-        for current in {id(owner._parameters.get(attribute)) for owner, attribute in original.owners}:
-            if current != id(None) and names.setdefault(current, original.fqn) != original.fqn:
-                return (
-                    f"{_CALL}: '{original.fqn}' was tied to '{names[current]}', which are sharded apart: tie "
-                    "parameters before initialize"
+    for one in shown:
+        name = one.whole.original.fqn
+        for owner, attribute in one.whole.original.owners:
+            current = owner._parameters[attribute]
+            if current is None or current.shape != one.values.shape:
+                yield f"{_CALL}: '{name}' was replaced by a parameter of another shape"
+            elif (other := names.setdefault(id(current), name)) != name:
+                yield (
+                    f"{_CALL}: '{name}' was tied to '{other}', which are sharded apart: tie parameters "
+                    "before initialize"
                 )
-    return ""
-
-
-def _take_replaced(shown: _Shown) -> list[str]:
-    """Copy a parameter that was replaced, not edited; return its name for each that does not fit."""
-    misshapen = []
-    for owner, attribute in shown.whole.original.owners:
-        current = owner._parameters[attribute]
-        if current is None or current.shape != shown.values.shape:
-            misshapen.append(shown.whole.sharded.fqn)
-        elif current.data_ptr() != shown.values.data_ptr():
-            shown.values.copy_(current)
-    return misshapen
+            elif current.data_ptr() != one.values.data_ptr():
+                one.values.copy_(current)
 
 
 # --------------------------------------------------------------------------- over the parts of a pipeline

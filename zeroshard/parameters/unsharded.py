@@ -26,7 +26,7 @@ class UnshardedParameter(nn.Parameter):
 
     Attributes:
         fqn: the original name.
-        sharded: the sharded parameter; None once the engine is gone, and of a parameter made of a shown one.
+        sharded: the sharded parameter; None once the engine is gone, and of a copy of a shown one.
     """
 
     fqn = ""
