@@ -76,7 +76,8 @@ METHODS = {
     (f"zeroshard/{module}.py", "engine")
     for module in (
         *("batches", "byname", "sharded", "forwards/methods"),
-        *("checkpoint/capture", "checkpoint/load", "hf/live", "memory/report", "parallel/pipeline/cut"),
+        *("checkpoint/capture", "checkpoint/load", "deepspeed/translate", "hf/live", "memory/report"),
+        "parallel/pipeline/cut",
     )
 }
 

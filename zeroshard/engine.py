@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,6 +18,7 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.comm import streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.data.microbatch import LossFunction, check_loss
+from zeroshard.deepspeed import translate
 from zeroshard.forwards import methods
 from zeroshard.hf import live
 from zeroshard.internals.dispatch import past_guards
@@ -58,6 +58,10 @@ class Engine(NotCopied, nn.Module):
     memory_report, reset_memory_report = report.memory_report, report.reset_memory_report
     comm_report, reset_comm_report = report.comm_report, report.reset_comm_report
     pipeline_report = cut.pipeline_report
+    global_steps, get_global_grad_norm = property(translate.global_steps), translate.get_global_grad_norm
+    train_micro_batch_size_per_gpu = translate.train_micro_batch_size_per_gpu
+    train_batch_size, gradient_clipping = translate.train_batch_size, translate.gradient_clipping
+    zero_optimization_stage = translate.zero_optimization_stage
 
     module: nn.Module
     """The model that was given."""
@@ -74,6 +78,12 @@ class Engine(NotCopied, nn.Module):
         self.loss_fn = loss_fn
         self._parts, self._runtime, self._axes = parts, parts.runtime, parts.runtime.context.axes
         self._saver = Saver(self._axes.world)
+        self.device = parts.runtime.context.device
+        """The device that this rank computes on."""
+        self.world_size, self.global_rank = self._axes.world.size, self._axes.world.rank
+        """The number of ranks, and the number of this one among them."""
+        self.dp_world_size, self.dp_rank = self._axes.dp.size, self._axes.dp.rank
+        """The same of the ranks that have different data: all but tensor and pipeline ranks of a batch."""
         self.global_step = 0
         """Steps that the optimizer has taken."""
         self.skipped_steps = 0
@@ -333,7 +343,7 @@ class Engine(NotCopied, nn.Module):
 
     def _watch(self, *values: Tensor | None) -> None:
         """Warn of a step with a loss or norm that is not finite, where the host need not wait to see it."""
-        if not streams.has_streams(self._runtime.context.device):
+        if not streams.has_streams(self.device):
             self._guard.watch(self.global_step, *values)
 
     def _check_own_step(self, has_closure: bool) -> None:
@@ -424,64 +434,13 @@ class Engine(NotCopied, nn.Module):
         return self._axes.mesh
 
     @property
-    def device(self) -> torch.device:
-        """The device that this rank computes on."""
-        return self._runtime.context.device
-
-    @property
     def local_rank(self) -> int:
         """The number of this rank on its node: LOCAL_RANK, which torchrun sets, else the device's index."""
         return int(os.environ.get("LOCAL_RANK", self.device.index or 0))
 
-    @property
-    def global_rank(self) -> int:
-        """The number of this rank among all ranks."""
-        return self._axes.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._axes.world.size
-
-    @property
-    def dp_world_size(self) -> int:
-        """The number of ranks that have different data: all but tensor and pipeline ranks of a batch."""
-        return self._axes.dp.size
-
-    @property
-    def dp_rank(self) -> int:
-        """The number of this rank among the `dp_world_size` ranks with data of their own."""
-        return self._axes.dp.rank
-
-    @property
-    def global_steps(self) -> int:
-        """`global_step`."""
-        return self.global_step
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return `config.micro_batch_size`."""
-        return self.config.micro_batch_size
-
     def gradient_accumulation_steps(self) -> int:
         """Return the number of micro-batches in a step; `set_gradient_accumulation_steps` changes it."""
         return self._num_micro_batches
-
-    def train_batch_size(self) -> int:
-        """Return the number of samples in an optimizer step over all ranks."""
-        steps = self.gradient_accumulation_steps()
-        return self.train_micro_batch_size_per_gpu() * steps * self.dp_world_size
-
-    def gradient_clipping(self) -> float:
-        """Return `config.clip_grad_norm`; 0.0 when gradients are not clipped."""
-        return self.config.clip_grad_norm or 0.0
-
-    def zero_optimization_stage(self) -> int:
-        """Return `config.stage`."""
-        return self.config.stage
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return `grad_norm` as a number, for which the host waits; None before the first clipping."""
-        return None if self.grad_norm is None else self.grad_norm.item()
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
