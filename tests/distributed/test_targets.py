@@ -1,5 +1,7 @@
 """Gradients asked for by parameter: `loss.backward(inputs=...)` and `torch.autograd.grad`, against DDP."""
 
+import functools
+
 import pytest
 import torch
 
@@ -38,56 +40,32 @@ def named(model):
     return [parameters[name] for name in ASKED]
 
 
-@pytest.mark.parametrize("way", ["sharded", "one by one", "inside"])
 @on_ranks(2)
-def test_backward_for_some_parameters_gives_them_the_gradients_of_ddp(way):
+def test_backward_for_some_parameters_of_a_forward_gives_them_the_gradients_of_ddp():
+    """`inputs` of parameters as the forward saw them, and of a tensor that is none."""
     replica, found = replicate(Layered(num_blocks=3), find_unused=True), []
+    x = numbers(0, 5, 7).requires_grad_()
     reference = torch.optim.SGD(replica.parameters(), lr=0.05, momentum=0.9)
-    square_loss(replica, 0).backward()
+    replica(x).square().mean().backward()
     whole = flat_gradients(replica)
     want = {name: whole[name] for name in ASKED}
     reference.step()
     reference.zero_grad()
     for stage in STAGES:
         engine, optimizer = start(Layered(num_blocks=3), "SGD", stage=stage)
-        parameters = dict(engine.named_parameters())
-        seen = inside(engine) if way == "inside" else []
+        seen = inside(engine)
         for times in (1, 2):
-            loss = square_loss(engine, 0)
-            if way == "inside":
-                loss.backward(inputs=seen)
-            elif way == "one by one":
-                torch.autograd.backward(loss, inputs=parameters[ASKED[0]], retain_graph=True)
-                torch.autograd.backward([loss], inputs=(parameters[ASKED[1]],))
-            else:
-                loss.backward(inputs=[parameters[name] for name in ASKED])
+            y = numbers(0, 5, 7).requires_grad_()
+            engine(y).square().mean().backward(inputs=[y, *seen])
             got = full_gradients(engine)
-            if got.keys() != want.keys():
+            if got.keys() != want.keys() or not torch.equal(x.grad, y.grad):
                 found.append((stage, sorted(got)))
             found += [(stage, times, n) for n in want if not torch.equal(got[n], times * want[n])]
         engine.zero_grad()
-        square_loss(engine, 0).backward()
+        engine(numbers(0, 5, 7)).square().mean().backward()
         optimizer.step()
         final, wanted = finish(engine, []).parameters, plain(replica).state_dict()
         found += [(stage, name) for name in final if not torch.equal(final[name], wanted[name])]
-    return found
-
-
-@on_ranks(2)
-def test_backward_for_a_parameter_and_an_input():
-    """`inputs` of a parameter and of a tensor that is none; both get their gradients."""
-    found = []
-    replica, x = replicate(Layered(num_blocks=3), find_unused=True), numbers(0, 5, 7).requires_grad_()
-    replica(x).square().mean().backward()
-    for stage in STAGES:
-        engine, _ = start(Layered(num_blocks=3), "SGD", stage=stage)
-        y = numbers(0, 5, 7).requires_grad_()
-        engine(y).square().mean().backward(inputs=[y, dict(engine.named_parameters())[ASKED[0]]])
-        same = (
-            torch.equal(x.grad, y.grad),
-            torch.equal(full_gradients(engine)[ASKED[0]], flat_gradients(replica)[ASKED[0]]),
-        )
-        found += [] if all(same) else [(stage, same)]
     return found
 
 
@@ -111,16 +89,18 @@ def test_grad_of_the_parameters_of_a_forward_is_the_local_one():
     return found
 
 
-@pytest.mark.parametrize("allow_unused", [False, True])
 @on_ranks(2)
-def test_grad_over_sharded_parameters_is_refused_by_name_with_the_remedy(allow_unused):
+def test_sharded_parameters_as_inputs_of_autograd_are_refused_by_name_with_the_remedy():
     for stage in STAGES:
         engine, _ = start(Layered(num_blocks=3), "SGD", stage=stage)
         loss = square_loss(engine, 0)
         trained = [p for p in engine.parameters() if p.requires_grad]
-        with pytest.raises(RuntimeError) as error:
-            torch.autograd.grad(loss, trained, allow_unused=allow_unused)
-        message = str(error.value)
-        assert "'table'" in message
-        assert "loss.backward(inputs=" in message
+        for ask in (
+            functools.partial(torch.autograd.grad, loss, trained),
+            functools.partial(torch.autograd.grad, loss, trained, allow_unused=True),
+            functools.partial(loss.backward, inputs=trained),
+            functools.partial(torch.autograd.backward, [loss], inputs=trained[0]),
+        ):
+            with pytest.raises(RuntimeError, match=r"'table'.*Freeze the other parameters before"):
+                ask()
         loss.backward()

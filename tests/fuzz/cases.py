@@ -194,7 +194,7 @@ def build_case(seed: int) -> Case:
     steps = [_step(random, model, loop, num_micro_batches) for _ in range(random.randint(2, 4))]
     steps = _change_pace(seed, loop, _cut(seed, num_ranks, steps))
     nums = [len(step.unsynced) for step in steps]
-    habits = draw_habits(seed, model, loop, config, nums, case.wants_input_gradients)
+    habits = draw_habits(seed, model, loop, config, nums)
     if frozen := _choose_frozen(seed, model, config):
         config["frozen"] = frozen
     if not habits.penalty and "ignored" not in config:

@@ -23,8 +23,6 @@ class Habits:
     """Whether a post-accumulate hook halves each gradient."""
     zeroes_model: bool = False
     """Whether gradients are dropped by the model's zero_grad(), not by the optimizer's or the engine's."""
-    targets: bool = False
-    """Whether loss.backward() names all trained parameters as its inputs."""
     norm_type: float | None = None
     """If it is a number, the plain loop clips gradients by this norm."""
     penalty: bool = False
@@ -39,7 +37,6 @@ def draw_habits(
     loop: str,
     config: dict[str, Any],
     num_micro_batches: list[int],
-    wants_input_gradients: bool,
 ) -> Habits:
     """The habits of a case; the config gets what belongs to them.
 
@@ -49,10 +46,8 @@ def draw_habits(
         loop: as `Case` has it.
         config: as it will be, but for `ignored` and `checkpoint`.
         num_micro_batches: of each step.
-        wants_input_gradients: as `Case` has it.
     """
     random = Random(f"habits {seed}")
-    may_target = loop == "plain" and not wants_input_gradients
     may_clip = loop == "plain" and "clip_grad_norm" not in config
     is_wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     may_restart = is_wide and "main_dtype" not in config["precision"]
@@ -67,7 +62,6 @@ def draw_habits(
     return Habits(
         hooks=draws[0] < 0.2,
         zeroes_model=draws[1] < 0.3,
-        targets=may_target and draws[2] < 0.2,
         norm_type=random.choice((1.0, 2.0, 3.0, float("inf"))) if may_clip and draws[3] < 0.3 else None,
         penalty=loop != "train_batch" and _has_penalty(seed, model, config),
         acts=acts,

@@ -98,8 +98,7 @@ class Sharded:
     def backward(self, loss: Tensor, *, unsynced: bool) -> None:
         with self.engine.no_sync() if unsynced else nullcontext():
             if self.case.loop == "plain":
-                trained = [p for p in self.engine.parameters() if p.requires_grad]
-                loss.backward(inputs=trained if self.case.habits.targets else None)
+                loss.backward()
             else:
                 self.engine.backward(loss)
 

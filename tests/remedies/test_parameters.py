@@ -98,11 +98,16 @@ def test_a_gradient_is_taken_by_backward():
     loss_of(model).backward()
     want = model.inner.weight.grad.flatten()
     engine = start()
-    with told("Call loss.backward(inputs=[...]) and read p.grad"):
-        torch.autograd.grad(loss_of(engine), engine.module.inner.weight)
-    engine.zero_grad()
     parameter = engine.module.inner.weight
-    loss_of(engine).backward(inputs=[parameter])
+    words = "Freeze the other parameters before the forward, call loss.backward() and read p.grad"
+    with told(words):
+        torch.autograd.grad(loss_of(engine), parameter)
+    with told(words):
+        loss_of(engine).backward(inputs=[parameter])
+    engine.zero_grad()
+    for other in engine.parameters():
+        other.requires_grad_(other is parameter)
+    loss_of(engine).backward()
     assert torch.equal(parameter.grad.flatten(), want)
     engine.zero_grad()
     seen = []

@@ -12,7 +12,8 @@ It must not pass silently for the whole weight. So these uses are errors:
   a layer computes with it   or takes a part of it, while gradients are on
   a matrix is computed with  the slice would be broadcast over it
   a loss depends on it       the gradient would end there: an error in backward
-  torch.autograd.grad        nobody would reduce the gradient
+  torch.autograd.grad        nobody would reduce the gradient; and backward(inputs=[p]), as autograd knows
+                             the unsharded parameter alone
   clip_grad_norm_ of torch   and its GradScaler: they would take the slice of the gradient for all of it
   p.grad is read             while gradients of later micro-batches wait in sums elsewhere
   p.data = values            the slice would leave its buffer
@@ -261,8 +262,6 @@ class ShardedParameter(NotCopied, nn.Parameter):
         kwargs = kwargs or {}
         if func in _ARITHMETIC and _is_plain(args, kwargs):
             return compute_past_guards(func, types, args, kwargs)
-        if func is torch.autograd.backward:
-            return _backward_to(*args, **kwargs)
         if func == _GET_GRAD:  # past the property
             return args[0].grad
         if func in _SET_GRAD:
@@ -322,12 +321,12 @@ def _check(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         _check_data(first, args[1])
     elif func in _FREEZES:
         _freeze(first, bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
-    elif func is torch.autograd.grad:
+    elif func in (torch.autograd.grad, torch.autograd.backward):
         raise RuntimeError(
-            f"torch.autograd.grad got {first.describe()}: it would return this rank's gradient of the whole "
-            "parameter, which is not averaged over the ranks. Call loss.backward(inputs=[...]) and read "
-            "p.grad, this rank's slice of the mean; or keep the parameter that the forward of its module "
-            "sees, and take the local gradient of that"
+            f"torch.autograd.{func.__name__} got {first.describe()} as an input, and autograd knows the "
+            "unsharded parameter alone. Freeze the other parameters before the forward, call loss.backward() "
+            "and read p.grad, this rank's slice of the mean; or keep the parameter that the forward of its "
+            "module sees: for backward(inputs=[...]), or for this rank's own gradient"
         )
     elif (
         getattr(func, "__module__", "") in _LAYERS
@@ -367,23 +366,6 @@ def _freeze(parameter: ShardedParameter, is_trained: bool) -> None:
         )
     if (unsharded := parameter.unsharded()) is not None:
         unsharded.requires_grad_(is_trained)
-
-
-def _backward_to(tensors: Any, grad_tensors: Any = None, *, inputs: Any = None, **options: Any) -> None:
-    """Run `torch.autograd.backward`; a sharded parameter among `inputs` means its unsharded one."""
-    if isinstance(inputs, Tensor):
-        inputs = (inputs,)
-    elif isinstance(inputs, Mapping):
-        inputs = tuple(inputs.values())
-    if inputs is not None:
-        inputs = tuple(map(_in_graph, inputs))
-    with past_guards():
-        torch.autograd.backward(tensors, grad_tensors, inputs=inputs, **options)
-
-
-def _in_graph(target: Any) -> Any:
-    unsharded = target.unsharded() if isinstance(target, ShardedParameter) else None
-    return target if unsharded is None else unsharded
 
 
 @functools.cache
