@@ -24,17 +24,14 @@ It must not pass silently for the whole weight. So these uses are errors:
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from types import CodeType
 from typing import Any, cast
 
 import torch
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
 
 from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import compute_past_guards, past_guards
@@ -165,7 +162,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
     def grad(self) -> Tensor | None:
         """[n]: this rank's slice of the averaged gradient."""
         state = self.state
-        if (reader := _READERS.get(id(sys._getframe(1).f_code))) is not None:
+        if (reader := _READERS.get(sys._getframe(1).f_code.co_qualname)) is not None:
             self._answer(*reader)
         elif state.has_sums and self._gradient is not None and Moment.STEPPED not in state.moments:
             self._refuse_sums()
@@ -392,29 +389,22 @@ def only_sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
     return [parameter for parameter in parameters if isinstance(parameter, ShardedParameter)]
 
 
-def _readers() -> dict[int, tuple[str, str]]:
-    clip = "engine.clip_grad_norm_(max_norm) or Config(clip_grad_norm=...)"
-    scale = "Precision(param_dtype='float16', loss_scale=...) with engine.backward(loss) and engine.step()"
-    readers: dict[Callable[..., Any], tuple[str, str]] = {
-        clip_grad.clip_grad_norm_: ("clip_grad_norm_", clip),
-        clip_grad._clip_grads_with_norm_: ("clip_grads_with_norm_", clip),
-        clip_grad.clip_grad_value_: ("clip_grad_value_", ""),
-        torch.amp.GradScaler._unscale_grads_: ("GradScaler", scale),
-        **dict.fromkeys((nn.Module.zero_grad, torch.optim.Optimizer.zero_grad), ("", "")),
-    }
-    found = {}
-    for function, reader in readers.items():
-        code = inspect.unwrap(function).__code__
-        # A comprehension has code of its own on Python 3.11.
-        for inner in (code, *(part for part in code.co_consts if isinstance(part, CodeType))):
-            found[id(inner)] = reader
-    return found
-
-
-_READERS = _readers()
-"""Functions of torch that mean more by `p.grad` than this rank's slice, by the id of their code, which lives
-as long as torch: the name and the remedy of a function that is refused; nothing for one that drops gradients,
-and passes over a `grad` that is None."""
+_CLIP = "engine.clip_grad_norm_(max_norm) or Config(clip_grad_norm=...)"
+_SCALE = "Precision(param_dtype='float16', loss_scale=...) with engine.backward(loss) and engine.step()"
+_READERS = {
+    function + inside: reader
+    for function, reader in {
+        "clip_grad_norm_": ("clip_grad_norm_", _CLIP),
+        "_clip_grads_with_norm_": ("clip_grads_with_norm_", _CLIP),
+        "clip_grad_value_": ("clip_grad_value_", ""),
+        "GradScaler._unscale_grads_": ("GradScaler", _SCALE),
+        **dict.fromkeys(("Module.zero_grad", "Optimizer.zero_grad"), ("", "")),
+    }.items()
+    for inside in ("", ".<locals>.<listcomp>")  # of Python 3.11
+}
+"""Functions of torch that mean more by `p.grad` than this rank's slice, by their qualified names: the name
+and the remedy of a function that is refused; nothing for one that drops gradients, and passes over a `grad`
+that is None."""
 
 
 REMEDY = (
