@@ -90,7 +90,7 @@ def test_an_axis_whose_communicators_are_aborted_forgets_its_groups(ranks):
     ],
 )
 def test_errors_of_the_backend_are_told_without_places_in_its_code(theirs, ours):
-    error = Waits("rank 0 of 2", CPU, 1.0).error("first thing", RuntimeError(theirs))
+    error = Waits("rank 0 of 2", CPU, 1.0, Counter()).error("first thing", RuntimeError(theirs))
     assert ours in str(error)
     assert "third_party" not in str(error)
 

@@ -17,6 +17,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ from zeroshard.comm.watch.status import (
 from zeroshard.comm.watch.watchdog import Waits, Watchdog
 
 
+@dataclass(eq=False)
 class Pending:
     """An exchange under way, in threads of the backend.
 
@@ -49,17 +51,14 @@ class Pending:
         then: a function to call when the values have arrived.
     """
 
-    def __init__(
-        self,
-        axis: Axis,
-        label: str,
-        kind: str,
-        works: Sequence[dist.Work | None],
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        self.works, self._then = works, then
-        self._axis, self._label, self._kind = axis, label, kind
-        axis.under_way.add(self)
+    axis: Axis
+    label: str
+    kind: str
+    works: Sequence[dist.Work | None]
+    then: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.axis.under_way.add(self)
 
     def wait(self) -> None:
         """Have the host wait until all values have arrived. A second call does nothing.
@@ -67,10 +66,10 @@ class Pending:
         Raises:
             RuntimeError: another rank is lost or too late; the text names this rank and the exchange.
         """
-        self._axis.under_way.discard(self)
+        self.axis.under_way.discard(self)
         works, self.works = self.works, ()
-        then, self._then = self._then, None
-        self._axis.waits.wait_for(works, self._label, self._kind)
+        then, self.then = self.then, None
+        self.axis.waits.wait_for(works, self.label, self.kind)
         if then is not None:
             then()
 

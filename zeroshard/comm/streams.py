@@ -107,10 +107,6 @@ class SideStream:
         """Return a context that issues work on this stream, which waits for no compute."""
         return nullcontext() if self._stream is None else self._stream
 
-    def join(self) -> None:
-        """Let the current stream wait for all work on this stream; the host goes on."""
-        self.mark().wait()
-
     def mark(self) -> Mark:
         """Return the mark after the work on this stream so far."""
         return Mark(None if self._stream is None else self._stream.record_event(), self._device)
@@ -149,7 +145,7 @@ class Streams:
     def join(self) -> None:
         """Let the current stream wait for all side streams."""
         for field in fields(self):
-            getattr(self, field.name).join()
+            getattr(self, field.name).mark().wait()
 
     @staticmethod
     def on(device: torch.device) -> Streams:

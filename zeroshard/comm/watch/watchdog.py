@@ -335,14 +335,11 @@ class Waits:
         who: the name of this rank in messages.
         device: the device of collectives that the host does not wait for.
         timeout_s: seconds that a rank waits in a collective before it gives up.
-        counter: adds up the time that the host waits; None for a counter of its own.
+        counter: adds up the time that the host waits.
     """
 
-    def __init__(
-        self, who: str, device: torch.device, timeout_s: float, counter: Counter | None = None
-    ) -> None:
-        self._counter = counter or Counter()
-        self.who, self._device, self._timeout_s = who, device, timeout_s
+    def __init__(self, who: str, device: torch.device, timeout_s: float, counter: Counter) -> None:
+        self.who, self._device, self._timeout_s, self._counter = who, device, timeout_s, counter
         self.rank_status = RankStatus()
         """The status of this rank; the watchdog's, once there is a watchdog."""
         self.ledger = Ledger()
