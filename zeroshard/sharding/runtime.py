@@ -111,8 +111,8 @@ class Runtime:
         """
         for unit in self.units:
             unit.slots.check()
+            unit.check_edits()
         self.check_additions()
-        self.check_edits()
 
     def check_additions(self) -> None:
         """Refuse parameters that came into the model after sharding, before a step or a save misses them.

@@ -292,23 +292,19 @@ class Walk:
 
     def _take_until(self, tick: int) -> None:
         while self._next < len(self._turns) and self._turns[self._next].tick >= tick:
-            turn = self._turns[self._next]
+            _, unit, act = self._turns[self._next]
             self._next += 1
-            {"enter": self._enter, "leave": self._leave, "free": self._free}[turn.act](turn.unit)
+            if act == "enter":
+                self._inside.add(unit)
+                self._num_entered += 1
+                self._gather(self._num_entered + self._num_prefetch)
+            elif act == "leave":
+                self._inside.discard(unit)
+                self._reducer.start(unit)
+            else:
+                unit.slots.uninstall()
+                self._lease.end((unit,))
         self._now = min(self._now, tick)
-
-    def _enter(self, unit: Unit) -> None:
-        self._inside.add(unit)
-        self._num_entered += 1
-        self._gather(self._num_entered + self._num_prefetch)
-
-    def _leave(self, unit: Unit) -> None:
-        self._inside.discard(unit)
-        self._reducer.start(unit)
-
-    def _free(self, unit: Unit) -> None:
-        unit.slots.uninstall()
-        self._lease.end((unit,))
 
     def _gather(self, num: int) -> None:
         """Start the gathers of the first `num` units of the route."""
