@@ -6,22 +6,17 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.internals.warn import warn_user
 
-_OF_MODEL = (
-    "a state_dict() of a sharded model is being saved; it holds this rank's 1-D slices. Save "
-    "engine.full_state_dict() (called on all ranks; rank 0 gets whole tensors) or call "
+_WARNING = (
+    "a state_dict() of a sharded model is being saved, or of its optimizer; it holds this rank's slices. "
+    "Save engine.full_state_dict() (called on all ranks; rank 0 gets whole tensors) or call "
     "engine.save_pretrained(folder); to go on training later, call engine.save_checkpoint(folder)"
-)
-_OF_OPTIMIZER = (
-    "a state_dict() of an optimizer of a sharded model is being saved; it holds only the states of this "
-    "rank's slices. Call engine.save_checkpoint(folder) on all ranks: it saves the whole states, for any "
-    "number of ranks"
 )
 
 
@@ -43,31 +38,23 @@ class NotCopied:
 
 
 class SavedSlices(OrderedDict[str, Any]):
-    """A state dict of slices of parameters."""
-
-    warning: ClassVar[str] = _OF_MODEL
+    """A state dict of slices of parameters, or of their states in an optimizer."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        warn_user(self.warning)
+        warn_user(_WARNING)
         plain = OrderedDict(self)
         plain.__dict__.update(self.__dict__)
         return plain.__reduce_ex__(protocol)
 
     def items(self) -> Any:
         if sys._getframe(1).f_code.co_name == "_find_shared_tensors":  # of safetensors, before it writes
-            warn_user(self.warning)
+            warn_user(_WARNING)
         return super().items()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = type(self)((name, copy.deepcopy(value, memo)) for name, value in self.items())
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
-
-
-class SavedOptimizer(SavedSlices):
-    """A state dict of an optimizer over slices."""
-
-    warning = _OF_OPTIMIZER
 
 
 def guard_copies(

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
-from zeroshard.parameters.saved import SavedOptimizer
+from zeroshard.parameters.saved import SavedSlices
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded
 from zeroshard.parameters.state import Moment
 from zeroshard.plan import pieces
@@ -227,7 +227,7 @@ def _hook(runtime: Runtime, optimizer: Optimizer, together: _StepGroup, engine: 
         zero_grad(set_to_none)
 
     def mark(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        return None if of_runtime() is None else SavedOptimizer(state_dict)
+        return None if of_runtime() is None else SavedSlices(state_dict)
 
     optimizer.step = MethodType(whole_step, optimizer)  # type: ignore[method-assign]
     optimizer.register_state_dict_post_hook(mark)
