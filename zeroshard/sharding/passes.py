@@ -275,13 +275,7 @@ class Passes:
             self._begin_backward(unit)
 
     def _begin_backward(self, unit: Unit) -> None:
-        if self._state.phase is Phase.CLOSED:
-            raise closed_error()
-        if self._state.phase is _FORWARD:
-            raise RuntimeError(
-                f"autograd ran through {unit.described} inside the model's own forward, which "
-                "a sharded model does not allow: take gradients after the forward has returned"
-            )
+        self._check_phase(unit)
         self._state.settle()
         trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
         if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):
@@ -298,15 +292,28 @@ class Passes:
         self._order.follow_backward(self._walk.left)
         self._task = backward_task()
         self._reducer.begin(accumulates)
-        # Frozen units have a backward after a trained module, perhaps on some ranks only.
-        flags = [bool(frozen.open_calls) for frozen in self._frozen]
-        answer = self._context.axes.everyone.any(flags, "agreement on which frozen units have a backward")
-        for frozen, joins in zip(self._frozen, answer(), strict=True):
-            frozen.joins_backward = joins
+        self._let_frozen_join()
         for shown in self.quiet:  # their parameters may follow a step; a part may be recomputed
             shown.wait()
             shown.slots.install()
         self._backward = at_end_of_backward(lambda: self._end_backward(makes_graph))
+
+    def _check_phase(self, unit: Unit) -> None:
+        """Refuse a backward where none may begin."""
+        if self._state.phase is Phase.CLOSED:
+            raise closed_error()
+        if self._state.phase is _FORWARD:
+            raise RuntimeError(
+                f"autograd ran through {unit.described} inside the model's own forward, which "
+                "a sharded model does not allow: take gradients after the forward has returned"
+            )
+
+    def _let_frozen_join(self) -> None:
+        """Agree on the frozen units that have a backward: after a trained module, perhaps on some ranks."""
+        flags = [bool(frozen.open_calls) for frozen in self._frozen]
+        answer = self._context.axes.everyone.any(flags, "agreement on which frozen units have a backward")
+        for frozen, joins in zip(self._frozen, answer(), strict=True):
+            frozen.joins_backward = joins
 
     def receive(self, number: int, index: int, gradient: Tensor) -> None:
         """Pack a gradient, and start the reductions that are due.
