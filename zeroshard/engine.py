@@ -206,6 +206,7 @@ class Engine(NotCopied, nn.Module):
             self._micro_step = 0
             self.zero_grad()
             return False
+        moments.discard(Moment.STEPPED)
         if self._guard.loss is None and self._num_micro_batches > 1:
             warn_user(
                 "gradients of loss.backward() are not divided by gradient_accumulation_steps="

@@ -64,7 +64,8 @@ class Moment(Enum):
     """From the beginning of a step, whoever takes it, to its end; a closure is a part of it."""
     FAILED = (
         "after an exception has ended the last step in a forward or backward: some parameters were stepped "
-        "and others were not. Load the last checkpoint with engine.load_checkpoint()"
+        "and others were not. Load the last checkpoint with engine.load_checkpoint(); to go on after an "
+        "exception in a backward, set offload.step_in_backward=False"
     )
     TAINTED = (
         "after an exception in backward left gradients that hold only a part of a micro-batch; call "

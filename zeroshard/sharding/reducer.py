@@ -190,8 +190,8 @@ class Reducer:
         """The units that this backward has not begun to reduce, in the order of all ranks."""
         self._ready: set[str] = set()
         """Names of units whose reduction may start when those before them have started."""
-        self.num_late = 0
-        """How often a unit got a gradient after its reduction, on any rank."""
+        self.num_late: int | None = None
+        """The units that got a gradient after their reduction, on any rank; None before any backward."""
         self._late: list[tuple[Gradients, int, Tensor]] = []
         """Gradients, each with the index of its parameter, that came after the reduction of their unit."""
         self.under_way: list[Unit] = []
@@ -298,6 +298,7 @@ class Reducer:
         get its gradient after the unit was left.
         """
         if self.step_unit is not None:
+            self.num_late = 1  # so `train_batch` does not do so again
             raise RuntimeError(
                 f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: "
                 "load the last checkpoint, and set offload.step_in_backward=False"
@@ -508,7 +509,7 @@ class Reducer:
                 "are incomplete and were dropped on all ranks"
             )
         late, self._late = self._late, []
-        self.num_late += len(again)
+        self.num_late = (self.num_late or 0) + len(again)
         for gradients, index, gradient in late:
             gradients.pack(index, gradient)
         for unit in again:

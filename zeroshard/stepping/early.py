@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
+from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Moment
+from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import has_hooks_of_others
@@ -44,7 +46,7 @@ class EarlySteps(AbstractContextManager[None]):
     """
 
     def __init__(self, runtime: Runtime, optimizer: Optimizer, parts: Sequence[StepByParts]) -> None:
-        self._steps_all, self._num_batches = bool(runtime.context.setting.steps_in_backward), 0
+        self._steps_all = bool(runtime.context.setting.steps_in_backward)
         self._can_step = steps_by_unit(optimizer, runtime.context.axes)
         if self._steps_all and not self._can_step:
             raise ValueError(
@@ -53,22 +55,27 @@ class EarlySteps(AbstractContextManager[None]):
             )
         self._reducer, self._optimizer, self._state = runtime.reducer, weakref.ref(optimizer), runtime.state
         (self._parts,) = parts
+        self._step_of_engine: Any = optimizer.step
+        """The step that judges, steps and counts."""
+        self._uncounted: list[tuple[FlatBuffer, set[ShardedParameter]]] = []
+        """Parameters that this backward has stepped, and may still read as they were."""
         self._options: dict[str, dict[str, Any]] = {}
         """The options of each group, and of single parameters, with which units were stepped."""
 
     def around(self) -> AbstractContextManager[None]:
         """Return a context for the last backward of a step.
 
-        In the first one of `train_batch` nothing is stepped: it shows whether gradients come after the
-        reduction of their unit.
+        In the first one, if it is of `train_batch`, nothing is stepped: it shows whether gradients come after
+        the reduction of their unit.
         """
         if self._steps_all:
             return self
-        optimizer, self._num_batches = self._optimizer(), self._num_batches + 1
+        optimizer = self._optimizer()
         assert optimizer is not None, "the engine holds it"
+        own, step = self._step_of_engine, optimizer.step  # an LR scheduler wraps the function of the method
+        is_own = step is own or getattr(step, "__wrapped__", None) is own.__func__
         is_asked = any(has_hooks_of_others(optimizer, when) for when in ("pre", "post"))
-        is_first = self._num_batches == 1
-        may = self._can_step and not (is_first or is_asked or self._reducer.num_late)
+        may = self._can_step and is_own and not is_asked and self._reducer.num_late == 0
         return self if may else nullcontext()
 
     def __enter__(self) -> None:
@@ -88,6 +95,9 @@ class EarlySteps(AbstractContextManager[None]):
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         self._reducer.step_unit = None
+        uncounted, self._uncounted = self._uncounted, []
+        for buffer, parameters in uncounted:
+            buffer.count_step(parameters)
         if Moment.STEPPED in self._state.moments:  # on all ranks: any may have stepped units
             self._state.begin_step() if exc_type is None else self._state.fail_step()
             self._parts.wait_later()
@@ -122,8 +132,11 @@ class EarlySteps(AbstractContextManager[None]):
             self._parts.step_units(optimizer, parameters, unit.gradients)
         if self._parts.late is not None:
             self._parts.late.wait_later(self._parts.wait)  # a hook of this backward may look
-        for gradients in unit.gradients:
-            gradients.buffer.count_step(parameters)  # a later use of these values is torch's error
+        for buffer in (gradients.buffer for gradients in unit.gradients):
+            if buffer.plan.is_alias:  # a later use of these values in the backward is torch's error
+                buffer.count_step(parameters)
+            else:
+                self._uncounted.append((buffer, parameters))
 
 
 def _options(optimizer: Optimizer) -> dict[str, dict[str, Any]]:

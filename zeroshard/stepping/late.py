@@ -109,18 +109,18 @@ class LateSteps:
         return True
 
     def wait_later(self, wait: Step) -> bool:
-        """Let the host wait for stepped values when somebody looks; False if somebody may look unseen."""
+        """Let the host wait for stepped values when somebody looks; False if that may be unseen, too."""
         state = self._state
-        if state.gives_memory is None or Moment.BATCH in state.moments:
+        if Moment.BATCH in state.moments:
             return False
         self._wait, state.before_look = wait, self.finish
-        return True
+        return state.gives_memory is not None
 
     def _may_wait(self) -> bool:
-        """True if nobody looks unseen, no backwards are under way, and none has stepped some of the units."""
+        """True if nobody looks unseen, and no backwards are under way."""
         state = self._state
         is_unseen = state.gives_memory is not None and not state.has_shown_gradients
-        return is_unseen and state.moments.isdisjoint((Moment.BATCH, Moment.STEPPED))
+        return is_unseen and Moment.BATCH not in state.moments
 
     def _scale_later(self, gradients: Gradients, factor: Tensor) -> bool:
         if not self._may_wait():

@@ -140,6 +140,8 @@ class StepByParts:
         self._unit_of = {p: number for number, unit in enumerate(units) for p in unit}
         self._units: list[list[ShardedParameter]] = []
         """The units that were stepped ahead of others since the last `begin_units`."""
+        self._num_ahead = 0
+        """As many of them belong to the step that comes."""
         self._homes = tuple(homes)
         self.late: LateSteps | None = None
         """Lets the parts of a step wait for a forward; None: they are stepped at once."""
@@ -177,7 +179,8 @@ class StepByParts:
         twins = [twin_of(optimizer, groups) if units else optimizer for groups in divided]
         pairs = zip(twins, parts, strict=True)
         steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in pairs]
-        if self.late is None or not self.late.take(steps, self._end_step, self.wait):
+        num_ahead, self._num_ahead = self._num_ahead, 0
+        if self.late is None or num_ahead or not self.late.take(steps, self._end_step, self.wait):
             # Else the memory that an optimizer takes of a parameter would look as if code of the user had it.
             with nullcontext() if self.late is None else past_guards():
                 for _, step in steps:
@@ -218,6 +221,7 @@ class StepByParts:
         for groups in _divide(optimizer, self._unit_of, parameters.__contains__):
             part = [p for group in groups for p in group]
             self._units.append(part)
+            self._num_ahead += 1
             self._step_part(twin_of(optimizer, groups), part, reduced)
             for p in part:
                 set_gradient(p, None)

@@ -209,7 +209,7 @@ class _Block:
         """As `places`; but main parameters come from where the unit has gathered them, if it has."""
         found = self.places()
         lends = self.main and self._pieces.tier is Tier.HOST
-        near = self._unit.lend(self.buffer, piece.follow) if lends else None
+        near = self._unit.lend(self.buffer, piece.follow_read) if lends else None
         if near is not None:
             found[0] = near[self.start :][: self.size].view(torch.uint8), found[0][1]
         return found

@@ -60,6 +60,12 @@ class Piece:
         """The bytes in use."""
         self.transfers: list[FileTransfer] = []
         self.copies: list[Mark] = []
+        self.read = Mark(None)
+        """The end of the last copies into it."""
+
+    def follow_read(self) -> None:
+        """Let the current stream wait for the copies into it."""
+        self.read.wait()
 
     def follow(self) -> None:
         """Let the current stream wait for the copies."""
@@ -207,7 +213,8 @@ class HostPieces:
         """Start to read, on the stream of copies to the device."""
         for rest, span in places:
             piece.memory[span].copy_(rest, non_blocking=True)
-        piece.copies.append(self.streams.to_device.mark())
+        piece.read = self.streams.to_device.mark()
+        piece.copies.append(piece.read)
 
     def arrive(self, piece: Piece) -> None:
         """Let the current stream wait for what was read."""

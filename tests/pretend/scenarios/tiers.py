@@ -161,7 +161,7 @@ def _gradients(bench: Bench) -> list[Tensor]:
 
 
 def _in_batches(bench: Bench) -> list[Tensor]:
-    """All batches but the first one are stepped in their backward."""
+    """Batches are stepped in their backward, but for the first backward of all."""
     engine, early = bench.engine, bench.engine._early
     engine.loss_fn = lambda logits, tokens: F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
     num = engine.gradient_accumulation_steps()
@@ -170,7 +170,8 @@ def _in_batches(bench: Bench) -> list[Tensor]:
         return [engine.train_batch(batch, batch) for batch in tokens]
     with mock.patch.object(early, "_step", side_effect=early._step) as stepped:
         losses = [engine.train_batch(tokens[0], tokens[0])]
-        assert not stepped.called
+        assert stepped.called is (num > 1), "the first backward steps nothing"
+        stepped.reset_mock()
         losses += [engine.train_batch(batch, batch) for batch in tokens[1:]]
         assert stepped.call_count == 3 * sum(bool(unit.gradients) for unit in engine._runtime.units)
     return losses
@@ -567,6 +568,7 @@ _add(
     "parameters_on_host_batches_accumulate",
     _WHOLE,
     _in_batches,
+    late=False,
     stage=3,
     precision=NARROW,
     gradient_accumulation_steps=2,
@@ -781,7 +783,10 @@ def host_read_in_backward(bench: Bench) -> None:
     for block in blocks[:2]:
         block.register_forward_pre_hook(hook)
     plainly(bench, 3)
-    assert len(seen) == 6
+    with bench.trace.syncs_allowed():
+        held = blocks[0].mlp[0].bias.detach()  # from now on somebody may look unseen
+    plainly(bench, 2)
+    assert len(seen) == 10, held
 
 
 @scenario(may_sync=_SAVES)
@@ -807,14 +812,23 @@ def _main_is_read_where_it_is_gathered(bench: Bench) -> None:
     """Steps in the backward take main parameters of bf16 from the gathered ones: they travel once."""
     bench.start(bench.gpt(5), stage=3, precision=NARROW, offload=_WHOLE | _EARLY)
     plainly(bench, 2)
-    found, own = [], Unit.lend
+    found, followed, own = [], [], Unit.lend
 
     def noted(unit: Unit, buffer: FlatBuffer, follow: Callable[[], None]) -> Tensor | None:
-        found.append(own(unit, buffer, follow))
+        found.append(own(unit, buffer, lambda: note_streams(follow)))
         return found[-1]
+
+    def note_streams(follow: Callable[[], None]) -> None:
+        def wait(mark: Mark, wait: Callable[[Mark], None] = Mark.wait) -> None:
+            followed.append(mark.event.stream.name if mark.event is not None else "")
+            wait(mark)
+
+        with mock.patch.object(Mark, "wait", wait):
+            follow()
 
     with mock.patch.object(Unit, "lend", noted):
         plainly(bench, 1)
+    assert set(followed) == {"to_device"}, "a unit is freed while its stepped values go to the host"
     assert sum(one is not None for one in found) >= 4, "of 5 blocks, all but the first in the backward"
 
 
