@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeroshard import optim
-    from zeroshard.averaging import EMA
+    from zeroshard.averages import EMA
     from zeroshard.config.pipeline import Pipeline
     from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Precision
     from zeroshard.engine import Engine
@@ -55,7 +55,7 @@ __all__ = [
 _SECTIONS = ("Checkpoint", "Config", "Loader", "Mesh", "Offload", "Precision")
 
 _HOMES = {
-    "EMA": "averaging",
+    "EMA": "averages",
     "CommReport": "memory.report",
     **dict.fromkeys(_SECTIONS, "config.sections"),
     "Pipeline": "config.pipeline",

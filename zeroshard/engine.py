@@ -18,7 +18,6 @@ from zeroshard.checkpoint.save import Saver
 from zeroshard.comm import streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.data.microbatch import LossFunction, check_loss
-from zeroshard.deepspeed import translate
 from zeroshard.forwards import methods
 from zeroshard.hf import live
 from zeroshard.internals.dispatch import past_guards
@@ -58,10 +57,10 @@ class Engine(NotCopied, nn.Module):
     memory_report, reset_memory_report = report.memory_report, report.reset_memory_report
     comm_report, reset_comm_report = report.comm_report, report.reset_comm_report
     pipeline_report = cut.pipeline_report
-    global_steps, get_global_grad_norm = property(translate.global_steps), translate.get_global_grad_norm
-    train_micro_batch_size_per_gpu = translate.train_micro_batch_size_per_gpu
-    train_batch_size, gradient_clipping = translate.train_batch_size, translate.gradient_clipping
-    zero_optimization_stage = translate.zero_optimization_stage
+    global_steps, get_global_grad_norm = property(batches.global_steps), batches.get_global_grad_norm
+    train_micro_batch_size_per_gpu = batches.train_micro_batch_size_per_gpu
+    train_batch_size, gradient_clipping = batches.train_batch_size, batches.gradient_clipping
+    zero_optimization_stage = batches.zero_optimization_stage
 
     module: nn.Module
     """The model that was given."""

@@ -56,8 +56,8 @@ def keys(section):
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 KINDS = {
     r"\bengine\.(\w+)\(": (lambda name: hasattr(Engine, name), 60),
-    r"\bzeroshard\.(?!toml\b)((?:optim\.|data\.)?\w+)": (exists, 26),
-    r"zeroshard\[(\w+)\]": (EXTRAS.__contains__, 5),
+    r"\bzeroshard\.(?!toml\b)((?:optim\.|data\.)?\w+)": (exists, 25),
+    r"zeroshard\[(\w+)\]": (EXTRAS.__contains__, 3),
     r"\bConfig\((\w+)=": (keys(Config).__contains__, 8),
     r"\bPrecision\((\w+)=": (keys(Precision).__contains__, 1),
     **{

@@ -6,10 +6,8 @@ DeepSpeed's config keys as data: the keys of 0.19, and older keys that configs s
     IGNORED        not read, which the warning says: harmless, or given to `initialize`
     NO_EQUIVALENT  refused, with the nearest feature, unless the key is switched off
 
-Keys are dotted. The engine answers under DeepSpeed's names of methods, too.
+Keys are dotted.
 """
-
-from __future__ import annotations
 
 import difflib
 import math
@@ -18,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -40,9 +38,6 @@ from zeroshard.config.checked import (
 )
 from zeroshard.config.sections import Config
 from zeroshard.internals.warn import warn_user
-
-if TYPE_CHECKING:
-    from zeroshard.engine import Engine
 
 Options = dict[str, Any]
 """Values by zeroshard's dotted keys."""
@@ -395,36 +390,3 @@ def _nested(options: Options) -> dict[str, Any]:
         section, _, name = key.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[name] = value
     return nested
-
-
-# -- methods of an engine under DeepSpeed's names --------------------------------------------------------
-
-
-def global_steps(engine: Engine) -> int:
-    """`global_step`."""
-    return engine.global_step
-
-
-def get_global_grad_norm(engine: Engine) -> float | None:
-    """Return `grad_norm` as a number, for which the host waits; None before the first clipping."""
-    return None if engine.grad_norm is None else engine.grad_norm.item()
-
-
-def train_micro_batch_size_per_gpu(engine: Engine) -> int:
-    """Return `config.micro_batch_size`."""
-    return engine.config.micro_batch_size
-
-
-def train_batch_size(engine: Engine) -> int:
-    """Return the number of samples in an optimizer step over all ranks."""
-    return engine.config.micro_batch_size * engine.gradient_accumulation_steps() * engine.dp_world_size
-
-
-def gradient_clipping(engine: Engine) -> float:
-    """Return `config.clip_grad_norm`; 0.0 when gradients are not clipped."""
-    return engine.config.clip_grad_norm or 0.0
-
-
-def zero_optimization_stage(engine: Engine) -> int:
-    """Return `config.stage`."""
-    return engine.config.stage
