@@ -293,9 +293,18 @@ _no_wait_in("_await_gathers", Source, "await_copies", Kind.RACE, *_HOST)
 # had waited for the gathers of the unit: it has computed with them.
 
 
-@_must_show(Kind.RACE, scenarios=("host_read_in_backward", "host_backward_fails"))
+@_must_show(Kind.RACE, scenarios=("parameters_on_host",))
+def _no_wait_for_gradients_that_land(bench: Bench, patch: pytest.MonkeyPatch) -> None:
+    """A step reads gradients on the host while they are still copied there."""
+    patch.setattr(Landing, "follow", lambda landing: None)
+
+
+@_must_show(
+    Kind.RACE,
+    scenarios=("host_read_in_backward", "host_backward_fails", "parameters_on_host_gradients_read_once"),
+)
 def _no_wait_for_a_look(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-    """Somebody reads main parameters that were stepped in the backward, before they have come back."""
+    """Somebody reads values that a backward has stepped, or its gradients, before they are at rest."""
     patch.setattr(LateSteps, "wait_later", lambda late, wait: True)
 
 

@@ -129,6 +129,11 @@ class ModuleState:
         return False
 
     @staticmethod
+    def wait_later(wait: Callable[[], None]) -> bool:
+        """Let the host wait for values before somebody looks; False if a look may be unseen, too."""
+        return False
+
+    @staticmethod
     def settle() -> None:
         """Take the steps that wait, and scale the gradients that were to be scaled later."""
 

@@ -370,13 +370,15 @@ class Gradients:
             self.used = [False] * len(used)
 
     def hand_over(self, chosen: Set[ShardedParameter] | None = None) -> None:
-        """Set `p.grad` of parameters that were used, or add to it; the host waits for gradients that land.
+        """Set `p.grad` of parameters that were used, or add to it; the device follows those that land.
 
         Args:
             chosen: parameters whose unit is stepped before the end of the backward; None: all of the buffer.
         """
         if self.landing is not None:
-            self.landing.wait()
+            self.landing.follow()
+            if not self._context.state.wait_later(self.landing.wait):
+                self.landing.wait()
         squares, dtype, adds = self._squares, self.buffer.plan.main_dtype, False
         self.noted = self._squares = None
         new: list[tuple[ShardedParameter, Tensor]] = []
@@ -385,9 +387,12 @@ class Gradients:
                 continue
             gradient = self._reduced.pop(index)  # nobody else is to keep its memory
             if self.used[index]:
+                before = gradient_of(parameter)
+                if self.landing is not None and (before is not None or gradient.dtype is not dtype):
+                    self.landing.wait()  # the host computes
                 if gradient.dtype is not dtype:  # a sum that was kept has more bits
                     gradient = gradient.to(dtype)
-                if (before := gradient_of(parameter)) is None:
+                if before is None:
                     new.append((parameter, gradient))
                 else:
                     before.add_(gradient)

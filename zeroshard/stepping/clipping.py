@@ -48,6 +48,8 @@ def limit_norm(runtime: Runtime, norm: Tensor, max_norm: float) -> None:
     near, *others = moves.by_device([factor, *(gradient for _, gradient in found)])
     far = [found[index - 1] for group in others for index in group]
     waits = bool(far) and runtime.state.scale_later(far, factor)
+    if far and not waits:
+        runtime.state.look()
     scale_([found[i - 1][1] for i in near[1:]] if waits else [gradient for _, gradient in found], factor)
 
 
@@ -120,6 +122,8 @@ def own_gradients(runtime: Runtime, order: float = 2.0) -> list[Tensor]:
         for gradients in unit.gradients
         if order == 2.0 and (squares := gradients.noted_squares()) is not None
     }
+    if any(one.landing and one.buffer not in notes for unit in runtime.units for one in unit.gradients):
+        runtime.state.look()  # the host reads gradients that may be on their way
     tensors = [
         gradient[buffer.counted(index)]
         for buffer in runtime.buffers

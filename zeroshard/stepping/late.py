@@ -55,8 +55,8 @@ class LateSteps:
         self._factor: Tensor | None = None
         self._end: Step | None = None
         """Ends the step whose parts wait, or have waited since the last look."""
-        self._wait: Step | None = None
-        """Lets the host wait for the values of the last step; None: they are at rest."""
+        self._waits: dict[Step, None] = {}
+        """Let the host wait for values of the last step, and for gradients; none: all are at rest."""
         self._num_modes = 0
         """The modes of torch's dispatch around the last step."""
         self._state.gives_memory = self._step_at_once
@@ -64,6 +64,7 @@ class LateSteps:
         self._state.finish_steps = self._finish_steps  # type: ignore[method-assign]
         self._state.scale_later = self._scale_later  # type: ignore[method-assign]
         self._state.settle = self._settle  # type: ignore[method-assign]
+        self._state.wait_later = self.wait_later  # type: ignore[method-assign]
         self.watch(optimizer)
         optimizer.register_state_dict_pre_hook(lambda _: self._step_at_once())  # its tensors may be kept
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.finish())
@@ -102,7 +103,7 @@ class LateSteps:
                 step()
         for unit in self._left:
             unit.wait_for_step(lambda unit=unit: self._step(unit))  # type: ignore[misc]
-        self._end, self._wait, state.before_look = end, wait, self.finish
+        self._end, self._waits[wait], state.before_look = end, None, self.finish
         self._num_modes = torch._C._len_torch_dispatch_stack()
         if not self._left:
             self._finish_steps()
@@ -113,7 +114,7 @@ class LateSteps:
         state = self._state
         if Moment.BATCH in state.moments:
             return False
-        self._wait, state.before_look = wait, self.finish
+        self._waits[wait], state.before_look = None, self.finish
         return state.gives_memory is not None
 
     def _may_wait(self) -> bool:
@@ -131,6 +132,7 @@ class LateSteps:
     def _settle(self) -> None:
         self._finish_steps()  # with gradients that are not scaled
         if (factor := self._factor) is not None:
+            self._wait()
             present = [g for p, g in self._unscaled if g is not None and gradient_of(p) is g]
             self._unscaled, self._factor = [], None
             scale_(present, factor)
@@ -138,15 +140,18 @@ class LateSteps:
     def finish(self) -> None:
         """Take the steps that are left, end the step, and wait for its values."""
         self._settle()
-        wait, self._wait, self._state.before_look = self._wait, None, None
-        if wait is not None:
+        self._wait()
+
+    def _wait(self) -> None:
+        waits, self._waits, self._state.before_look = self._waits, {}, None
+        for wait in waits:
             wait()
 
     def _finish_steps(self) -> None:
         while self._left:
             self._step(next(iter(self._left)))
         end, self._end = self._end, None
-        self._state.before_look = self.finish if self._wait or self._unscaled else None
+        self._state.before_look = self.finish if self._waits or self._unscaled else None
         try:
             if end is not None:
                 end()

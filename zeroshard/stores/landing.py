@@ -1,11 +1,11 @@
 """Gradients leave the device, where main parameters lie elsewhere and the step comes after the backward.
 
-The copies run on a stream of their own, along with the rest of the backward. The host waits for them before
-it hands them to the parameters; the step brings them back, part by part. Sums of micro-batches lie on the
-host. They come to the device on the same stream, which adds to them and sends them back, so the host adds
-nothing. Values of a few buffers are on their way at a time: compute waits for older copies, so that their
-memory on the device is free again within the backward. The device also takes the sum of squares before they
-leave: the host would have to read all of them once more for their norm.
+The copies run on a stream of their own, along with the rest of the backward. At its end the device follows
+them, and the host waits before somebody looks, or before it changes them. The step brings them back, part by
+part. Sums of micro-batches lie on the host. They come to the device on the same stream, which adds to them
+and sends them back, so the host adds nothing. Values of a few buffers are on their way at a time: compute
+waits for older copies, so that their memory on the device is free again within the backward. The device also
+takes the sum of squares before they leave: the host would have to read all of them once more for their norm.
 """
 
 from __future__ import annotations
@@ -71,7 +71,11 @@ class Landing:
         target = memory.view(values.dtype)
         return target.copy_(values, non_blocking=True) if values.numel() else target
 
+    def follow(self) -> None:
+        """Let the current stream wait until all values have landed; their memory of the device may go."""
+        self._last.wait()
+        self._to_host.release()
+
     def wait(self) -> None:
         """Let the host wait until all values have landed."""
         self._last.synchronize()
-        self._to_host.release()
