@@ -291,7 +291,7 @@ CONTENTS: dict[str, Callable[[Path], None]] = {
     },
     "groups": edit_values(lambda values: values.update(groups=[{"lr": 1}])),
     "scalars": edit_values(lambda values: values.update(scalars={"blocks.0": 1})),
-    "generators": edit_values(lambda values: values.update(rng=[3] * 2)),
+    "generators": edit_values(lambda values: values.update(rng=[{"python": (3, (1, 2), None)}] * 2)),
     "no client state": edit_values(lambda values: values.pop("client_state")),
     **{
         f"inserted {number}": insert(made)

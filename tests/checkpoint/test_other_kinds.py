@@ -42,7 +42,12 @@ VALUES_OF_OTHER_KINDS: dict[str, tuple[Any, ...]] = {
     "scalars/*": (3, [], None),
     "other/*": (),
     "lr_scheduler": (3, [], "x"),
-    "rng/0": (3, None),
+    "rng/0": (3, None, {}),
+    "rng/1/torch": ("x", torch.zeros(3), torch.zeros(5056), torch.zeros(5056, dtype=torch.uint8)),
+    "rng/1/python/0": (),
+    "rng/0/python": ((3, (1, 2), None), (3, tuple(range(625)), "x"), (3, (0,) * 624 + (9999,), None), "x"),
+    "rng/0/numpy": ("x", ["MT19937", [0] * 624, 1 << 30, 0, 0.0], ["MT19937", [0] * 624, -5, 0, 0.0]),
+    "rng/0/numpy ": (["MT19937", [0] * 9, 3, 0, 0.0], ["MT19937", [0] * 624, 3, 0, "x"]),
     "extra/3": (),
     "client_state": (3, [], None),
 }

@@ -271,7 +271,7 @@ def test_a_sharded_model_is_saved_by_its_own_calls(tmp_path):
     same(torch.load(tmp_path / "whole.pt"), net().state_dict())
     with warned("Save engine.full_state_dict()"):
         torch.save(engine.module.state_dict(), tmp_path / "slices.pt")
-    with warned("Call engine.save_checkpoint(folder) on all ranks"):
+    with warned("call engine.save_checkpoint(folder) on all ranks"):
         torch.save(engine.optimizer.state_dict(), tmp_path / "states.pt")
     engine.save_checkpoint(tmp_path / "checkpoints")
     take_step(engine)

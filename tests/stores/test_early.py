@@ -212,6 +212,31 @@ def test_a_unit_is_stepped_when_its_backward_reads_its_weights_no_more(ranks, tm
         assert late == early
 
 
+def late_where_another_rank_steps(folder):
+    """The error if one rank looks at gradients, so steps late, and gets one late; then batches go on."""
+    files = {"optimizer": "nvme", "nvme_path": str(folder / "swap")}
+    engine = runs.start({"stage": 3, "offload": files}, MAKERS["AdamW"], loss_fn=token_loss)
+    if dist.get_rank() == 1:
+        engine.optimizer.register_step_pre_hook(lambda *_: None)
+    tokens = runs.batch(0)
+    for _ in range(2):
+        engine.train_batch(tokens[:, :-1], tokens[:, 1:])
+    engine.save_checkpoint(folder / "saved")
+    delay_a_gradient(engine)
+    with pytest.raises(RuntimeError, match=r".") as caught:
+        engine.train_batch(tokens[:, :-1], tokens[:, 1:])
+    engine.load_checkpoint(folder / "saved")
+    steps = Stepped(engine)
+    engine.train_batch(tokens[:, :-1], tokens[:, 1:])
+    return str(caught.value), steps.names
+
+
+def test_a_late_gradient_is_an_error_where_another_rank_steps_in_its_backward(ranks, tmp_path):
+    for message, names in ranks(2, late_where_another_rank_steps, tmp_path):
+        assert "after another had stepped its unit" in message
+        assert names == []
+
+
 @on_ranks(2)
 def test_a_hook_after_the_steps_may_zero_gradients():
     found = []

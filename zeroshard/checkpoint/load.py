@@ -175,7 +175,7 @@ class _Loading:
     ) -> None:
         self._parts, self._runtime, optimizer = parts, parts.runtime, parts.optimizer
         self.stored = stored = open_checkpoint(directory)
-        self.values = _read_values(stored)
+        self.values = _read_values(stored, self._runtime.context.device)
         model = read_model(self._runtime)
         self.names = self._match_parameters(model.aliases)
         """The stored name of each parameter."""
@@ -344,8 +344,7 @@ class _Loading:
         num_saved = len(saved) // num_parts
         if rank < num_saved:
             part = axes.pp.rank if axes.pp.size == num_parts else 0
-            with naming_damage(self.stored.directory / VALUES):
-                rng.restore(saved[part * num_saved + rank], self._runtime.context.device)
+            rng.restore(saved[part * num_saved + rank], self._runtime.context.device)
         else:
             rng.derive(manifest.seed, rank, manifest.global_step)
 
@@ -353,7 +352,7 @@ class _Loading:
 # -------------------------------------------------------------------------------------------- checking
 
 
-def _read_values(stored: Stored) -> SavedValues:
+def _read_values(stored: Stored, device: torch.device) -> SavedValues:
     """Return the values that are no tensors, checked."""
     for name in (VALUES, TENSORS):
         if name not in stored.manifest.files:
@@ -362,6 +361,8 @@ def _read_values(stored: Stored) -> SavedValues:
     found = read_values(stored.directory)
     with naming_damage(stored.directory / VALUES):
         values: SavedValues = typed(SavedValues, found, "values")
+        for states in values.rng:
+            rng.check(states, device)
         for place in values.places_in_data:
             parse_place(place)
         return values

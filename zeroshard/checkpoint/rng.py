@@ -26,6 +26,8 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
     Raises:
         Exception: of any kind, if they are no states of generators; then some generators may have them.
     """
+    if not isinstance(states["python"][2], float | None):
+        raise ValueError("expected the next number of Python's generator, or None")
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if device.type != "cpu" and device.type in states:
@@ -36,6 +38,15 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
         if type(position) is not int or not 0 <= position <= len(keys) or has_gauss not in (0, 1):
             raise ValueError(f"expected a position among the words of NumPy's generator, got {position!r}")
         numpy.random.set_state((kind, keys, position, has_gauss, float(gauss)))
+
+
+def check(states: dict[str, Any], device: torch.device) -> None:
+    """Raise an error of any kind unless they are states of generators, which go on as they are."""
+    before = capture(device)
+    try:
+        restore(states, device)
+    finally:
+        restore(before, device)
 
 
 def derive(seed: int, rank: int, step: int) -> None:

@@ -96,11 +96,11 @@ def change_tensors(
         if not is_dataclass(leaf) or isinstance(leaf, type) or (is_leaf is not None and is_leaf(leaf)):
             return leaf
         values = _fields(leaf)
-        parts = (*values.values(),)
-        if (changed := walk(parts)) is parts:
+        changed = {name: walk(part) for name, part in values.items()}
+        if all(changed[name] is part for name, part in values.items()):
             return leaf
         twin = copy.copy(leaf)
-        for name, part in zip(values, changed, strict=True):
+        for name, part in changed.items():
             object.__setattr__(twin, name, part)
         return twin
 

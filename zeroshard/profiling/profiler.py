@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from zeroshard.comm import streams
 from zeroshard.comm.streams import Clock
 from zeroshard.comm.watch.status import RankStatus, Wait
 from zeroshard.engine import Engine
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.memory.report import MemoryReport, measure, measure_process
+from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.parallel.pipeline.actions import Kind, parse_action
 from zeroshard.profiling.report import OTHER, Label, MemoryWatch, PhaseTimeline, Profile, describe
 from zeroshard.sharded import Sharded
@@ -190,8 +191,12 @@ class PhaseRecorder:
         return engine.memory_report() if isinstance(engine, Engine) else measure(self._runtime, None)
 
     def _count_bytes(self) -> int:
-        process = measure_process(self._runtime.context.device)
-        return process.allocated or process.rss or 0
+        device = self._runtime.context.device
+        if streams.has_streams(device):
+            return torch.accelerator.memory_allocated(device)
+        import psutil  # when a profile is asked for, not with the package
+
+        return int(psutil.Process().memory_info().rss)
 
     def _is_beside(self) -> bool:
         """True in an optimizer's step, and inside an action of a pipeline that runs forwards once more."""

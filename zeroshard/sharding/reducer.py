@@ -298,7 +298,6 @@ class Reducer:
         get its gradient after the unit was left.
         """
         if self.step_unit is not None:
-            self.num_late = 1  # so `train_batch` does not do so again
             raise RuntimeError(
                 f"{gradients.buffer.describe()} got a gradient after it was stepped in this backward: "
                 "load the last checkpoint, and set offload.step_in_backward=False"
@@ -504,12 +503,16 @@ class Reducer:
         used, again = self._agree(has_failed=False)
         if used is None:
             self._drop()
+            if again:
+                raise RuntimeError(
+                    "a gradient came on some rank after another had stepped its unit in this backward: load the "
+                    "last checkpoint, and set offload.step_in_backward=False"
+                )
             raise RuntimeError(
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
                 "are incomplete and were dropped on all ranks"
             )
         late, self._late = self._late, []
-        self.num_late = (self.num_late or 0) + len(again)
         for gradients, index, gradient in late:
             gradients.pack(index, gradient)
         for unit in again:
@@ -529,19 +532,22 @@ class Reducer:
 
         Returns:
             True where any rank has a gradient, for each buffer and parameter; None if the backward of any
-            rank has ended in an exception. And the units that have late gradients on any rank.
+            rank has ended in an exception, or has stepped units that have late gradients. And the units that
+            have late gradients on any rank.
         """
         late, units = {gradients for gradients, *_ in self._late}, self.order.reductions
         flags = [flag for gradients in self._all for flag in gradients.used]
         flags += [not late.isdisjoint(unit.gradients) for unit in units]
         is_odd, self.num_forwards = self.num_forwards % 2 == 1, 0
-        flags += [self.order.has_changed, has_failed, is_odd, not is_odd]
+        flags += [self.order.has_changed, has_failed, self.step_unit is not None, is_odd, not is_odd]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
         self._finish()  # steps wait for the answer
         flag = iter(answer())
         used = [list(islice(flag, len(gradients.used))) for gradients in self._all]
         again = [unit for unit, is_late in zip(units, islice(flag, len(units)), strict=True) if is_late]
-        self._must_agree, any_failed, any_odd, any_even = flag
+        self._must_agree, any_failed, any_steps, any_odd, any_even = flag
+        # After a failure, perhaps of a gradient that came late, no `train_batch` steps in its backward.
+        self.num_late = (self.num_late or 0) + len(again) + (any_steps and any_failed)
         if any_odd and any_even:
             warn_user(
                 "since the last backward the ranks have called the model different numbers of times with "
@@ -550,4 +556,4 @@ class Reducer:
                 "instance with a loss that is multiplied by 0; for extra calls on some ranks, as in "
                 "evaluation, use torch.no_grad()"
             )
-        return None if any_failed else used, again
+        return None if any_failed or (any_steps and again) else used, again

@@ -35,7 +35,7 @@ from zeroshard.sharding.unit import Unit, UnitState
 DRAIN_S = 5.0
 """Seconds to wait for exchanges under way when nobody needs them any more."""
 
-_OURS = (ShardedParameter, UnshardedParameter, type(None))
+_OURS = (ShardedParameter, UnshardedParameter)
 
 
 class Runtime:
@@ -124,7 +124,9 @@ class Runtime:
             return  # a walk over all modules takes ten times as long
         for path, module in self.module.named_modules():
             for name, parameter in module._parameters.items():
-                if isinstance(parameter, _OURS) or parameter in self.ignored:
+                if parameter is None or parameter in self.ignored:
+                    continue
+                if isinstance(parameter, _OURS) and parameter.fqn:  # a copy of a shown one has no name
                     continue
                 raise RuntimeError(
                     f"'{path + '.' if path else ''}{name}' was added to a sharded model: it would not be "

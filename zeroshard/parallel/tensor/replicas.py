@@ -116,7 +116,8 @@ class _Digest(NamedTuple):
             return _Digest(kind, "")
         values = tensor.detach().reshape(-1)[:_LOOKED_AT].cpu()
         if not values.is_floating_point():
-            return _Digest(kind, blake2b(values.contiguous().numpy().tobytes(), digest_size=8).hexdigest())
+            bits = values.contiguous().view(torch.uint8).numpy()
+            return _Digest(kind, blake2b(bits.tobytes(), digest_size=8).hexdigest())
         return _Digest(kind, "", _see(values))
 
     def is_like(self, other: _Digest) -> bool:
