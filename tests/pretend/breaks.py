@@ -196,9 +196,9 @@ def _activations_go_under_their_copies(bench: Bench, patch: pytest.MonkeyPatch) 
     patch.delattr(HostBuffer, "__del__")
 
 
-@_must_show(Kind.RACE, scenarios=("host_stage3_bf16", "fraction_stage3_clip", "host_gradients_forgotten"))
+@_must_show(Kind.RACE, scenarios=("parameters_on_host_gradients_read_once",))
 def _no_wait_for_gradients_on_the_host(bench: Bench, patch: pytest.MonkeyPatch) -> None:
-    """The optimizer reads gradients while they are copied to the host."""
+    """Somebody reads gradients while they are copied to the host."""
     patch.setattr(Landing, "wait", lambda landing: None)
 
 
@@ -293,7 +293,7 @@ _no_wait_in("_await_gathers", Source, "await_copies", Kind.RACE, *_HOST)
 # had waited for the gathers of the unit: it has computed with them.
 
 
-@_must_show(Kind.RACE, scenarios=("parameters_on_host",))
+@_must_show(Kind.RACE, scenarios=("parameters_on_host", "host_stage3_bf16", "fraction_stage3_clip"))
 def _no_wait_for_gradients_that_land(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A step reads gradients on the host while they are still copied there."""
     patch.setattr(Landing, "follow", lambda landing: None)

@@ -16,7 +16,7 @@ from zeroshard.internals.warn import warn_user
 _WARNING = (
     "a state_dict() of a sharded model is being saved, or of its optimizer; it holds this rank's slices. "
     "Save engine.full_state_dict() (called on all ranks; rank 0 gets whole tensors) or call "
-    "engine.save_pretrained(folder); to go on training later, call engine.save_checkpoint(folder) on all ranks"
+    "engine.save_pretrained(folder); to go on later, call engine.save_checkpoint(folder) on all ranks"
 )
 
 

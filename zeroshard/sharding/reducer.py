@@ -505,8 +505,8 @@ class Reducer:
             self._drop()
             if again:
                 raise RuntimeError(
-                    "a gradient came on some rank after another had stepped its unit in this backward: load the "
-                    "last checkpoint, and set offload.step_in_backward=False"
+                    "a gradient came on some rank after another had stepped its unit in this backward: load "
+                    "the last checkpoint, and set offload.step_in_backward=False"
                 )
             raise RuntimeError(
                 "the backward of another rank has ended in an exception: the gradients of this micro-batch "
