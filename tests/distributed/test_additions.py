@@ -69,6 +69,17 @@ def test_what_is_added_to_a_sharded_model_is_refused_and_to_a_closed_one_is_not(
         assert not (found + differences(f"stage {stage}", got, want))
 
 
+@pytest.mark.parametrize("make", [copy.deepcopy, nn.Parameter])
+@on_ranks(1)
+def test_a_copy_of_a_shown_parameter_is_an_addition_too(make):
+    engine, _ = start(build(), "SGD", stage=3)
+    with engine.unsharded():
+        twin = make(engine.module[1].weight)
+    engine.module.register_parameter("twin", twin)
+    with pytest.raises(RuntimeError, match=r"'twin' was added to a sharded model"):
+        engine.full_state_dict()
+
+
 @on_ranks(2)
 def test_parameters_that_are_tied_under_unsharded_are_refused_by_name():
     messages = []

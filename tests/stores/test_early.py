@@ -214,7 +214,7 @@ def test_a_unit_is_stepped_when_its_backward_reads_its_weights_no_more(ranks, tm
 
 def late_where_another_rank_steps(folder):
     """The error if one rank looks at gradients, so steps late, and gets one late; then batches go on."""
-    files = {"optimizer": "nvme", "nvme_path": str(folder / "swap")}
+    files = {"optimizer": "nvme", "nvme_path": str(folder)}
     engine = runs.start({"stage": 3, "offload": files}, MAKERS["AdamW"], loss_fn=token_loss)
     if dist.get_rank() == 1:
         engine.optimizer.register_step_pre_hook(lambda *_: None)
