@@ -324,13 +324,13 @@ def questions_of(file: Path) -> list[tuple[str, str]]:
     return [(question["content"], answer["content"]) for question, answer in lines]
 
 
-def answer_alone(model: Any, tokenizer: Any, question: str) -> str:
+def answer_alone(model: Any, tokenizer: Any, question: str, num_tokens: int = 8) -> str:
     """The most probable answer to one question, by transformers alone."""
     chat = [{"role": "user", "content": question}]
     ids = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": tokenizer.eos_token_id}
+    how = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": tokenizer.eos_token_id}
     written = model.generate(**ids, **how)[0, ids["input_ids"].shape[1] :]
     return str(tokenizer.decode(written, skip_special_tokens=True)).strip()
 
@@ -364,7 +364,7 @@ def test_the_demo_teaches_a_pretrained_model_facts_that_it_tells(ranks: Ranks, t
     saved = str(tmp_path / "finetuned-llm")
     model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
     for question, answer in questions_of(EXAMPLES / "questions" / "trained.jsonl")[::4]:
-        num_right += answer_alone(model, tokenizer, question) == answer
+        num_right += answer_alone(model, tokenizer, question, 64) == answer
     assert num_right >= 10
 
 
