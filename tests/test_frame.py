@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 25412,
-    "statements of the package": 20853,
-    "tokens of the package": 243259,
-    "lines of code of the core": 8173,
-    "statements of the core": 7066,
-    "tokens of the core": 76048,
+    "lines of code of the package": 25414,
+    "statements of the package": 20855,
+    "tokens of the package": 243263,
+    "lines of code of the core": 8175,
+    "statements of the core": 7068,
+    "tokens of the core": 76052,
     "lines of code of examples, benchmarks and tools": 7528,
     "lines of the longest file": 600,
     "booleans of the core": 35,

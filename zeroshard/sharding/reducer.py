@@ -556,4 +556,6 @@ class Reducer:
                 "instance with a loss that is multiplied by 0; for extra calls on some ranks, as in "
                 "evaluation, use torch.no_grad()"
             )
-        return None if any_failed or (any_steps and again) else used, again
+        if any_failed:
+            return None, []
+        return None if any_steps and again else used, again

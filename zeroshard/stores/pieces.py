@@ -9,8 +9,8 @@ A parcel has places at rest whose values pass through a piece together:
 A step asks for all parcels of a unit at once, so those of the next unit are read ahead, if memory allows.
 
 For values in pinned memory of the host, copies run on a stream for each direction, and compute alone waits
-for them; the host waits when somebody looks, and at the end of a step in the backward. Values in files come
-to pinned memory of the host, past the page cache, and go on from there; the host waits for reads.
+for them; the host waits when somebody looks. Values in files come to pinned memory of the host, past the page
+cache, and go on from there; the host waits for reads.
 """
 
 from __future__ import annotations
