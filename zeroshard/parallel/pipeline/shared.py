@@ -89,6 +89,7 @@ class _Aside:
         yield
         for parameter, earlier in zip(parameters, before, strict=True):
             if earlier is not None:
+                parameter.state.look()  # the host may add, and the summands may be on their way
                 own = gradient_of(parameter)
                 set_gradient(parameter, earlier if own is None else earlier.add_(own))
 
