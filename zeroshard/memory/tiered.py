@@ -113,7 +113,7 @@ def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, ti
         for indices in pieces.near_parts(buffer):
             numbers[unit.name] += len(pieces.cut(sizes[indices[0]], most)) if len(indices) == 1 else 1
             together = [min(sizes[index], most) for index in indices]
-            num_bytes = sum(map(partial(_bytes_of_a_step, buffer, states), together, indices))
+            num_bytes = sum(map(partial(_bytes_of_a_step, buffer, setting, states), together, indices))
             # No rank has most of each parameter: all that it has is its shard.
             parts.append(num_bytes * min(sum(together), buffer.main_size) // max(1, sum(together)))
     largest = max(parts, default=0)
@@ -121,10 +121,13 @@ def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, ti
     return (NUM_OTHERS + most_ahead(num_ahead, largest)) * largest
 
 
-def _bytes_of_a_step(buffer: BufferPlan, states: States, num: int, index: int) -> int:
-    """Bytes of some elements of a parameter and of their states."""
+def _bytes_of_a_step(buffer: BufferPlan, setting: Setting, states: States, num: int, index: int) -> int:
+    """Bytes of some elements of a parameter, of their states, and of gradients that come from the host."""
     of_states: int = states.num * _bytes_of_a_state(buffer, num, buffer.layout.sizes[index], states)
-    return of_states + (0 if buffer.main_tier is Tier.DEVICE else num * buffer.main_dtype.itemsize)
+    if buffer.main_tier is Tier.DEVICE:
+        return of_states
+    has_gradients = buffer.state_tier is Tier.HOST and not setting.steps_in_backward
+    return of_states + num * buffer.main_dtype.itemsize * (1 + has_gradients)
 
 
 def _state_bytes(buffers: Iterable[BufferPlan], setting: Setting, states: States) -> int:

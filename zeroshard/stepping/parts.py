@@ -64,8 +64,15 @@ _OTHERS = -1
 class Home:
     """A place of parameters, which fetches them for the step of an optimizer; this one leaves them alone."""
 
-    def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
-        """Prepare for parts that are likely to be fetched next: the parameters of each, in their order."""
+    def expect(
+        self, parts: Sequence[Sequence[ShardedParameter]], gradients: Mapping[ShardedParameter, Tensor]
+    ) -> None:
+        """Prepare for parts that are likely to be fetched next.
+
+        Args:
+            parts: the parameters of each, in their order.
+            gradients: the gradients with which they will be stepped, as far as they are there.
+        """
 
     def num_pieces(self, parameters: Sequence[ShardedParameter]) -> int:
         """Return the number of pieces in which a part is stepped."""
@@ -174,8 +181,9 @@ class StepByParts:
             [p for group in groups for p in only_sharded(group) if gradient_of(p) is not None]
             for groups in divided
         ]
+        gradients = {p: g for part in parts for p in part if (g := gradient_of(p)) is not None}
         for home in self._homes:
-            home.expect(parts)
+            home.expect(parts, gradients)
         twins = [twin_of(optimizer, groups) if units else optimizer for groups in divided]
         pairs = zip(twins, parts, strict=True)
         steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in pairs]
@@ -206,7 +214,7 @@ class StepByParts:
         """Begin to step units ahead of others, probably the same as the last time, in the same order."""
         expected, self._units = self._units, []
         for home in self._homes:
-            home.expect(expected)
+            home.expect(expected, {})
 
     def step_units(
         self, optimizer: Optimizer, parameters: Collection[ShardedParameter], reduced: Sequence[Gradients]

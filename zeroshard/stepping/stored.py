@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.comm.streams import mark_here
+from zeroshard.comm.streams import has_streams, mark_here
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.plan.layout import BLOCK, Span, round_up
 from zeroshard.plan.tiers import Tier
@@ -65,13 +65,18 @@ class StoreHome(Home):
         self._num_ahead = max((num for unit, num in numbers.items() if unit), default=1)
         """The blocks of a unit, but for the root: those of the next one are read while this one computes."""
 
-    def expect(self, parts: Sequence[Sequence[ShardedParameter]]) -> None:
+    def expect(
+        self, parts: Sequence[Sequence[ShardedParameter]], gradients: Mapping[ShardedParameter, Tensor]
+    ) -> None:
         """Begin to read the first part; each later one is read while the part before it is stepped.
 
         Args:
             parts: the parameters that are fetched together, in their probable order. Others may come, too.
+            gradients: their gradients, which are read along with them if they lie on the host.
         """
         blocks = [block for part in parts for block in self._blocks(part)]
+        for block in blocks:
+            block.bring(gradients)
         is_first = not all(block.num_places for block in blocks if block.size)  # they will need more memory
         self._pieces.expect(blocks, 1 if is_first else self._num_ahead)
 
@@ -153,7 +158,7 @@ class _Block:
         wholes: dict[str, Tensor],
     ) -> None:
         self.buffer, self._pieces, self._piece, self._wholes = buffer, pieces, piece, wholes
-        self._unit = unit
+        self._unit, self._own = unit, slice(None) if piece is None else piece.slice
         own = {buffer.sharded[index]: buffer.sharded_span(index) for index in indices}
         spans = {p: span if piece is None else piece.shifted(span.start) for p, span in own.items()}
         is_whole = len(indices) == len(buffer.sharded) and piece is None
@@ -179,6 +184,8 @@ class _Block:
         """Of each state the number of its place, its first byte there, and its tensor at rest."""
         self._held: set[Key] = set()
         """The states of the step under way that were read from their places."""
+        self._brought: list[tuple[Tensor, Tensor]] = []
+        """Gradients on the host that travel along with the values, and the part of each that does, uint8."""
         self._gradients: dict[ShardedParameter, Tensor | None] = {}
         """The gradients as they were, while parameters show other values."""
 
@@ -195,7 +202,7 @@ class _Block:
     def lay_out(self) -> int:
         """Give each place a range of a piece; return the bytes of all."""
         self._spans, at = [], 0
-        for rest in (*self.main, *self._states):
+        for rest in (*self.main, *self._states, *(part for _, part in self._brought)):
             start = round_up(at, self._pieces.alignment) + int(rest.storage_offset()) % self._pieces.alignment
             at = start + rest.nbytes
             self._spans.append(slice(start, at))
@@ -205,9 +212,17 @@ class _Block:
         """The places at rest, each with its range in a piece."""
         return list(zip((*self.main, *self._states), self._spans, strict=False))
 
+    def bring(self, gradients: Mapping[ShardedParameter, Tensor]) -> None:
+        """Let gradients that lie on the host travel along with the values."""
+        pieces = self._pieces
+        travel = self.main and pieces.tier is Tier.HOST and has_streams(pieces.memory.device)
+        found = [gradients[p] for p in self._span_of if travel and p in gradients]
+        self._brought = [(one, one[self._own].view(torch.uint8)) for one in found if one.is_contiguous()]
+
     def sources(self, piece: Piece) -> list[tuple[Tensor, slice]]:
-        """As `places`; but main parameters come from where the unit has gathered them, if it has."""
+        """As `places`, and gradients; main parameters come from where they are gathered, if they are."""
         found = self.places()
+        found += zip((part for _, part in self._brought), self._spans[len(found) :], strict=True)
         lends = self.main and self._pieces.tier is Tier.HOST
         near = self._unit.lend(self.buffer, piece.follow_read) if lends else None
         if near is not None:
@@ -230,19 +245,22 @@ class _Block:
             counts: the parameters whose counters of steps lie with them.
         """
         self._held.clear()
+        spans = self._spans[len(self.main) + len(self._states) :]
+        brought = {id(g): memory[s].view(g.dtype) for (g, _), s in zip(self._brought, spans, strict=True)}
         for p, span in self._span_of.items() if self.main or self._piece is not None else ():
             self._gradients[p] = gradient = gradient_of(p)
             starts[p] += 0 if self._piece is None else self._piece.start
             if gradient is not None:
-                gradient = self._pieces.near(gradient if self._piece is None else gradient[self._piece.slice])
+                near = brought.get(id(gradient))
+                gradient = self._pieces.near(gradient[self._own]) if near is None else near
                 if self.main and p.state.factor is not None:  # else it was scaled on the device
                     scale_([gradient], p.state.factor)
             show(p, self.main_in(memory)[span] if self.main else self._main, gradient)
-        near = defaultdict[Any, dict[str, Any]](dict)
+        held = defaultdict[Any, dict[str, Any]](dict)
         for p in self._span_of:
             for name, value in states[p].items() if p in states else ():
-                near[p][name] = self._near(memory, (p, name), value, p in counts)
-        return near
+                held[p][name] = self._near(memory, (p, name), value, p in counts)
+        return held
 
     def _near(self, memory: Tensor, key: Key, value: Any, counts: bool) -> Any:
         """A state where it is stepped."""
@@ -267,7 +285,7 @@ class _Block:
 
     def release(self, starts: MutableMapping[ShardedParameter, int]) -> None:
         """Let parameters show their values at rest."""
-        gradients, self._gradients = self._gradients, {}
+        gradients, self._gradients, self._brought = self._gradients, {}, []
         for p, gradient in gradients.items():
             show(p, self._at_rest[p], gradient)
             starts[p] -= 0 if self._piece is None else self._piece.start
