@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.comm.streams import has_streams, mark_here
+from zeroshard.comm import streams
+from zeroshard.comm.streams import mark_here
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.plan.layout import BLOCK, Span, round_up
 from zeroshard.plan.tiers import Tier
@@ -215,7 +216,7 @@ class _Block:
     def bring(self, gradients: Mapping[ShardedParameter, Tensor]) -> None:
         """Let gradients that lie on the host travel along with the values."""
         pieces = self._pieces
-        travel = self.main and pieces.tier is Tier.HOST and has_streams(pieces.memory.device)
+        travel = self.main and pieces.tier is Tier.HOST and streams.has_streams(pieces.memory.device)
         found = [gradients[p] for p in self._span_of if travel and p in gradients]
         self._brought = [(one, one[self._own].view(torch.uint8)) for one in found if one.is_contiguous()]
 

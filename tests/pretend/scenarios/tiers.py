@@ -29,6 +29,7 @@ from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.parts import is_known, steps_by_unit
+from zeroshard.stores.pieces import HostPieces
 
 HOST, FILES = {"optimizer": "cpu"}, {"optimizer": "nvme"}
 NARROW = BF16 | {"main_dtype": "bfloat16"}
@@ -742,12 +743,26 @@ def host_waits_for_nothing(bench: Bench) -> None:
         offload = {**HOST, "parameters": parameters, "step_in_backward": early}
         bench.start(bench.gpt(3), stage=3, precision=NARROW, offload=offload)
         plainly(bench, 2)
-        with _host_waits() as waits:
+        with _host_waits() as waits, _fetched_alone(bench) as alone:
             plainly(bench, 2)
             assert not waits, (parameters, early, waits)
+            assert not alone, (parameters, early, alone)
             with bench.trace.syncs_allowed():
                 next(iter(bench.engine.parameters())).norm()
             assert "pieces.py" in waits
+
+
+@contextmanager
+def _fetched_alone(bench: Bench) -> Iterator[list[torch.Size]]:
+    """The shapes of what is copied from the host by itself, on the stream of compute, before a step."""
+    shapes: list[torch.Size] = []
+
+    def noted(pieces: HostPieces, value: Tensor, near: Callable[..., Tensor] = HostPieces.near) -> Tensor:
+        shapes.extend([value.shape] * (value.dim() > 0 and bench.trace.is_on_host(value)))
+        return near(pieces, value)
+
+    with mock.patch.object(HostPieces, "near", noted):
+        yield shapes
 
 
 @contextmanager
