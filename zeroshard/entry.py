@@ -74,9 +74,9 @@ def initialize(
             optimizers.
         config: a Config, a dict, or a path to a .json or .toml file.
         training_data: a Dataset. It becomes a DataLoader with a distributed sampler,
-            `config.micro_batch_size` and the options of `config.loader`. Or a DataLoader of yours over this
-            rank's batches, such as torchdata's StatefulDataLoader, whose place in the data checkpoints then
-            hold; docs/integrations.md says more.
+            `config.micro_batch_size` and the options of `config.loader`. Or a loader of yours over this
+            rank's batches with a state, such as torchdata's StatefulDataLoader, which checkpoints then hold;
+            docs/integrations.md says more.
         collate_fn: the function that makes a batch of samples in that DataLoader; by default torch's.
         lr_scheduler: a scheduler over `optimizer`, or a callable that makes one from it; `engine.step()`
             advances it.
@@ -231,7 +231,9 @@ def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:
     is_sized = hasattr(training_data, "__len__") and hasattr(training_data, "__getitem__")
     if not is_sized or not len(training_data):
         raise ValueError(
-            f"training_data: expected a Dataset with a length above 0, or a DataLoader, got {training_data!r}"
+            "training_data: expected a Dataset with a length above 0, or a loader with a state_dict(), such "
+            f"as torchdata's StatefulDataLoader, got {training_data!r}. Give the dataset of a DataLoader of "
+            "torch, or iterate over it in your loop"
         )
 
 
