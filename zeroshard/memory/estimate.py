@@ -13,7 +13,6 @@ from torch import nn
 from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.config.sections import Config
-from zeroshard.forwards.composed import taken_apart
 from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory import traffic
 from zeroshard.memory.activations import MicroBatch, Sizes, Tokens, typical_sizes
@@ -171,9 +170,8 @@ class Counted:
             raise ValueError(f"optimizer_bits: expected 8 or 32, got {optimizer_bits!r}")
         setting = setting_of(config, world_size, host_computes=host_computes)
         if self._model is not None:
-            with taken_apart(self._model, config.ignored):
-                planned = _plan_model(self._model, config, setting, self._tp_plan)
-                usages = self._usages_of_model(self._model, config, planned)
+            planned = _plan_model(self._model, config, setting, self._tp_plan)
+            usages = self._usages_of_model(self._model, config, planned)
         else:
             assert self._sizes is not None, "it is a model or a number"
             planned = _plan_number(self._sizes, config, setting)
@@ -310,7 +308,7 @@ def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setti
 
 
 def _plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None) -> PlannedRanks:
-    """Plan the units of a model whose weights wrap no others, and which does not change.
+    """Plan the units of a model, which does not change.
 
     Raises:
         ValueError: a parameter that cannot be sharded or divided; a model that cannot be cut.
