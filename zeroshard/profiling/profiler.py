@@ -84,7 +84,8 @@ class Profile:
                 if holder is not None:
                     (kind, unit), (_, name) = _kind_and_unit(holder), _label(holder)
                     units.setdefault(unit, dict.fromkeys(COLUMNS, 0.0))[kind] += own
-                    waits[name] += own if kind == "wait" else 0.0
+                    if kind == "wait":
+                        waits[name] += own
         self.units = units
         self.waits = dict(sorted(waits.items(), key=lambda item: -item[1]))
 
@@ -161,10 +162,12 @@ def profile(engine: Engine | Sharded, *, profile_memory: bool = True, **options:
         raise RuntimeError("another profile of this engine is under way: end it before")
     recorder = _RangeRecorder(runtime)
     result = Profile(operations=torch.profiler.profile(profile_memory=profile_memory, **options))
+    result.operations.start()
     try:
-        with result.operations, recorder:
+        with recorder:
             yield result
     finally:
+        result.operations.stop()
         result.fill(recorder.num_steps, on_device=streams.has_streams(runtime.context.device))
 
 
