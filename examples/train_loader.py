@@ -3,9 +3,8 @@
     python examples/train_loader.py                                     # one rank
     torchrun --nproc-per-node 2 examples/train_loader.py --checkpoint-dir DIR
 
-The loader is torchdata's StatefulDataLoader where that is installed, else torch's DataLoader. Both find their
-place: the first one by its own state, the second one by going through the epoch again. Started again with
-the same folder, the run goes on with the batch that would have come.
+The loader is torchdata's StatefulDataLoader, which finds its place by its own state. Started again with the
+same folder, the run goes on with the batch that would have come.
 """
 
 from __future__ import annotations
@@ -15,16 +14,12 @@ import os
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import zeroshard
 from blocks import collator
 from llama import parser, read_text, small_llama
-
-try:
-    from torchdata.stateful_dataloader import StatefulDataLoader as Loader
-except ImportError:
-    Loader = DataLoader
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
@@ -35,7 +30,7 @@ def main() -> None:
     args = options.parse_args()
     model, blocks = small_llama(), read_text().train
     sampler: DistributedSampler = DistributedSampler(blocks, WORLD_SIZE, RANK)  # of all ranks alike
-    loader = Loader(blocks, batch_size=4, sampler=sampler, collate_fn=collator(model))
+    loader = StatefulDataLoader(blocks, batch_size=4, sampler=sampler, collate_fn=collator(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     config = {"stage": args.stage, "clip_grad_norm": 1.0}
     engine, _, batches, _ = zeroshard.initialize(model, optimizer, config, training_data=loader)

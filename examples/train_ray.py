@@ -19,13 +19,19 @@ from typing import Any
 import ray
 import ray.train
 import torch
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointUploadMode,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+)
 from ray.train.torch import TorchTrainer
 
 import zeroshard
 from blocks import collator
 from llama import parser, read_text, small_llama
-from zeroshard.integrations.ray import report, resume
 
 EXAMPLES = Path(__file__).resolve().parent
 
@@ -42,7 +48,8 @@ def train(config: dict[str, Any]) -> None:
         collate_fn=collator(model),
     )
     assert loader is not None  # there is training data
-    resume(engine)
+    if checkpoint := ray.train.get_checkpoint():  # the newest one of the run
+        engine.load_checkpoint(checkpoint.path)
     first = engine.global_step
     context = ray.train.get_context()
     while engine.global_step < config["steps"]:
@@ -56,7 +63,13 @@ def train(config: dict[str, Any]) -> None:
             engine.backward(loss)
             engine.step()
             if step % 10 == 0 or engine.global_step == config["steps"]:
-                report(engine, {"step": step, "loss": loss.item(), "first": first})
+                folder = f"{config['folder']}/checkpoint-step-{engine.global_step}"
+                engine.save_checkpoint(folder)  # the workers write it themselves: Ray copies nothing
+                ray.train.report(
+                    {"step": step, "loss": loss.item(), "first": first},
+                    Checkpoint(folder),
+                    checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+                )
 
 
 def main() -> None:
@@ -73,7 +86,12 @@ def main() -> None:
     ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=True)
     trainer = TorchTrainer(
         train,
-        train_loop_config={"steps": args.steps, "stage": args.stage, "fail_at": args.fail_at},
+        train_loop_config={
+            "steps": args.steps,
+            "stage": args.stage,
+            "fail_at": args.fail_at,
+            "folder": f"{storage}/zeroshard",  # of the run, see its name below
+        },
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
         run_config=RunConfig(
             name="zeroshard",

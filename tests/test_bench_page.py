@@ -42,7 +42,6 @@ PUBLISHED = {
     "pipeline": ["pipeline_2ranks_llama"],
     "pipeline_async": ["pipeline_async_4ranks_sleep"],
     "tensor_parallel": ["tensor_parallel_2ranks_stage0", "tensor_parallel_4ranks_stage3"],
-    "profile_cost": ["profile_cost_2ranks_stage3"],
     "qlora": ["qlora_1b"],
     "unit_cost": ["unit_cost_1ranks_stage3"],
 }

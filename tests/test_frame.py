@@ -249,8 +249,7 @@ LOOKED_INTO = {
     "cli/planning": {"hf", "memory", "sharded"},
     "integrations/transformers": {"forwards"},
     "logs/steplog": {"comm", "memory"},
-    "profiling/profiler": {"comm", "memory", "parallel", "sharding"},
-    "profiling/report": {"sharding"},
+    "profiling/profiler": {"comm", "parallel", "sharding"},
 }
 
 

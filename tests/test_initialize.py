@@ -463,7 +463,7 @@ def test_the_dataloader_takes_workers_pinned_memory_and_drop_last_from_the_confi
 @pytest.mark.parametrize("data", [[], TensorDataset(torch.ones(0, 3)), Endless(), 3])
 def test_training_data_that_cannot_be_dealt_to_the_ranks_is_refused(data):
     message = refusal(Tiny(), training_data=data)
-    expected = "training_data: expected a Dataset with a length above 0, or a DataLoader, got "
+    expected = "training_data: expected a Dataset with a length above 0, or a loader with a state_dict(), "
     assert message.startswith(expected)
 
 

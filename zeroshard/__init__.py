@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from zeroshard.memory.estimate import Estimate, estimate
     from zeroshard.memory.report import CommReport, MemoryReport
     from zeroshard.parallel.tensor.losses import cross_entropy
-    from zeroshard.profiling.profiler import profile
-    from zeroshard.profiling.report import Profile
+    from zeroshard.profiling.profiler import Profile, profile
     from zeroshard.sharded import Sharded, shard
 
 __all__ = [
@@ -69,7 +68,7 @@ _HOMES = {
     "MemoryReport": "memory.report",
     "cross_entropy": "parallel.tensor.losses",
     "profile": "profiling.profiler",
-    "Profile": "profiling.report",
+    "Profile": "profiling.profiler",
     **dict.fromkeys(("Sharded", "shard"), "sharded"),
 }
 """The module of each public name. A name must not be the name of a module, whose import would hide it."""

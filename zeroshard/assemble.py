@@ -19,7 +19,6 @@ from zeroshard.comm.streams import Streams
 from zeroshard.comm.wrappers import refuse_wrappers
 from zeroshard.config.sections import Config, refuse_pipeline
 from zeroshard.forwards.activations import offload_activations
-from zeroshard.forwards.composed import taken_apart
 from zeroshard.forwards.methods import refuse_files_of_slices
 from zeroshard.forwards.quantized import QuantizedLayers, change_forwards
 from zeroshard.forwards.wrapped import (
@@ -65,14 +64,13 @@ def shard_in_place(
     """Shard a module over the ranks of the default process group, or of a mesh."""
     refuse_pipeline(config, "shard")
     refuse_recording("shard")
-    with taken_apart(module, config.ignored, for_good=True):
-        device = use_device(config.device or _device_of(module, mesh))
-        world = open_world(device, Counter(), config.watchdog_s)
-        watch(world)
-        axes = open_data_parallel(config, world, mesh)
-        specs = specify_units(module, config)
-        division = plan_division(module, specs, tp_plan, axes.tp.size, by_sequence=config.mesh.sequence)
-        return shard_over(module, division, config, axes)
+    device = use_device(config.device or _device_of(module, mesh))
+    world = open_world(device, Counter(), config.watchdog_s)
+    watch(world)
+    axes = open_data_parallel(config, world, mesh)
+    specs = specify_units(module, config)
+    division = plan_division(module, specs, tp_plan, axes.tp.size, by_sequence=config.mesh.sequence)
+    return shard_over(module, division, config, axes)
 
 
 def specify_units(module: nn.Module, config: Config) -> list[UnitSpec]:

@@ -24,7 +24,6 @@ from zeroshard.config.sections import Config, Loader
 from zeroshard.data.loader import EpochLoader, GivenLoader, is_loader, warn_of_same_samples
 from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
-from zeroshard.forwards.composed import form_of, taken_apart
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import record_resets, refuse_recording
 from zeroshard.memory.tiered import check_room
@@ -74,9 +73,9 @@ def initialize(
             optimizers.
         config: a Config, a dict, or a path to a .json or .toml file.
         training_data: a Dataset. It becomes a DataLoader with a distributed sampler,
-            `config.micro_batch_size` and the options of `config.loader`. Or a DataLoader of yours over this
-            rank's batches, such as torchdata's StatefulDataLoader, whose place in the data checkpoints then
-            hold; docs/integrations.md says more.
+            `config.micro_batch_size` and the options of `config.loader`. Or a loader of yours over this
+            rank's batches with a state, such as torchdata's StatefulDataLoader, which checkpoints then hold;
+            docs/integrations.md says more.
         collate_fn: the function that makes a batch of samples in that DataLoader; by default torch's.
         lr_scheduler: a scheduler over `optimizer`, or a callable that makes one from it; `engine.step()`
             advances it.
@@ -96,53 +95,48 @@ def initialize(
         _check_loader(training_data, collate_fn, config)
         dataset = None
     refuse_recording("initialize")
-    with taken_apart(model, config.ignored, for_good=True):
-        part, described, whole, device = None, None, config, use_device(config.device)
-        # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
-        world = start_world(device, config.watchdog_s) if config.mesh.pp * config.mesh.tp > 1 else None
-        if world is not None and config.mesh.pp > 1:
-            part, described = _part_of_model(
-                model, optimizer, config, world, SampleSource(dataset, collate_fn)
-            )
-            model, config = part.chunked.model, part.narrowed
-            if part.is_frozen:  # an optimizer over nothing would be an error of torch
-                optimizer = lr_scheduler = None
-        specs = specify_units(model, config)
-        if part is not None:
-            specs = part.named(specs)
-        division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
-        specs = division.specs
-        optimizer = _build_optimizer(optimizer, model)
-        overrides = read_overrides(
-            optimizer, {parameter: name for name, parameter in model.named_parameters()}
-        )
-        lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
-        world = world or start_world(device, config.watchdog_s)
-        if part is None:
-            check_agreement(world, model, config, specs, optimizer, overrides, dataset)
-        axes = open_data_parallel(config, world)
-        if part is not None:
-            check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
-        close_at_exit(axes, *axes.members)
-        check_room(specs, config, axes, optimizer, device)
-        by_parts = optimizer is not None and is_known(optimizer)
-        runtime = shard_over(model, division, config, axes, steps_by_parts=by_parts)
-        if optimizer is not None:
-            pairs = (zip(buffer.originals, buffer.sharded, strict=True) for buffer in runtime.buffers)
-            sharded = {original.parameter: own for both in pairs for original, own in both}
-            take_over(optimizer, sharded, overrides, device)
-        loader = _build_loader(training_data, collate_fn, config, axes)
-        parts = EngineState(
-            runtime=runtime,
-            config=whole,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            loader=loader,
-            described=described,
-        )
-        engine = Engine(model, parts, loss_fn, part)
-        engine.reset_comm_report()
-        return Initialized(engine, optimizer, loader, lr_scheduler)
+    part, described, whole, device = None, None, config, use_device(config.device)
+    # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
+    world = start_world(device, config.watchdog_s) if config.mesh.pp * config.mesh.tp > 1 else None
+    if world is not None and config.mesh.pp > 1:
+        part, described = _part_of_model(model, optimizer, config, world, SampleSource(dataset, collate_fn))
+        model, config = part.chunked.model, part.narrowed
+        if part.is_frozen:  # an optimizer over nothing would be an error of torch
+            optimizer = lr_scheduler = None
+    specs = specify_units(model, config)
+    if part is not None:
+        specs = part.named(specs)
+    division = plan_division(model, specs, tp_plan, config.mesh.tp, by_sequence=config.mesh.sequence)
+    specs = division.specs
+    optimizer = _build_optimizer(optimizer, model)
+    overrides = read_overrides(optimizer, {parameter: name for name, parameter in model.named_parameters()})
+    lr_scheduler = _build_scheduler(lr_scheduler, optimizer)
+    world = world or start_world(device, config.watchdog_s)
+    if part is None:
+        check_agreement(world, model, config, specs, optimizer, overrides, dataset)
+    axes = open_data_parallel(config, world)
+    if part is not None:
+        check_agreement(axes.everyone, model, config, specs, optimizer, overrides, dataset)
+    close_at_exit(axes, *axes.members)
+    check_room(specs, config, axes, optimizer, device)
+    by_parts = optimizer is not None and is_known(optimizer)
+    runtime = shard_over(model, division, config, axes, steps_by_parts=by_parts)
+    if optimizer is not None:
+        pairs = (zip(buffer.originals, buffer.sharded, strict=True) for buffer in runtime.buffers)
+        sharded = {original.parameter: own for both in pairs for original, own in both}
+        take_over(optimizer, sharded, overrides, device)
+    loader = _build_loader(training_data, collate_fn, config, axes)
+    parts = EngineState(
+        runtime=runtime,
+        config=whole,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        loader=loader,
+        described=described,
+    )
+    engine = Engine(model, parts, loss_fn, part)
+    engine.reset_comm_report()
+    return Initialized(engine, optimizer, loader, lr_scheduler)
 
 
 def _part_of_model(
@@ -200,11 +194,6 @@ def _traced(model: nn.Module, config: Config, world: Axis, source: SampleSource)
     """
     names = tuple(config.pipeline.split or ())
     found: list[TracedChunks] = []
-    for layer in (name for name, module in model.named_modules() if form_of(module) is not None):
-        raise ValueError(
-            f"pipeline.trace: '{layer}.weight' wraps other tensors, which a trace would take for its own: "
-            "expected plain weights, or a pipeline without a trace"
-        )
 
     def trace_it() -> None:
         sample = None if source.training_data is None else sample_of(model, source, config.micro_batch_size)
@@ -231,7 +220,9 @@ def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:
     is_sized = hasattr(training_data, "__len__") and hasattr(training_data, "__getitem__")
     if not is_sized or not len(training_data):
         raise ValueError(
-            f"training_data: expected a Dataset with a length above 0, or a DataLoader, got {training_data!r}"
+            "training_data: expected a Dataset with a length above 0, or a loader with a state_dict(), such "
+            f"as torchdata's StatefulDataLoader, got {training_data!r}. Give the dataset of a DataLoader of "
+            "torch, or iterate over it in your loop"
         )
 
 

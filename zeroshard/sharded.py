@@ -17,7 +17,6 @@ from zeroshard.assemble import shard_in_place
 from zeroshard.comm.collectives import on_all
 from zeroshard.comm.streams import mark_here
 from zeroshard.config.sections import Config
-from zeroshard.forwards.composed import form_of
 from zeroshard.full import parameters as full
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.parallel.tensor.styles import Plan
@@ -49,8 +48,8 @@ def restore_module(runtime: Runtime) -> None:
 
     They are the objects that the module had before it was sharded, of full shape, in the main dtype and on
     the device of the runtime; those from the meta device are new objects. The engine keeps frozen ones in the
-    compute dtype; they come in the main dtype, too, so that a plain forward works. With weights of torchao
-    all come in the dtypes that they had: such weights compute in one dtype. One unit is gathered at a time.
+    compute dtype; they come in the main dtype, too, so that a plain forward works. One unit is gathered at a
+    time.
 
     Raises:
         RuntimeError: a forward, a backward or `unsharded()` is running; or a parameter was replaced on any
@@ -65,12 +64,11 @@ def restore_module(runtime: Runtime) -> None:
     on_all(runtime.context.axes.world, "agreement on close()", check)
     runtime.drop_deferred()
     runtime.passes.reshard_all()
-    in_own = any(form_of(layer) is not None for layer in runtime.module.modules())
     for unit in runtime.units:
         for buffer in unit.buffers:
             views = buffer.gather_wholes()
             for original, sharded, view in zip(buffer.originals, buffer.sharded, views, strict=True):
-                _give_back(original, sharded, view.to(_dtype_of(original, view, runtime, in_own), copy=True))
+                _give_back(original, sharded, view.to(_dtype_of(original, view, runtime), copy=True))
     release(
         runtime,
         "belongs to an engine that was closed, and its model has the whole parameter again: make a new "
@@ -107,9 +105,9 @@ def release(runtime: Runtime, refusal: str) -> None:
     runtime.state.refusal = refusal
 
 
-def _dtype_of(original: Original, view: Tensor, runtime: Runtime, in_own: bool) -> torch.dtype:
-    if in_own or is_packed(original.parameter):
-        return view.dtype if is_packed(original.parameter) else original.parameter.dtype
+def _dtype_of(original: Original, view: Tensor, runtime: Runtime) -> torch.dtype:
+    if is_packed(original.parameter):
+        return view.dtype
     main = runtime.context.setting.dtypes.main_dtype or torch.promote_types(
         original.parameter.dtype, torch.float32
     )
@@ -213,7 +211,6 @@ def count_elements(parameters: Iterable[nn.Parameter], *, only_trainable: bool =
 
 def _whole_shape(parameter: nn.Parameter) -> torch.Size:
     coded: torch.Size | None = getattr(getattr(parameter, "quant_state", None), "shape", None)
-    coded = coded or getattr(parameter, "coded_shape", None)
     whole: torch.Size = getattr(parameter, "full_shape", parameter.shape)  # of a scalar it is empty, false
     return coded or whole
 
@@ -227,9 +224,8 @@ def close(owner: Engine | Sharded, restore: bool = True) -> None:
     """Make the model an ordinary module again; collective. A second call does nothing.
 
     The model has its original parameters again, with the trained values, whole on every rank, in the
-    main dtype; with weights of torchao, in the dtypes that they had. Hooks are gone and methods are its
-    own. It may be used as it is, or given to `initialize` or `shard` again. Gradients are dropped. The
-    optimizer cannot step any more: its states are of slices.
+    main dtype. Hooks are gone and methods are its own. It may be used as it is, or given to `initialize` or
+    `shard` again. Gradients are dropped. The optimizer cannot step any more: its states are of slices.
 
     Args:
         restore: False only gives back memory and waits for no other rank. The model cannot be used then.

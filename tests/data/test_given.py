@@ -66,15 +66,6 @@ def with_sampler(kind, rank=0, num_ranks=2):
 
 
 LOADERS = {
-    "in order": lambda: DataLoader(Numbers(11), batch_size=2),
-    "shuffled": lambda: DataLoader(Numbers(11), batch_size=2, shuffle=True),
-    "shuffled by a generator": lambda: DataLoader(
-        Numbers(11), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5)
-    ),
-    "noisy workers": lambda: DataLoader(Numbers(11, noisy=True), batch_size=2, shuffle=True, num_workers=1),
-    "distributed": lambda: with_sampler(DataLoader),
-    "stream": lambda: DataLoader(Stream(), batch_size=2),
-    "list": lambda: _Listed(),
     "counted": Counted,
     "stateful": lambda: stateful(Numbers(11), batch_size=2),
     "stateful, shuffled": lambda: stateful(Numbers(11), batch_size=2, shuffle=True),
@@ -85,16 +76,6 @@ LOADERS = {
     "stateful stream": lambda: stateful(Stream(), batch_size=2),
     "stateful, workers": lambda: stateful(Numbers(11), batch_size=2, shuffle=True, num_workers=2),
 }
-
-
-class _Listed(DataLoader):
-    """A DataLoader whose `__iter__` is the user's own."""
-
-    def __init__(self):
-        super().__init__(Numbers(6), batch_size=1)
-
-    def __iter__(self):
-        return iter([torch.tensor([float(number)]) for number in range(6)])
 
 
 def run(given, num_batches):
@@ -135,42 +116,79 @@ def test_a_loader_goes_on_with_the_batches_that_would_have_come(name):
         assert going_on == whole[stop:], stop
 
 
+class OfEpochs(Counted):
+    """Notes the epochs that it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def set_epoch(self, number):
+        self.told.append(number)
+
+
+def test_a_place_between_two_epochs_goes_on_with_the_next_one():
+    first = GivenLoader(OfEpochs(), CPU)
+    assert [len(list(first)) for _ in range(2)] == [7, 7]
+    resumed = GivenLoader(OfEpochs(), CPU)
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.num_epochs == 2
+    assert len(list(resumed)) == 7
+    assert resumed.loader.told == [2]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_stateful_loader_goes_on_between_two_epochs(shuffle):
+    def loader():
+        return stateful(Numbers(11), batch_size=2, shuffle=shuffle)
+
+    torch.manual_seed(7)
+    whole = GivenLoader(loader(), CPU)
+    epochs = [[batch.flatten().tolist() for batch in whole] for _ in range(4)]
+    torch.manual_seed(7)
+    first = GivenLoader(loader(), CPU)
+    assert [[batch.flatten().tolist() for batch in first] for _ in range(2)] == epochs[:2]
+    state, random = first.state_dict(), torch.get_rng_state()
+    resumed = GivenLoader(loader(), CPU)
+    resumed.load_state_dict(state)
+    torch.set_rng_state(random)
+    assert [[batch.flatten().tolist() for batch in resumed] for _ in range(2)] == epochs[2:]
+
+
 def test_a_place_that_was_loaded_is_the_place_until_it_is_taken():
-    first = GivenLoader(LOADERS["shuffled"](), CPU)
+    first = GivenLoader(with_sampler(stateful), CPU)
     run(first, 2)
-    again = GivenLoader(LOADERS["shuffled"](), CPU)
+    again = GivenLoader(with_sampler(stateful), CPU)
     again.load_state_dict(first.state_dict())
-    assert again.state_dict()["num_batches"] == 2
+    assert again.state_dict()["own"] == first.state_dict()["own"]
     assert again.num_epochs == 0
     assert len(again) == 6
 
 
-def test_the_place_is_that_of_the_newest_iteration():
-    given = GivenLoader(LOADERS["in order"](), CPU)
+def test_the_end_of_an_older_iteration_is_not_that_of_the_newest():
+    given = GivenLoader([torch.zeros(1)] * 2, CPU)
     older = iter(given)
     next(older)
     newer = iter(given)
     next(newer)
-    assert len(list(older)) == 5
-    state = given.state_dict()
-    assert (state["epoch"], state["num_batches"], state["is_over"]) == (1, 1, False)
-    resumed = GivenLoader(LOADERS["in order"](), CPU)
-    resumed.load_state_dict(state)
-    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in newer]
+    assert len(list(older)) == 1
+    assert not given._place.is_over
+    assert len(list(newer)) == 1
+    assert given._place.is_over
 
 
 def test_a_loop_that_leaves_an_epoch_early_begins_the_next_one():
-    given = GivenLoader(with_sampler(DataLoader), CPU)
+    given = GivenLoader(with_sampler(stateful), CPU)
     epochs = [[batch.flatten().tolist() for batch in itertools.islice(given, 2)] for _ in range(2)]
     assert given.num_epochs == 2
-    whole = GivenLoader(with_sampler(DataLoader), CPU)
+    whole = GivenLoader(with_sampler(stateful), CPU)
     assert epochs == [[batch.flatten().tolist() for batch in whole][:2] for _ in range(2)]
 
 
 def test_another_length_begins_the_next_epoch_with_a_warning():
-    first = GivenLoader(with_sampler(DataLoader), CPU)
+    first = GivenLoader(with_sampler(stateful), CPU)
     run(first, 2)
-    shorter = GivenLoader(DataLoader(Numbers(6), batch_size=2), CPU)
+    shorter = GivenLoader(stateful(Numbers(6), batch_size=2), CPU)
     with pytest.warns(
         UserWarning, match=r"expected epochs of 6 batches .* got 3; going on at the start of epoch 1"
     ):
@@ -179,51 +197,11 @@ def test_another_length_begins_the_next_epoch_with_a_warning():
     assert len(list(shorter)) == 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("counted", r"expected a Counted with 1 generators and 1 state .* got 1 generators and 0 state"),
-        ("list", r"expected a _Listed with 1 generators and 0 state .* got 1 generators and 1 state"),
-    ],
-)
-def test_a_state_of_another_kind_of_loader_is_refused(kind, message):
-    other = GivenLoader(LOADERS["stream" if kind == "counted" else "counted"](), CPU)
-    run(other, 1)
-    given = GivenLoader(LOADERS[kind](), CPU)
-    state = other.state_dict() | {"length": given.state_dict()["length"] or (6 if kind == "list" else None)}
-    with pytest.raises(ValueError, match=message):
-        given.load_state_dict(state)
-
-
-def test_an_epoch_that_has_become_shorter_than_the_place_is_an_error():
-    """Not an end of the iteration, which a loop over epochs would not see."""
-    first = GivenLoader(LOADERS["stream"](), CPU)
-    run(first, 3)
-    shorter = GivenLoader(DataLoader(Stream(), batch_size=6), CPU)
-    shorter.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"expected at least 3 batches in epoch 0, .* got 2"):
-        iter(shorter)
-
-
-class Picky(Counted):
-    def load_state_dict(self, state):
-        raise AssertionError("no workers")
-
-
-def test_a_loader_that_refuses_its_state_is_named():
-    first = GivenLoader(Counted(), CPU)
-    run(first, 2)
-    picky = GivenLoader(Picky(), CPU)
-    picky.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"a Picky cannot go on .*AssertionError: no workers.*num_workers"):
-        iter(picky)
-
-
 def test_a_damaged_state_is_refused():
-    given = GivenLoader(LOADERS["in order"](), CPU)
+    given = GivenLoader(Counted(), CPU)
     run(given, 1)
     sound = given.state_dict()
-    for key, value in (("epoch", -1), ("num_batches", 7), ("is_over", 0), ("random", 3), ("more", 1)):
+    for key, value in (("epoch", -1), ("length", "7"), ("is_over", 0), ("random", 3), ("more", 1)):
         with pytest.raises(ValueError, match="state of training_data"):
             given.load_state_dict(sound | {key: value})
 
@@ -256,7 +234,7 @@ def own(kind):
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if kind == "workers":
         return with_sampler(functools.partial(stateful, num_workers=2), rank, num_ranks)
-    return with_sampler({"DataLoader": DataLoader, "stateful": stateful}[kind], rank, num_ranks)
+    return with_sampler(stateful, rank, num_ranks)
 
 
 def stop_and_resume(kind, folder, stop):
@@ -271,13 +249,12 @@ def stop_and_resume(kind, folder, stop):
     return losses[stop:], train(resumed, forever(resumed), 8)
 
 
-@pytest.mark.long_where(kind=["DataLoader", "workers"])
+@pytest.mark.long_where(kind=["workers"])
 @pytest.mark.long_where(stop=[6])
 @pytest.mark.parametrize("stop", [4, 6])
-@pytest.mark.parametrize("kind", ["DataLoader", "stateful", "workers"])
+@pytest.mark.parametrize("kind", ["stateful", "workers"])
 def test_a_run_over_a_loader_of_the_user_goes_on_to_the_bit(ranks, tmp_path, kind, stop):
-    if kind != "DataLoader":
-        pytest.importorskip("torchdata")
+    pytest.importorskip("torchdata")
     (first, resumed), (other, resumed_other) = ranks(2, stop_and_resume, kind, str(tmp_path), stop)
     assert resumed == first
     assert resumed_other == other
@@ -285,7 +262,7 @@ def test_a_run_over_a_loader_of_the_user_goes_on_to_the_bit(ranks, tmp_path, kin
 
 
 def at_other_ranks(folder, save):
-    made = start(own("DataLoader"))
+    made = start(own("stateful"))
     if save:
         train(made, forever(made), 2)
         made.engine.save_checkpoint(folder)
@@ -309,7 +286,7 @@ def without_a_place(folder):
     made = start(Numbers(8))
     made.engine.save_checkpoint(folder)
     made.engine.close()
-    made = start(own("DataLoader"))
+    made = start(own("stateful"))
     with pytest.warns(UserWarning, match="got none: the data begin where they are"):
         made.engine.load_checkpoint(folder)
     return made.dataloader.num_epochs
@@ -320,7 +297,7 @@ def test_a_checkpoint_without_a_place_leaves_the_loader_where_it_is(ranks, tmp_p
 
 
 def into_a_dataset(folder):
-    made = start(own("DataLoader"))
+    made = start(own("stateful"))
     train(made, forever(made), 2)
     made.engine.save_checkpoint(folder)
     made.engine.close()
@@ -334,10 +311,13 @@ def test_a_place_in_a_dataloader_is_none_in_a_dataset(ranks, tmp_path):
     assert ranks(1, into_a_dataset, str(tmp_path)) == [8]
 
 
-@pytest.mark.parametrize("kind", ["generator", "iterator of a DataLoader"])
-def test_an_iterator_is_no_training_data(kind):
-    data = iter(DataLoader(Numbers(4))) if kind != "generator" else (number for number in range(3))
-    with pytest.raises(ValueError, match=r"^training_data: expected a Dataset .*, or a DataLoader, got <"):
+@pytest.mark.parametrize("kind", ["generator", "iterator of a DataLoader", "DataLoader"])
+def test_an_iterator_and_a_loader_without_a_state_are_no_training_data(kind):
+    loader = DataLoader(Numbers(4))
+    data = {"generator": (number for number in range(3)), "DataLoader": loader}.get(kind, iter(loader))
+    with pytest.raises(
+        ValueError, match=r"^training_data: expected a Dataset .*, or a loader with a state_dict\(\).* got <"
+    ):
         zeroshard.initialize(nn.Linear(1, 1), None, {}, training_data=data)
 
 
@@ -365,15 +345,15 @@ def test_a_state_that_would_need_code_to_load_is_refused_on_all_ranks(ranks, tmp
     [({"micro_batch_size": 4}, {}), ({"loader": {"num_workers": 1}}, {}), ({}, {"collate_fn": list})],
 )
 def test_settings_that_the_loader_of_the_user_would_not_follow_are_refused(config, options):
-    loader = DataLoader(Numbers(4), batch_size=2)
+    loader = stateful(Numbers(4), batch_size=2)
     with pytest.raises(ValueError, match="expected them in the arguments of your DataLoader"):
         zeroshard.initialize(nn.Linear(1, 1), None, config, training_data=loader, **options)
 
 
 def test_a_pipeline_needs_a_dataset():
-    loader = DataLoader(Numbers(4), batch_size=2)
+    loader = stateful(Numbers(4), batch_size=2)
     with pytest.raises(
-        ValueError, match=r"^training_data: got a DataLoader with mesh\.pp=2: expected a Dataset"
+        ValueError, match=r"^training_data: got a StatefulDataLoader with mesh\.pp=2: expected a Dataset"
     ):
         zeroshard.initialize(nn.Linear(1, 1), None, {"mesh": {"pp": 2}}, training_data=loader)
 

@@ -73,12 +73,14 @@ def warnings_of_start():
     model = nn.Linear(1, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        zeroshard.initialize(model, None, {}, training_data=DataLoader(DATA, batch_size=2)).engine.close()
+        zeroshard.initialize(model, None, {}, training_data=stateful(DATA, batch_size=2)).engine.close()
     return [(str(one.message), one.filename) for one in caught if "all samples" in str(one.message)]
 
 
 def test_one_of_the_ranks_warns_where_initialize_was_called(ranks):
     (said,), others = ranks(2, warnings_of_start)
-    assert said[0].startswith("training_data: the SequentialSampler of this DataLoader takes all samples")
+    assert said[0].startswith(
+        "training_data: the SequentialSampler of this StatefulDataLoader takes all samples"
+    )
     assert said[1] == __file__
     assert others == []

@@ -26,7 +26,6 @@ from tests.integrations.runs import (
     largest_difference,
     logged,
 )
-from zeroshard.integrations.fabric import ZeroShardFabricStrategy
 from zeroshard.integrations.lightning import ZeroShardStrategy
 from zeroshard.integrations.transformers import ZeroShardMixin
 
@@ -144,19 +143,17 @@ def with_lightning():
 
 
 def with_fabric():
-    fabric = Fabric(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=ZeroShardFabricStrategy({"stage": 3})
-    )
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
     fabric.launch()
     model = build_model()
-    model, optimizer = fabric.setup(model, optimizer_of(model))
+    engine = zeroshard.initialize(model, optimizer_of(model), {"stage": 3}).engine
     losses = []
     for batch in fabric.setup_dataloaders(batches_loader(), use_distributed_sampler=False):
-        loss = model(**batch).loss
-        fabric.backward(loss)
-        optimizer.step()
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
         losses.append(mean(loss))
-    return losses, model._forward_module.full_state_dict()
+    return losses, engine.full_state_dict()
 
 
 def six_ways(folder):

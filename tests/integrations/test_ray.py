@@ -1,105 +1,14 @@
-"""Checkpoints and metrics in a worker of Ray Train; the long test runs Ray."""
+"""The example with Ray Train trains, and its workers go on from a checkpoint."""
 
 import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
-import torch
-
-import zeroshard
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-class LocalFileSystem:
-    """Stands for pyarrow's filesystem of this machine."""
-
-
-class Run:
-    """The calls of ray.train in a worker, and what the run keeps between them."""
-
-    def __init__(self, folder, filesystem):
-        self.storage_filesystem, self.experiment_fs_path = filesystem, str(folder)
-        self.reported = []
-
-    def get_context(self):
-        return types.SimpleNamespace(get_storage=lambda: self)
-
-    def report(self, metrics, checkpoint, checkpoint_upload_mode):
-        self.reported.append((metrics, checkpoint.path, checkpoint_upload_mode))
-        self.newest = checkpoint
-
-    def get_checkpoint(self):
-        return getattr(self, "newest", None)
-
-
-def stand_in(patch, folder, filesystem=None):
-    """Put a run in the place of Ray; return it with the module under test."""
-    run = Run(folder, filesystem or LocalFileSystem())
-    train = types.ModuleType("ray.train")
-    train.Checkpoint = lambda path, filesystem: types.SimpleNamespace(path=path, filesystem=filesystem)
-    train.CheckpointUploadMode = types.SimpleNamespace(NO_UPLOAD="no upload")
-    train.get_context, train.report, train.get_checkpoint = run.get_context, run.report, run.get_checkpoint
-    ray = types.ModuleType("ray")
-    ray.train = train
-    fs = types.ModuleType("pyarrow.fs")
-    fs.LocalFileSystem = LocalFileSystem
-    for name, module in (("ray", ray), ("ray.train", train), ("pyarrow.fs", fs)):
-        patch.setitem(sys.modules, name, module)
-    patch.delitem(sys.modules, "zeroshard.integrations.ray", raising=False)
-    import zeroshard.integrations.ray as module
-
-    patch.delitem(sys.modules, "zeroshard.integrations.ray")
-    return run, module
-
-
-def start(stage):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return zeroshard.initialize(model, optimizer, {"stage": stage}).engine
-
-
-def step(engine):
-    loss = engine(torch.ones(2, 4)).square().mean()
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
-
-
-def report_and_resume(folder):
-    with pytest.MonkeyPatch.context() as patch:
-        run, ray = stand_in(patch, folder)
-        first = start(3)
-        assert ray.resume(first) is None
-        step(first)
-        ray.report(first, {"loss": 1.0}, client_state={"note": 5})
-        resumed = start(2)
-        state = ray.resume(resumed)
-    return run.reported, state, resumed.global_step, step(first) == step(resumed)
-
-
-def test_a_worker_reports_a_folder_of_the_storage_and_goes_on_from_it(ranks, tmp_path):
-    for reported, state, global_step, is_same in ranks(2, report_and_resume, str(tmp_path)):
-        assert reported == [({"loss": 1.0}, str(tmp_path / "checkpoint-step-1"), "no upload")]
-        assert (state, global_step, is_same) == ({"note": 5}, 1, True)
-    assert (tmp_path / "checkpoint-step-1" / "latest").is_file()
-
-
-def report_elsewhere(folder):
-    with pytest.MonkeyPatch.context() as patch:
-        _, ray = stand_in(patch, folder, filesystem=object())
-        with pytest.raises(ValueError, match="expected a folder that all workers mount") as caught:
-            ray.report(start(3), {})
-    return str(caught.value)
-
-
-def test_a_storage_that_is_no_folder_is_refused(ranks, tmp_path):
-    assert "in a object" in ranks(1, report_elsewhere, "bucket/run")[0]
 
 
 @pytest.mark.long

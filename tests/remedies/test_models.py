@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -229,10 +230,21 @@ def test_a_schedule_comes_with_its_optimizer():
 
 
 def test_options_of_a_loader_are_those_of_the_users_own():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     data = TensorDataset(DATA)
     with told("expected them in the arguments of your DataLoader"):
-        zeroshard.initialize(net(), None, {"micro_batch_size": 2}, training_data=DataLoader(data))
-    loader = zeroshard.initialize(net(), training_data=DataLoader(data, batch_size=2)).dataloader
+        zeroshard.initialize(net(), None, {"micro_batch_size": 2}, training_data=stateful(data))
+    loader = zeroshard.initialize(net(), training_data=stateful(data, batch_size=2)).dataloader
+    assert len(next(iter(loader))[0]) == 2
+
+
+def test_the_dataset_of_a_loader_without_a_state_is_given_in_its_place():
+    theirs = DataLoader(TensorDataset(DATA), batch_size=2)
+    with told("Give the dataset of a DataLoader of torch, or iterate over it in your loop"):
+        zeroshard.initialize(net(), None, {}, training_data=theirs)
+    loader = zeroshard.initialize(
+        net(), None, {"micro_batch_size": 2}, training_data=theirs.dataset
+    ).dataloader
     assert len(next(iter(loader))[0]) == 2
 
 

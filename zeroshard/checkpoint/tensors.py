@@ -26,7 +26,6 @@ from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, file_of, runs, split, whole
 from zeroshard.comm.mesh import Axes
-from zeroshard.forwards.composed import DESCRIPTION
 from zeroshard.optim.eightbit.blocks import ABSMAX, num_blocks
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.cuts import Cut
@@ -393,7 +392,7 @@ _OFFSET = "nested_offset"
 
 def is_description(name: str) -> bool:
     """True for the name of a description in a state_dict."""
-    return _MARK in name or name.rpartition(".")[2] == DESCRIPTION
+    return _MARK in name
 
 
 def is_beside_codes(name: str) -> bool:
@@ -445,7 +444,7 @@ def _read_description(reader: TensorReader, name: str) -> dict[str, Any]:
 
 def _weight_of(name: str) -> str:
     """The name of the weight that a description belongs to."""
-    return name.partition(_MARK)[0].removesuffix(DESCRIPTION.removeprefix("weight"))
+    return name.partition(_MARK)[0]
 
 
 def _unpack(values: Tensor) -> dict[str, Any]:

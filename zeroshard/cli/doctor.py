@@ -212,7 +212,6 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "optimizers of bitsandbytes; QLoRA": ("bitsandbytes", "transformers"),
     "models of transformers": ("transformers", "safetensors"),
     "LoRA": ("peft",),
-    "frozen weights of torchao": ("torchao",),
     "Trainer of transformers": ("transformers", "accelerate"),
     "trainers of TRL": ("trl", "accelerate"),
     "Lightning": ("lightning",),

@@ -9,12 +9,9 @@ they are issued (see `Axis`), so a mark that follows one on its side stream cove
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,35 +54,6 @@ def mark_here(device: torch.device) -> Mark:
     """Return the mark after all work so far on the current stream of `device`."""
     event = torch.accelerator.current_stream(device).record_event() if has_streams(device) else None
     return Mark(event, device)
-
-
-class Clock:
-    """Reads the time of compute: the host's time on a CPU, the current stream's time on an accelerator.
-
-    On an accelerator a moment is an event of the stream, so the host waits for nothing until `seconds`.
-
-    Args:
-        device: the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._has_streams = device, has_streams(device)
-
-    def now(self) -> Any:
-        """Return this moment, for `seconds`."""
-        if not self._has_streams:
-            return time.perf_counter()
-        event = torch.Event(device=self._device, enable_timing=True)
-        torch.accelerator.current_stream(self._device).record_event(event)
-        return event
-
-    def seconds(self, moments: Sequence[Any]) -> list[float]:
-        """Return the seconds from the first moment to each; on an accelerator the host waits for the last."""
-        if not self._has_streams:
-            return [moment - moments[0] for moment in moments]
-        for last in moments[-1:]:
-            last.synchronize()
-        return [moments[0].elapsed_time(moment) / 1000 for moment in moments]
 
 
 class SideStream:

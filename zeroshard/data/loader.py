@@ -7,19 +7,14 @@ samples that all ranks have consumed, so it means the same at any number of rank
     2 ranks    0 1 0 1                        one batch of 2 samples per rank, then position 4
     3 ranks            0 1 2 0 1 2 0 1 2      resumed; filled up from the start of the order
 
-A DataLoader of the user, whose place in the data checkpoints hold.
-
-A checkpoint has a place for each data-parallel rank: the number of the epoch, the batches that were handed
-out, and the random numbers at the begin of the epoch. A loader with `state_dict` and `load_state_dict`, such
-as torchdata's StatefulDataLoader, also gives its own state, and finds its place by that. Any other one is
-iterated over again up to its place.
+A loader of the user with `state_dict` and `load_state_dict`, such as torchdata's StatefulDataLoader, finds
+its place by its own state. A checkpoint has that of each data-parallel rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice
 from typing import Annotated, Any
 
 import torch
@@ -208,20 +203,14 @@ class _EpochIterator(Iterator[Any]):
 # -------------------------------------------------------------------------------- a DataLoader of the user
 
 
-_SAMPLERS = ("sampler", "batch_sampler")
 _OF_ALL_SAMPLES = ("SequentialSampler", "RandomSampler", "BatchSampler")
 """Samplers of torch and torchdata that know nothing of ranks; each of the two has classes of its own."""
 
 
 def is_loader(value: Any) -> bool:
-    """True for a DataLoader, and for what iterates and has a state without being a Dataset."""
-    if isinstance(value, DataLoader):
-        return True
-    return isinstance(value, Iterable) and _has_state(value) and not isinstance(value, Dataset)
-
-
-def _has_state(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    """True for what iterates and has a state without being a Dataset."""
+    has_state = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    return isinstance(value, Iterable) and has_state and not isinstance(value, Dataset)
 
 
 def warn_of_same_samples(loader: Any, num_ranks: int) -> None:
@@ -249,26 +238,14 @@ class _LoaderPosition:
     """A place in the data of one rank."""
 
     epoch: Number
-    num_batches: Number
-    """Batches of the epoch that were handed out."""
-    is_over: bool
-    """True if the epoch has no batch left."""
-    has_ended: bool
-    """True if the iteration over the loader has ended, too: its state is one between two epochs."""
-    length: int | None
+    is_over: bool = False
+    """True if the iteration over the loader has ended: its state is one between two epochs."""
+    length: int | None = None
     """Batches of the epoch, if the loader knows them."""
-    random: tuple[Tensor, ...]
-    """States of generators at the begin of the epoch: torch's, then the loader's and its samplers'.
-
-    At the end of an epoch of a loader without a state they are the present states. Empty before any epoch.
-    """
-    own: Any
-    """The state of the loader itself, if it has one."""
-
-
-_BEGIN = _LoaderPosition(
-    epoch=0, num_batches=0, is_over=False, has_ended=False, length=None, random=(), own=None
-)
+    random: Tensor | None = None
+    """The state of torch's generator at the begin of the epoch; None before any epoch."""
+    own: Any = None
+    """The state of the loader itself."""
 
 
 class GivenLoader:
@@ -278,16 +255,15 @@ class GivenLoader:
     they have one. Only the first iteration after `load_state_dict` goes on inside the epoch that was saved.
 
     Args:
-        loader: an iterable over this rank's batches.
+        loader: an iterable over this rank's batches with a state.
         device: to which batches are moved.
     """
 
     def __init__(self, loader: Any, device: torch.device) -> None:
         self.loader = loader
         self.device = device
-        self._has_state = _has_state(loader)
-        self._place = _BEGIN
-        """The place of the newest iteration."""
+        self._place = _LoaderPosition(epoch=0)
+        """The place of the newest iteration, without the state of the loader."""
         self._resumed: _LoaderPosition | None = None
         """The place at which the next iteration goes on."""
 
@@ -296,7 +272,7 @@ class GivenLoader:
         """The number of epochs that were begun; an epoch to resume counts once it is resumed."""
         if self._resumed is not None:
             return self._resumed.epoch + self._resumed.is_over
-        return self._place.epoch + bool(self._place.random)
+        return self._place.epoch + (self._place.random is not None)
 
     def __len__(self) -> int:
         """Return the batches of an epoch; TypeError if the loader does not know them."""
@@ -305,99 +281,45 @@ class GivenLoader:
     def __iter__(self) -> Iterator[Any]:
         epoch = self.num_epochs
         resumed, self._resumed = self._resumed, None
-        if resumed is not None and not resumed.is_over:
-            return self._begun(resumed, self._go_on(resumed))
-        if resumed is not None:
-            self._end(resumed)
         self._tell_epoch(epoch)
-        begin = replace(_BEGIN, epoch=epoch, length=_length(self.loader), random=self._read_random())
-        return self._begun(begin, iter(self.loader))
-
-    def _go_on(self, place: _LoaderPosition) -> Iterator[Any]:
-        """Return the batches that are left after a place. Torch's generator stays as it is.
-
-        Raises:
-            ValueError: the loader is of another kind than the loader of the checkpoint.
-        """
-        self._tell_epoch(place.epoch)
-        with torch.random.fork_rng(devices=[]):
-            for generator, state in zip(self._generators(), place.random, strict=True):
-                generator.set_state(state)
-            if self._has_state:
-                return self._go_on_by_state(place)
+        if resumed is not None and resumed.own is not None:
+            self.loader.load_state_dict(resumed.own)
+        if resumed is None or resumed.is_over:
+            place = _LoaderPosition(epoch=epoch, length=self._length(), random=torch.get_rng_state())
             batches: Iterator[Any] = iter(self.loader)
-            number = sum(1 for _ in islice(batches, place.num_batches))
-            if number < place.num_batches:
-                raise ValueError(
-                    f"training_data: expected at least {place.num_batches} batches in epoch "
-                    f"{place.epoch}, as when the checkpoint was saved, got {number}"
-                )
-            return batches
-
-    def _go_on_by_state(self, place: _LoaderPosition) -> Iterator[Any]:
-        try:
-            self.loader.load_state_dict(place.own)
-            batches: Iterator[Any] = iter(self.loader)
-        except Exception as error:  # whatever the library raises, assertions included
-            raise ValueError(
-                f"training_data: a {type(self.loader).__name__} cannot go on from its state in the "
-                f"checkpoint ({type(error).__name__}: {error}); expected one with the options that it was "
-                "saved with, such as num_workers"
-            ) from error
-        return batches
-
-    def _end(self, place: _LoaderPosition) -> None:
-        """Bring the loader to the end of an epoch, from which it begins the next one."""
-        if self._has_state and place.has_ended:
-            self.loader.load_state_dict(place.own)
-        elif self._has_state:
-            for _ in self._go_on(place):
-                pass
-        else:  # torch's own generator is the checkpoint's already
-            for generator, state in zip(self._generators()[1:], place.random[1:], strict=True):
-                generator.set_state(state)
-
-    def _begun(self, place: _LoaderPosition, batches: Iterator[Any]) -> Iterator[Any]:
+        else:
+            place = resumed
+            assert place.random is not None, "a place in an epoch has one"
+            # Samplers of torch draw their order again; the random state of the checkpoint is later.
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(place.random)
+                batches = iter(self.loader)
         self._place = place
         return self._moved(place, batches)
 
     def _moved(self, place: _LoaderPosition, batches: Iterator[Any]) -> Iterator[Any]:
-        def note(**changes: Any) -> None:
-            """Change the place, which counts unless another iteration has begun."""
-            nonlocal place
-            is_newest, place = place is self._place, replace(place, **changes)
-            if is_newest:
-                self._place = place
-
         for batch in batches:
-            num_batches = place.num_batches + 1
-            is_over = num_batches == place.length
-            # Later the iteration ends, and the loader may draw random numbers for the next one.
-            own = self.loader.state_dict() if is_over and self._has_state else None
-            note(num_batches=num_batches, is_over=is_over, own=own)
             yield to_device(batch, self.device)
-        if not place.is_over:
-            own = self.loader.state_dict() if self._has_state else None
-            note(is_over=True, has_ended=True, own=own)
+        if self._place is place:  # no other iteration has begun
+            self._place = replace(place, is_over=True)
 
     def _tell_epoch(self, epoch: int) -> None:
-        for part in (self.loader, *self._samplers(), getattr(self.loader, "dataset", None)):
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        samplers = (
+            getattr(self.loader, "sampler", None),
+            batch_sampler,
+            getattr(batch_sampler, "sampler", None),
+        )
+        parts: tuple[Any, ...] = self.loader, *samplers, getattr(self.loader, "dataset", None)
+        for part in parts:
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
 
-    def _samplers(self) -> list[Any]:
-        found = [getattr(self.loader, name, None) for name in _SAMPLERS]
-        found.append(getattr(found[-1], "sampler", None))
-        return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
-
-    def _generators(self) -> list[Generator]:
-        """Torch's generator, and the generators of the loader and its samplers."""
-        own = [getattr(part, "generator", None) for part in (self.loader, *self._samplers())]
-        found = [torch.default_generator, *(one for one in own if isinstance(one, Generator))]
-        return list({id(generator): generator for generator in found}.values())
-
-    def _read_random(self) -> tuple[Tensor, ...]:
-        return tuple(generator.get_state() for generator in self._generators())
+    def _length(self) -> int | None:
+        try:
+            return len(self.loader)
+        except TypeError:
+            return None
 
     # -- checkpoints ------------------------------------------------------------------------------------
 
@@ -407,14 +329,9 @@ class GivenLoader:
         Batches that were handed out count; batches that workers have only prefetched do not.
         """
         place = self._resumed or self._place
-        own, random = place.own, place.random
-        if self._resumed is None and random:
-            if self._has_state and not place.is_over:
-                own = self.loader.state_dict()
-            elif not self._has_state and place.is_over:
-                random = self._read_random()
-        state = {field.name: getattr(place, field.name) for field in fields(place)}
-        return state | {"random": list(random), "own": own}
+        if self._resumed is None and place.random is not None:
+            place = replace(place, own=self.loader.state_dict())
+        return {field.name: getattr(place, field.name) for field in fields(place)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on at the place in `state`.
@@ -423,24 +340,15 @@ class GivenLoader:
         next iteration is the epoch after.
 
         Raises:
-            ValueError: the state is not as `state_dict` makes it, or is of a loader of another kind.
+            ValueError: the state is not as `state_dict` makes it.
         """
-        place = parse_place(state)
-        if not place.random:
-            self._place, self._resumed = _BEGIN, None
-            return
-        length = _length(self.loader)
-        if place.length != length:
+        place, length = parse_place(state), self._length()
+        if place.random is None:
+            self._place, self._resumed = _LoaderPosition(epoch=place.epoch), None
+        elif place.length != length:
             self._skip_to_next(place, f"epochs of {place.length} batches on this rank", f"{length}")
-            return
-        wanted = f"{len(self._generators())} generators and {int(self._has_state)} state of its own"
-        came = f"{len(place.random)} generators and {int(place.own is not None)} state of its own"
-        if wanted != came:
-            raise ValueError(
-                f"state of training_data: expected a {type(self.loader).__name__} with {wanted}, got {came}: "
-                "expected a loader of the kind that the checkpoint was saved with"
-            )
-        self._place, self._resumed = _BEGIN, place
+        else:
+            self._resumed = place
 
     def load_states(self, states: Sequence[Mapping[str, Any]], rank: int, num_ranks: int) -> None:
         """Go on at the place of a rank, out of the places of all data-parallel ranks.
@@ -454,32 +362,23 @@ class GivenLoader:
             self._skip_to_next(parse_place(states[0]), f"{len(states)} data-parallel ranks", f"{num_ranks}")
         else:
             warn_user(
-                "training_data: expected the place of a DataLoader in the checkpoint, got none: the data "
+                "training_data: expected the place of a loader in the checkpoint, got none: the data "
                 "begin where they are"
             )
 
     def _skip_to_next(self, place: _LoaderPosition, expected: str, came: str) -> None:
-        epoch = place.epoch + bool(place.random)
+        epoch = place.epoch + (place.random is not None)
         warn_user(
             f"training_data: expected {expected}, as when the checkpoint was saved, got {came}; going on at "
             f"the start of epoch {epoch}. With a Dataset as training_data the place stays, at any number of "
             "ranks and batch size"
         )
-        self._place, self._resumed = replace(_BEGIN, epoch=epoch), None
+        self._place, self._resumed = _LoaderPosition(epoch=epoch), None
 
 
 def parse_place(state: Any) -> _LoaderPosition:
     """Return the place in a state. Raises an error if it is not as `GivenLoader.state_dict` makes it."""
     place: _LoaderPosition = typed(_LoaderPosition, state, "state of training_data")
-    if place.length is not None and place.num_batches > place.length:
-        raise ValueError(f"state of training_data: batch {place.num_batches} of {place.length}")
-    for generator_state in place.random:
-        Generator().set_state(generator_state)
+    if place.random is not None:
+        Generator().set_state(place.random)
     return place
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from zeroshard.agreement import require_same
 from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
-from zeroshard.forwards.composed import DESCRIPTION, buffers_of, compose, form_of, put_together
 from zeroshard.lazy.deferred import Codes, deferred_of
 from zeroshard.parameters.parts import gather_ranges
 from zeroshard.parameters.sharded import ShardedParameter
@@ -63,7 +62,6 @@ class QuantizedLayers:
     ) -> None:
         _agree_on_layers(module, context.axes, ignored)
         _refuse_merges(module, changes)
-        changes.when_undone(functools.partial(put_together, list(module.modules())))
         self._context = context
         self._pending = {layer.weight: (name, layer, codes) for name, layer, codes in pending_layers(module)}
         """By weight: the layers that are quantized as their weights are read."""
@@ -147,7 +145,7 @@ def _refuse_merges(module: nn.Module, changes: Changes) -> None:
 
     for layer in module.modules():
         base = layer._modules.get("base_layer")
-        if isinstance(base, nn.Module) and has_codes(base):
+        if isinstance(base, nn.Module) and is_quantized(base):
             changes.set(layer, "merge", refuse)
             changes.set(layer, "unmerge", refuse)
 
@@ -165,20 +163,17 @@ def is_quantized(layer: Layer) -> bool:
     return weight is not None and (hasattr(weight, "quant_state") or has_8_bits(layer))
 
 
-def has_codes(layer: Layer) -> bool:
-    """True for a layer whose weight is sharded as codes."""
-    return form_of(layer) is not None or is_quantized(layer)
+def is_wrapper(tensor: Tensor) -> bool:
+    """True for a tensor that wraps others, as torchao's do; a DTensor belongs to other ranks, too."""
+    return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "placements")
 
 
 def dequantized(layer: Layer, codes: Tensor) -> Tensor:
     """Return the weight that codes of a layer stand for, as bitsandbytes computes with it; of its shape.
 
-    With 4 bits it has the dtype of the weight before it was quantized, with 8 bits float32. A weight that was
-    taken apart has the dtype that it showed. Codes of other libraries are returned as they are.
+    With 4 bits it has the dtype of the weight before it was quantized, with 8 bits float32. Codes of other
+    libraries are returned as they are.
     """
-    if form_of(layer) is not None:
-        plain: Tensor = compose(layer, codes).dequantize()
-        return plain
     if not is_quantized(layer):
         return codes
     if has_8_bits(layer):
@@ -191,7 +186,7 @@ def dequantized(layer: Layer, codes: Tensor) -> Tensor:
 
 def scales_in(module: nn.Module) -> Iterator[Tensor]:
     """The tensors that the quantized layers of a sharded module keep along with their codes."""
-    for layer in filter(has_codes, module.modules()):
+    for layer in filter(is_quantized, module.modules()):
         for owner, attribute in _scales(layer):
             if isinstance(values := getattr(owner, attribute), Tensor):
                 yield values
@@ -199,8 +194,6 @@ def scales_in(module: nn.Module) -> Iterator[Tensor]:
 
 def num_scale_bytes(layer: Layer) -> int:
     """Bytes of these for a layer, quantized already or as its weight is read; 0 for any other module."""
-    if form_of(layer) is not None:
-        return sum(getattr(layer, name).nbytes for name in buffers_of(layer))
     if not is_quantized(layer):
         return 0
     if has_8_bits(layer):
@@ -218,14 +211,10 @@ def names_beside(module: nn.Module) -> set[str]:
     """The names of the tensors that quantized layers have along with their codes in a state_dict."""
     found = set()
     for name, layer in module.named_modules(remove_duplicate=False):
-        if has_codes(layer):
+        if is_quantized(layer):
             prefix = f"{name}." if name else ""
-            if form_of(layer) is not None:
-                beside = [*buffers_of(layer), DESCRIPTION]
-            else:
-                names = layer.state_dict(keep_vars=True)
-                beside = [key for key in names if key.startswith(("weight.", "weight_format", "SCB"))]
-            found |= {prefix + key for key in beside}
+            names = layer.state_dict(keep_vars=True)
+            found |= {prefix + key for key in names if key.startswith(("weight.", "weight_format", "SCB"))}
     return found
 
 
@@ -233,8 +222,6 @@ def dequantized_form(
     layer: Layer, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> tuple[torch.dtype, tuple[int, ...]]:
     """The dtype and shape of `dequantized`, for codes of some dtype and shape."""
-    if (form := form_of(layer)) is not None:
-        return form.like.dtype, tuple(form.like.shape)
     if not is_quantized(layer):
         return dtype, shape
     if has_8_bits(layer):
@@ -269,9 +256,6 @@ def pending_layers(module: nn.Module) -> Iterator[tuple[str, Layer, Codes]]:
 
 def _scales(layer: Layer) -> Iterator[tuple[Any, str]]:
     """The tensors that come with the codes: (the object that holds it, its attribute)."""
-    if form_of(layer) is not None:
-        yield from ((layer, name) for name in buffers_of(layer))
-        return
     if has_8_bits(layer):
         yield layer.state, "SCB"
         return
@@ -356,7 +340,7 @@ def _agree_on_layers(module: nn.Module, axes: Axes, ignored: Container[nn.Parame
             more than the codes of an unsharded parameter.
         RuntimeError: ranks have quantized a weight in other ways.
     """
-    if not any(is_of_bitsandbytes(layer) or form_of(layer) is not None for layer in module.modules()):
+    if not any(map(is_of_bitsandbytes, module.modules())):
         return
     label = "agreement on quantized weights"
     layers = on_all(axes.everyone, label, functools.partial(_describe_layers, module, ignored))
@@ -381,7 +365,9 @@ def _describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> lis
                 _check_kind(name, layer, weight)
             if is_quantized(layer) and weight not in pending:
                 _check(name, layer)
-    return [f"'{name}' as {_describe(layer)}" for name, layer in module.named_modules() if has_codes(layer)]
+    return [
+        f"'{name}' as {_describe(layer)}" for name, layer in module.named_modules() if is_quantized(layer)
+    ]
 
 
 def _check_forward(name: str, layer: Layer) -> None:
@@ -423,8 +409,6 @@ def _check(name: str, layer: Layer) -> None:
 
 
 def _describe(layer: Layer) -> tuple[Any, ...]:
-    if (form := form_of(layer)) is not None:
-        return (str(form),)
     quant_state = getattr(layer.weight, "quant_state", None)
     if quant_state is None:
         return type(layer).__name__, tuple(layer.weight.shape)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.files import as_folder, make_folder
 from zeroshard.comm.collectives import on_all, on_first
-from zeroshard.forwards.quantized import has_codes
+from zeroshard.forwards.quantized import is_quantized
 from zeroshard.full.parameters import full_state_dict
 from zeroshard.hf.export import Format
 from zeroshard.sharding.runtime import Runtime
@@ -207,7 +207,7 @@ class Merging:
                     "sharded parameters. For frozen ones that are whole on each rank use frozen= in place of "
                     "ignored="
                 )
-            if has_codes(base):
+            if is_quantized(base):
                 _check_adds(layer, f"{name}.weight")
             adapters = _added_by(layer)
             if getattr(base, "bias", None) is None and any(_has_bias(layer, one) for one in adapters):

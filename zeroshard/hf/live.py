@@ -18,8 +18,14 @@ from zeroshard.checkpoint.manifest import describe_model, saved_names
 from zeroshard.checkpoint.tensors import TensorSlice, read_model
 from zeroshard.comm.collectives import on_all, on_first
 from zeroshard.config.checked import parse_dtype
-from zeroshard.forwards.composed import is_wrapper
-from zeroshard.forwards.quantized import dequantized, dequantized_form, has_codes, is_transposed, names_beside
+from zeroshard.forwards.quantized import (
+    dequantized,
+    dequantized_form,
+    is_quantized,
+    is_transposed,
+    is_wrapper,
+    names_beside,
+)
 from zeroshard.full.parameters import Whole, stream, unsharded, wholes_of
 from zeroshard.hf.adapters import Merging, export_adapters, has_adapters
 from zeroshard.hf.export import MAX_SHARD_BYTES, Export, Format, check_folder, in_dtype, info_of, write_model
@@ -273,7 +279,7 @@ def _read(
         layers: layers with adapters. peft merges into full parameters, which are then dropped.
     """
     found = {}
-    of_codes = {base: layer for layer in layers if has_codes(base := layer.get_base_layer())}
+    of_codes = {base: layer for layer in layers if is_quantized(base := layer.get_base_layer())}
     with ExitStack() as stack:
         if layers:
             stack.enter_context(unsharded(runtime, layers, write_back=False))

@@ -380,10 +380,11 @@ class StepLog:
         Nothing is exchanged; rank 0's values count. A tensor of one element is a number, too.
 
         Raises:
-            TypeError: a value is no number.
+            TypeError, ValueError: `float()` makes no number of a value.
         """
         if self._has_targets:
-            self._send(self._seen, {name: _number(name, value) for name, value in values.items()})
+            numbers = {n: value if isinstance(value, int) else float(value) for n, value in values.items()}
+            self._send(self._seen, numbers)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -463,20 +464,6 @@ class StepLog:
     @property
     def _next_lr(self) -> float | None:
         return next(iter(self._engine.get_lr()), None)
-
-
-def _number(name: str, value: Any) -> float:
-    """Return a value of the user as a number that each target takes.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if isinstance(value, int | float):
-        return value
-    try:
-        return float(value.item())  # a tensor, or a number of NumPy
-    except (AttributeError, RuntimeError, TypeError, ValueError):
-        raise TypeError(f"{name}: expected a number, got {value!r}") from None
 
 
 def _plain(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,48 +73,23 @@ def host_bytes_free() -> int:
     return max(0, free)
 
 
-_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-"""The files of a limit on memory and of its usage in a control group of version 1; and a line of memory.stat:
-pages of files that nobody has used lately, which the kernel drops first."""
-_V2 = "memory.max", "memory.current", "inactive_file"
-
-
 def limits_of_groups(groups: str, root: Path) -> Iterator[int]:
-    """Yield the bytes that each limit on the memory of this process leaves.
+    """Yield the bytes that each limit on the memory of this process leaves, in control groups of version 2.
 
-    A container sees its own group as the root, but under version 1 the path that the host gave it. So folders
-    that are not there are passed over, and the root is always read.
+    A container sees its own group as the root. So folders that are not there are passed over.
 
     Args:
         groups: the content of /proc/self/cgroup.
         root: the folder of all groups.
     """
-    for folder, is_first_version in folders_of_groups(groups, root, "memory"):
-        *names, cache = _V1 if is_first_version else _V2
+    path = next((line.removeprefix("0::") for line in groups.splitlines() if line.startswith("0::")), "")
+    folder = root / path.strip("/")
+    while folder.is_relative_to(root):
         with suppress(OSError):
-            files = [(folder / name).read_text(encoding="utf-8") for name in (*names, "memory.stat")]
-            limit, usage, stat = map(str.split, files)
+            names = ("memory.max", "memory.current", "memory.stat")
+            limit, usage, stat = ((folder / name).read_text(encoding="utf-8").split() for name in names)
             if limit != ["max"]:
-                kept = dict(zip(stat[::2], stat[1::2], strict=True)).get(cache, 0)
+                # Pages of files that nobody has used lately, which the kernel drops first.
+                kept = dict(zip(stat[::2], stat[1::2], strict=True)).get("inactive_file", 0)
                 yield int(limit[0]) - int(usage[0]) + int(kept)
-
-
-def folders_of_groups(groups: str, root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of the groups of this process that may have a limit, inner ones first.
-
-    Args:
-        groups, root: as `limits_of_groups` has them.
-        controller: the kind of limit, such as "memory" or "cpu".
-
-    Yields:
-        The folder, which may be missing, and True under version 1.
-    """
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        base = root / controller if controllers else root
-        folder = base / path.strip("/")
-        while folder.is_relative_to(base):
-            yield folder, bool(controllers)
-            folder = folder.parent
+        folder = folder.parent

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
 from zeroshard.config.sections import Config
-from zeroshard.forwards.quantized import has_codes
+from zeroshard.forwards.quantized import is_quantized
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import cast_inputs, cast_outputs
@@ -211,7 +211,7 @@ def without_memory(
         memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=_META)
-    for module in filter(has_codes, model.modules()):
+    for module in filter(is_quantized, model.modules()):
         memo[id(module)] = standing_for(module)
     return copy.deepcopy(model, memo)
 

@@ -11,26 +11,21 @@ import torch
 from torch import nn
 
 from zeroshard.assemble import read_setting, specify_units
-from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.config.sections import Config
-from zeroshard.forwards.composed import taken_apart
 from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory import traffic
 from zeroshard.memory.activations import MicroBatch, Sizes, Tokens, typical_sizes
 from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens, without_memory
 from zeroshard.memory.report import STATES, ModelStates, byte_rows
 from zeroshard.memory.tiered import States, bytes_on_tiers
-from zeroshard.parallel.pipeline.actions import Schedule, ends_of_steps
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.method import noted_change
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
+from zeroshard.parallel.pipeline.actions import Schedule
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline
 from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
 from zeroshard.parallel.pipeline.part import take_part
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.pipeline.runner import AHEAD
-from zeroshard.parallel.pipeline.schedules import largest_schedule_of, read_schedule, with_schedule
+from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
 from zeroshard.parallel.pipeline.simulate import count_activations
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
@@ -54,8 +49,8 @@ class Estimate(ModelStates):
 
     @property
     def peak(self) -> int:
-        """Bytes when most is there: `total`, `peak_unsharded`, `peak_versions` and `activations`."""
-        return self.total + self.peak_unsharded + self.peak_versions + self.activations
+        """Bytes when most is there: `total`, `peak_unsharded` and `activations`."""
+        return self.total + self.peak_unsharded + self.activations
 
     def __str__(self) -> str:
         return side_by_side("estimate for each rank", {"bytes": self})
@@ -70,9 +65,9 @@ def side_by_side(title: str, estimates: Mapping[str, Estimate]) -> str:
     """
 
     columns = estimates.values()
-    others = {"gathered at the peak": "peak_unsharded", "versions of weights": "peak_versions"}
+    others = {"gathered at the peak": "peak_unsharded", "activations": "activations"}
     rows = [
-        *byte_rows(columns, STATES | others | {"activations": "activations"}),
+        *byte_rows(columns, STATES | others),
         LINE,
         *byte_rows(columns, {"total at the peak": "peak"}),
         LINE,
@@ -119,8 +114,8 @@ def estimate(
     Raises:
         ValueError: fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a parameter that
             cannot be sharded or divided; a model that cannot be cut; more than 10**15 parameters; a number of
-            parameters with `precision.overrides`; `num_tokens` with a model that is not of transformers; a
-            forward or a backward that does not run without values.
+            parameters with `precision.overrides`; an asynchronous pipeline; `num_tokens` with a model that is
+            not of transformers; a forward or a backward that does not run without values.
     """
     counted = Counted(model_or_num_params, num_tokens, loss_of, tp_plan)
     return counted.on(world_size, config, optimizer_bits=optimizer_bits, host_computes=host_computes)
@@ -169,21 +164,25 @@ class Counted:
             raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
         if optimizer_bits not in (8, 32):
             raise ValueError(f"optimizer_bits: expected 8 or 32, got {optimizer_bits!r}")
+        if config.pipeline.is_asynchronous:
+            raise ValueError(
+                "pipeline.schedule: expected a synchronous one for an estimate; of an asynchronous one "
+                "`zeroshard plan` counts the versions of weights, and engine.memory_report() measures their "
+                "bytes"
+            )
         setting = setting_of(config, world_size, host_computes=host_computes)
         if self._model is not None:
-            with taken_apart(self._model, config.ignored):
-                planned = _plan_model(self._model, config, setting, self._tp_plan)
-                usages = self._usages_of_model(self._model, config, planned)
+            planned = _plan_model(self._model, config, setting, self._tp_plan)
+            usages = self._usages_of_model(self._model, config, planned)
         else:
             assert self._sizes is not None, "it is a model or a number"
             planned = _plan_number(self._sizes, config, setting)
             usages = _usages_of_sizes(self._sizes, _micro_batch(self._tokens, config), planned)
         states = States(bits=optimizer_bits)
-        stale = staleness_of(planned.pipelined, config) or [Staleness()] * len(planned.units)
-        ranks = zip(planned.units, planned.scales, usages, stale, strict=True)
+        ranks = zip(planned.units, planned.scales, usages, strict=True)
         estimates = (
-            replace(_of_rank(units, planned, config, states, usage, own), scales=scales)
-            for units, scales, usage, own in ranks
+            replace(_of_rank(units, planned, config, states, usage), scales=scales)
+            for units, scales, usage in ranks
         )
         return max(estimates, key=lambda found: found.peak)
 
@@ -230,21 +229,17 @@ def _of_rank(
     config: Config,
     states: States,
     usage: Usage,
-    stale: Staleness,
 ) -> Estimate:
     """The estimate of a rank with some units."""
     setting, steps = planned.setting, config.gradient_accumulation_steps * config.pipeline.num_microbatches
-    steps = min(steps, stale.microbatches_per_step or steps)
-    frees = setting.placements.kept or setting.weights not in NEWEST_WEIGHTS
-    together = 1 + config.num_prefetch if frees else len(units)
+    together = 1 + config.num_prefetch if setting.placements.kept else len(units)
     tiers = bytes_on_tiers(units, setting, steps, states)
     device = tiers[Tier.DEVICE]
     sent = usage.sent * config.gradient_accumulation_steps * steps // config.pipeline.num_microbatches
     return Estimate(
         parameters=device.parameters,
         gradients=device.gradients,
-        optimizer=device.optimizer + device.buffers + stale.states * traffic.main_bytes(units),
-        peak_versions=traffic.version_bytes(units, stale.versions, moves=stale.moves),
+        optimizer=device.optimizer + device.buffers,
         unsharded=0,
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),
         host=tiers[Tier.HOST].total,
@@ -310,7 +305,7 @@ def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setti
 
 
 def _plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None) -> PlannedRanks:
-    """Plan the units of a model whose weights wrap no others, and which does not change.
+    """Plan the units of a model, which does not change.
 
     Raises:
         ValueError: a parameter that cannot be sharded or divided; a model that cannot be cut.
@@ -331,7 +326,7 @@ def _plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Pla
         specs = part.named(specify_units(whole, part.narrowed))
         ranks.append(_units_of(whole, specs, part.narrowed, setting, tp_plan))
         scales.append(_scale_bytes(whole))
-    schedule = largest_schedule_of(config)
+    schedule = schedule_of(config, config.pipeline.num_microbatches)
     pipelined = PlannedPipeline(
         schedule=schedule, num_microbatches=config.pipeline.num_microbatches, runs=cut.runs, cut=cut
     )
@@ -370,7 +365,7 @@ def _plan_number(sizes: Sizes, config: Config, setting: Setting) -> PlannedRanks
     config = with_schedule(config, read_schedule(config))
     if config.pipeline.split is not None or config.pipeline.trace:
         raise ValueError("pipeline.split: expected a model, whose blocks have names, got a number")
-    schedule = largest_schedule_of(config)
+    schedule = schedule_of(config, config.pipeline.num_microbatches)
     if schedule.num_chunks > sizes.depth:
         raise ValueError(
             f"mesh.pp: expected at most {sizes.depth} chunks, one for each block of such a model, got "
@@ -544,38 +539,3 @@ def _num_messages(placement: Sequence[int], chunk: int, rank: int) -> int:
     """Messages of a chunk to other ranks: its output to the next one, a gradient to the one before."""
     near = (chunk - 1, chunk + 1)
     return sum(0 <= other < len(placement) and placement[other] != rank for other in near)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staleness:
-    """The weights of a pipeline rank other than the newest ones."""
-
-    versions: int = 0
-    """The most older versions that it keeps at a time."""
-    states: int = 0
-    """States, each like the main parameters, for a direction along which weights are moved."""
-    moves: bool = False
-    """True if actions have weights that are moved along a direction."""
-    microbatches_per_step: int | None = None
-    """The most micro-batches of a step; None: all of the batch."""
-
-
-def staleness_of(pipelined: PlannedPipeline | None, config: Config) -> list[Staleness] | None:
-    """Return the weights of each pipeline rank; None for a synchronous pipeline, and without one."""
-    if pipelined is None or not config.pipeline.is_asynchronous:
-        return None
-    schedule, ages = pipelined.schedule, Ages(pipelined.schedule)
-    uses = WEIGHTS[config.pipeline.chosen_weights](ages)
-    live = count_live(ages, uses)
-    moved = {action.chunk for action, use in uses.items() if use.ahead}
-    return [
-        Staleness(
-            versions=number - 1,
-            states=int(noted_change(config, rank) is not None),
-            moves=chunk in moved,
-            microbatches_per_step=max(ends_of_steps(own).values()),
-        )
-        for rank, (number, (chunk,), own) in enumerate(
-            zip(live, schedule.chunks, schedule.lists, strict=True)
-        )
-    ]

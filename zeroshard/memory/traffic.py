@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.plan.placement import SUMMANDS
@@ -47,29 +46,6 @@ def gradient_bytes(
     return of_sums + of_one if is_apart else of_sums
 
 
-def main_bytes(units: Iterable[UnitPlan]) -> int:
-    """Bytes of the trained main parameters of a rank."""
-    trained = (buffer for unit in units for buffer in unit.buffers if buffer.trainable)
-    return sum(buffer.main_size * buffer.main_dtype.itemsize for buffer in trained)
-
-
-def version_bytes(units: Iterable[UnitPlan], num_versions: int, *, moves: bool) -> int:
-    """Bytes of trained weights of other ages on a rank: its shards, in the compute dtype.
-
-    Where versions are shown, weights that are moved have a copy.
-
-    Args:
-        units: the units.
-        num_versions: the most older versions at a time.
-        moves: True if actions have weights that are moved along a direction.
-    """
-    total = 0
-    for buffer in (buffer for unit in units for buffer in unit.buffers if buffer.trainable):
-        copies = int(moves) if buffer.shows_versions else 0
-        total += (num_versions + copies) * buffer.main_size * buffer.compute_dtype.itemsize
-    return total
-
-
 def unsharded_bytes(unit: UnitPlan) -> int:
     """Bytes that a gathered unit takes beyond its bytes at rest."""
     freed = (buffer for buffer in unit.buffers if not buffer.is_resident)
@@ -101,8 +77,6 @@ def wire_bytes(units: Sequence[UnitPlan], setting: Setting, num_micro_batches: i
     num_reductions = 1 if setting.placements.gradient == SUMMANDS else num_micro_batches
     for number, unit in enumerate(units):
         is_kept = unit.is_kept(setting.placements, is_root=number == 0, ends_forward=number == len(units) - 1)
-        if setting.weights not in NEWEST_WEIGHTS:  # other micro-batches come before the backward
-            is_kept = not unit.needs_parameters_in_backward
         for buffer in unit.buffers:
             compute, size = buffer.compute_dtype.itemsize, buffer.layout.total
             num_gathers = 1 if buffer.is_resident else num_micro_batches

@@ -80,11 +80,9 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
             "the parameters of the model given to initialize"
         )
     if foreign := [f"{list(p.shape)} in group {number}" for p, number in own if p not in names]:
-        wrap = any(hasattr(parameter, "__tensor_flatten__") for parameter, _ in own)
-        hint = ", without frozen weights that wrap other tensors, as those of torchao do" if wrap else ""
         raise ValueError(
             f"{_name(optimizer)} holds {len(foreign)} parameter(s) that are not the model's: "
-            f"{', '.join(foreign[:3])}. Build it over the parameters of the model given to initialize{hint}"
+            f"{', '.join(foreign[:3])}. Build it over the parameters of the model given to initialize"
         )
     if begun := [names[p] for p, state in optimizer.state.items() if p in names and _has_begun(state)]:
         raise ValueError(

@@ -50,10 +50,9 @@ class Original:
 def is_coded(parameter: Tensor) -> bool:
     """True for a weight whose layer knows what its codes stand for.
 
-    These are weights of bitsandbytes with 4 or 8 bits, quantized or not yet, and codes of a weight that was
-    taken apart; `coded_shape` is the shape of that.
+    These are weights of bitsandbytes with 4 or 8 bits, quantized or not yet.
     """
-    return any(hasattr(parameter, name) for name in ("quant_state", "SCB", "coded_shape"))
+    return any(hasattr(parameter, name) for name in ("quant_state", "SCB"))
 
 
 def is_packed(parameter: Tensor) -> bool:

@@ -163,7 +163,7 @@ def _check(parameter: nn.Parameter, name: str) -> None:
     if not parameter.is_floating_point() and not is_coded(parameter):
         raise ValueError(
             f"parameter '{name}' has dtype {parameter.dtype}; only floating-point parameters, and codes of "
-            "bitsandbytes or torchao, can be sharded. Keep an untrained tensor in a buffer "
+            "bitsandbytes, can be sharded. Keep an untrained tensor in a buffer "
             "(register_buffer), and a complex parameter as its real view"
         )
     if is_packed(parameter) and parameter.requires_grad:
@@ -179,9 +179,9 @@ def _check(parameter: nn.Parameter, name: str) -> None:
     if not (is_plain or hasattr(parameter, "quant_state")):
         raise ValueError(
             f"parameter '{name}' is a {kind.__name__} with operations of its own, so a shard of plain "
-            "numbers cannot replace it: expected a torch.nn.Parameter, or the frozen weight of a "
-            "torch.nn.Linear that wraps contiguous tensors. Shard the model before it is quantized or "
-            "converted, or leave the parameter out with Config(ignored=...)"
+            "numbers cannot replace it: expected a torch.nn.Parameter. Shard the model before it is "
+            "converted, quantize it with zeroshard.quantize, or leave the parameter out with "
+            "Config(ignored=...), whole on each rank"
         )
 
 

@@ -1,1 +1,1 @@
-"""Profiles: the time and the memory of steps by phase and by unit."""
+"""Profiles: the time of steps by kind and by unit."""

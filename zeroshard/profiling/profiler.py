@@ -1,85 +1,184 @@
-"""Profiles the steps of an engine on this rank."""
+"""Profiles the steps of an engine on this rank: torch's profiler with ranges of ours, and a table of these.
+
+    the status of the rank     forward and backward of a unit, optimizer step, waits of the host
+    verbs of a unit            gather, free, reduce, the wait of compute for a gather
+    gradients                  packing and delivery
+    buffers                    copies between tiers and dtypes; on a CPU, where the host copies
+    runtime                    the end of a step
+
+All are noted from outside: the status gets a class that calls the recorder, and the verbs of each unit are
+replaced in the object, which the end of the profile undoes.
+"""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import record_function
 
 from zeroshard.comm import streams
-from zeroshard.comm.streams import Clock
 from zeroshard.comm.watch.status import RankStatus, Wait
 from zeroshard.engine import Engine
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.memory.report import MemoryReport, measure
 from zeroshard.parallel.pipeline.actions import Kind, parse_action
-from zeroshard.profiling.report import OTHER, Label, MemoryWatch, PhaseTimeline, Profile, describe
 from zeroshard.sharded import Sharded
+from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit, UnitState
+from zeroshard.tables import LINE, render
+
+COLUMNS = ("forward", "backward", "gather", "copy", "reduce", "free", "wait", "step", "other")
+"""The kinds of ranges: compute of forwards and of backwards; gathers of parameters; copies of parameters from
+another tier or dtype, where the host copies; packing, adding and delivery of gradients; freeing of
+parameters; waits of the host for other ranks; the optimizer; and all outside."""
+_PREFIX = "zeroshard: "
+"""The beginning of the name of each range: "zeroshard: gather of unit 'blocks.0'"."""
+_MOST_WAITS = 4
+"""Waits that the text names."""
+
+
+@dataclass
+class Profile:
+    """The time of steps on this rank, by unit and kind; filled when the profile ends.
+
+    Times are in seconds, those of a range without those of the ranges inside. On an accelerator they are the
+    times of the kernels that a range has started, which may run at the same time as others. `str(profile)`
+    has a table.
+    """
+
+    num_steps: int = 0
+    """Optimizer steps that ended inside."""
+    units: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Seconds of a step by unit and kind, see `COLUMNS`; a wait has the unit of the range around it."""
+    waits: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step by the collective that the rank waited for, the longest first."""
+    operations: Any = None
+    """The profile of `torch.profiler`, with `key_averages()` and `export_chrome_trace(path)`."""
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds of a step by kind."""
+        return {kind: sum(times[kind] for times in self.units.values()) for kind in COLUMNS}
+
+    def fill(self, num_steps: int, *, on_device: bool) -> None:
+        """Add up the ranges in `operations`.
+
+        Args:
+            num_steps: optimizer steps that ended inside.
+            on_device: True to add up the times of kernels, and not those of the host.
+        """
+        self.num_steps, share = num_steps, 1e-6 / max(1, num_steps)  # torch counts microseconds
+        units: dict[str, dict[str, float]] = {}
+        waits: defaultdict[str, float] = defaultdict(float)
+        for event in self.operations.events():
+            if not event.name.startswith(_PREFIX) or event.device_type != DeviceType.CPU:
+                continue
+            seconds = share * (event.device_time_total if on_device else event.cpu_time_total)
+            for holder, own in ((event, seconds), (_around(event), -seconds)):
+                if holder is not None:
+                    (kind, unit), (_, name) = _kind_and_unit(holder), _label(holder)
+                    units.setdefault(unit, dict.fromkeys(COLUMNS, 0.0))[kind] += own
+                    if kind == "wait":
+                        waits[name] += own
+        self.units = units
+        self.waits = dict(sorted(waits.items(), key=lambda item: -item[1]))
+
+    def __str__(self) -> str:
+        phases = self.phases
+        used = [kind for kind in COLUMNS if phases[kind]]
+        total = sum(phases.values())
+        rows: list[tuple[str, ...]] = [
+            (unit, *(_ms(times[kind]) for kind in used), _ms(sum(times.values())))
+            for unit, times in self.units.items()
+        ]
+        rows += [LINE, ("all", *(_ms(phases[kind]) for kind in used), _ms(total))]
+        rows.append(("share", *(f"{phases[kind] / total:.1%}" for kind in used), "100.0%"))
+        title = f"a step by unit, mean of {self.num_steps}, ms"
+        waits = [f"wait for {name}: {_ms(time)} ms" for name, time in list(self.waits.items())[:_MOST_WAITS]]
+        return "\n".join([render(title, ("unit", *used, "all"), rows, 120), *waits])
+
+
+def _label(event: Any) -> tuple[str, str]:
+    """Return the kind of a range, and the unit or the collective that it is for."""
+    kind, _, name = event.name.removeprefix(_PREFIX).partition(" of ")
+    return kind, name
+
+
+def _around(event: Any) -> Any:
+    """Return the range of ours around an event; None if there is none."""
+    parent = event.cpu_parent
+    while parent is not None and not parent.name.startswith(_PREFIX):
+        parent = parent.cpu_parent
+    return parent
+
+
+def _kind_and_unit(event: Any) -> tuple[str, str]:
+    kind, name = _label(event)
+    if kind == "wait":
+        around = _around(event)
+        name = "" if around is None else _kind_and_unit(around)[1]
+    return kind, name or "no unit"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f}" if seconds else ""
 
 
 @contextmanager
-def profile(
-    engine: Engine | Sharded,
-    *,
-    memory: bool = True,
-    operations: bool = False,
-    flops: bool = False,
-    peak_flops: float | None = None,
-) -> Iterator[Profile]:
-    """Note where the time and the memory of the steps inside go, on this rank.
+def profile(engine: Engine | Sharded, *, profile_memory: bool = True, **options: Any) -> Iterator[Profile]:
+    """Run `torch.profiler` over the steps inside, on this rank, with ranges for the work of units.
 
         with zeroshard.profile(engine) as profile:
             for batch in batches:
                 engine.train_batch(*batch)
         print(profile)
+        profile.operations.export_chrome_trace("trace.json")
 
-    Each rank profiles itself; nothing is exchanged. An engine that is not profiled has no cost of it. Times
-    are the host's on a CPU, and the compute stream's on an accelerator: there a wait is the time in which
-    that stream stands still for a gather or a reduction.
+    Each rank profiles itself; nothing is exchanged. An engine that is not profiled has no cost of it. A few
+    steps are enough: the profiler keeps each operation, and takes time of its own.
 
     Args:
         engine: an engine, or a sharded model.
-        memory: note the memory at the begin of each phase.
-        operations: run `torch.profiler`, too, with our phases as ranges; `profile.operations` is its
-            profile, with `key_averages()` and `export_chrome_trace(path)`. This takes time of its own.
-        flops: count the floating-point operations of the first step: all matrix products and attention
-            that run, and the model's operations among them. It runs slower, so the times begin after it, and
-            at least two steps are needed.
-        peak_flops: floating-point operations per second that the device could do, above 0, for the
-            utilization.
+        profile_memory: note the memory that operations allocate and free.
+        options: further arguments of `torch.profiler.profile`, such as `with_flops`.
 
     Yields:
         The profile, which is filled at the end of the block, also by an exception.
 
     Raises:
         TypeError: `engine` is none, and no sharded model.
-        ValueError: `peak_flops` is not above 0.
         RuntimeError: another profile of this engine is under way.
     """
     if not isinstance(engine, Engine | Sharded):
         raise TypeError(f"expected an engine, or a model of zeroshard.shard, got {type(engine).__name__}")
-    if peak_flops is not None and not peak_flops > 0:
-        raise ValueError(f"peak_flops: expected a number above 0, got {peak_flops!r}")
-    result = Profile(peak_flops=peak_flops)
-    with ExitStack() as stack:
-        if operations:
-            result.operations = stack.enter_context(torch.profiler.profile(profile_memory=True))
-        recorder = PhaseRecorder(engine, result, notes_memory=memory, counts_flops=flops)
-        recorder.attach()
-        stack.callback(recorder.detach)  # after an exception, too: the memory shows why there was none left
-        yield result
+    runtime = engine._runtime
+    if type(runtime.here) is not RankStatus:
+        raise RuntimeError("another profile of this engine is under way: end it before")
+    recorder = _RangeRecorder(runtime)
+    result = Profile(operations=torch.profiler.profile(profile_memory=profile_memory, **options))
+    result.operations.start()
+    try:
+        with recorder:
+            yield result
+    finally:
+        result.operations.stop()
+        result.fill(recorder.num_steps, on_device=streams.has_streams(runtime.context.device))
 
 
 # ------------------------------------------------------------------------------------------ the recorder
 
-_STEP = "the optimizer step"
-_PHASES = {"the forward of ": "forward", "the backward of ": "backward", _STEP: "step"}
+_PHASES = {
+    "": "other",
+    "the forward of ": "forward",
+    "the backward of ": "backward",
+    "the optimizer step": "step",
+}
 _ACTIONS = {
     Kind.FORWARD: "forward",
     Kind.RECOMPUTE: "forward",
@@ -96,136 +195,65 @@ def _never(unit: Unit) -> bool:
     return False
 
 
-_VERBS: dict[str, tuple[str, str, Callable[[Unit], bool]]] = {
-    "unshard": ("gather", "", lambda unit: unit.state is not UnitState.SHARDED),
-    "wait": ("wait", "gather of ", lambda unit: unit.state is UnitState.UNSHARDED),
-    "reshard": ("free", "", lambda unit: unit.is_resident or unit.state is UnitState.SHARDED),
-    "start_reduce": ("reduce", "", _never),
-    "wait_reduce": ("wait", "reduction of ", _never),
-    "progress_reduce": ("reduce", "", _never),
+_VERBS: dict[str, tuple[str, Callable[[Unit], bool]]] = {
+    "unshard": ("gather of ", lambda unit: unit.state is not UnitState.SHARDED),
+    "wait": ("wait of gather of ", lambda unit: unit.state is UnitState.UNSHARDED),
+    "reshard": ("free of ", lambda unit: unit.is_resident or unit.state is UnitState.SHARDED),
+    "start_reduce": ("reduce of ", _never),
+    "wait_reduce": ("wait of reduction of ", _never),
+    "progress_reduce": ("reduce of ", _never),
 }
-"""For each verb of a unit its kind, the text before the name of the unit, and a function that is true if a
-call has nothing to do."""
+"""For each verb of a unit the text before the name of the unit, and a function that is true if a call has
+nothing to do."""
 
 
-class PhaseRecorder:
-    """Feeds a timeline from the runtime of an engine while it is attached; a detached one costs nothing.
+class _RangeRecorder:
+    """Opens ranges of torch's profiler from the runtime of an engine, while it is entered."""
 
-        the status of the rank     forward and backward of a unit, optimizer step, waits of the host
-        verbs of a unit            gather, free, reduce, the wait of compute for a gather
-        gradients                  packing and delivery
-        buffers                    copies between tiers and dtypes; on a CPU, where the host copies
-        runtime                    the end of a step
-
-    Both are noted from outside: the status gets a class that calls the recorder, and the verbs of each unit
-    are replaced in the object, which `detach` undoes.
-
-    Args:
-        engine: an engine, or a sharded model.
-        result: gets the timeline, the samples and the operations when the recorder is detached.
-        notes_memory: take a sample of the memory at the begin of each phase.
-        counts_flops: count the operations up to the end of the first step.
-    """
-
-    def __init__(
-        self, engine: Engine | Sharded, result: Profile, *, notes_memory: bool, counts_flops: bool
-    ) -> None:
-        self._engine, self._runtime, self._result = engine, engine._runtime, result
-        self._thread = threading.get_ident()
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._thread = runtime, threading.get_ident()
         self._replaced: list[tuple[Any, str]] = []
-        self._is_stepping = self._has_stepped = False
-        self._watch = MemoryWatch(self._runtime, self._measure(), self._count_bytes) if notes_memory else None
-        self._range = ExitStack()
-        """The phase under way, as a range of torch's profiler."""
-        self._counter: Any = None
-        if counts_flops:
-            from zeroshard.profiling.flops import FlopCounter  # it registers operations of torch.jit
+        self._phase, self._waiting = ExitStack(), ExitStack()
+        """The ranges of the phase under way, and of the wait of the host in it."""
+        self.num_steps = 0
 
-            self._counter = FlopCounter(self._is_beside)
-
-    def attach(self) -> None:
-        """Begin to note.
-
-        Raises:
-            RuntimeError: another profile of this engine is under way.
-        """
-        status = self._runtime.here
-        if type(status) is not RankStatus:
-            raise RuntimeError("another profile of this engine is under way: end it before")
-        if self._counter is not None:
-            self._counter.begin()
-        # The time that profilers take to begin and to end is no time of steps.
-        self._clock, self._began = Clock(self._runtime.context.device), time.perf_counter()
-        self._timeline = PhaseTimeline(self._clock.now)
-        status.__class__ = _telling(self)
-        for unit in self._runtime.units:
-            for verb, (kind, name, is_idle) in _VERBS.items():
-                self._replace(unit, verb, Label(kind, name + unit.described), is_idle)
+    def __enter__(self) -> None:
+        runtime = self._runtime
+        runtime.here.__class__ = _telling(self)
+        for unit in runtime.units:
+            for verb, (text, is_idle) in _VERBS.items():
+                self._replace(unit, verb, text + unit.described, is_idle)
             for gradients in unit.gradients:
                 for verb in ("pack", "deliver"):
-                    self._replace(gradients, verb, Label("reduce", unit.described), _never)
+                    self._replace(gradients, verb, f"reduce of {unit.described}", _never)
             # The streams of an accelerator copy during compute, which notes nothing of it.
-            for buffer in unit.buffers if self._runtime.context.device.type == "cpu" else ():
-                self._replace(buffer.source, "load", Label("copy", unit.described), _never)
-        self._note_steps()
+            for buffer in unit.buffers if runtime.context.device.type == "cpu" else ():
+                self._replace(buffer.source, "load", f"copy of {unit.described}", _never)
+        after_step = runtime.after_step
 
-    def detach(self) -> None:
-        """Leave all as it was, and fill the result."""
-        timeline, ends = self._timeline, self._timeline.ends
-        timeline.cut()
+        def count(stepped: Any = (), is_last: bool = True) -> None:
+            after_step(stepped, is_last)
+            self.num_steps += is_last
+
+        runtime.after_step = count  # type: ignore[method-assign]
+        self._replaced.append((runtime, "after_step"))
+        self.enter("", "")
+
+    def __exit__(self, *_: object) -> None:
         self._runtime.here.__class__ = RankStatus
         for holder, verb in self._replaced:
             delattr(holder, verb)
-        self._replaced.clear()
-        self._range.close()
-        if self._counter is not None:
-            self._counter.stop()
-        first = ends[0] if self._counter is not None and ends else 0
-        self._result.fill(timeline, self._clock.seconds(timeline.moments), first)
-        if self._watch is not None:
-            self._result.samples = self._watch.samples
+        self._waiting.close()
+        self._phase.close()
 
-    def _measure(self) -> MemoryReport:
-        """The memory at rest; of a sharded model it is without the states of its optimizers."""
-        engine = self._engine
-        return engine.memory_report() if isinstance(engine, Engine) else measure(self._runtime, None)
-
-    def _count_bytes(self) -> int:
-        device = self._runtime.context.device
-        if streams.has_streams(device):
-            return torch.accelerator.memory_allocated(device)
-        import psutil  # when a profile is asked for, not with the package
-
-        return int(psutil.Process().memory_info().rss)
-
-    def _is_beside(self) -> bool:
-        """True in an optimizer's step, and inside an action of a pipeline that runs forwards once more."""
-        text = self._runtime.here.action.partition(" ")[0]
-        recomputes = bool(text) and parse_action(text).kind is Kind.RECOMPUTE
-        return recomputes or self._timeline.phase.kind == "step"
-
-    def _note_steps(self) -> None:
-        """Note each step that ends: not one that fails, nor one that another optimizer is to go on with."""
-        runtime, after_step = self._runtime, self._runtime.after_step
-
-        def noted(stepped: Any = (), is_last: bool = True) -> None:
-            after_step(stepped, is_last)
-            self._has_stepped = is_last
-
-        runtime.after_step = noted  # type: ignore[method-assign]
-        self._replaced.append((runtime, "after_step"))
-
-    def _replace(self, holder: Any, verb: str, label: Label, is_idle: Callable[[Any], bool]) -> None:
-        call, timeline = getattr(holder, verb), self._timeline
+    def _replace(self, holder: Any, verb: str, text: str, is_idle: Callable[[Any], bool]) -> None:
+        call = getattr(holder, verb)
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             if is_idle(holder) or not self._is_here:
                 return call(*args, **kwargs)
-            timeline.begin(label)
-            try:
+            with record_function(_PREFIX + text):
                 return call(*args, **kwargs)
-            finally:
-                timeline.end()
 
         setattr(holder, verb, noted)
         self._replaced.append((holder, verb))
@@ -239,47 +267,27 @@ class PhaseRecorder:
 
     def enter(self, phase: str, where: str) -> None:
         """Note the begin of a phase, as `RankStatus.enter` has it."""
-        if not self._is_here:
-            return
-        self._begin(Label(_PHASES[phase], where) if phase else OTHER)
-        # A class whose step calls the step of its base takes one step: torch calls the hooks of both.
-        if self._is_stepping and self._has_stepped:
-            self._end_step()
-        self._is_stepping, self._has_stepped = phase == _STEP, False
+        self._open(self._phase, f"{_PHASES[phase]}{' of ' if where else ''}{where}")
 
     def act(self, action: str) -> None:
         """Note the begin of an action of a pipeline; the forwards in it may name no unit."""
-        if self._is_here:
-            text = action.partition(" ")[0]
-            kind = _ACTIONS.get(parse_action(text).kind) if text else None
-            self._begin(OTHER if kind is None else Label(kind, f"action {text}"))
-
-    def _begin(self, phase: Label) -> None:
-        self._timeline.enter(phase)
-        if self._watch is not None:
-            self._watch.take(time.perf_counter() - self._began, phase)
-        if self._result.operations is not None:
-            self._range.close()
-            self._range.enter_context(record_function(f"zeroshard: {describe(phase)}"))
-
-    def _end_step(self) -> None:
-        self._timeline.end_step()
-        if self._counter is not None and (found := self._counter.stop()) is not None:
-            self._result.flops, self._result.model_flops = found.all, found.of_model
-        if self._watch is not None and len(self._timeline.ends) == 1:
-            self._watch.note_states(self._measure())
+        text = action.partition(" ")[0]
+        kind = _ACTIONS.get(parse_action(text).kind) if text else None
+        self._open(self._phase, "other" if kind is None else f"{kind} of action {text}")
 
     def wait(self, wait: Wait | None) -> None:
         """Note the begin of a wait of the host, or its end."""
-        if not self._is_here:
-            return
-        if wait is None:
-            self._timeline.end()
-        else:
-            self._timeline.begin(Label("wait", wait.label))
+        self._open(self._waiting, None if wait is None else f"wait of {wait.label}")
+
+    def _open(self, range_: ExitStack, text: str | None) -> None:
+        """End a range, and begin the next one, if it has a name."""
+        if self._is_here:
+            range_.close()
+            if text is not None:
+                range_.enter_context(record_function(_PREFIX + text))
 
 
-def _telling(recorder: PhaseRecorder) -> type[RankStatus]:
+def _telling(recorder: _RangeRecorder) -> type[RankStatus]:
     """Return a class of statuses that tell a recorder of what is noted in them."""
     told: dict[str, Callable[[Any], None]] = {"wait": recorder.wait, "action": recorder.act}
 

@@ -502,19 +502,6 @@ def full_schedule_of(config: Config) -> Schedule:
     return schedule_of(config, _num_until_full(config), config.pipeline.synchronous_steps)
 
 
-def largest_schedule_of(config: Config) -> Schedule:
-    """Return the lists that take the most memory, after the synchronous steps.
-
-    They are the lists of a batch. But `train_batches` makes one list of many batches, so an asynchronous
-    pipeline may be full with few micro-batches in each. It has the most versions when later versions replace
-    the versions of the micro-batches that filled it.
-    """
-    num = config.pipeline.num_microbatches
-    if config.pipeline.schedule in ASYNCHRONOUS:
-        num = max(num, 2 * _num_until_full(config))
-    return schedule_of(config, num, config.pipeline.synchronous_steps)
-
-
 def _num_until_full(config: Config) -> int:
     """The micro-batches in which an asynchronous pipeline fills, and a step begins and ends."""
     pipeline, num_ranks = config.pipeline, config.mesh.pp

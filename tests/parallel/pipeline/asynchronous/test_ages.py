@@ -19,7 +19,6 @@ from zeroshard.parallel.pipeline.schedules import (
     build_schedule,
     count_synchronous,
     full_schedule_of,
-    largest_schedule_of,
     require_steps,
     schedule_of,
     steady,
@@ -92,25 +91,6 @@ def test_full_lists_cross_as_many_steps_as_long_ones(p: int, k: int, synchronous
     full, long = Ages(full_schedule_of(Config(mesh=Mesh(pp=p), pipeline=pipeline))), Ages(steady(p, 9 * p, k))
     for s in range(p):
         assert full.most_crossed(s) == long.most_crossed(s) == -(-(p - 1 - s) // k)
-
-
-@pytest.mark.long_where(
-    weights=["estimate", "double", "bounded", "vertical", "lwp", "lwp-weights", "predict"]
-)
-@pytest.mark.parametrize("weights", WEIGHTS)
-@given(st.integers(2, 6), PER_STEP)
-def test_the_largest_lists_hold_as_much_as_long_ones(weights: str, p: int, k: int) -> None:
-    k = max(k, p) if weights == "double" else k
-    pipeline = Pipeline(schedule="pb", num_microbatches=1, microbatches_per_step=k)
-    largest = largest_schedule_of(Config(mesh=Mesh(pp=p), pipeline=pipeline))
-    long = steady(p, 9 * (p + k), k)
-    one, other = ((ages, WEIGHTS[weights](ages)) for ages in (Ages(largest), Ages(long)))
-    assert count_live(*one) == count_live(*other)
-    assert count_activations(largest) == count_activations(long)
-    moved, expected = (
-        {action.chunk for action, use in uses.items() if use.ahead} for _, uses in (one, other)
-    )
-    assert moved == expected
 
 
 @given(st.integers(2, 6), st.integers(0, 6), st.integers(1, 30))
