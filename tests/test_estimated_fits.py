@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zeroshard
-from zeroshard.cli.planning import DEVICES, SHARE, Room, find_fits, least, memory_of
+from zeroshard.cli.planning import SHARE, Room, find_fits, least
 from zeroshard.config.sections import Config
 from zeroshard.memory.activations import Tokens
 from zeroshard.memory.estimate import Counted
@@ -104,19 +104,6 @@ def test_stages_that_a_config_rules_out_are_left_out():
 def test_more_memory_never_takes_a_setting_away(num_params, gib):
     few, many = (kinds(fits(num_params, size * GIB, host=1 << 40)) for size in (gib, 2 * gib))
     assert set(few) <= set(many)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("h100", 80), ("H200", 141), ("A100-40", 40), ("a100_40", 40), ("RTX 4090", 24)]
-)
-def test_devices_are_found_by_their_names(name, expected):
-    assert memory_of(name) == expected * 10**9
-
-
-def test_an_unknown_device_is_refused_with_the_names():
-    with pytest.raises(ValueError, match=r"expected a device among .*, h100, .*, got 'h10'"):
-        memory_of("h10")
-    assert all(size >= 10**9 for size in DEVICES.values())
 
 
 def test_a_trillion_parameters_on_4096_ranks_take_less_than_5_seconds():

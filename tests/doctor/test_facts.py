@@ -18,7 +18,6 @@ from zeroshard.cli.doctor import (
     cpu_limit,
     differences,
     judge,
-    measure_disk,
     page,
     read_machine,
     read_versions,
@@ -161,15 +160,3 @@ def test_each_package_that_a_feature_needs_has_a_version() -> None:
     versions = read_versions().keys()
     assert {"torch", "numpy", "mlflow", "numba"} <= versions
     assert not {"GPU", "C++"} & versions
-
-
-def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PART", 1 << 20)
-    speed = measure_disk(tmp_path)
-    assert all(re.fullmatch(r"\d+\.\d\d GB/s", speed[name]) for name in ("write", "read"))
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    with pytest.raises(ValueError, match="expected an existing folder"):
-        measure_disk(tmp_path / "missing")
-    monkeypatch.setattr(doctor, "PART", 1 << 50)
-    with pytest.raises(ValueError, match=r"--disk: expected \d+ MiB free in .*, got \d+"):
-        measure_disk(tmp_path)

@@ -53,7 +53,7 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the command line; its result names the command in `command`."""
     parser = _Parser(
         prog="zeroshard",
-        description="Export and inspect checkpoints, estimate memory, show groups of ranks, "
+        description="Export and inspect checkpoints, estimate memory, show places of ranks, "
         "plan pipelines: one process, no GPU. The doctor looks at this machine.",
         epilog="zeroshard COMMAND --help shows the options of a command, and examples.",
         allow_abbrev=False,

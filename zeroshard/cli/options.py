@@ -122,7 +122,7 @@ class EstimateOptions(NamedTuple):
     """Compute the memory that training a model takes on each rank.
 
     Print the bytes that each rank holds and sends, for an optimizer of Adam's kind.
-    With --gpu or --memory, list the settings that fit.
+    With --memory, list the settings that fit.
 
     Args:
         model: number of parameters, such as 7B, 125M or 7e9, for a typical language model of that size; or a
@@ -141,13 +141,11 @@ class EstimateOptions(NamedTuple):
         tokens: tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)
         length: tokens of a sample (default: all)
         attention: eager keeps the scores, for a number of parameters (default: fused)
-        lora: train adapters of this rank; needs peft
-        weight_bits: bits of the frozen weights; needs bitsandbytes
-        gpu: list the settings that fit it, such as h100 or a100-40
-        memory: the same for a size such as 80GiB
-        host: host memory of a node, for offload
-        nvme: disk space of a node, for offload
-        ranks_per_node: ranks that share them (default: 8)
+        lora: train adapters of this rank in a model, not a number; needs peft
+        weight_bits: bits of its frozen weights; needs bitsandbytes
+        memory: list the settings that fit a device of this size, such as 80GB
+        host: host memory of a node of 8 ranks, for offload
+        nvme: disk space of such a node, for offload
 
     Examples:
         zeroshard estimate 7B --precision bf16
@@ -157,8 +155,8 @@ class EstimateOptions(NamedTuple):
         zeroshard estimate base-model --precision bf16
         zeroshard estimate base-model/config.json --config zeroshard.toml
         zeroshard estimate my_package.models:build --stage 3
-        zeroshard estimate 13B --gpu h100 --host 1TiB --ranks 8 --precision bf16 --tokens 8192
-        zeroshard estimate 7B --lora 16 --weight-bits 4 --precision bf16 --tokens 2048
+        zeroshard estimate 13B --memory 80GB --host 1TiB --ranks 8 --precision bf16 --tokens 8192
+        zeroshard estimate base-model --lora 16 --weight-bits 4 --precision bf16 --tokens 2048
     """
 
     model: Annotated[int | Path | str, _how(metavar="MODEL", type=parse_model)]
@@ -176,19 +174,17 @@ class EstimateOptions(NamedTuple):
     attention: Literal["fused", "eager"] | None = None
     lora: Number | None = None
     weight_bits: Literal[4, 8] | None = None
-    gpu: Annotated[str, _how(metavar="NAME")] | None = None
     memory: Size | None = None
     host: Size = 0
     nvme: Size = 0
-    ranks_per_node: Number | None = None
 
 
 class MeshOptions(NamedTuple):
-    """Show the groups of ranks that exchange along each axis of the mesh.
+    """Show the place of each rank on the axes of the mesh.
 
-    Print every tensor, data and pipeline group. Ranks are counted along the tensor
-    axis first, then along the data-parallel axes, along the pipeline axis last. The
-    data-parallel axes get the factor of --ranks that --tp and --pp leave.
+    Ranks that differ on one axis alone are a group, and exchange along it. They are counted
+    along the tensor axis first, then along the data-parallel axes, along the pipeline axis last.
+    The data-parallel axes get the factor of --ranks that --tp and --pp leave.
 
     Args:
         ranks: all ranks
@@ -258,15 +254,12 @@ class DoctorOptions(NamedTuple):
     anywhere else.
 
     Args:
-        disk: folder of a disk whose speed is measured, with 256 MiB
         device: cpu, cuda or cuda:1, as in a config (default: the one of the rank)
 
     Examples:
         zeroshard doctor
-        zeroshard doctor --disk .
     """
 
-    disk: Annotated[Path, _how(metavar="PATH")] | None = None
     device: str | None = None
 
 

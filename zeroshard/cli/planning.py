@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import fill
@@ -31,11 +32,10 @@ from torch import nn
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.hf.pretrained import build_skeleton, typical_skeleton, with_adapters, with_codes
+from zeroshard.hf.pretrained import build_skeleton, with_adapters, with_codes
 from zeroshard.memory.activations import Tokens, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
-from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
-from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
+from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.sharded import count_elements
 from zeroshard.tables import format_bytes, format_count, render
 
@@ -52,38 +52,7 @@ _TIERS = (
 """Tiers of optimizer states and of parameters, by their cost."""
 
 
-_GB = 10**9
-
-DEVICES: Mapping[str, int] = {
-    "v100": 32 * _GB,
-    "t4": 16 * _GB,
-    "a10": 24 * _GB,
-    "a6000": 48 * _GB,
-    "a100-40": 40 * _GB,
-    "a100": 80 * _GB,
-    "l4": 24 * _GB,
-    "l40s": 48 * _GB,
-    "h100": 80 * _GB,
-    "h100-nvl": 94 * _GB,
-    "h200": 141 * _GB,
-    "b200": 180 * _GB,
-    "rtx3090": 24 * _GB,
-    "rtx4090": 24 * _GB,
-    "rtx5090": 32 * _GB,
-    "mi250x": 64 * _GB,  # of each of its two devices
-    "mi300x": 192 * _GB,
-    "mi325x": 256 * _GB,
-}
-"""Bytes of a device, as its vendor's data sheet has them. Its tools show more: the difference is a reserve
-for the driver and the libraries."""
-
-
-def memory_of(name: str) -> int:
-    """Return the bytes of a device. Raises ValueError for an unknown name."""
-    key = name.lower().replace(" ", "").replace("_", "-")
-    if key not in DEVICES:
-        raise ValueError(f"expected a device among {', '.join(DEVICES)}, got {name!r}")
-    return DEVICES[key]
+_RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +65,7 @@ class Room:
     """Bytes of host memory of a node for its ranks."""
     nvme: int = 0
     """Bytes of files of a node for its ranks."""
-    ranks_per_node: int = 8
+    ranks_per_node: int = _RANKS_PER_NODE
 
     def holds(self, estimate: Estimate) -> bool:
         """True if a rank and its node have room for an estimate."""
@@ -238,7 +207,7 @@ def estimate(options: EstimateOptions) -> None:
     tokens = Tokens(options.tokens, options.length, options.attention == "eager")
     counted, configs, bits = Counted(model, tokens), _configs(options), options.optimizer_bits or 32
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
-    if options.gpu is None and options.memory is None:
+    if options.memory is None:
         found = {
             (num_ranks, config.stage): counted.on(num_ranks, config, optimizer_bits=bits)
             for num_ranks in options.ranks
@@ -253,15 +222,10 @@ def estimate(options: EstimateOptions) -> None:
 
 def _refuse_unused(options: EstimateOptions) -> None:
     """Refuse options that another option must come with: they would change nothing without it."""
-    fits = options.gpu is not None or options.memory is not None
-    if options.gpu is not None and options.memory is not None:
-        raise ValueError("--memory: not allowed with --gpu")
-    if options.ranks_per_node is not None and options.ranks_per_node < 1:
-        raise ValueError(f"--ranks-per-node: expected an integer >= 1, got {options.ranks_per_node}")
+    fits = options.memory is not None
     for name, is_used, needed in (
-        ("host", fits, "--gpu or --memory"),
-        ("nvme", fits and options.host, "--host, and --gpu or --memory"),
-        ("ranks_per_node", fits and options.host, "--host, and --gpu or --memory"),
+        ("host", fits, "--memory"),
+        ("nvme", fits and options.host, "--memory and --host"),
         ("length", options.tokens, "--tokens"),
         ("attention", options.tokens, "--tokens"),
     ):
@@ -280,19 +244,12 @@ def _refuse_missing(options: EstimateOptions) -> None:
 
 
 def _model(options: EstimateOptions) -> nn.Module | int:
-    given, is_adapted = options.model, options.lora is not None or options.weight_bits is not None
+    given = options.model
     if isinstance(given, int):
-        if not is_adapted:
-            return given
-        sizes = typical_sizes(given)
-        if not sizes.depth:
-            raise ValueError(f"--lora: expected a number of parameters with blocks, got {given:,}")
-        size = sizes.depth, sizes.width, sizes.num_heads, sizes.vocabulary
-        model = typical_skeleton(*size, is_tied=sizes.is_tied)
-    elif isinstance(given, Path):
-        model = build_skeleton(given)
-    else:
-        model = build_model(given)
+        if options.lora is not None or options.weight_bits is not None:
+            raise ValueError("--lora and --weight-bits: expected the config.json of a model, got a number")
+        return given
+    model = build_skeleton(given) if isinstance(given, Path) else build_model(given)
     if options.weight_bits is not None:
         model = with_codes(model, options.weight_bits)
     return model if options.lora is None else with_adapters(model, options.lora)
@@ -339,8 +296,7 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _fits(counted: Counted, num_ranks: int, configs: Sequence[Config], options: EstimateOptions) -> str:
     """Return the settings that fit, as a table."""
-    device = (options.memory or 0) if options.gpu is None else memory_of(options.gpu)
-    per_node = min(num_ranks, options.ranks_per_node or 8)
+    device, per_node = options.memory or 0, min(num_ranks, _RANKS_PER_NODE)
     room = Room(device=device, host=options.host, nvme=options.nvme, ranks_per_node=per_node)
     chosen = _given(stages=options.stage, recompute=options.recompute, bits=options.optimizer_bits)
     tried = Tried(**{name: [value] for name, value in chosen.items()})
@@ -422,20 +378,10 @@ def _about_training(config: Config, options: EstimateOptions) -> str:
     return fill(about, _LINE)
 
 
-# --------------------------------------------------------------------------------------- groups of ranks
+# -------------------------------------------------------------------------------------- places of ranks
 
 
-_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("tensor", (TP,)),
-    ("data", DATA),
-    ("shard", (DP_SHARD,)),
-    ("replica", (DP_REPLICATE,)),
-    ("pipeline", (PP,)),
-)
-"""The groups by name, with the axes that each kind spans."""
-
-_MAX_RANKS = 1 << 16  # time and memory grow with the ranks, and nobody reads the tables of more
-_MAX_SHOWN = 16  # ranks of a group that are written out; the title has the stride of longer ones
+_MAX_RANKS = 1 << 12  # nobody reads the lines of more
 
 
 def mesh(options: MeshOptions) -> None:
@@ -443,49 +389,11 @@ def mesh(options: MeshOptions) -> None:
     if options.ranks > _MAX_RANKS:
         raise ValueError(f"--ranks: expected at most {_MAX_RANKS:,}, got {options.ranks:,}")
     config = Config(mesh=Mesh(pp=options.pp, tp=options.tp), shard_group_size=options.shard_group_size)
-    arrangement = Arrangement(options.ranks, config.mesh.pp, config.mesh.tp, config.shard_group_size)
-    print(*_paragraphs(arrangement), sep="\n\n")
+    sizes = Arrangement(options.ranks, config.mesh.pp, config.mesh.tp, config.shard_group_size).sizes
+    product_of_sizes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
+    rows = [tuple(map(str, (rank, *place))) for rank, place in enumerate(product(*map(range, sizes)))]
+    print(render(f"{_number(options.ranks)}: {product_of_sizes}", ("rank", *AXES), rows))
 
 
-def _paragraphs(arrangement: Arrangement) -> Iterator[str]:
-    sizes = arrangement.sizes
-    product = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
-    yield (
-        f"{_number(arrangement.num_ranks)}, counted along the last axis first: {product}\n"
-        f"parts of the model, pp x tp: {arrangement.num_parts:,}; "
-        f"data-parallel ranks of a part: {arrangement.num_data:,}"
-    )
-    # Without axes of 1 rank two kinds may span the same axes: without replicas, data and shard groups.
-    several = [axis for axis, size in zip(AXES, sizes, strict=True) if size > 1]
-    shown: list[list[str]] = []
-    for kind, axes in _KINDS:
-        spanned = [axis for axis in several if axis in axes]
-        if spanned and spanned not in shown:
-            shown.append(spanned)
-            yield _table_of_groups(kind, spanned, [axis for axis in several if axis not in axes], arrangement)
-    if len(several) < len(AXES):
-        single = ", ".join(axis for axis in AXES if axis not in several)
-        yield f"no groups along axes of 1 rank: {single}"
-
-
-def _table_of_groups(kind: str, axes: Sequence[str], others: Sequence[str], arrangement: Arrangement) -> str:
-    """Return the groups along `axes`, each with its place on the other axes."""
-    groups = arrangement.groups(*axes)
-    size, stride = len(groups[0]), groups[0][1] - groups[0][0]
-    ranks = f"{size} consecutive ranks" if stride == 1 else f"{size} ranks, stride {stride}"
-    title = f"{_number(len(groups), f'{kind} group')} of {ranks} ({' x '.join(axes)})"
-    rows = []
-    for number, group in enumerate(groups):
-        place = arrangement.coordinates(group[0])._asdict()
-        rows.append((str(number), *(str(place[axis]) for axis in others), _written(group)))
-    return render(title, ("group", *others, "ranks"), rows)
-
-
-def _written(group: Sequence[int]) -> str:
-    if len(group) <= _MAX_SHOWN:
-        return ", ".join(map(str, group))
-    return f"{', '.join(map(str, group[:3]))}, ..., {group[-1]}"
-
-
-def _number(count: int, noun: str = "rank") -> str:
-    return f"{count:,} {noun}" + "s" * (count != 1)
+def _number(count: int) -> str:
+    return f"{count:,} rank" + "s" * (count != 1)

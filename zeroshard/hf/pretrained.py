@@ -196,24 +196,6 @@ def _builder(transformers: Any, config: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config
 
 
-def typical_skeleton(depth: int, width: int, num_heads: int, vocabulary: int, *, is_tied: bool) -> nn.Module:
-    """Return the float32 model of a Llama on the meta device, whose blocks have 12 * width**2 parameters."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=8 * width // 3,
-        num_hidden_layers=depth,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        tie_word_embeddings=is_tied,
-    )
-    with torch.device("meta"):
-        model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
-
-
 def with_codes(model: nn.Module, bits: int) -> nn.Module:
     """Quantize the linear layers of a model without memory as bitsandbytes does, and freeze all of it.
 
