@@ -15,8 +15,6 @@ from zeroshard.cli import doctor
 from zeroshard.cli.doctor import (
     RANGES,
     check_package,
-    cpu_limit,
-    differences,
     judge,
     page,
     read_machine,
@@ -73,17 +71,6 @@ def test_a_package_is_told_with_its_version_or_with_the_reason(monkeypatch: pyte
     assert {"peft": "0.21", "trl": "not installed"}.items() <= read_versions().items()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("150000 100000\n", ", limited to 1.5"), ("max 100000\n", ""), (None, "")]
-)
-def test_the_limit_of_a_container_on_its_cores_is_shown(
-    text: str | None, expected: str, tmp_path: Path
-) -> None:
-    if text is not None:
-        (tmp_path / "cpu.max").write_text(text)
-    assert cpu_limit(tmp_path / "cpu.max") == expected
-
-
 def see(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, *backends: str, has_bf16: bool = True, tools: str = "g++"
 ) -> None:
@@ -131,15 +118,6 @@ def test_features_follow_from_devices_backends_and_packages(monkeypatch: pytest.
     monkeypatch.setattr(doctor, "check_package", {"peft": "too old", "trl": "older"}.get)
     found = judge(read_machine()[1] | dict.fromkeys(set(doctor.PACKAGES) - {"peft", "trl"}, ""))
     assert (found["LoRA"], found["trainers of TRL"]) == ("no: too old", "no: older")
-
-
-def test_versions_that_differ_between_ranks_are_named_with_the_ranks() -> None:
-    own, other = {"torch": "2.14.1", "numba": "1"}, {"torch": "2.13.0", "numba": "not installed"}
-    assert differences([own, own]) == []
-    assert differences([own, other, own]) == [
-        "torch: rank(s) 0, 2 have 2.14.1; rank(s) 1 have 2.13.0",
-        "numba: rank(s) 0, 2 have 1; rank(s) 1 have not installed",
-    ]
 
 
 def test_the_machine_is_this_one() -> None:

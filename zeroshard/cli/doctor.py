@@ -1,4 +1,4 @@
-"""`zeroshard doctor`: a page about this machine, and about the ranks that torchrun has started."""
+"""`zeroshard doctor`: a page about this machine."""
 
 from __future__ import annotations
 
@@ -7,43 +7,26 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 from torch.torch_version import TorchVersion
 
-from zeroshard.agreement import describe_versions
 from zeroshard.cli.options import DoctorOptions
-from zeroshard.comm.device import available_backends, use_device
-from zeroshard.comm.lifecycle import start_world
+from zeroshard.comm.device import available_backends
 from zeroshard.memory.budget import host_bytes_free
 from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
-
-_TIMEOUT_S = 120.0
-"""Seconds that a rank waits for the others; ranks that import slowly come seconds apart."""
 
 Rows = dict[str, str]
 """Text by name: a part of the page."""
 
 
-def doctor(options: DoctorOptions) -> None:
-    """Run `zeroshard doctor`. Rank 0 prints, its own page before it waits for the other ranks."""
-    versions, rank = read_versions(), int(os.environ.get("RANK", "0"))
-
-    def say(text: str) -> None:
-        if rank == 0:
-            print(text, flush=True)
-
-    say(page(versions) if rank == 0 else "")  # one rank asks the devices, which takes seconds and memory
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        world = start_world(use_device(options.device), _TIMEOUT_S)
-        if differing := differences(world.all_gather_object(versions, "facts of the ranks")):
-            say("\n  ".join(("\nversions that differ", *differing)))
+def doctor(_: DoctorOptions) -> None:
+    """Run `zeroshard doctor`."""
+    print(page(read_versions()))
 
 
 def page(versions: Rows) -> str:
@@ -54,13 +37,6 @@ def page(versions: Rows) -> str:
         "\n".join((title, *(f"  {name:<33} {text}" for name, text in rows.items())))
         for title, rows in parts.items()
     )
-
-
-def differences(everyone: Sequence[Rows]) -> list[str]:
-    """Return a sentence for each version that is not the same on all ranks."""
-    names = dict.fromkeys(name for own in everyone for name in own)
-    each = {name: [own.get(name, "none") for own in everyone] for name in names}
-    return [f"{name}: {describe_versions(own)}" for name, own in each.items() if len(set(own)) > 1]
 
 
 # ----------------------------------------------------------------------------------------------- versions
@@ -136,11 +112,9 @@ def read_machine() -> tuple[Rows, Rows]:
     facts = {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": f"{cores}{cpu_limit()}",
+        "cores": str(cores),
         "memory": f"{format_bytes(memory)}, {format_bytes(host_bytes_free())} free for this process",
     }
-    with suppress(OSError):  # workers of a DataLoader send batches through it
-        facts["shared memory"] = format_bytes(shutil.disk_usage("/dev/shm").total)
     if kind is not None:
         module = torch.get_device_module(kind)
         has_bf16 = module.is_bf16_supported(including_emulation=False) if kind == "cuda" else True
@@ -157,14 +131,6 @@ def read_machine() -> tuple[Rows, Rows]:
         "BF16": "" if has_bf16 else "the device computes bfloat16 by emulation, if at all",
         "C++": "" if has_compiler else "no C++ compiler on the path: g++ or clang++",
     }
-
-
-def cpu_limit(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> str:
-    """Return the limit that a control group, such as a container's, sets to the cores; "" for none."""
-    with suppress(OSError, ValueError):  # of version 1, or "max"
-        limit, period = map(int, file.read_text(encoding="utf-8").split())
-        return f", limited to {limit / period:g}"
-    return ""
 
 
 def _find_accelerator() -> tuple[str | None, str]:

@@ -62,8 +62,8 @@ def build_parser() -> ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, (_, options) in COMMANDS.items():
         summary, _, rest = (inspect.getdoc(options) or "").partition("\n\n")
-        description, _, rest = rest.partition("\n\nArgs:\n")
-        arguments, _, examples = rest.partition("\n\nExamples:\n")
+        rest, _, examples = rest.partition("\n\nExamples:\n")
+        description, _, arguments = rest.partition("\n\nArgs:\n")
         added = subparsers.add_parser(
             name,
             help=summary,

@@ -14,17 +14,11 @@ The order is by what a setting costs in each step, without a measurement:
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from pkgutil import resolve_name
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,128 +49,47 @@ _TIERS = (
 _RANKS_PER_NODE = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """The memory of a node."""
-
-    device: int
-    """Bytes of the device of a rank."""
-    host: int = 0
-    """Bytes of host memory of a node for its ranks."""
-    nvme: int = 0
-    """Bytes of files of a node for its ranks."""
-    ranks_per_node: int = _RANKS_PER_NODE
-
-    def holds(self, estimate: Estimate) -> bool:
-        """True if a rank and its node have room for an estimate."""
-        num = self.ranks_per_node
-        far = num * estimate.host <= self.host and num * estimate.nvme <= self.nvme
-        return far and estimate.peak <= SHARE * self.device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """The settings to try, on each tier that has room."""
-
-    stages: Sequence[int] = range(4)
-    recompute: Sequence[str] = ("none", "unit")
-    bits: Sequence[int] = (32, 8)
-    """Bits of each optimizer state."""
-
-
-_ALL = Tried()
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
+class _Tried(NamedTuple):
     """A setting with its estimate."""
 
     config: Config
     bits: int
     """Bits of each optimizer state."""
     estimate: Estimate
-    costs: tuple[str, ...]
-    """The reasons for its place: all that it costs compared with stage 0 and states of 32 bits."""
+
+    @property
+    def tiers(self) -> tuple[str, str]:
+        return self.config.offload.optimizer, self.config.offload.parameters
+
+    @property
+    def cost(self) -> tuple[float, ...]:
+        """Its place in the order."""
+        config, found = self.config, self.estimate
+        place = _TIERS.index(self.tiers), config.recompute == "unit", found.wire_bytes_per_step
+        return *place, config.stage == 3, -self.bits, found.peak
+
+    def __str__(self) -> str:
+        recomputed = ["recompute"] if self.config.recompute == "unit" else []
+        tiers = zip(("optimizer", "parameters"), self.tiers, strict=True)
+        offloaded = [f"{name}={tier}" for name, tier in tiers if tier != "none"]
+        return ", ".join([f"stage {self.config.stage}", f"{self.bits}-bit states", *recomputed, *offloaded])
 
 
-def find_fits(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> list[Fit]:
-    """Return the settings that fit, the fastest first.
-
-    Args:
-        counted: the model.
-        world_size: number of ranks.
-        base: the config of all settings, but for stage, recomputation and tiers.
-        room: the memory of a node.
-        tried: the stages, recomputation and bits of optimizer states to try.
-    """
-    # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
-    distinct: dict[object, Fit] = {}
-    for fit in _settings(counted, world_size, base, room, tried):
-        if room.holds(fit.estimate):
-            distinct.setdefault((fit.estimate, fit.costs), fit)
-    return sorted(distinct.values(), key=_place)
-
-
-def least(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> Fit:
-    """Return the setting that takes the least memory of the device, whether it fits or not."""
-    return min(_settings(counted, world_size, base, room, tried), key=lambda fit: fit.estimate.peak)
-
-
-def _settings(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried) -> Iterator[Fit]:
-    for config in _tried_configs(base, room, tried):
-        for each in tried.bits:
-            for own in _by_share_on_device(config):
-                estimate = counted.on(world_size, own, optimizer_bits=each)
-                if room.holds(estimate):
-                    break
-            yield Fit(own, each, estimate, tuple(cost for holds, cost in _COSTS if holds(own, each)))
-
-
-def _by_share_on_device(config: Config) -> Iterator[Config]:
-    """Yield a config with less and less of what is on the host left on the device, at last with none."""
-    if config.offload.optimizer == "cpu":  # with all parameters on the device it is another setting
-        for tenths in range(9 if config.offload.parameters == "none" else 4, 0, -1):
-            yield replace(config, offload=replace(config.offload, device_fraction=tenths / 10))
-    yield config
-
-
-def _tried_configs(base: Config, room: Room, tried: Tried) -> Iterator[Config]:
-    for optimizer, parameters in _TIERS:
-        if ("cpu" in (optimizer, parameters) and not room.host) or (
-            "nvme" in (optimizer, parameters) and not (room.nvme and room.host)
-        ):
-            continue
-        path = (base.offload.nvme_path or ".") if "nvme" in (optimizer, parameters) else None
-        offload = replace(base.offload, optimizer=optimizer, parameters=parameters, nvme_path=path)
-        for recompute in tried.recompute:
-            for stage in tried.stages:
-                if parameters != "none" and stage != 3:
-                    continue
-                with suppress(ValueError):  # the config rules some stages out, as a shard group does stage 0
-                    yield replace(base, stage=stage, recompute=recompute, offload=offload)
-
-
-def _place(fit: Fit) -> tuple[int, bool, int, bool, int, int]:
-    estimate = fit.estimate
-    return (
-        _TIERS.index((fit.config.offload.optimizer, fit.config.offload.parameters)),
-        fit.config.recompute == "unit",
-        estimate.wire_bytes_per_step,
-        fit.config.stage == 3,
-        -fit.bits,
-        estimate.peak,
-    )
-
-
-_COSTS: tuple[tuple[Callable[[Config, int], bool], str], ...] = (
-    (lambda config, _: config.offload.optimizer == "cpu", "states from the host"),
-    (lambda config, _: config.offload.optimizer == "nvme", "states from files"),
-    (lambda config, _: config.offload.parameters == "cpu", "parameters from the host"),
-    (lambda config, _: config.offload.parameters == "nvme", "parameters from files"),
-    (lambda config, _: config.recompute == "unit", "a forward more"),
-    (lambda config, _: config.stage == 3, "gathers of parameters"),
-    (lambda _, bits: bits == 8, "states rounded to 8 bits"),
-)
+def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOptions) -> Iterator[_Tried]:
+    """Yield the settings on each tier that has room."""
+    recomputes = ("none", "unit") if options.recompute is None else (options.recompute,)
+    sizes = (32, 8) if options.optimizer_bits is None else (options.optimizer_bits,)
+    for (optimizer, parameters), recompute, base, bits in product(_TIERS, recomputes, configs, sizes):
+        is_far, is_in_files = optimizer != "none", "nvme" in (optimizer, parameters)
+        has_room = (options.host or not is_far) and (options.nvme or not is_in_files)
+        if has_room and (parameters == "none" or base.stage == 3):
+            path = (base.offload.nvme_path or ".") if is_in_files else None
+            offload = replace(base.offload, optimizer=optimizer, parameters=parameters, nvme_path=path)
+            try:
+                config = replace(base, recompute=recompute, offload=offload)
+            except ValueError:  # the config rules some tiers out
+                continue
+            yield _Tried(config, bits, counted.on(options.ranks, config, optimizer_bits=bits))
 
 
 _NO_BREAK = "\u00a0"  # keeps a number and its unit on one line
@@ -202,22 +115,19 @@ def estimate(options: EstimateOptions) -> None:
             "--tp, --pp, --microbatches and --recompute"
         )
     _refuse_unused(options)
-    _refuse_missing(options)
     model = _model(options)
     tokens = Tokens(options.tokens, options.length, options.attention == "eager")
     counted, configs, bits = Counted(model, tokens), _configs(options), options.optimizer_bits or 32
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.memory is None:
-        found = {
-            (num_ranks, config.stage): counted.on(num_ranks, config, optimizer_bits=bits)
-            for num_ranks in options.ranks
+        estimates = {
+            f"stage {config.stage}": counted.on(options.ranks, config, optimizer_bits=bits)
             for config in configs
         }
-        lines += [_table(found), "", fill(_NOTE if options.tokens else f"{_NOTE} {_NOT_COUNTED}", _LINE)]
+        table, note = side_by_side(_number(options.ranks), estimates), _NOTE
     else:
-        lines += [_fits(counted, num_ranks, configs, options) for num_ranks in options.ranks]
-        lines += ["", fill(_ORDER if options.tokens else f"{_ORDER} {_NOT_COUNTED}", _LINE)]
-    print(*lines, sep="\n")
+        table, note = _fits(counted, configs, options), _ORDER
+    print(*lines, table, "", fill(note if options.tokens else f"{note} {_NOT_COUNTED}", _LINE), sep="\n")
 
 
 def _refuse_unused(options: EstimateOptions) -> None:
@@ -233,54 +143,22 @@ def _refuse_unused(options: EstimateOptions) -> None:
             raise ValueError(f"--{name.replace('_', '-')} needs {needed}")
 
 
-def _refuse_missing(options: EstimateOptions) -> None:
-    """Refuse options whose packages are not installed, before a model is built for seconds."""
-    lora = "--lora needs transformers and peft: pip install zeroshard[hf,lora]"
-    codes = "--weight-bits needs transformers and bitsandbytes: pip install zeroshard[hf,eightbit]"
-    asked = ((options.lora, "peft", lora), (options.weight_bits, "bitsandbytes", codes))
-    for given, package, remedy in asked:
-        if given is not None and not (find_spec("transformers") and find_spec(package)):
-            raise ImportError(remedy)
-
-
 def _model(options: EstimateOptions) -> nn.Module | int:
     given = options.model
     if isinstance(given, int):
         if options.lora is not None or options.weight_bits is not None:
             raise ValueError("--lora and --weight-bits: expected the config.json of a model, got a number")
         return given
-    model = build_skeleton(given) if isinstance(given, Path) else build_model(given)
+    model = build_skeleton(given)
     if options.weight_bits is not None:
         model = with_codes(model, options.weight_bits)
     return model if options.lora is None else with_adapters(model, options.lora)
 
 
-def build_model(path: str) -> nn.Module:
-    """Import a function or a class and call it on the meta device.
-
-    Args:
-        path: package.module:name; modules in the current directory are found, too.
-
-    Raises:
-        ValueError: it cannot be imported, raises an error, or gives no module.
-    """
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        make = resolve_name(path)
-        with torch.device("meta"):
-            model = make if isinstance(make, nn.Module) else make()
-    except Exception as error:  # of any kind, as the code is the user's
-        raise ValueError(f"'{path}': {type(error).__name__}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"'{path}': expected a function that returns a model, got {type(model).__name__}")
-    return model
-
-
 def _configs(options: EstimateOptions) -> list[Config]:
     if options.config is not None:
         return [Config.from_file(options.config)]
-    stages = _ALL.stages if options.stage is None else [options.stage]
+    stages = range(4) if options.stage is None else [options.stage]
     given = _given(
         precision=options.precision,
         mesh=_given(tp=options.tp, pp=options.pp),
@@ -294,54 +172,31 @@ def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _fits(counted: Counted, num_ranks: int, configs: Sequence[Config], options: EstimateOptions) -> str:
+def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions) -> str:
     """Return the settings that fit, as a table."""
-    device, per_node = options.memory or 0, min(num_ranks, _RANKS_PER_NODE)
-    room = Room(device=device, host=options.host, nvme=options.nvme, ranks_per_node=per_node)
-    chosen = _given(stages=options.stage, recompute=options.recompute, bits=options.optimizer_bits)
-    tried = Tried(**{name: [value] for name, value in chosen.items()})
-    fits = find_fits(counted, num_ranks, configs[-1], room, tried)
-    title = (
-        f"{_number(num_ranks)}: settings that take at most {SHARE:.0%} of {format_bytes(device)}, best first"
-    )
+    device, per_node = SHARE * (options.memory or 0), min(options.ranks, _RANKS_PER_NODE)
+    limit = f"{SHARE:.0%} of {format_bytes(options.memory or 0)}"
+    tried = sorted(_settings(counted, configs, options), key=lambda one: one.cost)
+    # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
+    fits = {
+        (one.estimate, *one.cost): one
+        for one in reversed(tried)
+        if one.estimate.peak <= device
+        and per_node * one.estimate.host <= options.host
+        and per_node * one.estimate.nvme <= options.nvme
+    }
     if not fits:
-        nearest = least(counted, num_ranks, configs[-1], room, tried)
-        need = f"{format_bytes(nearest.estimate.peak)} with {_setting(nearest)}"
-        limit = f"{SHARE:.0%} of {format_bytes(device)}"
-        return f"{_number(num_ranks)}: no setting fits into {limit}; the least is {need}"
-    rows = [_row(fit) for fit in fits[:_MOST_FITS]]
-    columns = ("setting", "peak", "host", "NVMe", "sent in a step", "costs")
-    used = [0, 1, *(at for at in (2, 3) if any(row[at] for row in rows)), 4, 5]
-    table = render(title, [columns[at] for at in used], [[row[at] for at in used] for row in rows], 120)
+        nearest = min(tried, key=lambda one: one.estimate.peak)
+        need = f"{format_bytes(nearest.estimate.peak)} with {nearest}"
+        return f"{_number(options.ranks)}: no setting fits into {limit}; the least is {need}"
+    rows = [
+        (str(one), *map(format_bytes, (found.peak, found.host, found.nvme, found.wire_bytes_per_step)))
+        for one, found in ((one, one.estimate) for one in list(reversed(fits.values()))[:_MOST_FITS])
+    ]
+    title = f"{_number(options.ranks)}: settings that take at most {limit}, best first"
+    table = render(title, ("setting", "peak", "host", "NVMe", "sent in a step"), rows, 120)
     more = len(fits) - len(rows)
     return f"{table}\n and {more} more" if more else table
-
-
-def _row(fit: Fit) -> tuple[str, ...]:
-    found = fit.estimate
-    far = [format_bytes(number) if number else "" for number in (found.host, found.nvme)]
-    costs = ", ".join(fit.costs) or "nothing"
-    return (_setting(fit), format_bytes(found.peak), *far, format_bytes(found.wire_bytes_per_step), costs)
-
-
-def _setting(fit: Fit) -> str:
-    config, tiers = fit.config, {n: getattr(fit.config.offload, n) for n in ("optimizer", "parameters")}
-    recomputed = ["recompute"] if config.recompute == "unit" else []
-    offloaded = [f"{name}={tier}" for name, tier in tiers.items() if tier != "none"]
-    if share := config.offload.device_fraction:
-        offloaded.append(f"device_fraction={share:g}")
-    return ", ".join([f"stage {config.stage}", f"{fit.bits}-bit states", *recomputed, *offloaded])
-
-
-def _table(found: dict[tuple[int, int], Estimate]) -> str:
-    """Return all rows for stages or numbers of ranks side by side; the peaks alone if both are several."""
-    ranks, stages = sorted({num for num, _ in found}), sorted({stage for _, stage in found})
-    if len(ranks) == 1:
-        return side_by_side(_number(ranks[0]), {f"stage {s}": found[ranks[0], s] for s in stages})
-    if len(stages) == 1:
-        return side_by_side(f"stage {stages[0]}", {_number(num): found[num, stages[0]] for num in ranks})
-    rows = [(_number(num), *(format_bytes(found[num, s].peak) for s in stages)) for num in ranks]
-    return render("total at the peak, for each rank", ("", *(f"stage {s}" for s in stages)), rows)
 
 
 def _about(model: nn.Module | int) -> str:
