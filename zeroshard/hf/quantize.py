@@ -56,9 +56,14 @@ def quantize(model: nn.Module, config: Any) -> nn.Module:
         new.train(layer.training)
         for name in names:
             model.set_submodule(name, new)
-    for bits in (4, 8):  # peft chooses its layers by these attributes
-        object.__setattr__(model, f"is_loaded_in_{bits}bit", bool(getattr(config, f"load_in_{bits}bit")))
+    name_bits(model, config)
     return model
+
+
+def name_bits(model: nn.Module, config: Any) -> None:
+    """Set the attributes of a model by which peft chooses its layers."""
+    for bits in (4, 8):
+        object.__setattr__(model, f"is_loaded_in_{bits}bit", bool(getattr(config, f"load_in_{bits}bit")))
 
 
 def _chosen(model: Any, skipped: list[str] | None) -> Iterator[tuple[nn.Linear, list[str]]]:
