@@ -95,14 +95,14 @@ def test_the_least_setting_is_told_where_none_fits(capsys):
     assert "stage 3, 8-bit states, recompute" in out
 
 
-def test_attention_scores_and_recomputation_are_counted(capsys):
-    options = ("1B", "--precision", "bf16", "--tokens", 8192, "--length", 4096, "--stage", 3)
-    eager = zeroshard.estimate(1e9, 8, {"precision": "bf16"}, num_tokens=Tokens(8192, 4096, True))
-    assert format_bytes(eager.activations) in shown(capsys, *options, "--attention", "eager")
+def test_the_length_of_samples_and_recomputation_are_counted(capsys):
+    options = ("1B", "--precision", "bf16", "--tokens", 8192, "--stage", 3)
+    whole = zeroshard.estimate(1e9, 8, {"precision": "bf16"}, num_tokens=Tokens(8192, 4096))
+    assert format_bytes(whole.activations) in shown(capsys, *options, "--length", 4096)
     config = {"precision": "bf16", "recompute": "unit"}
     again = zeroshard.estimate(1e9, 8, config, num_tokens=8192)
     assert format_bytes(again.activations) in shown(capsys, *options, "--recompute", "unit")
-    assert again.activations < eager.activations
+    assert again.activations < whole.activations
 
 
 def test_a_pipeline_is_estimated(capsys):
@@ -151,7 +151,6 @@ def test_a_package_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
         (("7B", "--host", "1TiB"), "--host needs --memory"),
         (("7B", "--memory", "80GB", "--nvme", "1TiB"), "--nvme needs --memory and --host"),
         (("7B", "--length", "4096"), "--length needs --tokens"),
-        (("7B", "--attention", "eager"), "--attention needs --tokens"),
         (("7B", "--tokens", "-1"), "num_tokens: expected an integer >= 0, got -1"),
         (("7B", "--pp", "3"), "mesh.pp=3"),
         (("7B", "--pp", "64", "--ranks", "64"), "expected at most 31 chunks"),

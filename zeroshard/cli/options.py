@@ -126,7 +126,6 @@ class EstimateOptions(NamedTuple):
         recompute: recompute the activations of units
         tokens: tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)
         length: tokens of a sample (default: all)
-        attention: eager keeps the scores, for a number of parameters (default: fused)
         lora: train adapters of this rank in a model, not a number; needs peft
         weight_bits: bits of its frozen weights; needs bitsandbytes
         memory: list the settings that fit a device of this size, such as 80GB
@@ -155,7 +154,6 @@ class EstimateOptions(NamedTuple):
     recompute: Literal["none", "unit"] | None = None
     tokens: Number = 0
     length: Number = 0
-    attention: Literal["fused", "eager"] | None = None
     lora: Number | None = None
     weight_bits: Literal[4, 8] | None = None
     memory: Size | None = None

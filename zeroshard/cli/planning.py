@@ -116,7 +116,7 @@ def estimate(options: EstimateOptions) -> None:
         )
     _refuse_unused(options)
     model = _model(options)
-    tokens = Tokens(options.tokens, options.length, options.attention == "eager")
+    tokens = Tokens(options.tokens, options.length)
     counted, configs, bits = Counted(model, tokens), _configs(options), options.optimizer_bits or 32
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.memory is None:
@@ -137,7 +137,6 @@ def _refuse_unused(options: EstimateOptions) -> None:
         ("host", fits, "--memory"),
         ("nvme", fits and options.host, "--memory and --host"),
         ("length", options.tokens, "--tokens"),
-        ("attention", options.tokens, "--tokens"),
     ):
         if getattr(options, name) and not is_used:
             raise ValueError(f"--{name.replace('_', '-')} needs {needed}")
