@@ -248,7 +248,8 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
     stored = open_checkpoint(directory)
     manifest = stored.manifest
     beside = filter(is_beside_codes, manifest.buffers)
-    codes = (name for name in manifest.parameters if not stored.tensors[name].dtype.is_floating_point)
+    kept = (name for name in manifest.parameters if name not in manifest.frozen)
+    codes = (name for name in kept if not stored.tensors[name].dtype.is_floating_point)
     for found, reason in (
         (manifest.frozen, f"leaves out {len(manifest.frozen)} frozen parameters"),
         (manifest.model.get("adapters"), "has adapters of peft"),
