@@ -132,16 +132,14 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("export", folder, tmp_path / "out", "--dtype", "int8"), "int8"),
         (("export", folder, tmp_path / "out", "--max-shard-size", "5 apples"), "5 apples"),
         (("export", folder, tmp_path / "out", "--max-shard-size", "0"), "max_shard_bytes"),
-        (("export", folder, tmp_path / "out", "--tokenizer", tmp_path / "none"), "expected a folder"),
-        (("export", folder, tmp_path / "out", "--tokenizer", tmp_path), "transformers"),
         (("export", folder), "DIR"),
         (("estimate",), "MODEL"),
         (("estimate", "7X"), "such as 7B"),
         (("estimate", "0"), "a whole number above 0"),
         (("estimate", "1.5"), "a whole number above 0"),
         (("estimate", "9000T"), "at most"),
-        (("estimate", "7e9", "--ranks", "0"), "--ranks"),
-        (("estimate", "7e9", "--ranks", "2,,4"), "such as 8 or 1,2,4,8"),
+        (("estimate", "7e9", "--ranks", "0"), "got 0"),
+        (("estimate", "7e9", "--ranks", "2,4"), "--ranks"),
         (("estimate", "7e9", "--stage", "9"), "stage"),
         (("estimate", "7e9", "--optimizer-bits", "4"), "optimizer-bits"),
         (("estimate", "7e9", "--precision", "int8"), "int8"),
@@ -244,15 +242,10 @@ def test_estimate_counts_tensor_ranks_and_activations(capsys):
     assert "not counted" not in text
 
 
-def test_estimate_shows_several_numbers_of_ranks(tmp_path, capsys):
-    assert main(["estimate", "1e9", "--ranks", "1,8,2", "--stage", "1", "--optimizer-bits", "8"]) == 0
-    of_stage_1 = [zeroshard.estimate(1e9, n, {"stage": 1}, optimizer_bits=8) for n in (1, 2, 8)]
-    assert table(capsys.readouterr().out)["optimizer states"] == [
-        format_bytes(e.optimizer) for e in of_stage_1
-    ]
-    assert main(["estimate", "1e9", "--world-size", "1,2"]) == 0
-    peaks = [format_bytes(zeroshard.estimate(1e9, 2, {"stage": stage}).peak) for stage in range(4)]
-    assert table(capsys.readouterr().out)["2 ranks"] == peaks
+def test_estimate_takes_ranks_bits_and_a_config(tmp_path, capsys):
+    assert main(["estimate", "1e9", "--world-size", "2", "--stage", "1", "--optimizer-bits", "8"]) == 0
+    expected = zeroshard.estimate(1e9, 2, {"stage": 1}, optimizer_bits=8)
+    assert table(capsys.readouterr().out)["optimizer states"] == [format_bytes(expected.optimizer)]
     (tmp_path / "config.toml").write_text("stage = 2\ngradient_accumulation_steps = 4\n")
     assert main(["estimate", "1e9", "--config", str(tmp_path / "config.toml")]) == 0
     config = {"stage": 2, "gradient_accumulation_steps": 4}
@@ -337,11 +330,6 @@ def save_llama(folder: str) -> None:
 def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks):
     ranks(1, save_llama, str(tmp_path))
     (tmp_path / "zeroshard.toml").write_text("stage = 2\n")
-    save_tokenizer(tmp_path / "base-model")
-    (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package/models.py").write_text(
-        "import torch\ndef build(): return torch.nn.Linear(3, 3)\n"
-    )
     monkeypatch.chdir(tmp_path)
     for name in COMMANDS:
         with pytest.raises(SystemExit):
@@ -357,14 +345,6 @@ def test_the_examples_of_the_help_work(tmp_path, capsys, monkeypatch, ranks):
             assert out or name == "export", example
             assert not err, example
     assert (tmp_path / "out/model.safetensors").is_file()
-    assert (tmp_path / "out/tokenizer.json").is_file()
-
-
-def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of two words, with the config of a Llama beside it."""
-    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "word": 1}, unk_token="[UNK]"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 EXAMPLES = [

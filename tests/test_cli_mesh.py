@@ -1,105 +1,27 @@
-"""`zeroshard mesh`: the groups of ranks, as a person reads them."""
+"""`zeroshard mesh`: the places of ranks, as a person reads them."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 
 from tests import commands
-from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
-from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
-
-
-def shown(capsys, *arguments: object) -> list[str]:
-    """The paragraphs that the command prints."""
-    return commands.shown(capsys, "mesh", *arguments).removesuffix("\n").split("\n\n")
-
-
-def cells(paragraph: str) -> tuple[str, list[str], list[list[str]]]:
-    """The title of a table, the names of its columns, and its rows."""
-    title, columns, _, *rows = paragraph.splitlines()
-    return title, columns.split(), [re.split(r"\s{2,}", row.strip()) for row in rows]
-
-
-def tables(paragraphs: list[str]) -> dict[str, list[list[int]]]:
-    """The groups of each table, by its title."""
-    found = {}
-    for paragraph in paragraphs:
-        if "────" in paragraph:
-            title, _, rows = cells(paragraph)
-            found[title] = [[int(rank) for rank in row[-1].split(", ")] for row in rows]
-    return found
-
-
-def test_every_group_of_32_ranks_with_tp_4_and_pp_4_is_shown(capsys):
-    paragraphs = shown(capsys, "--ranks", 32, "--tp", 4, "--pp", 4)
-    assert tables(paragraphs) == {
-        "8 tensor groups of 4 consecutive ranks (tp)": [[r, r + 1, r + 2, r + 3] for r in range(0, 32, 4)],
-        "16 data groups of 2 ranks, stride 4 (dp_shard)": [[r, r + 4] for r in range(32) if r % 8 < 4],
-        "8 pipeline groups of 4 ranks, stride 8 (pp)": [[r, r + 8, r + 16, r + 24] for r in range(8)],
-    }
-    assert paragraphs[0].splitlines() == [
-        "32 ranks, counted along the last axis first: pp 4 x dp_replicate 1 x dp_shard 2 x tp 4",
-        "parts of the model, pp x tp: 16; data-parallel ranks of a part: 2",
-    ]
-    assert paragraphs[-1] == "no groups along axes of 1 rank: dp_replicate"
-
-
-def test_a_group_has_a_number_and_its_place_on_the_other_axes(capsys):
-    paragraphs = shown(capsys, "--ranks", 24, "--tp", 2, "--pp", 3, "--shard-group-size", 2)
-    arrangement = Arrangement(24, 3, 2, 2)
-    for paragraph in paragraphs[1:]:
-        _, columns, rows = cells(paragraph)
-        assert columns[0] == "group"
-        assert columns[-1] == "ranks"
-        for number, row in enumerate(rows):
-            first = int(row[-1].split(", ")[0])
-            place = arrangement.coordinates(first)._asdict()
-            assert row[:-1] == [str(number), *(str(place[axis]) for axis in columns[1:-1])]
-
-
-@pytest.mark.parametrize(("num_ranks", "pp", "tp", "size"), [(16, 2, 2, 2), (24, 1, 2, 3), (16, 2, 1, 4)])
-def test_hybrid_sharding_has_groups_of_shards_and_of_replicas_too(capsys, num_ranks, pp, tp, size):
-    paragraphs = shown(capsys, "--ranks", num_ranks, "--pp", pp, "--tp", tp, "--shard-group-size", size)
-    arrangement = Arrangement(num_ranks, pp, tp, size)
-    kinds = {
-        "tensor": (TP,),
-        "data": DATA,
-        "shard": (DP_SHARD,),
-        "replica": (DP_REPLICATE,),
-        "pipeline": (PP,),
-    }
-    expected = {kind: arrangement.groups(*axes) for kind, axes in kinds.items()}
-    found = {title.split()[1]: groups for title, groups in tables(paragraphs).items()}
-    several = {kind: groups for kind, groups in expected.items() if len(groups) < num_ranks}
-    assert found == several
-    titles = [title for title in tables(paragraphs) if "data" in title]
-    assert titles[0].endswith("(dp_replicate x dp_shard)")
+from zeroshard.plan.arrangement import Arrangement
 
 
 @pytest.mark.parametrize(
-    ("options", "axis"),
-    [((), "dp_shard"), (("--shard-group-size", 4), "dp_shard"), (("--shard-group-size", 1), "dp_replicate")],
+    ("num_ranks", "pp", "tp", "size"), [(1, 1, 1, None), (32, 4, 4, None), (24, 1, 2, 3), (16, 2, 2, 2)]
 )
-def test_data_parallel_ranks_of_one_axis_are_shown_once(capsys, options, axis):
-    paragraphs = shown(capsys, "--ranks", 4, *options)
-    assert tables(paragraphs) == {f"1 data group of 4 consecutive ranks ({axis})": [[0, 1, 2, 3]]}
-    single = ", ".join(other for other in AXES if other != axis)
-    assert paragraphs[-1] == f"no groups along axes of 1 rank: {single}"
-
-
-def test_one_rank_has_no_groups(capsys):
-    _, *rest = shown(capsys, "--ranks", 1)
-    assert rest == ["no groups along axes of 1 rank: pp, dp_replicate, dp_shard, tp"]
-
-
-def test_a_long_group_is_shortened_and_its_title_has_the_stride(capsys):
-    paragraphs = shown(capsys, "--world-size", 128, "--tp", 4)
-    title, _, rows = cells(paragraphs[2])
-    assert title == "4 data groups of 32 ranks, stride 4 (dp_shard)"
-    assert [row[-1] for row in rows] == [f"{r}, {r + 4}, {r + 8}, ..., {r + 124}" for r in range(4)]
-    assert max(map(len, "\n".join(paragraphs).splitlines())) <= 100
+def test_each_rank_has_a_line_with_its_place_on_each_axis(capsys, num_ranks, pp, tp, size):
+    options = () if size is None else ("--shard-group-size", size)
+    title, columns, _, *rows = commands.shown(
+        capsys, "mesh", "--ranks", num_ranks, "--tp", tp, "--pp", pp, *options
+    ).splitlines()
+    arrangement = Arrangement(num_ranks, pp, tp, size)
+    sizes = arrangement.sizes._asdict()
+    assert title.endswith(": " + " x ".join(f"{axis} {number}" for axis, number in sizes.items()))
+    assert columns.split() == ["rank", *sizes]
+    expected = [[rank, *arrangement.coordinates(rank)] for rank in range(num_ranks)]
+    assert [list(map(int, row.split())) for row in rows] == expected
 
 
 @pytest.mark.parametrize(
@@ -108,7 +30,7 @@ def test_a_long_group_is_shortened_and_its_title_has_the_stride(capsys):
         ((), "--ranks"),
         (("--ranks", "many"), "'many'"),
         (("--ranks", 0), "num_ranks: expected at least 1 rank, got 0"),
-        (("--ranks", 10**12), "--ranks: expected at most 65,536, got 1,000,000,000,000"),
+        (("--ranks", 10**12), "--ranks: expected at most 4,096, got 1,000,000,000,000"),
         (("--ranks", 8, "--tp", 0), "config key 'mesh.tp': expected an integer >= 1, got 0"),
         (("--ranks", 8, "--pp", -1), "config key 'mesh.pp': expected an integer >= 1, got -1"),
         (("--ranks", 8, "--shard-group-size", 0), "config key 'shard_group_size'"),

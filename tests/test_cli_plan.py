@@ -69,11 +69,6 @@ def test_asynchronous_schedules_show_delays_and_versions(capsys):
     ]
 
 
-def test_a_step_of_an_asynchronous_schedule_takes_as_many_micro_batches_as_asked_for(capsys):
-    out = shown(capsys, *named("pb"), "--stages", 2, "--microbatches", 4, "--per-step", 2, "--list")
-    assert out == "0F0,0F1,0B0,0F2,0B1,STEP,0F3,0B2,0B3,STEP\n1F0,1B0,1F1,1B1,STEP,1F2,1B2,1F3,1B3,STEP\n"
-
-
 def test_lists_with_several_steps_show_the_versions_of_weights(capsys, tmp_path):
     own = tmp_path / "own.csv"
     own.write_text("0F0,0F1,0B0,STEP,0F2,0B1,STEP,0B2,STEP\n1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP\n")
@@ -122,7 +117,6 @@ DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
         ),
         (named("pipedream"), "--schedule pipedream needs --stages and --microbatches"),
         ((*named("pb"), "--stages", 0, "--microbatches", 8), "--stages: expected at least 1, got 0"),
-        ((*named("pb"), *FOUR_EIGHT, "--per-step", 0), "--per-step: expected at least 1, got 0"),
         ((*named("pb"), *FOUR_EIGHT, "--recompute", 1), "expected synchronous schedules, got pb"),
         (named("1f1b"), "--schedule 1f1b needs --stages and --microbatches"),
         ((*named("1f1b"), "--stages", 0, "--microbatches", 8), "expected at least 1 pipeline rank, got 0"),

@@ -479,7 +479,7 @@ configs = st.builds(
         num_chunks=st.none() | counts,
         split=names,
     )
-    | st.builds(Pipeline, balance=st.sampled_from(["time", "memory", "bottleneck"])),
+    | st.builds(Pipeline, balance=st.sampled_from(["time", "memory"])),
     watchdog_s=st.floats(0, 1e6, exclude_min=True),
 ) | st.builds(
     Config,

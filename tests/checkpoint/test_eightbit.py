@@ -388,7 +388,6 @@ def test_codes_and_scales_that_do_not_belong_together_are_one_error_before_anyth
 
 THEIRS_AND_OTHERS = [
     ("AdamW8bit", SOME, "AdamW8bit", SOME, {}),
-    ("AdEMAMix8bit", ALL, "AdEMAMix8bit", ALL, {}),
     ("SGD8bit", {"momentum": 0.7, **SOME}, "SGD8bit", {"momentum": 0.5, **SOME}, {}),
     ("Lion8bit", SOME, "Lion8bit", SOME, {}),
     ("AdamW", {}, "AdamW", {}, {}),
@@ -398,11 +397,11 @@ THEIRS_AND_OTHERS = [
     ("Adagrad8bit", SOME, "Adagrad", {}, CONVERTED),
 ]
 SLOTS = {"AdamW": "exp_avg exp_avg_sq", "Lion": "exp_avg", "SGD": "momentum_buffer", "RMSprop": "square_avg"}
-SLOTS |= {"Adagrad": "sum", "AdEMAMix": "exp_avg exp_avg_slow exp_avg_sq"}
+SLOTS |= {"Adagrad": "sum"}
 
 
 def common(optimizer, kind):
-    """This rank's states under torch's names: AdEMAMix of bitsandbytes has two in one place."""
+    """This rank's states under torch's names."""
     names = SLOTS[kind.removeprefix("Paged").removesuffix("8bit")].split()
     found = {}
     for parameter, held in optimizer.state.items():
@@ -411,8 +410,7 @@ def common(optimizer, kind):
             continue
         for place, ending in (("state", ""), ("absmax", "_absmax")):
             values = [held[f"{place}{slot}"] for slot in "12" if f"{place}{slot}" in held]
-            rows = [row for value in values for row in (value if value.dim() == 2 else [value])]
-            found |= {(parameter.fqn, name + ending): row for name, row in zip(names, rows, strict=False)}
+            found |= {(parameter.fqn, name + ending): one for name, one in zip(names, values, strict=False)}
     return found
 
 

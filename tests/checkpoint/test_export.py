@@ -170,19 +170,6 @@ def test_a_new_export_leaves_nothing_of_the_one_before(trained, tmp_path):
     assert all(name.endswith(f"-of-{len(shards):05}.safetensors") for name in shards)
 
 
-def test_the_tokenizer_of_a_folder_goes_along(trained, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"to": 0, "the": 1, "?": 2}, unk_token="?"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", bos_token="to")
-    tokenizer.save_pretrained(tmp_path / "base")
-    arguments = [str(trained["Llama"][0] / "checkpoint"), str(tmp_path / "out")]
-    assert main(["export", *arguments, "--tokenizer", str(tmp_path / "base")]) == 0
-    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert loaded("the bit to")["input_ids"] == [1, 2, 0]
-    assert loaded.bos_token == "to"
-
-
 # -------------------------------------------------------------------------------- other kinds of models
 
 

@@ -15,10 +15,7 @@ from zeroshard.cli import doctor
 from zeroshard.cli.doctor import (
     RANGES,
     check_package,
-    cpu_limit,
-    differences,
     judge,
-    measure_disk,
     page,
     read_machine,
     read_versions,
@@ -74,17 +71,6 @@ def test_a_package_is_told_with_its_version_or_with_the_reason(monkeypatch: pyte
     assert {"peft": "0.21", "trl": "not installed"}.items() <= read_versions().items()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("150000 100000\n", ", limited to 1.5"), ("max 100000\n", ""), (None, "")]
-)
-def test_the_limit_of_a_container_on_its_cores_is_shown(
-    text: str | None, expected: str, tmp_path: Path
-) -> None:
-    if text is not None:
-        (tmp_path / "cpu.max").write_text(text)
-    assert cpu_limit(tmp_path / "cpu.max") == expected
-
-
 def see(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, *backends: str, has_bf16: bool = True, tools: str = "g++"
 ) -> None:
@@ -134,15 +120,6 @@ def test_features_follow_from_devices_backends_and_packages(monkeypatch: pytest.
     assert (found["LoRA"], found["trainers of TRL"]) == ("no: too old", "no: older")
 
 
-def test_versions_that_differ_between_ranks_are_named_with_the_ranks() -> None:
-    own, other = {"torch": "2.14.1", "numba": "1"}, {"torch": "2.13.0", "numba": "not installed"}
-    assert differences([own, own]) == []
-    assert differences([own, other, own]) == [
-        "torch: rank(s) 0, 2 have 2.14.1; rank(s) 1 have 2.13.0",
-        "numba: rank(s) 0, 2 have 1; rank(s) 1 have not installed",
-    ]
-
-
 def test_the_machine_is_this_one() -> None:
     machine, found = read_machine()
     assert machine["memory"].startswith(format_bytes(psutil.virtual_memory().total))
@@ -161,15 +138,3 @@ def test_each_package_that_a_feature_needs_has_a_version() -> None:
     versions = read_versions().keys()
     assert {"torch", "numpy", "mlflow", "numba"} <= versions
     assert not {"GPU", "C++"} & versions
-
-
-def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PART", 1 << 20)
-    speed = measure_disk(tmp_path)
-    assert all(re.fullmatch(r"\d+\.\d\d GB/s", speed[name]) for name in ("write", "read"))
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    with pytest.raises(ValueError, match="expected an existing folder"):
-        measure_disk(tmp_path / "missing")
-    monkeypatch.setattr(doctor, "PART", 1 << 50)
-    with pytest.raises(ValueError, match=r"--disk: expected \d+ MiB free in .*, got \d+"):
-        measure_disk(tmp_path)

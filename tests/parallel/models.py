@@ -29,9 +29,6 @@ GATED = T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 EXPERTS = GROUPED | {"intermediate_size": 24, "experts_implementation": "eager"}  # others have no float64
 MIXTRAL = EXPERTS | {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 CHOSEN = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = EXPERTS | CHOSEN | {"kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6}
-LATENT |= {"v_head_dim": 8, "num_key_value_heads": 4, "n_shared_experts": 1, "n_routed_experts": 4}
-LATENT |= {"attention_bias": True, "q_lora_rank": 12, "first_k_dense_replace": 1}
 MODELS = {
     "Llama": ("LlamaForCausalLM", GROUPED),
     "Llama, tied": ("LlamaForCausalLM", GROUPED | TIED | {"attention_bias": True}),
@@ -65,7 +62,6 @@ MODELS = {
         "Qwen3MoeForCausalLM",
         EXPERTS | CHOSEN | {"num_experts": 4, "head_dim": 8, "mlp_only_layers": [0]},
     ),
-    "DeepSeek V2": ("DeepseekV2ForCausalLM", LATENT),
     "Llama 4": (
         "Llama4ForCausalLM",
         EXPERTS | {"num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8},

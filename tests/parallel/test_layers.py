@@ -129,7 +129,7 @@ def test_the_first_pattern_that_fits_holds_and_heads_stay_whole():
         ({"down": "packed_rowwise"}, "'down' is a Linear; expected a Linear, an Embedding or a Conv1D"),
         ({"down": "embedding_per_head"}, "'down' is a Linear; expected"),
         ({"down": "moe_tp_experts"}, "got 'down.weight' of shape (8, 12) with 'replicate'"),
-        ({"down": "mla_kv_a_proj"}, "expected 'qk_rope_head_dim' in the Model that holds it, got None"),
+        ({"down": "mla_kv_a_proj"}, "got 'mla_kv_a_proj' for 'down'"),
         ({"down": LayerPlan(Split.ROWS, (Section(9),))}, "expected sections of 12 elements together"),
         ({"biases": "packed_colwise"}, "expected 'rowwise' for the embedding 'biases'"),
         ({"tokens": "colwise"}, "expected 'rowwise' for the embedding 'tokens', which is cut by tokens"),

@@ -13,7 +13,7 @@ def adamw(parameters):
 
 
 FAST = {("Llama", 2, 2), ("Qwen3", 2, 2), ("T5", 2, 2), ("Mixtral", 2, 2), ("GPT-2", 4, 2)}
-MORE_RANKS = ("Llama", "Llama, tied", "Gemma", "GPT-2", "T5", "Mixtral", "DeepSeek V2")
+MORE_RANKS = ("Llama", "Llama, tied", "Gemma", "GPT-2", "T5", "Mixtral")
 """Models that are divided over 4 tensor ranks as well, some of which share heads of keys then."""
 NAMES = [name for name in MODELS if name not in ("Qwen3, tied", "Gemma 2")]  # which test_loss.py trains
 CASES = [

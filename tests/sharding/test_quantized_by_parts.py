@@ -1,7 +1,6 @@
 """Ranks quantize parts of a weight: codes and scales are those of bitsandbytes for the whole, to the bit."""
 
 import copy
-import json
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -22,7 +21,6 @@ from tests.ranks import on_ranks
 from tests.sharding.test_quantized import adamw, llama, plain, same_bits, same_state, train, weight_of
 from zeroshard.lazy.deferred import Codes
 from zeroshard.plan.layout import Span
-from zeroshard.safetensors import DTYPE_NAMES, FileTensor
 
 FOUR = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
 KINDS = {
@@ -181,76 +179,8 @@ def read_again(path):
     return transformers.AutoModelForCausalLM.from_pretrained(path, device_map="cpu", dtype=torch.float32)
 
 
-def from_codes(path, _):
-    model = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, path, dtype=torch.float32)
-    with zeroshard.deferred_init():
-        return with_adapters(model)
-
-
-def trained_from_codes(stage, path):
-    read, num_codes = FileTensor.read, []
-
-    def counting(tensor, *spans):
-        if "U8" in DTYPE_NAMES[tensor.file_dtype] or "I8" in DTYPE_NAMES[tensor.file_dtype]:
-            num_codes.append(sum(span.size for span in spans))
-        return read(tensor, *spans)
-
-    model = from_codes(path, None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileTensor, "read", counting)
-        engine = zeroshard.initialize(model, adamw, {"stage": stage}).engine
-    state = engine.full_state_dict()
-    losses = train(engine, range(3))
-    engine.save_pretrained(path / "plain", merge_adapters=True)
-    engine.close()
-    if not dist.get_rank():  # the model is an ordinary one
-        losses += plain(model, range(3, 5))
-    return losses, state, sum(num_codes)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "stage", "kind"),
-    [
-        (2, 3, "int8"),
-        pytest.param(4, 2, "nf4 twice", marks=pytest.mark.long),
-        pytest.param(2, 0, "fp4 in bfloat16", marks=pytest.mark.long),
-    ],
-)
-def test_a_quantized_folder_is_the_model_that_transformers_reads(
-    ranks, folder, tmp_path, num_ranks, stage, kind
-):
-    path = quantized_folder(folder, kind, tmp_path / "codes")
-    model = with_adapters(read_again(path))
-    state = copy.deepcopy(model.state_dict())
-    want = plain(model, range(3), num_ranks)
-    (losses, found, num_codes), *others = ranks(num_ranks, trained_from_codes, stage, path)
-    same_state(found, state)
-    assert losses == want + plain(model, range(3, 5))  # the optimizer begins anew on both sides
-    assert all(other[0] == want for other in others)
-    whole = sum(p.numel() for p in model.parameters() if p.dtype in (torch.uint8, torch.int8))
-    if stage == 3 and whole:
-        beside = sum(v.numel() for n, v in state.items() if v.dtype == torch.uint8 and ".weight." in n)
-        assert num_codes <= whole / num_ranks + beside + 4096  # padding of the layout
-    merged = transformers.AutoModelForCausalLM.from_pretrained(path / "plain")
-    assert not any(type(layer).__module__.startswith("bitsandbytes") for layer in merged.modules())
-    assert "quantization_config" not in merged.config.to_dict()
-
-
-@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
-def test_biases_of_a_quantized_folder_have_the_dtype_of_the_folder(tmp_path, kind):
-    config = llama(attention_bias=True)
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "base")
-    how = {"quantization_config": config_of(kind), "device_map": "cpu"}
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", **how).save_pretrained(tmp_path)
-    want = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
-    found = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, tmp_path)
-    dtypes = {name: (p.dtype, p.requires_grad) for name, p in want.named_parameters()}
-    assert {name: (p.dtype, p.requires_grad) for name, p in found.named_parameters()} == dtypes
-    assert dtypes["model.layers.0.self_attn.q_proj.bias"][0] is torch.bfloat16
-
-
 def gpt2_exported(path):
-    model = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, device_map="cpu")
     engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
     tokens = torch.arange(8).view(1, 8)
     losses = [engine.eval_batch({"input_ids": tokens}, tokens).item()]
@@ -282,41 +212,11 @@ def test_weights_that_gpt2_has_transposed_are_exported_so(ranks, tmp_path, kind)
         assert torch.equal(found[name], value), name
 
 
-def without(name, path):
-    """Take a tensor out of a folder."""
-    tensors = load_file(path / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("kind", "lacking", "text"),
-    [
-        (
-            "nf4 twice",
-            "down_proj.weight",
-            "expected codes of bitsandbytes and their scales for 'model.layers.1",
-        ),
-        ("nf4 twice", "down_proj.weight.absmax", "'model.layers.1.mlp.down_proj.weight' has other scales"),
-        ("int8", "down_proj.SCB", "'model.layers.1.mlp.down_proj.weight' has other scales"),
-    ],
-)
-def test_a_quantized_folder_without_codes_or_scales_is_refused(folder, tmp_path, kind, lacking, text):
-    path = quantized_folder(folder, kind, tmp_path)
-    without(f"model.layers.1.mlp.{lacking}", path)
-    with pytest.raises(ValueError, match=text):
-        from_codes(path, kind)
-
-
-def test_a_folder_is_not_quantized_twice_or_by_others(folder, tmp_path):
+def test_a_quantized_folder_is_refused_with_both_remedies(folder, tmp_path):
     path = quantized_folder(folder, "nf4 twice", tmp_path)
-    with pytest.raises(ValueError, match="is quantized already: expected no quantization_config"):
-        from_file(path, "int8")
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="quantized by bitsandbytes, got quant_method='gptq'"):
-        from_codes(path, None)
+    for options in ({}, {"quantization_config": config_of("int8")}):
+        with pytest.raises(ValueError, match=r"has codes .* by quantization_config=.* of transformers"):
+            zeroshard.from_pretrained(transformers.AutoModelForCausalLM, path, **options)
 
 
 # ------------------------------------------------------------------------------------------------- blocks

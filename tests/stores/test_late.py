@@ -73,12 +73,6 @@ def change_rate_in_place(engine, _):
     engine.optimizer.param_groups[0]["lr"].mul_(0.5)
 
 
-def override(engine, _):
-    parameter = last(engine)
-    lr = engine.optimizer.settings(parameter, engine.optimizer.param_groups[0])["lr"]
-    engine.optimizer.override(parameter, {"lr": lr * 0.1})
-
-
 def read_parameter(engine, seen):
     seen.append(sum(p.norm().item() for p in engine.parameters()))
 
@@ -164,7 +158,6 @@ LOOKS = {
     "muon": (change_rate, muon, NARROW, True),
     "muon parameter": (read_parameter, muon, {}, False),
     "rate": (change_rate, fused, {}, True),
-    "override": (override, eight_bits, {}, True),
     "tensor rate": (change_rate_in_place, with_tensor_rate, {}, True),
     "parameter": (read_parameter, adamw, {}, False),
     "edit": (edit_parameter, adamw, NARROW, False),

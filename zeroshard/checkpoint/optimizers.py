@@ -322,7 +322,7 @@ def match_states(
             raise ValueError(
                 f"'{stored.directory}': expected states of '{parameter.fqn}' in the {bits} bits that "
                 f"{type(optimizer).__name__} keeps, and in the blocks of this layout if these are 8, got "
-                "others. Use the same threshold, overrides and mesh.tp as at saving, or convert_states=True, "
+                "others. Use the same thresholds and mesh.tp as at saving, or convert_states=True, "
                 "which rounds values to 8 bits once more"
             )
         states[parameter] = SavedState(

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from zeroshard.checkpoint.capture import KIND
@@ -26,9 +25,8 @@ from zeroshard.tables import LINE, format_bytes, render
 def export(options: ExportOptions) -> None:
     """Run `zeroshard export`."""
     directory = find(options.checkpoint)
-    tokenizer = None if options.tokenizer is None else _load_tokenizer(options.tokenizer)
     max_bytes = MAX_SHARD_BYTES if options.max_shard_size is None else options.max_shard_size
-    how = Format(dtype=options.dtype, max_shard_bytes=max_bytes, tokenizer=tokenizer)
+    how = Format(dtype=options.dtype, max_shard_bytes=max_bytes)
     export_checkpoint(directory, options.directory, how, verify=not options.no_verify)
 
 
@@ -46,19 +44,6 @@ def inspect(options: InspectOptions) -> None:
         print("not verified: all files are there; checksums were not compared")
     else:
         print("intact: all files are there and as they were written")
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ImportError("--tokenizer needs transformers: pip install zeroshard[hf]") from None
-    if not folder.is_dir():
-        raise ValueError(f"--tokenizer: expected a folder, got '{folder}'")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever the files make it raise
-        raise ValueError(f"--tokenizer: '{folder}' has none that transformers loads: {error}") from None
 
 
 _WIDTH = 400  # characters of a line in a file or a pipe, so that names stay on one line

@@ -1,4 +1,4 @@
-"""`zeroshard doctor`: a page about this machine, and about the ranks that torchrun has started."""
+"""`zeroshard doctor`: a page about this machine."""
 
 from __future__ import annotations
 
@@ -7,60 +7,26 @@ import os
 import platform
 import shutil
 import socket
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
 
-from zeroshard.agreement import describe_versions
 from zeroshard.cli.options import DoctorOptions
-from zeroshard.comm.device import available_backends, use_device
-from zeroshard.comm.lifecycle import start_world
+from zeroshard.comm.device import available_backends
 from zeroshard.memory.budget import host_bytes_free
-from zeroshard.stores.files import Swap
-from zeroshard.stores.host import host_memory
-from zeroshard.stores.swapfile import check_folder
-from zeroshard.tables import format_bytes, render
+from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
-
-_TIMEOUT_S = 120.0
-"""Seconds that a rank waits for the others; ranks that import slowly come seconds apart."""
 
 Rows = dict[str, str]
 """Text by name: a part of the page."""
 
 
-def doctor(options: DoctorOptions) -> None:
-    """Run `zeroshard doctor`. Rank 0 prints, its own page before it waits for the other ranks."""
-    if options.disk is not None:
-        check_folder(options.disk)
-    versions, rank = read_versions(), int(os.environ.get("RANK", "0"))
-
-    def say(text: str) -> None:
-        if rank == 0:
-            print(text, flush=True)
-
-    say(page(versions) if rank == 0 else "")  # one rank asks the devices, which takes seconds and memory
-    world = None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        world = start_world(use_device(options.device), _TIMEOUT_S)
-
-    def gather(own: Any) -> list[Any]:
-        return [own] if world is None else world.all_gather_object(own, "facts of the ranks")
-
-    if differing := differences(gather(versions)):
-        say("\n  ".join(("\nversions that differ", *differing)))
-    if options.disk is not None:
-        title = f"disk of {options.disk}, 256 MiB a rank{', all at once' * (world is not None)}"
-        rows = gather({"rank": str(rank)} | measure_disk(options.disk, rank))
-        say("\n" + render(title, list(rows[0]), [list(row.values()) for row in rows]))
+def doctor(_: DoctorOptions) -> None:
+    """Run `zeroshard doctor`."""
+    print(page(read_versions()))
 
 
 def page(versions: Rows) -> str:
@@ -71,13 +37,6 @@ def page(versions: Rows) -> str:
         "\n".join((title, *(f"  {name:<33} {text}" for name, text in rows.items())))
         for title, rows in parts.items()
     )
-
-
-def differences(everyone: Sequence[Rows]) -> list[str]:
-    """Return a sentence for each version that is not the same on all ranks."""
-    names = dict.fromkeys(name for own in everyone for name in own)
-    each = {name: [own.get(name, "none") for own in everyone] for name in names}
-    return [f"{name}: {describe_versions(own)}" for name, own in each.items() if len(set(own)) > 1]
 
 
 # ----------------------------------------------------------------------------------------------- versions
@@ -153,11 +112,9 @@ def read_machine() -> tuple[Rows, Rows]:
     facts = {
         "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": f"{cores}{cpu_limit()}",
+        "cores": str(cores),
         "memory": f"{format_bytes(memory)}, {format_bytes(host_bytes_free())} free for this process",
     }
-    with suppress(OSError):  # workers of a DataLoader send batches through it
-        facts["shared memory"] = format_bytes(shutil.disk_usage("/dev/shm").total)
     if kind is not None:
         module = torch.get_device_module(kind)
         has_bf16 = module.is_bf16_supported(including_emulation=False) if kind == "cuda" else True
@@ -174,14 +131,6 @@ def read_machine() -> tuple[Rows, Rows]:
         "BF16": "" if has_bf16 else "the device computes bfloat16 by emulation, if at all",
         "C++": "" if has_compiler else "no C++ compiler on the path: g++ or clang++",
     }
-
-
-def cpu_limit(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> str:
-    """Return the limit that a control group, such as a container's, sets to the cores; "" for none."""
-    with suppress(OSError, ValueError):  # of version 1, or "max"
-        limit, period = map(int, file.read_text(encoding="utf-8").split())
-        return f", limited to {limit / period:g}"
-    return ""
 
 
 def _find_accelerator() -> tuple[str | None, str]:
@@ -236,45 +185,3 @@ def judge(problems: Rows) -> Rows:
         for name, needed in FEATURES.items()
     }
     return {name: f"no: {reasons}" if reasons else "yes" for name, reasons in found.items()}
-
-
-# ---------------------------------------------------------------------------------------------- the disk
-
-PART, NUM_PARTS, DISK_ROUNDS = 32 << 20, 8, 3
-"""Bytes of a part, parts of a round, and rounds: 256 MiB are written and read three times."""
-
-
-def measure_disk(folder: Path, rank: int = 0) -> Rows:
-    """Write and read a file in a folder as offloaded states are, and remove it.
-
-    Reads and writes go past the page cache where the file system has direct I/O; a warning says if it has
-    none.
-
-    Args:
-        folder: an existing folder.
-        rank: the rank, for the name of the file.
-
-    Returns:
-        The free bytes, and the bytes per second of writes and of reads, medians of the rounds.
-
-    Raises:
-        ValueError: the folder is not there, may not be written to, or has no room.
-        RuntimeError: the disk is full.
-    """
-    check_folder(folder)
-    needed, free = PART * NUM_PARTS, shutil.disk_usage(folder).free
-    if free < 2 * needed:
-        raise ValueError(f"--disk: expected {2 * needed >> 20} MiB free in {folder}, got {free >> 20}")
-    swap = Swap([folder], rank)
-    places = [swap.empty(PART) for _ in range(NUM_PARTS)]
-    buffers = [host_memory(place.nbytes, pinned=False).fill_(17) for place in places]
-
-    def run(move: Callable[..., Any]) -> float:
-        begin = time.perf_counter()
-        for transfer in list(map(move, places, buffers)):
-            transfer.wait()
-        return time.perf_counter() - begin
-
-    seconds = [(run(swap.write), run(swap.read)) for _ in range(DISK_ROUNDS)]
-    speeds = (f"{needed / median(times) / 1e9:.2f} GB/s" for times in zip(*seconds, strict=True))
-    return {"free": format_bytes(free)} | dict(zip(("write", "read"), speeds, strict=True))

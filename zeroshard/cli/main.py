@@ -53,7 +53,7 @@ def build_parser() -> ArgumentParser:
     """Return the parser of the command line; its result names the command in `command`."""
     parser = _Parser(
         prog="zeroshard",
-        description="Export and inspect checkpoints, estimate memory, show groups of ranks, "
+        description="Export and inspect checkpoints, estimate memory, show places of ranks, "
         "plan pipelines: one process, no GPU. The doctor looks at this machine.",
         epilog="zeroshard COMMAND --help shows the options of a command, and examples.",
         allow_abbrev=False,
@@ -62,8 +62,8 @@ def build_parser() -> ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, (_, options) in COMMANDS.items():
         summary, _, rest = (inspect.getdoc(options) or "").partition("\n\n")
-        description, _, rest = rest.partition("\n\nArgs:\n")
-        arguments, _, examples = rest.partition("\n\nExamples:\n")
+        rest, _, examples = rest.partition("\n\nExamples:\n")
+        description, _, arguments = rest.partition("\n\nArgs:\n")
         added = subparsers.add_parser(
             name,
             help=summary,

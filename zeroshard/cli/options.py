@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[KMGT]?i?B)?", re.IGNORECASE)
-_IMPORT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _COUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\+?\d{1,2})?)\s*(?P<unit>[KMBT])?", re.IGNORECASE)
 
 
@@ -28,8 +27,8 @@ def parse_size(text: str) -> int:
     return int(float(match["number"]) * (1024 if "I" in unit else 1000) ** "BKMGT".index(unit[0]))
 
 
-def parse_model(text: str) -> int | Path | str:
-    """Return the number that 7B, 125M, 7e9 or 135_000_000 means, an import path, or the path of a file.
+def parse_model(text: str) -> int | Path:
+    """Return the number that 7B, 125M, 7e9 or 135_000_000 means, or the path of a file.
 
     Raises:
         ArgumentTypeError: there is no such path, or the number is no whole number above 0.
@@ -42,20 +41,10 @@ def parse_model(text: str) -> int | Path | str:
         return int(number)
     if Path(text).exists():
         return Path(text)
-    if _IMPORT.fullmatch(text):
-        return text
     raise ArgumentTypeError(
-        "expected a number of parameters such as 7B, a config.json of transformers or its folder, or an "
-        f"import path such as my_package.models:build, got {text!r}"
+        "expected a number of parameters such as 7B, or a config.json of transformers or its folder, got "
+        f"{text!r}: zeroshard.estimate takes any model"
     )
-
-
-def parse_ranks(text: str) -> list[int]:
-    """Return the numbers of ranks of a list such as 8 or 1,2,4,8. Raises ArgumentTypeError."""
-    parts = text.replace(" ", "").split(",")
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ArgumentTypeError(f"expected numbers of ranks such as 8 or 1,2,4,8, got {text!r}")
-    return sorted({int(part) for part in parts})
 
 
 def _how(**given: Any) -> tuple[tuple[str, Any], ...]:
@@ -73,24 +62,22 @@ Directory: TypeAlias = Annotated[Path, _how(metavar="DIR")]
 class ExportOptions(NamedTuple):
     """Write the model of a checkpoint as transformers does.
 
-    Write safetensors, config and tokenizer, for from_pretrained() of transformers.
+    Write safetensors and config, for from_pretrained() of transformers.
 
     Args:
         checkpoint: a folder of checkpoints (the latest is taken), FOLDER/TAG, or the directory of one
         directory: output folder, made if it is not there
-        tokenizer: folder of a tokenizer to save there too
         dtype: dtype of the parameters, such as bf16 (default: as they were trained)
         max_shard_size: largest size of a file, such as 500MB or 2GiB (default: 5GB)
         no_verify: do not compare checksums
 
     Examples:
         zeroshard export checkpoints out
-        zeroshard export checkpoints/step-300 out --tokenizer base-model --dtype bf16
+        zeroshard export checkpoints/step-300 out --dtype bf16
     """
 
     checkpoint: Annotated[Path, _how(metavar="CHECKPOINT")]
     directory: Directory
-    tokenizer: Annotated[Path, _how(metavar="FOLDER")] | None = None
     dtype: str | None = None
     max_shard_size: Size | None = None
     no_verify: bool = False
@@ -122,13 +109,12 @@ class EstimateOptions(NamedTuple):
     """Compute the memory that training a model takes on each rank.
 
     Print the bytes that each rank holds and sends, for an optimizer of Adam's kind.
-    With --gpu or --memory, list the settings that fit.
+    With --memory, list the settings that fit.
 
     Args:
         model: number of parameters, such as 7B, 125M or 7e9, for a typical language model of that size; or a
-            config.json of transformers, or the folder of one; or the import path of a function that builds
-            the model, package.module:function
-        ranks: numbers of ranks, such as 1,2,4,8 (default: 8)
+            config.json of transformers, or the folder of one
+        ranks: all ranks (default: 8)
         precision: of forward and backward (default: fp32)
         optimizer_bits: bits of each of Adam's two states (default: 32)
         stage: ZeRO stage (default: all, side by side)
@@ -140,29 +126,24 @@ class EstimateOptions(NamedTuple):
         recompute: recompute the activations of units
         tokens: tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)
         length: tokens of a sample (default: all)
-        attention: eager keeps the scores, for a number of parameters (default: fused)
-        lora: train adapters of this rank; needs peft
-        weight_bits: bits of the frozen weights; needs bitsandbytes
-        gpu: list the settings that fit it, such as h100 or a100-40
-        memory: the same for a size such as 80GiB
-        host: host memory of a node, for offload
-        nvme: disk space of a node, for offload
-        ranks_per_node: ranks that share them (default: 8)
+        lora: train adapters of this rank in a model, not a number; needs peft
+        weight_bits: bits of its frozen weights; needs bitsandbytes
+        memory: list the settings that fit a device of this size, such as 80GB
+        host: host memory of a node of 8 ranks, for offload
+        nvme: disk space of such a node, for offload
 
     Examples:
         zeroshard estimate 7B --precision bf16
-        zeroshard estimate 7B --precision bf16 --ranks 1,2,4,8
-        zeroshard estimate 7B --stage 3 --ranks 8,16,32 --optimizer-bits 8
+        zeroshard estimate 7B --stage 3 --ranks 32 --optimizer-bits 8
         zeroshard estimate 7B --precision bf16 --tp 4 --tokens 8192
         zeroshard estimate base-model --precision bf16
         zeroshard estimate base-model/config.json --config zeroshard.toml
-        zeroshard estimate my_package.models:build --stage 3
-        zeroshard estimate 13B --gpu h100 --host 1TiB --ranks 8 --precision bf16 --tokens 8192
-        zeroshard estimate 7B --lora 16 --weight-bits 4 --precision bf16 --tokens 2048
+        zeroshard estimate 13B --memory 80GB --host 1TiB --ranks 8 --precision bf16 --tokens 8192
+        zeroshard estimate base-model --lora 16 --weight-bits 4 --precision bf16 --tokens 2048
     """
 
-    model: Annotated[int | Path | str, _how(metavar="MODEL", type=parse_model)]
-    ranks: Annotated[list[int], _how(flags=_RANKS, metavar="N[,N...]", type=parse_ranks)] = [8]  # noqa: RUF012 - a default, which nobody changes
+    model: Annotated[int | Path, _how(metavar="MODEL", type=parse_model)]
+    ranks: Annotated[int, _how(flags=_RANKS, metavar="N")] = 8
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     optimizer_bits: Literal[8, 32] | None = None
     stage: Literal[0, 1, 2, 3] | None = None
@@ -173,22 +154,19 @@ class EstimateOptions(NamedTuple):
     recompute: Literal["none", "unit"] | None = None
     tokens: Number = 0
     length: Number = 0
-    attention: Literal["fused", "eager"] | None = None
     lora: Number | None = None
     weight_bits: Literal[4, 8] | None = None
-    gpu: Annotated[str, _how(metavar="NAME")] | None = None
     memory: Size | None = None
     host: Size = 0
     nvme: Size = 0
-    ranks_per_node: Number | None = None
 
 
 class MeshOptions(NamedTuple):
-    """Show the groups of ranks that exchange along each axis of the mesh.
+    """Show the place of each rank on the axes of the mesh.
 
-    Print every tensor, data and pipeline group. Ranks are counted along the tensor
-    axis first, then along the data-parallel axes, along the pipeline axis last. The
-    data-parallel axes get the factor of --ranks that --tp and --pp leave.
+    Ranks that differ on one axis alone are a group, and exchange along it. They are counted
+    along the tensor axis first, then along the data-parallel axes, along the pipeline axis last.
+    The data-parallel axes get the factor of --ranks that --tp and --pp leave.
 
     Args:
         ranks: all ranks
@@ -218,7 +196,6 @@ class PlanOptions(NamedTuple):
             spectrain, lwp or paci; or a file with a list for each rank; several times to compare them
         stages: ranks of the pipeline
         microbatches: micro-batches of a batch
-        per_step: micro-batches of each step of asynchronous schedules (default: the fewest that each allows)
         chunks: runs of layers on each rank (default: 2 for interleaved and zbv, else 1)
         forward: duration of a forward of a micro-batch through a rank's layers (default: 1)
         backward: duration of a backward, half of it for the weights (default: 2)
@@ -241,7 +218,6 @@ class PlanOptions(NamedTuple):
     ]
     stages: Annotated[int, _how(flags=("--stages", "--pp"), metavar="P")] | None = None
     microbatches: Annotated[int, _how(metavar="M")] | None = None
-    per_step: Annotated[int, _how(metavar="K")] | None = None
     chunks: Annotated[int, _how(metavar="V")] | None = None
     forward: Duration = 1.0
     backward: Duration = 2.0
@@ -253,21 +229,11 @@ class PlanOptions(NamedTuple):
 class DoctorOptions(NamedTuple):
     """Show versions, devices, limits, and the features that work here.
 
-    Print facts for a plan or a report of a bug. Under torchrun versions that differ between
-    the ranks are named: torchrun --nproc-per-node 2 -m zeroshard doctor. Nothing is sent
-    anywhere else.
-
-    Args:
-        disk: folder of a disk whose speed is measured, with 256 MiB
-        device: cpu, cuda or cuda:1, as in a config (default: the one of the rank)
+    Print facts for a plan or a report of a bug. Nothing is sent anywhere else.
 
     Examples:
         zeroshard doctor
-        zeroshard doctor --disk .
     """
-
-    disk: Annotated[Path, _how(metavar="PATH")] | None = None
-    device: str | None = None
 
 
 COMMANDS: Mapping[str, tuple[str, type]] = {

@@ -84,12 +84,10 @@ def _built(name: str, options: PlanOptions) -> Schedule:
         return build_schedule(name, stages, microbatches, chunks, recompute=recompute, costs=costs)
     if recompute:
         raise ValueError(f"--recompute: expected synchronous schedules, got {name}")
-    per_step = Pipeline(schedule=name).step_size(stages) if options.per_step is None else options.per_step
-    numbers = {"--stages": stages, "--microbatches": microbatches, "--per-step": per_step}
-    for option, number in numbers.items():
+    for option, number in {"--stages": stages, "--microbatches": microbatches}.items():
         if number < 1:
             raise ValueError(f"{option}: expected at least 1, got {number}")
-    return steady(stages, microbatches, per_step)
+    return steady(stages, microbatches, Pipeline(schedule=name).step_size(stages))
 
 
 def _costs(options: PlanOptions, chunks_per_rank: float) -> ActionCosts:

@@ -14,16 +14,11 @@ The order is by what a setting costs in each step, without a measurement:
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
-from pkgutil import resolve_name
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from textwrap import fill
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,11 +26,10 @@ from torch import nn
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.hf.pretrained import build_skeleton, typical_skeleton, with_adapters, with_codes
+from zeroshard.hf.pretrained import build_skeleton, with_adapters, with_codes
 from zeroshard.memory.activations import Tokens, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
-from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
-from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
+from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.sharded import count_elements
 from zeroshard.tables import format_bytes, format_count, render
 
@@ -52,162 +46,50 @@ _TIERS = (
 """Tiers of optimizer states and of parameters, by their cost."""
 
 
-_GB = 10**9
-
-DEVICES: Mapping[str, int] = {
-    "v100": 32 * _GB,
-    "t4": 16 * _GB,
-    "a10": 24 * _GB,
-    "a6000": 48 * _GB,
-    "a100-40": 40 * _GB,
-    "a100": 80 * _GB,
-    "l4": 24 * _GB,
-    "l40s": 48 * _GB,
-    "h100": 80 * _GB,
-    "h100-nvl": 94 * _GB,
-    "h200": 141 * _GB,
-    "b200": 180 * _GB,
-    "rtx3090": 24 * _GB,
-    "rtx4090": 24 * _GB,
-    "rtx5090": 32 * _GB,
-    "mi250x": 64 * _GB,  # of each of its two devices
-    "mi300x": 192 * _GB,
-    "mi325x": 256 * _GB,
-}
-"""Bytes of a device, as its vendor's data sheet has them. Its tools show more: the difference is a reserve
-for the driver and the libraries."""
+_RANKS_PER_NODE = 8
 
 
-def memory_of(name: str) -> int:
-    """Return the bytes of a device. Raises ValueError for an unknown name."""
-    key = name.lower().replace(" ", "").replace("_", "-")
-    if key not in DEVICES:
-        raise ValueError(f"expected a device among {', '.join(DEVICES)}, got {name!r}")
-    return DEVICES[key]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """The memory of a node."""
-
-    device: int
-    """Bytes of the device of a rank."""
-    host: int = 0
-    """Bytes of host memory of a node for its ranks."""
-    nvme: int = 0
-    """Bytes of files of a node for its ranks."""
-    ranks_per_node: int = 8
-
-    def holds(self, estimate: Estimate) -> bool:
-        """True if a rank and its node have room for an estimate."""
-        num = self.ranks_per_node
-        far = num * estimate.host <= self.host and num * estimate.nvme <= self.nvme
-        return far and estimate.peak <= SHARE * self.device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """The settings to try, on each tier that has room."""
-
-    stages: Sequence[int] = range(4)
-    recompute: Sequence[str] = ("none", "unit")
-    bits: Sequence[int] = (32, 8)
-    """Bits of each optimizer state."""
-
-
-_ALL = Tried()
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
+class _Tried(NamedTuple):
     """A setting with its estimate."""
 
     config: Config
     bits: int
     """Bits of each optimizer state."""
     estimate: Estimate
-    costs: tuple[str, ...]
-    """The reasons for its place: all that it costs compared with stage 0 and states of 32 bits."""
+
+    @property
+    def tiers(self) -> tuple[str, str]:
+        return self.config.offload.optimizer, self.config.offload.parameters
+
+    @property
+    def cost(self) -> tuple[float, ...]:
+        """Its place in the order."""
+        config, found = self.config, self.estimate
+        place = _TIERS.index(self.tiers), config.recompute == "unit", found.wire_bytes_per_step
+        return *place, config.stage == 3, -self.bits, found.peak
+
+    def __str__(self) -> str:
+        recomputed = ["recompute"] if self.config.recompute == "unit" else []
+        tiers = zip(("optimizer", "parameters"), self.tiers, strict=True)
+        offloaded = [f"{name}={tier}" for name, tier in tiers if tier != "none"]
+        return ", ".join([f"stage {self.config.stage}", f"{self.bits}-bit states", *recomputed, *offloaded])
 
 
-def find_fits(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> list[Fit]:
-    """Return the settings that fit, the fastest first.
-
-    Args:
-        counted: the model.
-        world_size: number of ranks.
-        base: the config of all settings, but for stage, recomputation and tiers.
-        room: the memory of a node.
-        tried: the stages, recomputation and bits of optimizer states to try.
-    """
-    # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
-    distinct: dict[object, Fit] = {}
-    for fit in _settings(counted, world_size, base, room, tried):
-        if room.holds(fit.estimate):
-            distinct.setdefault((fit.estimate, fit.costs), fit)
-    return sorted(distinct.values(), key=_place)
-
-
-def least(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried = _ALL) -> Fit:
-    """Return the setting that takes the least memory of the device, whether it fits or not."""
-    return min(_settings(counted, world_size, base, room, tried), key=lambda fit: fit.estimate.peak)
-
-
-def _settings(counted: Counted, world_size: int, base: Config, room: Room, tried: Tried) -> Iterator[Fit]:
-    for config in _tried_configs(base, room, tried):
-        for each in tried.bits:
-            for own in _by_share_on_device(config):
-                estimate = counted.on(world_size, own, optimizer_bits=each)
-                if room.holds(estimate):
-                    break
-            yield Fit(own, each, estimate, tuple(cost for holds, cost in _COSTS if holds(own, each)))
-
-
-def _by_share_on_device(config: Config) -> Iterator[Config]:
-    """Yield a config with less and less of what is on the host left on the device, at last with none."""
-    if config.offload.optimizer == "cpu":  # with all parameters on the device it is another setting
-        for tenths in range(9 if config.offload.parameters == "none" else 4, 0, -1):
-            yield replace(config, offload=replace(config.offload, device_fraction=tenths / 10))
-    yield config
-
-
-def _tried_configs(base: Config, room: Room, tried: Tried) -> Iterator[Config]:
-    for optimizer, parameters in _TIERS:
-        if ("cpu" in (optimizer, parameters) and not room.host) or (
-            "nvme" in (optimizer, parameters) and not (room.nvme and room.host)
-        ):
-            continue
-        path = (base.offload.nvme_path or ".") if "nvme" in (optimizer, parameters) else None
-        offload = replace(base.offload, optimizer=optimizer, parameters=parameters, nvme_path=path)
-        for recompute in tried.recompute:
-            for stage in tried.stages:
-                if parameters != "none" and stage != 3:
-                    continue
-                with suppress(ValueError):  # the config rules some stages out, as a shard group does stage 0
-                    yield replace(base, stage=stage, recompute=recompute, offload=offload)
-
-
-def _place(fit: Fit) -> tuple[int, bool, int, bool, int, int]:
-    estimate = fit.estimate
-    return (
-        _TIERS.index((fit.config.offload.optimizer, fit.config.offload.parameters)),
-        fit.config.recompute == "unit",
-        estimate.wire_bytes_per_step,
-        fit.config.stage == 3,
-        -fit.bits,
-        estimate.peak,
-    )
-
-
-_COSTS: tuple[tuple[Callable[[Config, int], bool], str], ...] = (
-    (lambda config, _: config.offload.optimizer == "cpu", "states from the host"),
-    (lambda config, _: config.offload.optimizer == "nvme", "states from files"),
-    (lambda config, _: config.offload.parameters == "cpu", "parameters from the host"),
-    (lambda config, _: config.offload.parameters == "nvme", "parameters from files"),
-    (lambda config, _: config.recompute == "unit", "a forward more"),
-    (lambda config, _: config.stage == 3, "gathers of parameters"),
-    (lambda _, bits: bits == 8, "states rounded to 8 bits"),
-)
+def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOptions) -> Iterator[_Tried]:
+    """Yield the settings on each tier that has room."""
+    recomputes = ("none", "unit") if options.recompute is None else (options.recompute,)
+    sizes = (32, 8) if options.optimizer_bits is None else (options.optimizer_bits,)
+    for (optimizer, parameters), recompute, base, bits in product(_TIERS, recomputes, configs, sizes):
+        is_far, is_in_files = optimizer != "none", "nvme" in (optimizer, parameters)
+        has_room = (options.host or not is_far) and (options.nvme or not is_in_files)
+        if has_room and (parameters == "none" or base.stage == 3):
+            path = (base.offload.nvme_path or ".") if is_in_files else None
+            offload = replace(base.offload, optimizer=optimizer, parameters=parameters, nvme_path=path)
+            try:
+                config = replace(base, recompute=recompute, offload=offload)
+            except ValueError:  # the config rules some tiers out
+                continue
+            yield _Tried(config, bits, counted.on(options.ranks, config, optimizer_bits=bits))
 
 
 _NO_BREAK = "\u00a0"  # keeps a number and its unit on one line
@@ -233,97 +115,49 @@ def estimate(options: EstimateOptions) -> None:
             "--tp, --pp, --microbatches and --recompute"
         )
     _refuse_unused(options)
-    _refuse_missing(options)
     model = _model(options)
-    tokens = Tokens(options.tokens, options.length, options.attention == "eager")
+    tokens = Tokens(options.tokens, options.length)
     counted, configs, bits = Counted(model, tokens), _configs(options), options.optimizer_bits or 32
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
-    if options.gpu is None and options.memory is None:
-        found = {
-            (num_ranks, config.stage): counted.on(num_ranks, config, optimizer_bits=bits)
-            for num_ranks in options.ranks
+    if options.memory is None:
+        estimates = {
+            f"stage {config.stage}": counted.on(options.ranks, config, optimizer_bits=bits)
             for config in configs
         }
-        lines += [_table(found), "", fill(_NOTE if options.tokens else f"{_NOTE} {_NOT_COUNTED}", _LINE)]
+        table, note = side_by_side(_number(options.ranks), estimates), _NOTE
     else:
-        lines += [_fits(counted, num_ranks, configs, options) for num_ranks in options.ranks]
-        lines += ["", fill(_ORDER if options.tokens else f"{_ORDER} {_NOT_COUNTED}", _LINE)]
-    print(*lines, sep="\n")
+        table, note = _fits(counted, configs, options), _ORDER
+    print(*lines, table, "", fill(note if options.tokens else f"{note} {_NOT_COUNTED}", _LINE), sep="\n")
 
 
 def _refuse_unused(options: EstimateOptions) -> None:
     """Refuse options that another option must come with: they would change nothing without it."""
-    fits = options.gpu is not None or options.memory is not None
-    if options.gpu is not None and options.memory is not None:
-        raise ValueError("--memory: not allowed with --gpu")
-    if options.ranks_per_node is not None and options.ranks_per_node < 1:
-        raise ValueError(f"--ranks-per-node: expected an integer >= 1, got {options.ranks_per_node}")
+    fits = options.memory is not None
     for name, is_used, needed in (
-        ("host", fits, "--gpu or --memory"),
-        ("nvme", fits and options.host, "--host, and --gpu or --memory"),
-        ("ranks_per_node", fits and options.host, "--host, and --gpu or --memory"),
+        ("host", fits, "--memory"),
+        ("nvme", fits and options.host, "--memory and --host"),
         ("length", options.tokens, "--tokens"),
-        ("attention", options.tokens, "--tokens"),
     ):
         if getattr(options, name) and not is_used:
             raise ValueError(f"--{name.replace('_', '-')} needs {needed}")
 
 
-def _refuse_missing(options: EstimateOptions) -> None:
-    """Refuse options whose packages are not installed, before a model is built for seconds."""
-    lora = "--lora needs transformers and peft: pip install zeroshard[hf,lora]"
-    codes = "--weight-bits needs transformers and bitsandbytes: pip install zeroshard[hf,eightbit]"
-    asked = ((options.lora, "peft", lora), (options.weight_bits, "bitsandbytes", codes))
-    for given, package, remedy in asked:
-        if given is not None and not (find_spec("transformers") and find_spec(package)):
-            raise ImportError(remedy)
-
-
 def _model(options: EstimateOptions) -> nn.Module | int:
-    given, is_adapted = options.model, options.lora is not None or options.weight_bits is not None
+    given = options.model
     if isinstance(given, int):
-        if not is_adapted:
-            return given
-        sizes = typical_sizes(given)
-        if not sizes.depth:
-            raise ValueError(f"--lora: expected a number of parameters with blocks, got {given:,}")
-        size = sizes.depth, sizes.width, sizes.num_heads, sizes.vocabulary
-        model = typical_skeleton(*size, is_tied=sizes.is_tied)
-    elif isinstance(given, Path):
-        model = build_skeleton(given)
-    else:
-        model = build_model(given)
+        if options.lora is not None or options.weight_bits is not None:
+            raise ValueError("--lora and --weight-bits: expected the config.json of a model, got a number")
+        return given
+    model = build_skeleton(given)
     if options.weight_bits is not None:
         model = with_codes(model, options.weight_bits)
     return model if options.lora is None else with_adapters(model, options.lora)
 
 
-def build_model(path: str) -> nn.Module:
-    """Import a function or a class and call it on the meta device.
-
-    Args:
-        path: package.module:name; modules in the current directory are found, too.
-
-    Raises:
-        ValueError: it cannot be imported, raises an error, or gives no module.
-    """
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        make = resolve_name(path)
-        with torch.device("meta"):
-            model = make if isinstance(make, nn.Module) else make()
-    except Exception as error:  # of any kind, as the code is the user's
-        raise ValueError(f"'{path}': {type(error).__name__}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"'{path}': expected a function that returns a model, got {type(model).__name__}")
-    return model
-
-
 def _configs(options: EstimateOptions) -> list[Config]:
     if options.config is not None:
         return [Config.from_file(options.config)]
-    stages = _ALL.stages if options.stage is None else [options.stage]
+    stages = range(4) if options.stage is None else [options.stage]
     given = _given(
         precision=options.precision,
         mesh=_given(tp=options.tp, pp=options.pp),
@@ -337,55 +171,31 @@ def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _fits(counted: Counted, num_ranks: int, configs: Sequence[Config], options: EstimateOptions) -> str:
+def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions) -> str:
     """Return the settings that fit, as a table."""
-    device = (options.memory or 0) if options.gpu is None else memory_of(options.gpu)
-    per_node = min(num_ranks, options.ranks_per_node or 8)
-    room = Room(device=device, host=options.host, nvme=options.nvme, ranks_per_node=per_node)
-    chosen = _given(stages=options.stage, recompute=options.recompute, bits=options.optimizer_bits)
-    tried = Tried(**{name: [value] for name, value in chosen.items()})
-    fits = find_fits(counted, num_ranks, configs[-1], room, tried)
-    title = (
-        f"{_number(num_ranks)}: settings that take at most {SHARE:.0%} of {format_bytes(device)}, best first"
-    )
+    device, per_node = SHARE * (options.memory or 0), min(options.ranks, _RANKS_PER_NODE)
+    limit = f"{SHARE:.0%} of {format_bytes(options.memory or 0)}"
+    tried = sorted(_settings(counted, configs, options), key=lambda one: one.cost)
+    # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
+    fits = {
+        (one.estimate, *one.cost): one
+        for one in reversed(tried)
+        if one.estimate.peak <= device
+        and per_node * one.estimate.host <= options.host
+        and per_node * one.estimate.nvme <= options.nvme
+    }
     if not fits:
-        nearest = least(counted, num_ranks, configs[-1], room, tried)
-        need = f"{format_bytes(nearest.estimate.peak)} with {_setting(nearest)}"
-        limit = f"{SHARE:.0%} of {format_bytes(device)}"
-        return f"{_number(num_ranks)}: no setting fits into {limit}; the least is {need}"
-    rows = [_row(fit) for fit in fits[:_MOST_FITS]]
-    columns = ("setting", "peak", "host", "NVMe", "sent in a step", "costs")
-    used = [0, 1, *(at for at in (2, 3) if any(row[at] for row in rows)), 4, 5]
-    table = render(title, [columns[at] for at in used], [[row[at] for at in used] for row in rows], 120)
+        nearest = min(tried, key=lambda one: one.estimate.peak)
+        need = f"{format_bytes(nearest.estimate.peak)} with {nearest}"
+        return f"{_number(options.ranks)}: no setting fits into {limit}; the least is {need}"
+    rows = [
+        (str(one), *map(format_bytes, (found.peak, found.host, found.nvme, found.wire_bytes_per_step)))
+        for one, found in ((one, one.estimate) for one in list(reversed(fits.values()))[:_MOST_FITS])
+    ]
+    title = f"{_number(options.ranks)}: settings that take at most {limit}, best first"
+    table = render(title, ("setting", "peak", "host", "NVMe", "sent in a step"), rows, 120)
     more = len(fits) - len(rows)
     return f"{table}\n and {more} more" if more else table
-
-
-def _row(fit: Fit) -> tuple[str, ...]:
-    found = fit.estimate
-    far = [format_bytes(number) if number else "" for number in (found.host, found.nvme)]
-    costs = ", ".join(fit.costs) or "nothing"
-    return (_setting(fit), format_bytes(found.peak), *far, format_bytes(found.wire_bytes_per_step), costs)
-
-
-def _setting(fit: Fit) -> str:
-    config, tiers = fit.config, {n: getattr(fit.config.offload, n) for n in ("optimizer", "parameters")}
-    recomputed = ["recompute"] if config.recompute == "unit" else []
-    offloaded = [f"{name}={tier}" for name, tier in tiers.items() if tier != "none"]
-    if share := config.offload.device_fraction:
-        offloaded.append(f"device_fraction={share:g}")
-    return ", ".join([f"stage {config.stage}", f"{fit.bits}-bit states", *recomputed, *offloaded])
-
-
-def _table(found: dict[tuple[int, int], Estimate]) -> str:
-    """Return all rows for stages or numbers of ranks side by side; the peaks alone if both are several."""
-    ranks, stages = sorted({num for num, _ in found}), sorted({stage for _, stage in found})
-    if len(ranks) == 1:
-        return side_by_side(_number(ranks[0]), {f"stage {s}": found[ranks[0], s] for s in stages})
-    if len(stages) == 1:
-        return side_by_side(f"stage {stages[0]}", {_number(num): found[num, stages[0]] for num in ranks})
-    rows = [(_number(num), *(format_bytes(found[num, s].peak) for s in stages)) for num in ranks]
-    return render("total at the peak, for each rank", ("", *(f"stage {s}" for s in stages)), rows)
 
 
 def _about(model: nn.Module | int) -> str:
@@ -422,20 +232,10 @@ def _about_training(config: Config, options: EstimateOptions) -> str:
     return fill(about, _LINE)
 
 
-# --------------------------------------------------------------------------------------- groups of ranks
+# -------------------------------------------------------------------------------------- places of ranks
 
 
-_KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("tensor", (TP,)),
-    ("data", DATA),
-    ("shard", (DP_SHARD,)),
-    ("replica", (DP_REPLICATE,)),
-    ("pipeline", (PP,)),
-)
-"""The groups by name, with the axes that each kind spans."""
-
-_MAX_RANKS = 1 << 16  # time and memory grow with the ranks, and nobody reads the tables of more
-_MAX_SHOWN = 16  # ranks of a group that are written out; the title has the stride of longer ones
+_MAX_RANKS = 1 << 12  # nobody reads the lines of more
 
 
 def mesh(options: MeshOptions) -> None:
@@ -443,49 +243,11 @@ def mesh(options: MeshOptions) -> None:
     if options.ranks > _MAX_RANKS:
         raise ValueError(f"--ranks: expected at most {_MAX_RANKS:,}, got {options.ranks:,}")
     config = Config(mesh=Mesh(pp=options.pp, tp=options.tp), shard_group_size=options.shard_group_size)
-    arrangement = Arrangement(options.ranks, config.mesh.pp, config.mesh.tp, config.shard_group_size)
-    print(*_paragraphs(arrangement), sep="\n\n")
+    sizes = Arrangement(options.ranks, config.mesh.pp, config.mesh.tp, config.shard_group_size).sizes
+    product_of_sizes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
+    rows = [tuple(map(str, (rank, *place))) for rank, place in enumerate(product(*map(range, sizes)))]
+    print(render(f"{_number(options.ranks)}: {product_of_sizes}", ("rank", *AXES), rows))
 
 
-def _paragraphs(arrangement: Arrangement) -> Iterator[str]:
-    sizes = arrangement.sizes
-    product = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
-    yield (
-        f"{_number(arrangement.num_ranks)}, counted along the last axis first: {product}\n"
-        f"parts of the model, pp x tp: {arrangement.num_parts:,}; "
-        f"data-parallel ranks of a part: {arrangement.num_data:,}"
-    )
-    # Without axes of 1 rank two kinds may span the same axes: without replicas, data and shard groups.
-    several = [axis for axis, size in zip(AXES, sizes, strict=True) if size > 1]
-    shown: list[list[str]] = []
-    for kind, axes in _KINDS:
-        spanned = [axis for axis in several if axis in axes]
-        if spanned and spanned not in shown:
-            shown.append(spanned)
-            yield _table_of_groups(kind, spanned, [axis for axis in several if axis not in axes], arrangement)
-    if len(several) < len(AXES):
-        single = ", ".join(axis for axis in AXES if axis not in several)
-        yield f"no groups along axes of 1 rank: {single}"
-
-
-def _table_of_groups(kind: str, axes: Sequence[str], others: Sequence[str], arrangement: Arrangement) -> str:
-    """Return the groups along `axes`, each with its place on the other axes."""
-    groups = arrangement.groups(*axes)
-    size, stride = len(groups[0]), groups[0][1] - groups[0][0]
-    ranks = f"{size} consecutive ranks" if stride == 1 else f"{size} ranks, stride {stride}"
-    title = f"{_number(len(groups), f'{kind} group')} of {ranks} ({' x '.join(axes)})"
-    rows = []
-    for number, group in enumerate(groups):
-        place = arrangement.coordinates(group[0])._asdict()
-        rows.append((str(number), *(str(place[axis]) for axis in others), _written(group)))
-    return render(title, ("group", *others, "ranks"), rows)
-
-
-def _written(group: Sequence[int]) -> str:
-    if len(group) <= _MAX_SHOWN:
-        return ", ".join(map(str, group))
-    return f"{', '.join(map(str, group[:3]))}, ..., {group[-1]}"
-
-
-def _number(count: int, noun: str = "rank") -> str:
-    return f"{count:,} {noun}" + "s" * (count != 1)
+def _number(count: int) -> str:
+    return f"{count:,} rank" + "s" * (count != 1)

@@ -61,11 +61,8 @@ class Pipeline(Checked):
     """Micro-batches in a rank's batch: of one step, or of several steps of an asynchronous schedule."""
     num_chunks: Annotated[int | None, checked.integer(1)] = None
     """Chunks of the model on each rank. None: the smallest number that the schedule allows."""
-    balance: Annotated[str, checked.choice("time", "memory", "bottleneck")] = "time"
-    """Chunks are cut to have about the same "time", by operations, or parameters ("memory").
-
-    "bottleneck": the largest time of a chunk is as small as possible.
-    """
+    balance: Annotated[str, checked.choice("time", "memory")] = "time"
+    """Chunks are cut to have about the same "time", by operations, or parameters ("memory")."""
     split: Annotated[Sequence[str] | None, checked.MODULE_NAMES] = None
     """Names of the blocks that each begin a new chunk, in order, without the first block.
 

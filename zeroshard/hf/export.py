@@ -247,25 +247,19 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
     """
     stored = open_checkpoint(directory)
     manifest = stored.manifest
-    if manifest.frozen:
-        raise ValueError(
-            f"'{directory}': the checkpoint leaves out {len(manifest.frozen)} frozen parameters, such as "
-            f"'{next(iter(manifest.frozen))}': load it into an engine of a model with the same frozen "
-            "parameters and call engine.save_pretrained()"
-        )
-    if manifest.model.get("adapters"):
-        raise ValueError(
-            f"'{directory}': has adapters of peft, and an export needs their model: load the checkpoint "
-            "into an engine and call engine.save_pretrained()"
-        )
     beside = filter(is_beside_codes, manifest.buffers)
-    codes = (name for name in manifest.parameters if not stored.tensors[name].dtype.is_floating_point)
-    if (name := next(chain(beside, codes), None)) is not None:
-        raise ValueError(
-            f"'{directory}': has weights as codes, such as the weight of '{name}', and an export would need "
-            "to know what they stand for: load the checkpoint into an engine and call "
-            "engine.save_pretrained(dequantize=True)"
-        )
+    kept = (name for name in manifest.parameters if name not in manifest.frozen)
+    codes = (name for name in kept if not stored.tensors[name].dtype.is_floating_point)
+    for found, reason in (
+        (manifest.frozen, f"leaves out {len(manifest.frozen)} frozen parameters"),
+        (manifest.model.get("adapters"), "has adapters of peft"),
+        (list(chain(beside, codes)), "has weights as codes"),
+    ):
+        if found:
+            raise ValueError(
+                f"'{directory}' {reason}, such as '{next(iter(found))}': load it into an engine of its "
+                "model, and call engine.save_pretrained(), with dequantize=True for codes"
+            )
     if verify:
         check_sums(directory, manifest, manifest.files)
     sources = {

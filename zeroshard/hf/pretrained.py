@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zeroshard.config.checked import parse_dtype
 from zeroshard.config.sections import Config, GivenConfig
-from zeroshard.hf.quantize import Prequantized, quantize, read_quantization
+from zeroshard.hf.quantize import quantize, read_quantization
 from zeroshard.lazy.deferred import defer
 from zeroshard.lazy.recording import recording
 from zeroshard.safetensors import FileTensor, find_tensors
@@ -29,8 +29,7 @@ def from_pretrained(
     Args:
         auto_class: transformers.AutoModelForCausalLM or its like, or a model class.
         path: a folder with config.json and model.safetensors, or model.safetensors.index.json and its files.
-            Every rank reads its copy. Weights may be codes of bitsandbytes, as `save_pretrained` of
-            transformers writes them; each rank reads its own part of the codes.
+            Every rank reads its copy.
         config: the zeroshard config that `initialize` will get; checked here, before anything is built.
         kwargs: dtype (default "auto": as the checkpoint says), attn_implementation, and fields of the model's
             config, as for transformers' `from_pretrained`. With `quantization_config`, a BitsAndBytesConfig,
@@ -40,8 +39,7 @@ def from_pretrained(
         The model on the meta device, in eval mode as transformers gives it.
 
     Raises:
-        ValueError: no safetensors checkpoint at `path`, or one of another model; weights that another library
-            has quantized.
+        ValueError: no safetensors checkpoint at `path`, or one of another model, or of quantized weights.
     """
     Config.parse(config)
     tensors = find_tensors(path)
@@ -62,24 +60,19 @@ def from_pretrained(
             f"from_pretrained: expected fields of {type(model_config).__name__}, got {unknown}. Every rank "
             "reads its own part of the safetensors files on this machine, onto its own device"
         )
-    prequantized = None
-    if (how := getattr(model_config, "quantization_config", None)) is not None:
-        if quantization is not None:
-            raise ValueError(
-                f"'{path}' is quantized already: expected no quantization_config, or a folder that is not"
-            )
-        prequantized = Prequantized(path, how, tensors)
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"'{path}' has codes of quantized weights: expected a folder without, from which each rank "
+            "quantizes its own part by quantization_config=. Or load the codes on each rank by "
+            "from_pretrained of transformers, and give initialize that model"
+        )
     dtype = _resolve_dtype(asked or torch_dtype or "auto", model_config, tensors)
     build = getattr(auto_class, "from_config", None) or auto_class._from_config
     with recording(draw=False), torch.no_grad():
         model: Any = build(model_config, dtype=dtype, **options)
-        if prequantized is not None:
-            prequantized.prepare(model, dtype)
         _load(model, tensors, path, dtype)
     if (Path(path) / GENERATION_CONFIG_NAME).is_file() and hasattr(model, "generation_config"):
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    if prequantized is not None:
-        prequantized.complete(model)
     if quantization is not None:
         quantize(model, quantization)
     module: nn.Module = model.eval()
@@ -194,24 +187,6 @@ def _builder(transformers: Any, config: Any) -> Any:
             build: Any = named._from_config  # type: ignore[attr-defined]
             return build
     return transformers.AutoModelForCausalLM.from_config
-
-
-def typical_skeleton(depth: int, width: int, num_heads: int, vocabulary: int, *, is_tied: bool) -> nn.Module:
-    """Return the float32 model of a Llama on the meta device, whose blocks have 12 * width**2 parameters."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=8 * width // 3,
-        num_hidden_layers=depth,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        tie_word_embeddings=is_tied,
-    )
-    with torch.device("meta"):
-        model: nn.Module = transformers.LlamaForCausalLM(config)
-    return model
 
 
 def with_codes(model: nn.Module, bits: int) -> nn.Module:

@@ -1,32 +1,17 @@
-"""The linear layers of a model become layers of bitsandbytes, with 4 or 8 bits; also without memory.
-
-A folder of transformers may have codes of bitsandbytes already:
-
-    X.weight            codes; each rank reads its own part of them, in `initialize`
-    4 bits, with them   X.weight.absmax, .quant_map, .nested_absmax, .nested_quant_map: scales
-                        X.weight.quant_state.bitsandbytes__nf4: a description in JSON
-    8 bits, with them   X.SCB: scales; X.weight_format: the order of the codes
-
-The tensors that come with the codes are small, and are read whole.
-"""
+"""The linear layers of a model become layers of bitsandbytes, with 4 or 8 bits; also without memory."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.forwards.quantized import is_of_bitsandbytes
 from zeroshard.hf.adapters import has_adapters
-from zeroshard.lazy.deferred import Codes, defer, deferred_of, has_memory
+from zeroshard.lazy.deferred import Codes, defer, has_memory
 from zeroshard.lazy.recording import guard_copies
-from zeroshard.plan.layout import Span
-from zeroshard.safetensors import FileTensor
 
 
 @torch.no_grad()
@@ -166,13 +151,6 @@ def _with_8_bits(layer: nn.Linear, config: Any) -> Any:
     return new
 
 
-_BESIDE = re.compile(
-    r"(?P<weight>.+\.weight)\."
-    r"(?P<key>absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
-    r"|(?P<layer>.+)\.(?P<key8>SCB|weight_format)"
-)
-
-
 def read_quantization(path: object, config: Any) -> Any:
     """Return the BitsAndBytesConfig of a folder or file, given the `quantization_config` of its config.
 
@@ -189,116 +167,3 @@ def read_quantization(path: object, config: Any) -> Any:
             f"quant_method={str(getattr(method, 'value', method))!r}"
         )
     return AutoQuantizationConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config
-
-
-class Prequantized:
-    """The quantized weights of a folder.
-
-    Args:
-        path: the folder, for errors.
-        config: the `quantization_config` of its config.json.
-        tensors: the tensors of the folder by name; tensors that come with codes are taken out of it.
-
-    Raises:
-        ValueError: the weights are quantized by another library.
-    """
-
-    def __init__(self, path: object, config: Any, tensors: dict[str, FileTensor]) -> None:
-        self._path, self._tensors = path, tensors
-        self.config = read_quantization(path, config)
-        self._beside: dict[str, dict[str, FileTensor]] = {}
-        """By name of a weight in the folder."""
-        for name in list(tensors):
-            if (found := _BESIDE.fullmatch(name)) is not None:
-                weight = found["weight"] or f"{found['layer']}.weight"
-                self._beside.setdefault(weight, {})[found["key"] or found["key8"]] = tensors.pop(name)
-
-    def prepare(self, model: Any, dtype: torch.dtype) -> None:
-        """Replace the layers that transformers replaces, by layers of bitsandbytes without values.
-
-        Args:
-            model: the model, without values.
-            dtype: of all that is not quantized.
-        """
-        from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-        from transformers.quantizers.base import HfQuantizer
-
-        skipped = self.config.llm_int8_skip_modules
-        left_out = HfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)
-        replace_with_bnb_linear(
-            model, modules_to_not_convert=left_out, quantization_config=self.config, pre_quantized=True
-        )
-        for layer in filter(is_of_bitsandbytes, model.modules()):
-            if layer.bias is not None:  # bitsandbytes makes it in float32
-                layer.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
-            if self.config.load_in_4bit:
-                storage = layer.weight.dtype
-                num_codes = -(-layer.in_features * layer.out_features // (2 * storage.itemsize))
-                codes = torch.empty(num_codes, 1, dtype=storage, device="meta")
-                layer.weight = nn.Parameter(codes, requires_grad=False)
-
-    def complete(self, model: Any) -> None:
-        """Give the layers of a model the weights that were loaded.
-
-        Raises:
-            ValueError: a weight has no codes in the folder, or others than its layer.
-        """
-        names = {(tensor.file, tensor.offset): name for name, tensor in self._tensors.items()}
-        for name, layer in model.named_modules():
-            if not is_of_bitsandbytes(layer):
-                continue
-            deferred = deferred_of(layer.weight)
-            source = None if deferred is None else deferred.source
-            found = names.get((source.file, source.offset)) if isinstance(source, FileTensor) else None
-            beside = self._beside.get(found or "")
-            if not beside:
-                raise ValueError(
-                    f"'{self._path}': expected codes of bitsandbytes and their scales for '{name}.weight', "
-                    f"got {'none' if found is None else f'a tensor without scales, {found!r}'}"
-                )
-            values = {key: _read(tensor) for key, tensor in beside.items()}
-            try:
-                (_set_4_bits if self.config.load_in_4bit else _set_8_bits)(layer, values)
-            except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"'{self._path}': '{name}.weight' has other scales than bitsandbytes writes: {error}"
-                ) from error
-        name_bits(model, self.config)
-        model.config.quantization_config = self.config
-
-
-def _read(tensor: FileTensor) -> Tensor:
-    return tensor.read(Span(0, tensor.numel)).view(tensor.shape)
-
-
-def _set_4_bits(layer: Any, values: dict[str, Tensor]) -> None:
-    from bitsandbytes.functional import QuantState
-    from bitsandbytes.nn import Params4bit
-
-    state = QuantState.from_dict(values, device=torch.device("cpu"))
-    blocks = -(-layer.in_features * layer.out_features // state.blocksize)
-    if prod(state.shape) != layer.in_features * layer.out_features or state.absmax.numel() != blocks:
-        raise ValueError(f"expected those of {layer.out_features} x {layer.in_features} elements")
-    layer.quant_state = state
-    layer.weight = Params4bit(
-        layer.weight.detach(),
-        requires_grad=False,
-        quant_state=state,
-        blocksize=state.blocksize,
-        compress_statistics=state.nested,
-        quant_type=state.quant_type,
-        quant_storage=layer.weight.dtype,
-        module=layer,
-        bnb_quantized=True,
-    )
-
-
-def _set_8_bits(layer: Any, values: dict[str, Tensor]) -> None:
-    from bitsandbytes.nn import Int8Params
-
-    if values["SCB"].shape != (layer.out_features,):
-        raise ValueError(f"expected SCB [{layer.out_features}], got {list(values['SCB'].shape)}")
-    if (order := values.get("weight_format")) is not None and order.count_nonzero():
-        raise ValueError(f"expected codes in rows (weight_format 0), got {order.tolist()}")
-    codes = layer.weight.detach()
-    layer.weight = Int8Params(codes, has_fp16_weights=False, requires_grad=False, SCB=values["SCB"])

@@ -4,8 +4,8 @@ Optimizers of bitsandbytes stay the same objects; their states are in blocks of 
 Which states take a byte an element is told by the size of the whole parameter. On the CPU their 8-bit update
 is ours, with exact nearest codes; else it is bitsandbytes' operator. A state of an optimizer:
 
-    state1    codes of the first moment, or float32; AdEMAMix: [2, n], the fast average and the slow one
-    absmax1   their scales, [ceil(n / 256)] or [2, ceil(n / 256)]
+    state1    codes of the first moment, or float32
+    absmax1   their scales, [ceil(n / 256)]
     state2    the same of the second moment, where there is one
     absmax2
     step
@@ -162,8 +162,6 @@ def take_over(
     ):
         warn_user(f"{_name(optimizer)} steps in float32: it rounds main parameters of float64 to float32")
     if isinstance(optimizer, BlockwiseOptimizer):
-        optimizer.overrides.clear()
-        optimizer.overrides.update(own)
         optimizer.compile_kernels(device)
     elif is_bitsandbytes(optimizer):
         adopt(optimizer, own)
@@ -195,10 +193,8 @@ _METHODS = ("get_config", "init_state", "update_step")
 _UNSUPPORTED = {
     "max_unorm": (0, "it needs norms of whole tensors, and a rank holds slices of them"),
     "skip_zeros": (False, "not all devices have it, so a step would depend on the device"),
-    "percentile_clipping": (100, "it needs norms of whole tensors; use Config(clip_grad_norm=...)"),
-    "block_wise": (True, "one scale for a whole tensor would need all of its slices"),
 }
-"""The expected value of each option, and the reason. Only older versions have the last two."""
+"""The expected value of each option, and the reason."""
 
 _BITS = ("optim_bits", "min_8bit_size")
 """The options that a module may have by itself."""
@@ -228,7 +224,7 @@ def check_bitsandbytes(optimizer: Any) -> None:
     if optimizer.optimizer_name not in (rules := rules_by_operator()):
         raise ValueError(
             f"{kind.__name__}: expected an optimizer of bitsandbytes that is one of {', '.join(rules)}; "
-            f"got {optimizer.optimizer_name!r}"
+            f"got {optimizer.optimizer_name!r}. zeroshard.optim has AdEMAMix8bit"
         )
     for name in _METHODS:
         if not getattr(kind, name).__module__.startswith("bitsandbytes."):
@@ -236,11 +232,6 @@ def check_bitsandbytes(optimizer: Any) -> None:
                 f"{kind.__name__} has its own {name}(): expected the {name}() of bitsandbytes, the only one "
                 "that zeroshard can run on slices"
             )
-    if _has_rows(optimizer) and not hasattr(kind, "_get_state_double_buffer"):  # Paged- and AdEMAMix32bit
-        raise ValueError(
-            f"{kind.__name__} makes room for one of its two averages, and its operator writes both: expected "
-            "AdEMAMix or PagedAdEMAMix with optim_bits=32"
-        )
     check_options(kind.__name__, options_of(optimizer))
 
 
@@ -281,10 +272,8 @@ def read_overrides(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
     if optimizer is None or not (is_ours or is_bitsandbytes(optimizer)):
         return {}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if is_ours:
-        found: Overrides = dict(optimizer.overrides)
-    else:
-        found = {parameter: {key: getattr(optimizer.args, key) for key in _BITS} for parameter in held}
+    own = {} if is_ours else {key: getattr(optimizer.args, key) for key in _BITS}
+    found: Overrides = {} if is_ours else {parameter: dict(own) for parameter in held}
     library = sys.modules.get("bitsandbytes.optim.optimizer")
     if library is None or (manager := library.GlobalOptimManager._instance) is None:
         return found
@@ -294,9 +283,7 @@ def read_overrides(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
         config = of_modules.get(id(parameter), {})
         by_id = manager.pid2config.get(id(parameter), config)  # where the manager itself enters it, too
         if by_id != config or (config and is_ours) or config.keys() - set(_BITS):
-            expected = "register_module_override with bits alone"
-            if is_ours:
-                expected = f"{type(optimizer).__name__}.override(parameter, ...)"
+            expected = "none" if is_ours else "register_module_override with bits alone"
             raise ValueError(
                 f"override of '{names[parameter]}' in bitsandbytes' GlobalOptimManager: expected {expected}, "
                 f"got {by_id!r}. Other hyperparameters need a group of their own. "
@@ -322,8 +309,6 @@ def adopt(optimizer: Any, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
         bits = {"optim_bits": _bits_of(own, parameter), "min_8bit_size": 0}  # whatever the size of the slice
         manager.pid2config[id(parameter)] = bits
     optimizer.mng = manager
-    if _has_rows(optimizer) and (optimizer.args.optim_bits == 8 or any(p.is_cpu for p in settings)):
-        optimizer.is_paged = False  # a row of paged memory is not known as paged
     optimizer.init_state = MethodType(_init_state, optimizer)
     optimizer.update_step = MethodType(_update_step, optimizer)
 
@@ -334,7 +319,7 @@ def num_bits(optimizer: Any, parameter: Tensor) -> int:
         settings = {**options_of(optimizer), **optimizer.mng.pid2config.get(id(parameter), {})}
     elif isinstance(optimizer, BlockwiseOptimizer):
         group = next(g for g in optimizer.param_groups if any(held is parameter for held in g["params"]))
-        settings = {"optim_bits": 8, **optimizer.settings(parameter, group)}
+        settings = {"optim_bits": 8, **group}
     else:
         return 32
     return _bits_of(settings, parameter)
@@ -353,22 +338,20 @@ def to_common(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     if not is_bitsandbytes(optimizer):
         return dict(state)
     common = {key: value for key, value in state.items() if not key.startswith(("state", "absmax", "qmap"))}
-    for slot, names in _slots(optimizer):
+    for slot, name in _slots(optimizer):
         for key, ending in ((f"state{slot}", ""), (f"absmax{slot}", ABSMAX)):
             if key in state:
-                rows = state[key].unbind() if len(names) > 1 else (state[key],)
-                common |= {name + ending: row for name, row in zip(names, rows, strict=True)}
+                common[name + ending] = state[key]
     return common
 
 
 def from_common(optimizer: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `to_common`; what is to be paged, for the driver to move, is copied."""
     state = dict(common)
-    for slot, names in _slots(optimizer) if is_bitsandbytes(optimizer) else ():
+    for slot, name in _slots(optimizer) if is_bitsandbytes(optimizer) else ():
         for key, ending in ((f"state{slot}", ""), (f"absmax{slot}", ABSMAX)):
-            if names[0] + ending in state:
-                rows = [state.pop(name + ending) for name in names]
-                values = torch.stack(rows) if len(rows) > 1 else rows[0]
+            if name + ending in state:
+                values = state.pop(name + ending)
                 if optimizer.is_paged and values.is_cuda and not ending:
                     values = optimizer.get_state_buffer(values, values.dtype).copy_(values)
                 state[key] = values
@@ -384,9 +367,9 @@ def rule_of(optimizer: Any) -> Rule | None:
     return rule_named(type(optimizer).__name__)
 
 
-def _slots(optimizer: Any) -> Iterable[tuple[int, tuple[str, ...]]]:
-    """The states that are kept under 1 and under 2; the states of one place are rows of a tensor."""
-    return enumerate(rules_by_operator()[optimizer.optimizer_name].slots, start=1)
+def _slots(optimizer: Any) -> Iterable[tuple[int, str]]:
+    """The states that are kept under 1 and under 2."""
+    return enumerate(rules_by_operator()[optimizer.optimizer_name].states, start=1)
 
 
 def _init_state(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
@@ -403,7 +386,7 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
     with past_guards():
         if not p.numel():
             state["step"] += 1
-        elif is_quantized and _steps_by_rule(self, p):
+        elif is_quantized and _steps_by_rule(p):
             state["step"] += 1
             numbers = rule.numbers(self.get_config(gindex, pindex, group), state["step"])
             gradient, values = p.grad, blocks.flat(p)
@@ -413,7 +396,7 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
             if values.data_ptr() != p.data_ptr():
                 p.copy_(values)
         else:
-            signs = [rule.states[names[0]] for names in rule.slots] if is_quantized else []
+            signs = rule.states.values() if is_quantized else ()
             maps = {
                 f"qmap{slot}": blocks.codebook(sign, p.device).values for slot, sign in enumerate(signs, 1)
             }
@@ -425,11 +408,6 @@ def _update_step(self: Any, group: dict[str, Any], p: Tensor, gindex: int, pinde
                 del state[key]
 
 
-def _steps_by_rule(optimizer: Any, p: Tensor) -> bool:
-    """True if an 8-bit step is ours: the operator of AdEMAMix lets the scales of its averages overlap."""
-    return p.is_cpu or _has_rows(optimizer)
-
-
-def _has_rows(optimizer: Any) -> bool:
-    """True if a tensor holds two states, as with AdEMAMix."""
-    return any(len(names) > 1 for _, names in _slots(optimizer))
+def _steps_by_rule(p: Tensor) -> bool:
+    """True if an 8-bit step is ours."""
+    return p.is_cpu

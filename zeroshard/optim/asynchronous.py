@@ -18,7 +18,6 @@ Steps are corrected for stale gradients around the optimizer's own step.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,9 +27,6 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from zeroshard.config.pipeline import MOVED_WEIGHTS, NOTED_CHANGES
-from zeroshard.optim.eightbit import blocks, rules
-from zeroshard.optim.eightbit.base import BlockwiseOptimizer
-from zeroshard.optim.eightbit.rule import Rule
 from zeroshard.optim.ranges import RANGES, Range, Ranges, check_ranges
 from zeroshard.parallel.pipeline.asynchronous.method import (
     AsynchronousMethod,
@@ -68,14 +64,11 @@ def update_of(optimizer: Optimizer, asked: str) -> Update:
     elif type(optimizer) in (Adam, AdamW):
         _require(optimizer, asked, {"maximize": _OFF})
         move = _adam
-    elif isinstance(optimizer, BlockwiseOptimizer) and optimizer.rule in (rules.ADAM, rules.SGD):
-        _require(optimizer, asked, {})
-        move = functools.partial(_of_codes, optimizer.rule)
     else:
         raise ValueError(
-            f"{asked} moves weights along the next update of the optimizer: expected SGD with momentum, Adam "
-            f"or AdamW, or their forms of 8 bits, got {type(optimizer).__name__}. 'estimate' and "
-            "'lwp-weights' work with every optimizer"
+            f"{asked} moves weights along the next update of the optimizer: expected torch's SGD with "
+            f"momentum, Adam or AdamW, got {type(optimizer).__name__}. 'estimate' and 'lwp-weights' work "
+            "with every optimizer"
         )
 
     def update(weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], *to: Any) -> None:
@@ -97,8 +90,6 @@ _SGD_MOVES: Ranges = {
 
 def _require(optimizer: Optimizer, asked: str, ranges: Ranges) -> None:
     """Raise ValueError for hyperparameters that a method cannot work with."""
-    if isinstance(optimizer, BlockwiseOptimizer) and optimizer.overrides:
-        raise ValueError(f"{asked}: expected an optimizer without overrides of single parameters")
     for group in optimizer.param_groups:
         check_ranges(group, ranges, f"{asked} with {type(optimizer).__name__}: ")
 
@@ -124,25 +115,15 @@ def _adam(
         out.sub_(weights, alpha=rate * group["weight_decay"])
 
 
-def _of_codes(
-    rule: Rule, weights: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], ahead: int, out: Tensor
-) -> None:
-    loaded = [one.load() for one in blocks.read(rule, state)]
-    state = {**state, **dict(zip(rule.states, loaded, strict=True))}
-    move = _sgd if rule is rules.SGD else _adam
-    move(weights, {**group, "decoupled_weight_decay": True}, state, ahead, out)
-
-
 def rescaled(optimizer: Optimizer, anneal_steps: int | None) -> Corrected:
     """Return steps with a learning rate that is divided by their delay.
 
     Raises:
-        ValueError: a group has no learning rate, or parameters have some of their own.
+        ValueError: a group has no learning rate.
     """
     asked = "pipeline.correction='rescale'"
     if any(group.get("lr") is None for group in optimizer.param_groups):
         raise ValueError(f"{asked}: expected lr in each parameter group of {type(optimizer).__name__}")
-    _require(optimizer, asked, {})
 
     @contextmanager
     def step(tau: int, number: int) -> Iterator[None]:

@@ -141,7 +141,7 @@ class EarlySteps(AbstractContextManager[None]):
 
 def _options(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """The options of each group; of a tensor its identity and version, as its values may be on a device."""
-    options = {
+    return {
         f"group {number}": {
             name: (id(value), value._version) if isinstance(value, Tensor) else value
             for name, value in group.items()
@@ -149,4 +149,3 @@ def _options(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
         }
         for number, group in enumerate(optimizer.param_groups)
     }
-    return options | {"single parameters": {"override()": getattr(optimizer, "overrides", None)}}

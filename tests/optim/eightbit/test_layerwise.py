@@ -101,18 +101,16 @@ def test_one_process_follows_the_formula(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_small_parameters_have_float32_states_and_the_threshold_can_be_set_for_one(kind):
+def test_small_parameters_have_float32_states_and_the_threshold_can_be_set_for_a_group(kind):
     small, large, chosen = (nn.Parameter(torch.ones(n)) for n in (4095, 4096, 5000))
-    optimizer = KINDS[kind]([small, large, chosen], lr=0.1)
-    optimizer.override(chosen, {"min_8bit_size": 10_000})
+    groups = [{"params": [small, large]}, {"params": [chosen], "min_8bit_size": 10_000}]
+    optimizer = KINDS[kind](groups, lr=0.1)
     for p in (small, large, chosen):
         p.grad = torch.ones_like(p)
     optimizer.step()
     name = next(iter(optimizer.rule.states))
     dtypes = [optimizer.state[p][name].dtype for p in (small, large, chosen)]
     assert dtypes == [torch.float32, torch.uint8, torch.float32]
-    with pytest.raises(ValueError, match="one parameter can override \\(min_8bit_size\\), got 'lr'"):
-        optimizer.override(chosen, {"lr": 0.1})
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,7 +5,6 @@ Both kernels: numba's, and the torch operations that take its place.
 
 import copy
 import io
-import pickle
 import subprocess
 import sys
 
@@ -241,7 +240,6 @@ def test_a_learning_rate_can_be_a_tensor_and_be_scheduled(kernel):
         (Lion8bit, {"weight_decay": -0.1}, "weight_decay: expected a finite number >= 0"),
         (SGD8bit, {"lr": 0.1, "momentum": 0}, "momentum: expected a number above 0 and below 1, got 0"),
         (AdamW8bit, {"lr": float("inf")}, "lr: expected a finite number >= 0, got inf"),
-        (AdEMAMix8bit, {"betas": (0.0, 0.9, 0.9), "t_beta3": 9}, "the first and third above 0 with t_beta3"),
         (AdamW8bit, {"min_8bit_size": True}, "min_8bit_size: expected an integer >= 0, got True"),
         (AdamW8bit, {"min_8bit_size": -1}, "min_8bit_size: expected an integer >= 0, got -1"),
     ],
@@ -307,28 +305,6 @@ def test_a_step_that_fails_is_not_counted(name, monkeypatch):
         with pytest.raises(RuntimeError, match="no memory"):
             optimizer.step()
     assert optimizer.state[parameter]["step"] == 1
-
-
-def test_what_differs_for_a_parameter_goes_with_a_copy_and_a_pickle():
-    parameter = nn.Parameter(torch.ones(5000))
-    optimizer = AdamW8bit([parameter], lr=0.1)
-    optimizer.override(parameter, {"lr": 0.0, "weight_decay": 0.0})
-    both = parameter, optimizer
-    for twin, other in (copy.deepcopy(both), pickle.loads(pickle.dumps(both))):
-        twin.grad = torch.ones(5000)
-        other.step()
-        assert torch.equal(twin, parameter)
-
-
-def test_an_override_that_would_have_no_effect_is_refused():
-    parameter = nn.Parameter(torch.ones(5000))
-    optimizer = AdamW8bit([parameter])
-    with pytest.raises(ValueError, match="expected a parameter of the optimizer"):
-        optimizer.override(nn.Parameter(torch.ones(5000)), {"lr": 0.1})
-    parameter.grad = torch.ones(5000)
-    optimizer.step()
-    with pytest.raises(ValueError, match="expected an override before the parameter's first step"):
-        optimizer.override(parameter, {"min_8bit_size": 10_000})
 
 
 def test_what_other_hooks_make_of_a_state_dict_is_loaded():

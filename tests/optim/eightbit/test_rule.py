@@ -106,13 +106,11 @@ def test_float32_states_of_small_parameters_follow_torch():
     torch.testing.assert_close(parameter, twin, rtol=1e-5, atol=1e-6)
 
 
-def test_its_hyperparameters_are_checked_in_groups_and_overrides():
+def test_its_hyperparameters_are_checked_in_groups():
     parameter = nn.Parameter(torch.ones(2))
     for key, value in (("alpha", 1.0), ("momentum", 0.0), ("lr", -1.0)):
         with pytest.raises(ValueError, match=f"{key}: expected a"):
             Toy8bit([{"params": [parameter], key: value}])
-        with pytest.raises(ValueError, match=f"{key}: expected a"):
-            Toy8bit([parameter]).override(parameter, {key: value})
 
 
 def test_it_is_known_to_initialize_but_a_class_with_a_step_of_its_own_is_not():

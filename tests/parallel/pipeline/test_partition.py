@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 
-BALANCES = ("time", "memory", "bottleneck")
+BALANCES = ("time", "memory")
 
 profiles = st.lists(
     st.builds(
@@ -43,7 +43,6 @@ def measure(blocks: Sequence[BlockProfile], chunks: tuple[range, ...], balance: 
     measures = {
         "time": (variance(times),),
         "memory": (variance(sizes),),
-        "bottleneck": (max(times), variance(times)),
     }
     return (*measures[balance], [len(chunk) for chunk in chunks])
 
@@ -57,14 +56,12 @@ def test_a_search_through_all_divisions_finds_the_same(
     assert partition(blocks, num_chunks, balance) == expected
 
 
-def test_the_three_measures_differ() -> None:
+def test_the_two_measures_differ() -> None:
     blocks = [
         BlockProfile(time=time, parameter_bytes=size) for time, size in ((4, 1), (1, 1), (1, 1), (2, 9))
     ]
     assert partition(blocks, 2, "time") == (range(1), range(1, 4))
     assert partition(blocks, 2, "memory") == (range(3), range(3, 4))
-    times = [BlockProfile(time=time) for time in (1, 5, 5, 4, 1, 1)]
-    assert partition(times, 3, "bottleneck") == (range(2), range(2, 3), range(3, 6))
 
 
 @pytest.mark.parametrize(

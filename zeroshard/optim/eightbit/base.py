@@ -29,50 +29,6 @@ class BlockwiseOptimizer(ChecksRanges):
     """
 
     rule: ClassVar[Rule]
-    overridable: ClassVar[tuple[str, ...]] = ()
-    """The hyperparameters that one parameter can override; () for all."""
-
-    def override(self, parameter: Tensor, hyperparameters: Mapping[str, Any]) -> None:
-        """Let a parameter differ from its group, also by `min_8bit_size`.
-
-        Args:
-            parameter: one of the optimizer's parameters, of any shape.
-            hyperparameters: the values that differ, by name.
-
-        Raises:
-            ValueError: a hyperparameter is unknown, out of its range, or the same for all of a group; the
-                parameter is not the optimizer's, or has its states already.
-        """
-        known = self.overridable or tuple(self.defaults)
-        for key in hyperparameters:
-            if key not in known:
-                raise ValueError(
-                    f"{type(self).__name__}: expected a hyperparameter that one parameter can override "
-                    f"({', '.join(known)}), got {key!r}"
-                )
-        self.check_group({**self.defaults, **hyperparameters})
-        if not any(parameter is held for group in self.param_groups for held in group["params"]):
-            raise ValueError(
-                f"{type(self).__name__}: expected a parameter of the optimizer, got some other tensor"
-            )
-        if "min_8bit_size" in hyperparameters and self.state.get(parameter):
-            raise ValueError(
-                "min_8bit_size: expected an override before the parameter's first step, got one after it"
-            )
-        own = {**self.overrides.get(parameter, {}), **hyperparameters}
-        self._overrides = {**self.overrides, parameter: own}  # a step that waits keeps those before
-
-    @property
-    def overrides(self) -> dict[Tensor, dict[str, Any]]:
-        """The hyperparameters in which parameters differ from their groups."""
-        return self.__dict__.setdefault("_overrides", {})  # type: ignore[no-any-return]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_overrides": self.overrides}
-
-    def settings(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The hyperparameters of a parameter: the hyperparameters of its group, and its own."""
-        return {**group, **self.overrides.get(parameter, {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of a `state_dict()`; codes and scales keep their dtypes."""
@@ -88,9 +44,7 @@ class BlockwiseOptimizer(ChecksRanges):
     def compile_kernels(self, device: torch.device) -> None:
         """Compile the steps of a GPU, or warn that they cannot be compiled: before the first backward."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                numbers = self.rule.numbers(self.settings(parameter, group), 1)
-                has_kernel(self.rule, device, len(self.rule.scalars(numbers)))
+            has_kernel(self.rule, device, len(self.rule.scalars(self.rule.numbers(group, 1))))
 
     def _step_by_rule(
         self,
@@ -162,7 +116,7 @@ class ElementWise8bit(BlockwiseOptimizer):
                         if (gradient := parameter.grad) is not None:
                             bits = self.bits_of(parameter)
                             flat = blocks.flat(dense(gradient), is_widened=bits is None)
-                            self._step_by_rule(parameter, flat, self.settings(parameter, group), bits, batch)
+                            self._step_by_rule(parameter, flat, group, bits, batch)
                             batch.run_if_large()
             finally:
                 batch.run()

@@ -1,7 +1,7 @@
 """A rule declares a kind of 8-bit optimizer once; all else reads the declaration.
 
     states        their zeros, their codebooks, their names in checkpoints
-    ranges        the checks of parameter groups and overrides
+    ranges        the checks of parameter groups
     update        the step: of tensors in step.py; kernels.py and kernels_gpu.py compile their kernels from it
     operator      bitsandbytes' optimizers that go on over slices
     optimizers    which optimizers may load each other's checkpoints, and with which hyperparameters
@@ -114,12 +114,6 @@ class Rule:
         if self.operator in rules_by_operator():
             raise ValueError(f"operator: expected one that has no rule yet, got {self.operator!r}")
         _RULES.update(dict.fromkeys(self.optimizers, self))
-
-    @property
-    def slots(self) -> tuple[tuple[str, ...], ...]:
-        """The states that bitsandbytes keeps in one tensor: of three, the first two are rows of one."""
-        *others, last = self.states
-        return (tuple(others), (last,)) if len(others) > 1 else tuple((name,) for name in self.states)
 
     def numbers(self, settings: Mapping[str, Any], step: int) -> Numbers:
         """The numbers of a step.

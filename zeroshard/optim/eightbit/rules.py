@@ -235,7 +235,6 @@ ADEMAMIX = Rule(
     update=_ademamix,
     ranges={"betas": betas_range(3)},
     schedule=_ademamix_schedule,
-    operator="ademamix",
 )
 
 
@@ -246,7 +245,8 @@ class AdEMAMix8bit(ElementWise8bit):
         betas: decay of the fast average, of the squares, and of the slow average.
         alpha: weight of the slow average.
         t_alpha: steps over which alpha grows to its value; None: at once.
-        t_beta3: steps over which the slow average's decay grows to its value; None: at once.
+        t_beta3: steps over which the slow average's decay grows to its value, with the first and third of
+            `betas` above 0; None: at once.
 
     Other arguments as `AdamW8bit`.
     """
@@ -269,26 +269,15 @@ class AdEMAMix8bit(ElementWise8bit):
         defaults = {"lr": lr, "betas": betas, "alpha": alpha, "t_alpha": t_alpha, "t_beta3": t_beta3}
         super().__init__(params, {**defaults, "eps": eps, "weight_decay": weight_decay}, min_8bit_size)
 
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for a hyperparameter that is out of its range, or betas of 0 with `t_beta3`."""
-        super().check_group(group)
-        beta1, _, beta3 = group["betas"]
-        if group["t_beta3"] is not None and not (beta1 and beta3):
-            raise ValueError(
-                f"betas: expected the first and third above 0 with t_beta3, got {group['betas']!r}"
-            )
-
 
 class TrustRatio8bit(BlockwiseOptimizer, LayerWise):
-    """Norms are of all parameters of a group together, so all but the threshold is the same for a group.
+    """LAMB or LARS with states in blocks.
 
     Args:
         params: parameters or groups of them.
         settings: the other arguments of LAMB or LARS.
         min_8bit_size: elements of a whole parameter from which its states are quantized.
     """
-
-    overridable = ("min_8bit_size",)
 
     def __init__(
         self, params: ParamsT, *settings: Any, min_8bit_size: int = MIN_8BIT_SIZE, **named: Any
@@ -333,7 +322,7 @@ class LAMB8bit(TrustRatio8bit, LAMB):
             for grad in grads
         ]
         for parameter, update in zip(parameters, updates, strict=True):
-            self._step_by_rule(parameter, update.view(-1), self.settings(parameter, group))
+            self._step_by_rule(parameter, update.view(-1), group)
         return updates
 
 
@@ -364,5 +353,4 @@ class LARS8bit(TrustRatio8bit, LARS):
         group, parameters = part.group, part.parameters
         ratios = torch.stack(part.trust).tolist() if part.trust else [1.0] * len(parameters)
         for parameter, grad, ratio in zip(parameters, part.measured, ratios, strict=True):
-            settings = {**self.settings(parameter, group), "lr": group["lr"] * ratio}
-            self._step_by_rule(parameter, blocks.flat(grad), settings)
+            self._step_by_rule(parameter, blocks.flat(grad), {**group, "lr": group["lr"] * ratio})

@@ -2,7 +2,6 @@
 
 split    ["layers.3"]       blocks 0 1 2 | 3 4 5 6
 balance  "time"             runs of blocks with about the same number of operations
-         "bottleneck"       the same, with the fewest operations in the largest run
          "memory"           runs with about the same bytes of parameters
 """
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 
@@ -102,17 +101,6 @@ def _with_tied_embeddings(model: nn.Module, plan: Mapping[str, str]) -> dict[str
     return {name: "rowwise" for name in embeddings if weights[name] in tables}
 
 
-def _check_vocabulary(name: str, table: Any, num_ranks: int) -> None:
-    """Raise a ValueError for embeddings of a model of transformers whose tokens the ranks do not divide."""
-    if (num_tokens := len(table.weight)) % num_ranks:
-        raise ValueError(
-            f"'{name}.weight', a vocabulary of {num_tokens} tokens: {num_tokens} elements cannot be "
-            f"divided over mesh.tp={num_ranks} ranks; expected a multiple of {num_ranks}. "
-            f"model.resize_token_embeddings(pad_to_multiple_of={num_ranks}) before zeroshard.initialize "
-            "adds tokens to it"
-        )
-
-
 _WHOLE = LayerPlan(Split.REPLICATE)
 _TORCH, _LORA = ("torch.nn.modules.linear", "torch.nn.modules.sparse"), ("peft.tuners.lora.",)
 """The Python modules whose forwards compute parts of outputs with parts of weights."""
@@ -133,9 +121,6 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
     """
     styles = {pattern: LayerPlan.of(style, pattern) for pattern, style in plan.items()}
     found, fitting = [], set()
-    owner: Any = model
-    can_resize = hasattr(model, "resize_token_embeddings")
-    head = owner.get_output_embeddings() if can_resize else None
 
     def style_of(name: str) -> LayerPlan:
         patterns = [pattern for pattern in styles if fnmatchcase(name, pattern)]
@@ -145,9 +130,6 @@ def match(model: nn.Module, plan: Plan, num_ranks: int) -> list[Divided]:
     for name, module in model.named_modules():
         style = style_of(name)
         if style.way is not Split.REPLICATE and not isinstance(module, Absent):
-            is_table = isinstance(module, nn.Embedding) and style.way is Split.ROWS
-            if can_resize and (is_table or module is head):
-                _check_vocabulary(name, module, num_ranks)
             adapter, parent = around(model, name)
             style = with_heads(style, name, module, parent, num_ranks)
             if style.way is Split.EXPERTS:
@@ -249,9 +231,10 @@ def plan_division(
     summed = {p for layer in layers if layer.is_summed for p in layer.module.parameters()}
     if along_sequence:
         for layer in layers:
-            if layer.style.way in (Split.EXPERTS, Split.LATENT):  # their sums are not split
-                way = layer.style.way.value
-                raise ValueError(f"tp_plan: '{layer.name}' is '{way}'; expected none with 'sequence'")
+            if layer.style.way is Split.EXPERTS:  # its sums are not split
+                raise ValueError(
+                    f"tp_plan: '{layer.name}' is 'moe_tp_experts'; expected none with 'sequence'"
+                )
         check_coverage(model, plan)
         biases = (layer.module._parameters.get("bias") for layer in layers if layer.style.way in BY_ROWS)
         summed.update(bias for bias in biases if bias is not None)  # they are added to parts of a sequence

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,7 +31,7 @@ from zeroshard.parallel.tensor.sequence import (
     install_regions,
     move,
 )
-from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Split, is_conv1d, rotary_size, set_counts
+from zeroshard.parallel.tensor.styles import BY_ROWS, Divided, Split, is_conv1d, set_counts
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.context import Changes
 
@@ -134,7 +133,6 @@ def _forward_of(layer: Divided, over: Activations, add: Sum) -> Callable[..., Te
         Split.ROWS_SPLIT: functools.partial(_split_rows, add),
         Split.EXPERTS: _experts,
         Split.PER_HEAD: _whole,
-        Split.LATENT: functools.partial(_latent, layer.parent),
     }
     return forwards[layer.style.way]
 
@@ -167,13 +165,6 @@ def _rows(add: Sum, module: Any, over: Activations, name: str, value: Tensor) ->
 
 def _split_rows(add: Sum, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
     return _rows(add, module, over, name, move(value, Comm.SPLIT, over, name))
-
-
-def _latent(parent: nn.Module, module: Any, over: Activations, name: str, value: Tensor) -> Tensor:
-    found = _whole(module, over, name, value)
-    size = rotary_size(name, parent)
-    latent, rotary = found.split([found.shape[-1] - size, size], -1)
-    return torch.cat((latent, move(rotary, Comm.COPY, over, name)), -1)
 
 
 def _look_up(own: Span, add: Sum, module: Any, over: Activations, name: str, tokens: Tensor) -> Tensor:

@@ -51,8 +51,6 @@ class Split(Enum):
     """Experts, by the words for their parameters."""
     PER_HEAD = "embedding_per_head"
     """An embedding of one element for each head: by these."""
-    LATENT = "mla_kv_a_proj"
-    """Not at all; the heads of each rank use its last outputs, which are parts of their keys."""
     COLUMNS_LOSS = "colwise_loss"
     """By its outputs; they are gathered, except where a model of transformers computes its loss of them."""
     SEQUENCE = "sequence"
@@ -75,7 +73,7 @@ BY_ROWS = (Split.ROWS, Split.ROWS_SPLIT)
 """Layers that are divided by their inputs."""
 OF_SEQUENCE = (Split.SEQUENCE, Split.SEQUENCE_PARTS)
 """Layers that work on a part of the sequence."""
-WITHOUT_CUTS = (Split.SUMMED, Split.SHARED_COLUMNS, Split.LATENT, Split.SEQUENCE_SPLIT, *OF_SEQUENCE)
+WITHOUT_CUTS = (Split.SUMMED, Split.SHARED_COLUMNS, Split.SEQUENCE_SPLIT, *OF_SEQUENCE)
 """Layers whose parameters each rank holds whole."""
 _BY_OWN_FORWARD = (Split.SUMMED, Split.SEQUENCE_SPLIT, *OF_SEQUENCE)
 """Layers that compute all of their outputs by their own forward."""
@@ -146,15 +144,6 @@ _IN_ONE = {"query_key_value": 3}
 """Layers whose outputs are, for each head, its query, its key and its value."""
 _SIDE_BY_SIDE = {("GPT2Attention", "c_attn"): "embed_dim"}
 """Layers with all queries first, then all keys, then all values: (attention layer, name) -> size of each."""
-_LATENT = {
-    "q_proj": ("qk_head_dim",),
-    "q_b_proj": ("qk_head_dim",),
-    "kv_b_proj": ("qk_nope_head_dim", "v_head_dim"),
-    "o_proj": ("v_head_dim",),
-}
-"""Layers of multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1) -> the sizes of what a
-head has there."""
-_ROTARY = "qk_rope_head_dim"
 _COUNTS = {
     "GPT2Attention": ("num_heads", "embed_dim", "split_size"),
     "T5Attention": ("n_heads", "inner_dim"),
@@ -175,7 +164,7 @@ def sections_of(name: str, parent: nn.Module, size: int, *, is_outputs: bool) ->
         is_outputs: True for its outputs, which may be several matrices in one.
     """
     last = name.rpartition(".")[2]
-    head = _head_of(parent, last)
+    head = _head_of(parent)
     if head is None:
         return ()
     together = _SIDE_BY_SIDE.get((type(parent).__name__, last)) if is_outputs else None
@@ -186,27 +175,11 @@ def sections_of(name: str, parent: nn.Module, size: int, *, is_outputs: bool) ->
     return () if size % unit else (Section(size, unit),)
 
 
-def _head_of(parent: nn.Module, last: str) -> int | None:
-    """The size of a head in a layer of an attention layer."""
-    if hasattr(parent, _ROTARY):
-        sizes = [getattr(parent, attribute, 0) for attribute in _LATENT.get(last, ())]
-        return sum(sizes) if all(sizes) and sizes else None
+def _head_of(parent: nn.Module) -> int | None:
+    """The size of a head in an attention layer."""
+    if hasattr(parent, "qk_rope_head_dim"):  # latent attention, whose heads have several sizes
+        return None
     return next((head for head in (getattr(parent, attribute, None) for attribute in _SIZES) if head), None)
-
-
-def rotary_size(name: str, parent: nn.Module) -> int:
-    """Return how many of the outputs of a layer of latent attention are parts of the keys of all heads.
-
-    Raises:
-        ValueError: the attention layer does not tell.
-    """
-    size = getattr(parent, _ROTARY, None)
-    if not isinstance(size, int):
-        raise ValueError(
-            f"tp_plan: '{name}' has the word 'mla_kv_a_proj'; expected '{_ROTARY}' in the "
-            f"{type(parent).__name__} that holds it, got {size!r}"
-        )
-    return size
 
 
 def set_counts(parents: Iterable[nn.Module], num_ranks: int, changes: Changes) -> None:
@@ -222,8 +195,6 @@ def with_heads(style: LayerPlan, name: str, module: Any, parent: nn.Module, num_
     Under grouped-query attention (Ainslie et al. 2023) there may be fewer heads of keys and values than
     ranks. Then several ranks use the same one.
     """
-    if style.way is Split.LATENT:
-        rotary_size(name, parent)
     if style.sections or style.way in _WITHOUT_HEADS or not is_linear(module):
         return style
     is_outputs = style.way is not Split.ROWS

@@ -12,7 +12,7 @@ from torch import nn
 import zeroshard
 from tests.parallel.pipeline.asynchronous.histories import Method, Stage
 from tests.parallel.pipeline.asynchronous.histories import train as train_by_history
-from zeroshard.optim import AdamW8bit, SGD8bit
+from zeroshard.optim import AdamW8bit
 
 WIDTH, ROWS = 6, 4
 
@@ -51,7 +51,6 @@ MAKERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=3e-3, weight_decay=0.1),
     "adam": functools.partial(torch.optim.Adam, lr=3e-3),
     "adamw 8-bit": functools.partial(AdamW8bit, lr=3e-3, min_8bit_size=0),
-    "sgd 8-bit": functools.partial(SGD8bit, lr=0.02, momentum=0.8, min_8bit_size=0),
     "lion": functools.partial(zeroshard.optim.Lion8bit, lr=1e-3),
 }
 
