@@ -6,16 +6,15 @@ An original parameter is empty once it is sharded; the use of one that was kept 
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 from torch import Tensor, nn
 
 from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.sharded import ShardedParameter, refuse_gradients
+from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, refuse_gradients
 
 set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 """Gives a tensor other memory, past the property of its class."""
@@ -88,6 +87,7 @@ class ShownParameter(UnshardedParameter):
         # First: a parameter that is frozen for a while may be trained again before a loss takes it.
         refuse_gradients(shown, f"'{sharded.fqn}', read under engine.unsharded()")
         shown.requires_grad_(sharded.requires_grad)
+        carry_attributes(sharded, shown)
         shown.at_first = shown._version, shown.data_ptr()
         return shown
 
@@ -96,17 +96,17 @@ class ShownParameter(UnshardedParameter):
         own = self.sharded()
         return Tensor.register_hook(self, hook) if own is None else own.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def detach(self) -> Tensor:
-        """Return the values without a graph; of this class to `nn.Parameter(...)`, which wants it."""
-        is_for_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
-        values = Tensor.detach(self)
-        return values.as_subclass(ShownParameter) if is_for_parameter else values
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("sharded", "at_first")}
-
     data = property(Tensor.detach, set_data)
     """The values without a graph, over the same memory; edits of them count versions."""
+
+    def _refuse_gradient(self, *_: object) -> NoReturn:
+        raise RuntimeError(
+            f"engine.unsharded() shows no gradient of '{self.fqn}': read engine.full_gradient(name), or call "
+            "engine.set_full_gradient(name, gradient), on all ranks and outside of the block"
+        )
+
+    grad = property(_refuse_gradient, _refuse_gradient)
+    """Refused: gradients stay slices, and a change here would be lost."""
 
 
 @functools.cache

@@ -186,7 +186,7 @@ def plan_units(specs: Iterable[UnitSpec], setting: Setting) -> list[UnitPlan]:
         own = replace(setting, tiers=tiers)
         buffers = tuple(plan_buffer(originals, own) for originals in group(spec.originals, setting.dtypes))
         # The backward of an embedding needs the indices alone.
-        is_saved = any(type(module) is not nn.Embedding for module in spec.modules)
+        is_saved = type(spec.module) is not nn.Embedding
         plans.append(UnitPlan(spec.name, buffers, is_saved, spec.reason))
     return plans
 

@@ -176,7 +176,6 @@ class Passes:
         self.drop_forward()
         self.recover()
         self._state.move(_FORWARD)
-        self._reducer.num_forwards += torch.is_grad_enabled()
         self._called = []
         self.refresh()
 
@@ -220,7 +219,7 @@ class Passes:
             return output
         tensors, is_opaque = find_tensors(output)
         # Hooks of inner layers notice a backward that comes through a hidden tensor, but for own parameters.
-        is_unnoticed = is_opaque and (not tensors or not unit.slots.owners.isdisjoint(unit.modules))
+        is_unnoticed = is_opaque and (not tensors or unit.module in unit.slots.owners)
         if is_unnoticed and unit is not self._root and not unit.is_resident:
             raise RuntimeError(
                 f"{unit.described} returns a {type(output).__name__}, in which no tensor can be found, so "

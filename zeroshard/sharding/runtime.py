@@ -74,7 +74,7 @@ class Runtime:
     @property
     def module(self) -> nn.Module:
         """The sharded module."""
-        return self.root.modules[0]
+        return self.root.module
 
     def input_dtype(self, module: nn.Module) -> torch.dtype | None:
         """The dtype to which float inputs of a module are cast; None: they stay as they are."""
@@ -273,21 +273,20 @@ def hook(runtime: Runtime) -> None:
 
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
-    """Hook the modules of a unit, and the layers inside them."""
-    hook = runtime.changes.hook  # a hook keeps the runtime, which a model without engine still needs
+    """Hook the module of a unit, and the layers inside it."""
+    module, hook = unit.module, runtime.changes.hook  # a model without engine still needs the runtime
 
     def begin(*_: object) -> None:
         runtime.passes.before_forward(unit, sys._getframe(1))
 
-    for module in unit.modules:
-        cast, dtype = runtime.casts.get(module), runtime.input_dtype(module)
-        casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
-        if dtype is not None and not casts_itself:
-            own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
-            hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
-        hook(module.register_forward_pre_hook(begin, prepend=True))
-        hook(module.register_forward_hook(lambda *call: runtime.passes.after_forward(unit, call[-1])))
-        hook(module.register_forward_hook(lambda *_: runtime.passes.exit_forward(unit), always_call=True))
+    cast, dtype = runtime.casts.get(module), runtime.input_dtype(module)
+    casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
+    if dtype is not None and not casts_itself:
+        own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
+        hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
+    hook(module.register_forward_pre_hook(begin, prepend=True))
+    hook(module.register_forward_hook(lambda *call: runtime.passes.after_forward(unit, call[-1])))
+    hook(module.register_forward_hook(lambda *_: runtime.passes.exit_forward(unit), always_call=True))
     for layer in unit.layers:
         hook(layer.register_forward_hook(lambda *call: runtime.passes.watch_layer(unit, call[-1])))
 
