@@ -112,7 +112,7 @@ def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
     agreed = _agree(engine._runtime, call, name, tell, reduces=True)
     agreed.require_same("were given different values for", error=ValueError)
     if (place := agreed.place) is not None:
-        place.write_gradient(values)
+        place.sharded.grad = place.cut(values).to(place.buffer.plan.main_dtype, copy=True)
 
 
 def full_optimizer_state(engine: Engine, name: str) -> dict[str, Any]:

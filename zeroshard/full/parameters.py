@@ -102,12 +102,6 @@ class Whole:
         raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return f"{values.dtype}".encode() + blake2b(raw.numpy().data, digest_size=16).digest()
 
-    def write_gradient(self, values: Tensor | None) -> None:
-        """Give this rank's slice of the gradient the values of a full tensor; None: it has no gradient."""
-        own = None if values is None else self.cut(values).to(self.buffer.plan.main_dtype, copy=True)
-        with past_guards():
-            self.sharded.grad = own
-
 
 def wholes_of(axes: Axes, buffers: Iterable[FlatBuffer]) -> Iterator[Whole]:
     """The parameters of buffers."""
@@ -172,7 +166,6 @@ def unsharded(runtime: Runtime, modules: Collection[nn.Module], write_back: bool
             runtime.state.moments.remove(Moment.SHOWN)
         for _, parameter in shown:
             parameter.fqn = ""  # so `check_additions` finds one that was given to another module
-        runtime.seen = []
         for unit, parameters in zip(units, before, strict=True):
             unit.slots.stand_in(parameters)
             unit.refresh()

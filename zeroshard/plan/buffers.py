@@ -116,11 +116,6 @@ class BufferPlan:
         return self.is_resident and self.main_tier is Tier.DEVICE and not self.gathers
 
     @property
-    def gather_tier(self) -> Tier:
-        """The tier from which gathers start."""
-        return self.copy_tier or self.main_tier
-
-    @property
     def is_alias(self) -> bool:
         """True if the main parameters are a view of the unsharded ones."""
         is_near = self.main_tier is Tier.DEVICE

@@ -143,12 +143,6 @@ def _check(parameter: nn.Parameter, name: str) -> None:
             f"parameter '{name}' is sharded already: call engine.close() on all ranks first, which gives the "
             "whole model back"
         )
-    if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
-        raise ValueError(
-            f"parameter '{name}' is a DTensor, which is distributed over ranks already; expected a plain "
-            "parameter. Leave out the call that distributed it (fully_shard, parallelize_module, "
-            "distribute_tensor), or replace it by nn.Parameter(parameter.full_tensor())"
-        )
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"parameter '{name}' has gradient hooks, which sharding would drop: register them after "
@@ -176,8 +170,9 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(
             f"parameter '{name}' is a {kind.__name__} with operations of its own, so a shard of plain "
             "numbers cannot replace it: expected a torch.nn.Parameter, or the frozen weight of a "
-            "torch.nn.Linear that wraps contiguous tensors. Shard the model before it is quantized or "
-            "converted, or leave the parameter out with Config(ignored=...)"
+            "torch.nn.Linear that wraps contiguous tensors. Shard the model before it is quantized, "
+            "converted or distributed; replace a DTensor by nn.Parameter(parameter.full_tensor()); or leave "
+            "the parameter out with Config(ignored=...)"
         )
 
 
@@ -294,7 +289,7 @@ def _check_tensors(names: Mapping[nn.Parameter, str], buffers: Iterable[tuple[st
     Raises:
         ValueError: parameters, or a parameter and a buffer, that share memory; a buffer that is not dense.
     """
-    areas = [_Area.of(parameter, "parameter", name) for parameter, name in names.items()]
+    areas = [_Area.of(parameter, name) for parameter, name in names.items()]
     for name, buffer in buffers:
         if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested:
             kind = "nested" if buffer.is_nested else buffer.dtype if buffer.is_quantized else buffer.layout
@@ -303,7 +298,7 @@ def _check_tensors(names: Mapping[nn.Parameter, str], buffers: Iterable[tuple[st
                 "Register its parts (indices and values, integers and scale, ...) as buffers and put them "
                 "together in forward; or keep it as a plain attribute, with values of its own on each rank"
             )
-        areas.append(_Area.of(buffer, "buffer", name))
+        areas.append(_Area.of(buffer, name))
     _check_apart(area for area in areas if area.stop > area.start)
 
 
@@ -315,39 +310,35 @@ class _Area(NamedTuple):
     start: int
     stop: int
     tensor: Tensor
-    kind: str
     name: str
 
     @staticmethod
-    def of(tensor: Tensor, kind: str, name: str) -> _Area:
+    def of(tensor: Tensor, name: str) -> _Area:
         storage, size = tensor.untyped_storage(), tensor.element_size()
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         length = (1 + sum((extent - 1) * step for extent, step in steps)) * size if tensor.numel() else 0
         # Two storages may be over one memory, as of from_numpy; a storage without memory has address 0.
         home = str(tensor.device) if storage.data_ptr() else f"storage {storage._cdata}"
         start = storage.data_ptr() + int(tensor.storage_offset()) * size
-        return _Area(home, start, start + length, tensor, kind, name)
+        return _Area(home, start, start + length, tensor, name)
 
 
 def _check_apart(areas: Iterable[_Area]) -> None:
     """Refuse memory that two names share, if one of them is trained."""
-    longest = _Area("", 0, 0, torch.empty(0), "", "")
+    longest = _Area("", 0, 0, torch.empty(0), "")
     """The area so far that ends last in its home."""
     for area in sorted(areas, key=lambda area: area[:2]):
         if area.home != longest.home or area.start >= longest.stop:
             longest = area
             continue
+        first, second = sorted((longest, area), key=lambda one: not isinstance(one.tensor, nn.Parameter))
         is_trained = longest.tensor.requires_grad or area.tensor.requires_grad
-        if is_trained and "parameter" in (longest.kind, area.kind):
-            first, second = sorted((longest, area), key=lambda area: area.kind == "buffer")
-            remedy = (
-                "assign one Parameter object to both modules (b.weight = a.weight)"
-                if second.kind == "parameter"
-                else "compute the buffer in forward"
-            )
+        if is_trained and isinstance(first.tensor, nn.Parameter):
+            kind, remedy = "parameter", "assign one Parameter object to both modules (b.weight = a.weight)"
+            if not isinstance(second.tensor, nn.Parameter):
+                kind, remedy = "buffer", "compute the buffer in forward"
             raise ValueError(
-                f"{first.kind} '{first.name}' and {second.kind} '{second.name}' share memory but are "
-                f"two objects, so sharding would separate them: {remedy}, or give each its own values "
-                "with clone()"
+                f"parameter '{first.name}' and {kind} '{second.name}' share memory but are two objects, so "
+                f"sharding would separate them: {remedy}, or give each its own values with clone()"
             )
         longest = max(longest, area, key=lambda area: area.stop)

@@ -155,7 +155,8 @@ class Source:
         """
         values = self._used or self.copy or self.store
         if isinstance(values, Store):
-            is_near = values.values.dtype == own.dtype and self._plan.gather_tier is Tier.DEVICE
+            at_rest = self._plan.copy_tier or self._plan.main_tier
+            is_near = values.values.dtype == own.dtype and at_rest is Tier.DEVICE
             if (values is self.copy and self._plan.is_resident) or (is_near and self._plan.is_partial):
                 return values.values.detach()
         self.load(values, own)

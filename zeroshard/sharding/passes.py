@@ -274,7 +274,13 @@ class Passes:
             self._begin_backward(unit)
 
     def _begin_backward(self, unit: Unit) -> None:
-        self._check_phase(unit)
+        if self._state.phase is Phase.CLOSED:
+            raise closed_error()
+        if self._state.phase is _FORWARD:
+            raise RuntimeError(
+                f"autograd ran through {unit.described} inside the model's own forward, which "
+                "a sharded model does not allow: take gradients after the forward has returned"
+            )
         self._state.settle()
         trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
         if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):
@@ -296,16 +302,6 @@ class Passes:
             shown.wait()
             shown.slots.install()
         self._backward = at_end_of_backward(lambda: self._end_backward(makes_graph))
-
-    def _check_phase(self, unit: Unit) -> None:
-        """Refuse a backward where none may begin."""
-        if self._state.phase is Phase.CLOSED:
-            raise closed_error()
-        if self._state.phase is _FORWARD:
-            raise RuntimeError(
-                f"autograd ran through {unit.described} inside the model's own forward, which "
-                "a sharded model does not allow: take gradients after the forward has returned"
-            )
 
     def _let_frozen_join(self) -> None:
         """Agree on the frozen units that have a backward: after a trained module, perhaps on some ranks."""

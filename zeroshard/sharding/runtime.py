@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,6 @@ class Runtime:
         """Parameters that are not sharded; optimizers may step them along with the others."""
         self.casts: Mapping[nn.Module, Cast] = {}
         """Modules that compute in a dtype of their own."""
-        self.seen: list[tuple[Sized, int, Mapping[str, nn.Module | None], list[nn.Module | None]]] = []
-        """Parameters of each module, their number, and its modules, as `check_additions` last found them."""
         self.reducer = Reducer(units, context, pool)
         self.passes = Passes(units, context, self.reducer)
         # Parameters call these functions, without a strong reference to the runtime.
@@ -120,8 +118,6 @@ class Runtime:
         Raises:
             RuntimeError: the name of the first one, on the rank that has it.
         """
-        if self.seen and all(len(p) == num and [*m.values()] == inner for p, num, m, inner in self.seen):
-            return  # a walk over all modules takes ten times as long
         for path, module in self.module.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or parameter in self.ignored:
@@ -133,8 +129,6 @@ class Runtime:
                     "sharded, not be saved, and train differently on each rank. Add it before initialize; or "
                     "call engine.close() on all ranks, add it, and initialize again"
                 )
-        owners = ((module._parameters, module._modules) for module in self.module.modules())
-        self.seen = [(own, len(own), inner, [*inner.values()]) for own, inner in owners]
 
     def check_edits(self) -> None:
         """Refuse edits of unsharded parameters, which would be lost; see `Unit.check_edits`."""
