@@ -141,14 +141,10 @@ def unsharded(runtime: Runtime, modules: Collection[nn.Module], write_back: bool
     outer = runtime.state.moments.copy()
     if write_back and any(unit.slots.stand_ins for unit in units):
         raise RuntimeError("unsharded(write_back=True) inside unsharded() of the same parameters")
-    shown = [
-        (whole, ShownParameter.of(whole.sharded, values))
-        for unit in units
-        for buffer in unit.buffers
-        for whole, values in zip(
-            wholes_of(runtime.context.axes, [buffer]), buffer.gather_wholes(), strict=True
-        )
-    ]
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    gathered = (values for buffer in buffers for values in buffer.gather_wholes())
+    pairs = zip(wholes_of(runtime.context.axes, buffers), gathered, strict=True)
+    shown = [(whole, ShownParameter.of(whole.sharded, values)) for whole, values in pairs]
     stand_ins = {id(whole.sharded): parameter for whole, parameter in shown}
     before = [unit.slots.stand_in(stand_ins) for unit in units]
     runtime.state.moments.add(Moment.SHOWN)
