@@ -151,7 +151,19 @@ WRONG_VALUES = [
     *wrong("nonfinite", None, True, "ignore", ["skip"]),
     *wrong("watchdog_s", 0, -1, NAN, INF, None, False, "600"),
     *wrong(
-        "units", 3, True, [3], ["Block", None], [""], "", b"Block", {"Block": 1}, [int], Block(), [Block()]
+        "units",
+        3,
+        True,
+        [3],
+        ["Block", None],
+        [""],
+        "",
+        b"Block",
+        {"Block": 1},
+        [int],
+        Block(),
+        [Block()],
+        [["norm", "head"]],
     ),
     *wrong("reshard_after_forward", 1, 0, -2, None, "true", 2.0),
     *wrong("watchdog_s", 1e30, 0),
@@ -217,8 +229,8 @@ def test_refusals_read_as_sentences():
         "config key 'recompute': expected 'none' or 'unit', got 'full' (str)"
     )
     assert refusal(Config, units=3) == (
-        "config key 'units': expected None or class names (or module classes, or lists of module names) or a "
-        "predicate that takes a module, got 3 (int)"
+        "config key 'units': expected None or class names (or module classes) or a predicate that takes a "
+        "module, got 3 (int)"
     )
     assert refusal(Config, reshard_after_forward=1) == (
         "config key 'reshard_after_forward': expected True or False or an integer >= 2, got 1 (int)"

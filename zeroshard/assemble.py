@@ -122,7 +122,7 @@ def shard_over(
             buffers.append(FlatBuffer(own, originals, spec.name, tags, context))
             tags += _TAGS_PER_BUFFER
         gradients = [Gradients(buffer, context, pool, landing) for buffer in buffers if buffer.trainable]
-        units.append(Unit(plan, spec.modules, buffers, gradients, context.streams.gather))
+        units.append(Unit(plan, spec.module, buffers, gradients, context.streams.gather))
     quantized.finish(buffer for unit in units for buffer in unit.buffers)
     if config.compile:
         compile_forwards(units, changes)

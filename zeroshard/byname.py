@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zeroshard.checkpoint.tensors import is_codes, is_scales, read_model
 from zeroshard.comm.collectives import Axis, on_all
 from zeroshard.comm.mesh import Axes
-from zeroshard.full.parameters import Whole, digest, spread, wholes_of, write
+from zeroshard.full.parameters import Whole, spread, wholes_of, write
 from zeroshard.optim.adopted import rule_of, to_common
 from zeroshard.optim.eightbit.blocks import ABSMAX, QuantizedState, codebook
 from zeroshard.parameters.state import Moment
@@ -58,7 +58,7 @@ def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
     """
     call = "set_full_parameter()"
     engine._runtime.state.refuse(call, Moment.AVERAGED)
-    agreed = _agree(engine._runtime, call, name, lambda place: _digest(place, values))
+    agreed = _agree(engine._runtime, call, name, lambda place: place.digest(values))
     agreed.require_same("were given different values for", error=ValueError)
     if (place := agreed.place) is not None:
         write(engine._runtime, [(place, values)])
@@ -107,12 +107,12 @@ def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
     def tell(place: Whole) -> bytes:
         if not place.sharded.requires_grad:
             raise ValueError(f"{call}: '{name}' is frozen: expected a parameter that is trained")
-        return _digest(place, values)
+        return place.digest(values)
 
     agreed = _agree(engine._runtime, call, name, tell, reduces=True)
     agreed.require_same("were given different values for", error=ValueError)
     if (place := agreed.place) is not None:
-        place.write_gradient(values)
+        place.sharded.grad = place.cut(values).to(place.buffer.plan.main_dtype, copy=True)
 
 
 def full_optimizer_state(engine: Engine, name: str) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _states(
         if unknown := [key for key in given if key not in states]:
             there = ", ".join(states) or "none before the first step"
             raise ValueError(f"{call}: expected states of '{name}' ({there}), got {unknown[0]!r}")
-        digests = [_digest(place, given[k]) if states[k].is_wise else repr(given[k]) for k in sorted(given)]
+        digests = [place.digest(given[k]) if states[k].is_wise else repr(given[k]) for k in sorted(given)]
         return {key: state.is_wise for key, state in states.items()}, digests
 
     agreed = _agree(engine._runtime, call, name, tell)
@@ -280,19 +280,6 @@ def _resolve(world: Axis, call: str, name: str, places: Mapping[str, Whole]) -> 
         raise ValueError(f"{call}: expected one name on all ranks, got {names}")
     resolved: str = known[name]
     return resolved
-
-
-def _digest(place: Whole, values: Any) -> bytes:
-    """A digest of a full tensor, which ranks compare.
-
-    Raises:
-        ValueError: it is not a tensor, or has another shape.
-    """
-    shape = tuple(place.buffer.whole_shapes[place.index])
-    if not isinstance(values, Tensor) or tuple(values.shape) != shape or values.is_meta:
-        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"'{place.sharded.fqn}': expected a full tensor of shape {shape}, got {got}")
-    return f"{values.dtype}".encode() + digest(values)
 
 
 # ----------------------------------------------------------------------------------------------- states

@@ -100,7 +100,6 @@ def release(runtime: Runtime, refusal: str) -> None:
             sharded.grad, sharded.data = None, sharded.new_empty(0)
     for unit in runtime.units:
         unit.release()
-    runtime.seen = []
     runtime.state.move(Phase.CLOSED)
     runtime.state.refusal = refusal
 

@@ -67,16 +67,17 @@ def test_a_device_that_the_open_process_group_does_not_serve_is_refused(asked, b
 
 def test_a_local_rank_beyond_the_visible_devices_is_refused_with_the_numbers():
     environment = {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "0,5"}
-    with pytest.raises(ValueError, match="number 3 on its node") as caught:
+    with pytest.raises(ValueError, match="config key 'device'") as caught:
         choice(None, num_devices=2, environment=environment)
     message = str(caught.value)
-    for part in ("rank 11", "LOCAL_RANK", "sees 2 cuda", "CUDA_VISIBLE_DEVICES (0,5)", "--nproc-per-node"):
+    for part in (
+        "rank 11 sees",
+        "an index below 2",
+        "got cuda:3",
+        "CUDA_VISIBLE_DEVICES",
+        "--nproc-per-node",
+    ):
         assert part in message
-
-
-def test_several_ranks_on_the_only_device_of_a_node_are_refused():
-    with pytest.raises(ValueError, match="sees 1 cuda"):
-        choice(None, num_devices=1)
 
 
 def test_a_rank_that_is_shown_a_single_device_takes_it():
@@ -106,7 +107,7 @@ def test_without_torchrun_the_launcher_tells_the_local_rank_else_the_current_dev
 @pytest.mark.parametrize(
     ("asked", "changes", "words"),
     [
-        ("cuda:8", {}, "an index below 8, the number of cuda devices that this process sees, got 'cuda:8'"),
+        ("cuda:8", {}, "an index below 8, the number of cuda devices that rank 11 sees, got cuda:8"),
         ("cuda", CPU_ONLY, "an accelerator that torch sees (there is none), got 'cuda'"),
         ("xpu", {}, "an accelerator that torch sees (cuda), got 'xpu'"),
     ],

@@ -69,15 +69,25 @@ def test_what_is_added_to_a_sharded_model_is_refused_and_to_a_closed_one_is_not(
         assert not (found + differences(f"stage {stage}", got, want))
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, nn.Parameter])
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda shown: shown])
 @on_ranks(1)
-def test_a_copy_of_a_shown_parameter_is_an_addition_too(make):
-    engine, _ = start(build(), "SGD", stage=3)
-    with engine.unsharded():
-        twin = make(engine.module[1].weight)
-    engine.module.register_parameter("twin", twin)
-    with pytest.raises(RuntimeError, match=r"'twin' was added to a sharded model"):
-        engine.full_state_dict()
+def test_a_shown_parameter_in_another_module_and_a_copy_are_additions_too(make, is_inside):
+    engine, optimizer = start(build(), "SGD", stage=3)
+    model = engine.module
+    if make is copy.deepcopy and is_inside:
+        with pytest.raises(RuntimeError, match=r"'twin' was added to a sharded model"), engine.unsharded():
+            model.register_parameter("twin", make(model[1].weight))
+    else:
+        with engine.unsharded():
+            twin = make(model[1].weight)
+            if is_inside:
+                model.register_parameter("twin", twin)
+        if not is_inside:
+            model.register_parameter("twin", twin)
+    for call in (engine.full_state_dict, optimizer.step):
+        with pytest.raises(RuntimeError, match=r"'twin' was added to a sharded model"):
+            call()
 
 
 @on_ranks(2)
@@ -92,7 +102,7 @@ def test_parameters_that_are_tied_under_unsharded_are_refused_by_name():
         messages.append(str(error.value))
         after = engine.full_state_dict()
         assert all(torch.equal(value, before[name]) for name, value in after.items())
-    assert all("'2.weight' was tied to '0.weight'" in message for message in messages)
+    assert all("'2.weight' was replaced, tied or removed" in message for message in messages)
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import weakref
 
 import pytest
@@ -207,17 +206,16 @@ def test_a_tensor_hook_gets_the_whole_local_gradient_as_in_ddp(where):
 @on_ranks(2)
 def test_a_hook_on_a_parameter_that_unsharded_shows_is_a_hook_on_the_trained_one(stage):
     engine, _ = start(Layered(), "SGD", stage=stage)
-    called, ended, file = [], [], io.BytesIO()
+    called, ended = [], []
     with engine.unsharded():
         parameter = dict(engine.module.named_parameters())["table"]
         parameter.register_hook(lambda gradient: called.append(gradient.shape))
         parameter.register_post_accumulate_grad_hook(ended.append)
         copy.deepcopy(parameter).register_hook(print)
-        torch.save(parameter, file)
+        shape = parameter.shape
     square_loss(engine, 0).backward()
     table = dict(engine.named_parameters())["table"]
-    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    assert called == [loaded.shape]
+    assert called == [shape]
     assert len(ended) == 1
     assert ended[0] is table
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.fuzz.acts import Act, draw_acts
 from tests.fuzz.blocks import Gate
-from tests.fuzz.models import Net, unconditional
+from tests.fuzz.models import Net
 from tests.fuzz.penalties import can_compute
 
 
@@ -52,8 +52,6 @@ def draw_habits(
     is_wide = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     may_restart = is_wide and "main_dtype" not in config["precision"]
     draws = [random.random() for _ in range(8)]  # one more than there are, so that seeds keep their cases
-    if draws[6] < 0.2 and isinstance(config.get("units"), list):
-        _put_together(random, model, config["units"])
     if ignored := _ignore_some(seed, model, config):
         config["ignored"] = ignored
     acts = draw_acts(seed, loop, num_micro_batches, restarts=may_restart and draws[4] < 0.15)
@@ -92,16 +90,6 @@ def _has_penalty(seed: int, model: Net, config: dict[str, Any]) -> bool:
     if config["stage"] == 3 and any(isinstance(module, Gate) and module.cuts for module in model.modules()):
         return False  # where a rank's graph does not come to its inputs, it gathers nothing
     return can_compute(model, config["precision"].get("param_dtype"))
-
-
-def _put_together(random: Random, model: Net, units: list[Any]) -> None:
-    """Make one unit of two modules that are in no unit yet, one of which is not inside the other."""
-    allowed = {id(m) for m in unconditional(model) if type(m).__name__ not in units}
-    names = [name for name, module in model.named_modules() if id(module) in allowed]
-    if len(names) > 1:
-        one, other = random.sample(names, 2)
-        if not f"{one}.".startswith(f"{other}.") and not f"{other}.".startswith(f"{one}."):
-            units.append([one, other])
 
 
 def halve(parameter: Tensor) -> None:

@@ -39,7 +39,7 @@ LONG = {
     *("parameters_on_host_kept", "host_stage3_bf16_main"),
     *("pipeline_gpipe", "pipeline_zb_h1", "pipeline_host"),
     *("averages_after_step_stage3", "two_optimizers_stage3", "one_parameter_by_name", "engines_dropped"),
-    *("second_copy", "two_forwards_stage3", "hooks_and_shown_gradients_stage3_bf16", "pieces_in_backward"),
+    *("second_copy", "two_forwards_stage3", "hooks_and_whole_gradients_stage3_bf16", "pieces_in_backward"),
     *("muon_stage0", "muon_stage1", "muon_stage2", "muon_clipped", "muon_bf16_main"),
     *("step_after_a_failed_forward", "host_stage3", "stage3_bf16_clip", "parameters_on_host_bf16_main"),
     *("pipeline_varuna", "pipeline_interleaved", "pipeline_of_4", "muon_hybrid", "ema_stage3"),

@@ -256,7 +256,7 @@ def test_a_distributed_tensor_is_made_whole():
     whole_value = net().inner.weight.detach()
     model = net()
     model.inner.weight = nn.Parameter(distribute_tensor(whole_value, init_device_mesh("cpu", (1,))))
-    with told("or replace it by nn.Parameter(parameter.full_tensor())"):
+    with told("replace a DTensor by nn.Parameter(parameter.full_tensor())"):
         start(model)
     model.inner.weight = nn.Parameter(model.inner.weight.detach().full_tensor())
     trains(start(model), net())

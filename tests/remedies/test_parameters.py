@@ -199,7 +199,7 @@ def test_parametrizations_are_undone_in_the_block_or_added_before():
             return 2 * weight
 
     engine = start()
-    words = "before zeroshard.initialize, or undo it inside the block (remove_parametrizations, prune.remove)"
+    words = "and undo parametrizations and pruning in the same block"
     with told(words), engine.unsharded():
         prune.l1_unstructured(engine.module.inner, "weight", amount=0.5)
     engine = start()

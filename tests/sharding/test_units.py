@@ -319,7 +319,7 @@ def module_graphs(draw):
 def test_every_parameter_belongs_to_the_lowest_unit_that_encloses_all_its_uses(graph):
     root, chosen = graph
     owner = {
-        original.parameter: spec.modules[0]
+        original.parameter: spec.module
         for spec in find_units(root, lambda module: module in chosen)
         for original in spec.originals
     }

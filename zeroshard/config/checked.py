@@ -89,9 +89,6 @@ def _text(value: Any) -> Any:
 
 
 def _class_name(value: Any) -> Any:
-    if isinstance(value, list | tuple):  # the names of modules that are one unit together
-        names = tuple(map(_text, value))
-        return REFUSED if REFUSED in names or not names else names
     return value.__name__ if isinstance(value, type) and issubclass(value, nn.Module) else _text(value)
 
 
@@ -176,7 +173,7 @@ _PREDICATE = ValueRule(
     "a predicate that takes a module",
     lambda value: value if callable(value) and not isinstance(value, type | nn.Module) else REFUSED,
 )
-UNITS = either(names_by("class names (or module classes, or lists of module names)", _class_name), _PREDICATE)
+UNITS = either(names_by("class names (or module classes)", _class_name), _PREDICATE)
 SCHEDULE = either(
     choice(
         *("1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"),

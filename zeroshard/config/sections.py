@@ -219,11 +219,10 @@ class Config(Checked):
     """
     micro_batch_size: Annotated[int, checked.integer(1)] = 1
     """Samples in a rank's micro-batch, for the DataLoader that `initialize` builds."""
-    units: Annotated[Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None, checked.UNITS] = None
+    units: Annotated[Sequence[str] | Callable[[nn.Module], bool] | None, checked.UNITS] = None
     """Modules that are gathered as one unit: class names or a predicate.
 
-    None: repeated blocks are found. A list of module names among the class names makes one unit of several
-    modules.
+    None: repeated blocks are found.
     """
     ignored: Annotated[Sequence[str] | None, checked.PATTERNS] = None
     """Names of parameters, * for any letters, that each rank keeps whole and steps by itself. None: none."""

@@ -80,7 +80,7 @@ def offload_activations(units: Sequence[Unit], changes: Changes, context: Contex
     if not streams.has_streams(context.device):
         return
     activations = SavedActivations(HostCopies(context.memory, context.streams), LEAST_BYTES, warns)
-    modules = {module: unit for unit in units[1:] for module in unit.modules}
+    modules = {unit.module: unit for unit in units[1:]}
     for module, unit in modules.items():
         inside = {modules[part] for part in module.modules() if part in modules}
         changes.set(module, "forward", _offloaded(module, activations, [units[0], unit, *inside]))

@@ -44,8 +44,8 @@ def as_forward(runtime: Runtime, method: Callable[..., Any], unit: Unit | None =
         is_root = own is runtime.root
         if runtime.state.phase is Phase.FORWARD if is_root else own.is_in_forward:
             return method(*args, **kwargs)
-        if (dtype := runtime.input_dtype(own.modules[0])) is not None:
-            args, kwargs = cast_inputs(own.modules[0], args, kwargs, dtype=dtype, in_lists=is_root)
+        if (dtype := runtime.input_dtype(own.module)) is not None:
+            args, kwargs = cast_inputs(own.module, args, kwargs, dtype=dtype, in_lists=is_root)
         before = passes.is_in_method
         try:
             passes.before_forward(own, sys._getframe())
@@ -97,7 +97,7 @@ def register_forward_method(engine: Engine, name: str) -> None:
 
 def _in_part(runtime: Runtime, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of a part of the model that gathers the unit around the part, as that unit's forward does."""
-    around = [unit for unit in runtime.units if any(module in own.modules() for own in unit.modules)]
+    around = [unit for unit in runtime.units if module in unit.module.modules()]
     if (cast := runtime.casts.get(module)) is not None:
         method = casting(module, method, cast)
     in_unit = method if around[-1] is runtime.root else as_forward(runtime, method, around[-1])

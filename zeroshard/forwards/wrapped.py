@@ -38,8 +38,8 @@ def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
         units: the root unit first; it is left as it is.
         changes: the changes of their modules.
     """
-    with_hooks = {module: unit for unit in units for module in unit.modules}
-    for module in branches(units[0].modules[0], _modules_of(units)):
+    with_hooks = {unit.module: unit for unit in units}
+    for module in branches(units[0].module, _modules_of(units)):
         if with_hooks.keys().isdisjoint(set(module.modules()) - {module}):
             changes.set(module, "forward", torch.compile(module.forward))
             with_hooks[module].layers.clear()
@@ -67,15 +67,15 @@ def recompute_forwards(units: Sequence[Unit], changes: Changes) -> None:
         units: the root unit first; it is left as it is.
         changes: the changes of their modules.
     """
-    with_hooks = {module: unit for unit in units for module in unit.modules}
-    for module in outermost(units[0].modules[0], _modules_of(units)):
+    with_hooks = {unit.module: unit for unit in units}
+    for module in outermost(units[0].module, _modules_of(units)):
         for part in set(module.modules()) & with_hooks.keys() - {module}:
             with_hooks[part].recomputed_in.append(with_hooks[module])
         changes.set(module, "forward", checkpointed(module))
 
 
 def _modules_of(units: Sequence[Unit]) -> set[nn.Module]:
-    return {module for unit in units[1:] if unit.buffers for module in unit.modules}
+    return {unit.module for unit in units[1:] if unit.buffers}
 
 
 def branches(root: nn.Module, modules: Container[nn.Module]) -> Iterator[nn.Module]:

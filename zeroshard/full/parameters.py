@@ -7,7 +7,7 @@ name (`byname.py`). All that reads the model unit by unit is a `stream` over the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from zeroshard.comm.collectives import on_all
 from zeroshard.comm.mesh import Axes
 from zeroshard.comm.messages import Messages
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.internals.warn import first_of
 from zeroshard.parameters.parts import gather_ranges, own_value, whole_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes
 from zeroshard.parameters.state import Moment
@@ -34,12 +33,8 @@ from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.originals import Original
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.unit import Unit, UnitState
+from zeroshard.sharding.unit import UnitState
 
-_REMEDY = (
-    "add or remove parametrizations, pruning and layers before zeroshard.initialize, or undo it inside the "
-    "block (remove_parametrizations, prune.remove)"
-)
 _CALL = "unsharded(write_back=True)"
 
 
@@ -94,11 +89,18 @@ class Whole:
         with past_guards():
             return self.sharded.detach()
 
-    def write_gradient(self, values: Tensor | None) -> None:
-        """Give this rank's slice of the gradient the values of a full tensor; None: it has no gradient."""
-        own = None if values is None else self.cut(values).to(self.buffer.plan.main_dtype, copy=True)
-        with past_guards():
-            self.sharded.grad = own
+    def digest(self, values: Any) -> bytes:
+        """Return a digest of a full tensor, which ranks compare.
+
+        Raises:
+            ValueError: it is not a tensor, or has another shape.
+        """
+        shape = tuple(self.buffer.whole_shapes[self.index])
+        if not isinstance(values, Tensor) or tuple(values.shape) != shape or values.is_meta:
+            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"'{self.sharded.fqn}': expected a full tensor of shape {shape}, got {got}")
+        raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return f"{values.dtype}".encode() + blake2b(raw.numpy().data, digest_size=16).digest()
 
 
 def wholes_of(axes: Axes, buffers: Iterable[FlatBuffer]) -> Iterator[Whole]:
@@ -120,64 +122,9 @@ def write(runtime: Runtime, pairs: Iterable[tuple[Whole, Tensor]]) -> None:
 # ------------------------------------------------------------------------------------ to show and to edit
 
 
-class _Shown(NamedTuple):
-    """A parameter that is shown whole."""
-
-    whole: Whole
-    values: Tensor
-    """Of the original shape, a view of the gathered buffer if it is not cut."""
-    parameter: ShownParameter
-    gradient: Tensor | None
-    """The gradient that it was shown with."""
-    version: int
-    """The version of that."""
-
-    def has_other_gradient(self) -> bool:
-        """True if the gradient was replaced or edited."""
-        now = self.parameter.grad
-        return now is not self.gradient or (now is not None and now._version != self.version)
-
-
-class Edit(NamedTuple):
-    """A rank's message about a parameter that it has shown."""
-
-    holders: tuple[int, ...]
-    """The pipeline ranks that hold it, if these are several."""
-    values: bytes
-    """A digest."""
-
-
-def check_edits(everyone: Sequence[tuple[int, Mapping[str, Edit]]]) -> None:
-    """Compare the edits of all ranks.
-
-    Args:
-        everyone: the pipeline rank of each rank, and its edits by name.
-
-    Raises:
-        RuntimeError: they differ, or a copy of a parameter was not shown.
-    """
-    firsts: dict[str, Edit] = {}
-    for _, edits in everyone:
-        for name, edit in edits.items():
-            if firsts.setdefault(name, edit) != edit:
-                raise RuntimeError(
-                    f"{_CALL}: the ranks made different edits to '{name}'; expected the same on every rank. "
-                    "Nothing was written"
-                )
-    for name, first in firsts.items():
-        shown = {part for part, edits in everyone if name in edits}
-        if not shown.issuperset(first.holders):
-            raise RuntimeError(
-                f"{_CALL}: pipeline ranks {list(first.holders)} share '{name}', and it is shown on "
-                f"{sorted(shown)} alone: call unsharded() without modules. Nothing was written"
-            )
-
-
 @contextmanager
-def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) -> Iterator[None]:
+def unsharded(runtime: Runtime, modules: Collection[nn.Module], write_back: bool) -> Iterator[None]:
     """Show full parameters in the main dtype, on every rank, in the units that `modules` take part in.
-
-    Their `grad` is the whole gradient, if there is one: to read.
 
     Args:
         modules: parts of the sharded module.
@@ -185,34 +132,36 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
 
     Raises:
         RuntimeError: `write_back`, and the ranks made different edits; then none is kept. Or parameters were
-            added or removed, or a gradient was changed.
+            added, replaced or removed.
     """
     runtime.wait("unsharded()", Moment.FAILED)
     runtime.check_slots()
-    names = _names(runtime)
     members = {member for module in modules for member in module.modules()}
     units = [unit for unit in runtime.units if not members.isdisjoint(unit.slots.owners)]
     outer = runtime.state.moments.copy()
     if write_back and any(unit.slots.stand_ins for unit in units):
         raise RuntimeError("unsharded(write_back=True) inside unsharded() of the same parameters")
-    shown = list(_show(runtime, units))
-    stand_ins = {id(one.whole.sharded): one.parameter for one in shown}
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    gathered = (values for buffer in buffers for values in buffer.gather_wholes())
+    pairs = zip(wholes_of(runtime.context.axes, buffers), gathered, strict=True)
+    shown = [(whole, ShownParameter.of(whole.sharded, values)) for whole, values in pairs]
+    stand_ins = {id(whole.sharded): parameter for whole, parameter in shown}
     before = [unit.slots.stand_in(stand_ins) for unit in units]
     runtime.state.moments.add(Moment.SHOWN)
     try:
         yield
-        problem = _describe_changes(names, _names(runtime), shown)
         if write_back:
-            _write_back(runtime, shown, problem)
-        elif problem:
-            raise RuntimeError(problem)
-        for one in shown:
-            sharded = one.whole.sharded
-            sharded.requires_grad_(one.parameter.requires_grad)
-            carry_attributes(one.parameter, sharded, one.whole.buffer.unsharded[one.whole.index])
+            _write_back(runtime, shown, is_of_all=runtime.module in modules)
+        else:
+            runtime.check_slots()
+        for whole, parameter in shown:
+            whole.sharded.requires_grad_(parameter.requires_grad)
+            carry_attributes(parameter, whole.sharded, whole.buffer.unsharded[whole.index])
     finally:
         if Moment.SHOWN not in outer:
             runtime.state.moments.remove(Moment.SHOWN)
+        for _, parameter in shown:
+            parameter.fqn = ""  # so `check_additions` finds one that was given to another module
         for unit, parameters in zip(units, before, strict=True):
             unit.slots.stand_in(parameters)
             unit.refresh()
@@ -220,78 +169,33 @@ def unsharded(runtime: Runtime, modules: Sequence[nn.Module], write_back: bool) 
         runtime.state.reads_main |= any(unit.state is UnitState.GATHERING for unit in units)
 
 
-def _show(runtime: Runtime, units: Sequence[Unit]) -> Iterator[_Shown]:
-    """Gather parameters, and the gradients that any rank has; collective."""
-    axes, buffers = runtime.context.axes, [buffer for unit in units for buffer in unit.buffers]
-    flags = [whole.gradient is not None for whole in wholes_of(axes, buffers)]
-    used = iter(axes.everyone.any(flags, "agreement on which parameters have a gradient")())
-    for buffer in buffers:
-        for whole, values in zip(wholes_of(axes, [buffer]), buffer.gather_wholes(), strict=True):
-            parameter = ShownParameter.of(whole.sharded, values)
-            carry_attributes(whole.sharded, parameter)
-            gradient = None
-            if next(used):
-                own = torch.zeros_like(whole.values) if whole.gradient is None else whole.gradient
-                gradient = parameter.grad = whole.gather(own).to(buffer.plan.main_dtype)
-            yield _Shown(whole, values, parameter, gradient, 0 if gradient is None else gradient._version)
-
-
 @torch.no_grad()
-def _write_back(runtime: Runtime, shown: Sequence[_Shown], problem: str) -> None:
-    axes = runtime.context.axes
+def _write_back(runtime: Runtime, shown: Sequence[tuple[Whole, ShownParameter]], *, is_of_all: bool) -> None:
+    """Give this rank's slices the values of parameters that are shown; collective.
 
-    def look() -> tuple[int, dict[str, Edit]]:
-        if found := problem or next(_take_replaced(shown), ""):
-            raise RuntimeError(f"{found}. Nothing was written")
-        edits = {o.whole.sharded.fqn: Edit(o.whole.original.holders, digest(o.values)) for o in shown}
-        return axes.pp.rank, edits
+    Args:
+        is_of_all: True if all parameters of this rank's part of the model are shown.
+    """
 
-    check_edits(on_all(axes.world, "agreement on edited parameters", look))
-    write(runtime, ((one.whole, one.values) for one in shown))
+    def look() -> dict[str, bytes]:
+        runtime.check_slots()
+        held = (original for buffer in runtime.buffers for original in buffer.originals if original.holders)
+        if not is_of_all and (shared := next(held, None)) is not None:
+            raise RuntimeError(
+                f"{_CALL}: pipeline ranks {list(shared.holders)} share '{shared.fqn}': call unsharded() "
+                "without modules. Nothing was written"
+            )
+        return {whole.sharded.fqn: whole.digest(parameter) for whole, parameter in shown}
 
-
-def digest(values: Tensor) -> bytes:
-    """A digest of the values of a tensor."""
-    raw = values.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return blake2b(raw.numpy().data, digest_size=16).digest()
-
-
-def _names(runtime: Runtime) -> list[str]:
-    return [name for name, _ in runtime.module.named_parameters(remove_duplicate=False)]
-
-
-def _describe_changes(before: Sequence[str], after: Sequence[str], shown: Sequence[_Shown]) -> str:
-    """The message about parameters that came or went inside the block, or about a changed gradient."""
-    if moved := sorted(set(before) ^ set(after)):
-        return (
-            f"inside unsharded() the model was changed: {', '.join(map(repr, moved[:4]))} came or went, but "
-            f"an engine keeps the parameters that it was made with: {_REMEDY}"
-        )
-    changed = [one.whole.sharded.fqn for one in shown if one.has_other_gradient()]
-    if not changed:
-        return ""
-    return (
-        f"the gradient of {first_of(changed)} was changed inside engine.unsharded(), where gradients are "
-        "shown to be read: call engine.set_full_gradient(name, gradient) on all ranks after the block"
-    )
-
-
-def _take_replaced(shown: Sequence[_Shown]) -> Iterator[str]:
-    """Copy parameters that were replaced, not edited; yield a message about one that cannot be."""
-    names: dict[int, str] = {}
-    for one in shown:
-        name = one.whole.original.fqn
-        for owner, attribute in one.whole.original.owners:
-            current = owner._parameters[attribute]
-            if current is None or current.shape != one.values.shape:
-                yield f"{_CALL}: '{name}' was replaced by a parameter of another shape"
-            elif (other := names.setdefault(id(current), name)) != name:
-                yield (
-                    f"{_CALL}: '{name}' was tied to '{other}', which are sharded apart: tie parameters "
-                    "before initialize"
+    firsts: dict[str, bytes] = {}
+    for edits in on_all(runtime.context.axes.world, "agreement on edited parameters", look):
+        for name, edit in edits.items():
+            if firsts.setdefault(name, edit) != edit:
+                raise RuntimeError(
+                    f"{_CALL}: the ranks made different edits to '{name}'; expected the same on every rank. "
+                    "Nothing was written"
                 )
-            elif current.data_ptr() != one.values.data_ptr():
-                one.values.copy_(current)
+    write(runtime, shown)
 
 
 # --------------------------------------------------------------------------- over the parts of a pipeline

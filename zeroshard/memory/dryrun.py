@@ -242,16 +242,15 @@ def _prepare(
             module._parameters[attribute] = local
     divide_and_cast(model, division, casts, over if over.size > 1 else None, changes)
     if config.recompute == "unit":
-        for module in outermost(model, {m for spec in specs[1:] if spec.originals for m in spec.modules}):
+        for module in outermost(model, {spec.module for spec in specs[1:] if spec.originals}):
             changes.set(module, "forward", _with_fused_attention(module.forward))
             changes.set(module, "forward", checkpointed(module))
     precision = config.precision
     if precision.param_dtype is not None:
         for spec in specs:
             cast = functools.partial(cast_inputs, dtype=precision.param_dtype, in_lists=spec is specs[0])
-            for module in spec.modules:
-                if module not in casts and not computes_in_own_dtype(module):
-                    module.register_forward_pre_hook(cast, with_kwargs=True)
+            if spec.module not in casts and not computes_in_own_dtype(spec.module):
+                spec.module.register_forward_pre_hook(cast, with_kwargs=True)
     model.register_forward_hook(lambda module, args, output: cast_outputs(output, precision.output_dtype))
 
 

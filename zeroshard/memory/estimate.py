@@ -416,7 +416,7 @@ def _units(sizes: Sequence[int], embeds: bool, setting: Setting) -> list[UnitPla
         modules[1] = nn.Embedding(1, 1)
     names = ["", *map(str, range(1, len(sizes)))]
     found = zip(names, modules, originals, strict=True)
-    return plan_units([UnitSpec(name, (module,), own) for name, module, own in found], setting)
+    return plan_units([UnitSpec(name, module, own) for name, module, own in found], setting)
 
 
 # ------------------------------------------------------------------------- the activations of pipelines

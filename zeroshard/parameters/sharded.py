@@ -153,7 +153,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
         parameter = torch.Tensor._make_subclass(ShardedParameter, data, requires_grad)
         parameter.is_trained, parameter.own_dtype = requires_grad, data.dtype
         vars(parameter).update({"unsharded": lambda: None}, **attributes)
-        refuse_gradients(parameter, parameter.describe())
+        refuse_gradients(parameter, OUTSIDE.format(parameter.describe()))
         return parameter
 
     # torch's own attribute goes through `__torch_function__`, which takes ten times as long. An optimizer
@@ -415,11 +415,15 @@ REMEDY = (
 )
 
 
-def refuse_gradients(parameter: Tensor, what: str) -> None:
-    """Refuse gradients of a parameter from autograd: they would end there, and the engine would miss them."""
+OUTSIDE = f"the loss depends on {{}} outside the forward of its unit. {REMEDY}."
+"""The message about a gradient that would end in a parameter, where the engine would miss it."""
+
+
+def refuse_gradients(parameter: Tensor, message: str) -> None:
+    """Refuse gradients of a parameter from autograd, with the message of the error."""
 
     def refuse(gradient: Tensor) -> Tensor:
-        raise RuntimeError(f"the loss depends on {what} outside the forward of its unit. {REMEDY}.")
+        raise RuntimeError(message)
 
     if parameter.requires_grad:
         Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]

@@ -6,16 +6,15 @@ An original parameter is empty once it is sharded; the use of one that was kept 
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 from torch import Tensor, nn
 
 from zeroshard.internals import pytree
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.parameters.sharded import ShardedParameter, refuse_gradients
+from zeroshard.parameters.sharded import OUTSIDE, ShardedParameter, carry_attributes, refuse_gradients
 
 set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 """Gives a tensor other memory, past the property of its class."""
@@ -86,8 +85,9 @@ class ShownParameter(UnshardedParameter):
         shown = ShownParameter.over(view, sharded.fqn)
         shown.sharded = weakref.ref(sharded)
         # First: a parameter that is frozen for a while may be trained again before a loss takes it.
-        refuse_gradients(shown, f"'{sharded.fqn}', read under engine.unsharded()")
+        refuse_gradients(shown, OUTSIDE.format(f"'{sharded.fqn}', read under engine.unsharded()"))
         shown.requires_grad_(sharded.requires_grad)
+        carry_attributes(sharded, shown)
         shown.at_first = shown._version, shown.data_ptr()
         return shown
 
@@ -96,17 +96,17 @@ class ShownParameter(UnshardedParameter):
         own = self.sharded()
         return Tensor.register_hook(self, hook) if own is None else own.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def detach(self) -> Tensor:
-        """Return the values without a graph; of this class to `nn.Parameter(...)`, which wants it."""
-        is_for_parameter = sys._getframe(1).f_code is nn.Parameter.__new__.__code__
-        values = Tensor.detach(self)
-        return values.as_subclass(ShownParameter) if is_for_parameter else values
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("sharded", "at_first")}
-
     data = property(Tensor.detach, set_data)
     """The values without a graph, over the same memory; edits of them count versions."""
+
+    def _refuse_gradient(self, *_: object) -> NoReturn:
+        raise RuntimeError(
+            f"engine.unsharded() shows no gradient of '{self.fqn}': read engine.full_gradient(name), or call "
+            "engine.set_full_gradient(name, gradient), on all ranks and outside of the block"
+        )
+
+    grad = property(_refuse_gradient, _refuse_gradient)
+    """Refused: gradients stay slices, and a change here would be lost."""
 
 
 @functools.cache
@@ -129,19 +129,6 @@ def edit_error(fqn: str) -> RuntimeError:
         "so the edit would be lost: edit it between steps, under engine.unsharded(write_back=True), or make "
         "it a buffer of the module (register_buffer), which a forward may edit"
     )
-
-
-def refuse_gradient(fqn: str) -> Callable[[Tensor], None]:
-    """Return the hook of a frozen parameter; it raises if a forward has made it require a gradient."""
-
-    def refuse(parameter: Tensor) -> None:
-        parameter.grad = None
-        raise RuntimeError(
-            f"'{fqn}' was frozen at initialize and got a gradient, but has no memory for one: set "
-            "requires_grad=True before initialize"
-        )
-
-    return refuse
 
 
 _DESCRIBES = frozenset(
@@ -174,7 +161,16 @@ class OriginalParameter(nn.Parameter):
             with past_guards():
                 return func(*args, **(kwargs or {}))
         values = pytree.tree_leaves((args, kwargs))
-        raise RuntimeError(_describe(next(v for v in values if isinstance(v, OriginalParameter)), func))
+        first = next(value for value in values if isinstance(value, OriginalParameter))
+        used = getattr(func, "__name__", str(func))
+        if used == "__get__":
+            used = getattr(getattr(func, "__self__", None), "__name__", used)
+        raise RuntimeError(
+            f"{used} got an original parameter, '{first.fqn}', from a reference that was kept when the model "
+            "was sharded. It is empty now: use the module's attribute inside the forward of its unit, or "
+            "read it under engine.unsharded(). Build an optimizer that initialize is not given over "
+            "engine.parameters()"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OriginalParameter({self.fqn}, sharded)"
@@ -198,14 +194,3 @@ def revive(parameter: nn.Parameter) -> None:
     if isinstance(parameter, OriginalParameter):
         del parameter.fqn
         cast(nn.Parameter, parameter).__class__ = vars(parameter).pop("was")
-
-
-def _describe(parameter: OriginalParameter, func: Callable[..., Any]) -> str:
-    used = getattr(func, "__name__", str(func))
-    if used == "__get__":
-        used = getattr(getattr(func, "__self__", None), "__name__", used)
-    return (
-        f"{used} got an original parameter, '{parameter.fqn}', from a reference that was kept when the model "
-        "was sharded. It is empty now: use the module's attribute inside the forward of its unit, or read it "
-        "under engine.unsharded(). Build an optimizer that initialize is not given over engine.parameters()"
-    )

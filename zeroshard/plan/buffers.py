@@ -116,11 +116,6 @@ class BufferPlan:
         return self.is_resident and self.main_tier is Tier.DEVICE and not self.gathers
 
     @property
-    def gather_tier(self) -> Tier:
-        """The tier from which gathers start."""
-        return self.copy_tier or self.main_tier
-
-    @property
     def is_alias(self) -> bool:
         """True if the main parameters are a view of the unsharded ones."""
         is_near = self.main_tier is Tier.DEVICE
@@ -186,7 +181,7 @@ def plan_units(specs: Iterable[UnitSpec], setting: Setting) -> list[UnitPlan]:
         own = replace(setting, tiers=tiers)
         buffers = tuple(plan_buffer(originals, own) for originals in group(spec.originals, setting.dtypes))
         # The backward of an embedding needs the indices alone.
-        is_saved = any(type(module) is not nn.Embedding for module in spec.modules)
+        is_saved = type(spec.module) is not nn.Embedding
         plans.append(UnitPlan(spec.name, buffers, is_saved, spec.reason))
     return plans
 

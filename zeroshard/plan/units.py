@@ -4,17 +4,13 @@ All ranks gather a unit together, so they must call the same units in the same o
 forward may run a part, another part on each rank, belong into one unit with the module around them. Some are
 known by a name or by a chance in a config, see `_chosen_among`; of others the user says it in `units=`. Ranks
 that call other units than each other end in an error of the ledger, or of the watchdog.
-
-`units=` may list modules by name that become one unit together: one gather for a norm and a head, for
-example. Each module's forward is a call of the unit, as if one module were called several times. The
-parameters stay gathered from one call to the next if no other unit runs in between.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -36,17 +32,17 @@ _DROPS = ("layerdrop", "speech_encoder_layerdrop")
 
 _LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
 
-UnitPolicy = Sequence[str | Sequence[str]] | Callable[[nn.Module], bool] | None
-"""Class names and lists of module names, a predicate, or None: find the repeated blocks."""
+UnitPolicy = Sequence[str] | Callable[[nn.Module], bool] | None
+"""Class names, a predicate, or None: find the repeated blocks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitSpec:
-    """A unit to be: its modules and the parameters that it owns, by name."""
+    """A unit to be: its module and the parameters that it owns, by name."""
 
     name: str
-    modules: tuple[nn.Module, ...]
-    """The modules whose forwards use the parameters; several only if `units=` lists them together."""
+    module: nn.Module
+    """The module whose forward uses the parameters."""
     originals: list[Original] = field(default_factory=list)
     reason: str = ""
     """The reason why the module was chosen."""
@@ -78,7 +74,7 @@ def find_units(
     for name, module in root.named_modules():
         _check_module(module, name)
     chosen = _choose(root, policy)
-    specs = {root: UnitSpec("", (root,), reason="the rest")}
+    specs = {root: UnitSpec("", root, reason="the rest")}
     specs |= {module: chosen[module] for module in root.modules() if module in chosen}
     left_out = find_ignored(root, ignored)
     modules = dict(root.named_modules(remove_duplicate=False))
@@ -105,7 +101,7 @@ def find_units(
         chains = [[specs[m] for m in map(modules.__getitem__, chain) if m in specs] for chain in around]
         lowest = [spec for spec in chains[0] if all(spec in chain for chain in chains)][-1]
         lowest.originals.append(original)
-    return [spec for spec in dict.fromkeys(specs.values()) if spec.originals or root in spec.modules]
+    return [spec for spec in specs.values() if spec.originals or spec.module is root]
 
 
 _WRAPPERS = {
@@ -147,12 +143,6 @@ def _check(parameter: nn.Parameter, name: str) -> None:
             f"parameter '{name}' is sharded already: call engine.close() on all ranks first, which gives the "
             "whole model back"
         )
-    if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
-        raise ValueError(
-            f"parameter '{name}' is a DTensor, which is distributed over ranks already; expected a plain "
-            "parameter. Leave out the call that distributed it (fully_shard, parallelize_module, "
-            "distribute_tensor), or replace it by nn.Parameter(parameter.full_tensor())"
-        )
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise ValueError(
             f"parameter '{name}' has gradient hooks, which sharding would drop: register them after "
@@ -180,8 +170,9 @@ def _check(parameter: nn.Parameter, name: str) -> None:
         raise ValueError(
             f"parameter '{name}' is a {kind.__name__} with operations of its own, so a shard of plain "
             "numbers cannot replace it: expected a torch.nn.Parameter. Shard the model before it is "
-            "converted, quantize it with zeroshard.quantize, or leave the parameter out with "
-            "Config(ignored=...), whole on each rank"
+            "converted or distributed, quantize it with zeroshard.quantize, replace a DTensor by "
+            "nn.Parameter(parameter.full_tensor()), or leave the parameter out with Config(ignored=...), "
+            "whole on each rank"
         )
 
 
@@ -189,11 +180,8 @@ def _check(parameter: nn.Parameter, name: str) -> None:
 
 
 def _choose(root: nn.Module, policy: UnitPolicy) -> dict[nn.Module, UnitSpec]:
-    """The units of a choice other than the root, by each of their modules."""
+    """The units of a choice other than the root, by their modules."""
     names = {module: name for name, module in root.named_modules() if module is not root}
-    listed = () if policy is None or callable(policy) else policy
-    kinds = [entry for entry in listed if isinstance(entry, str)]
-    _require(kinds, {type(module).__name__ for module in root.modules()}, "of class")
     if policy is None:
         named = {name for part in root.modules() for name in getattr(part, "_no_split_modules", None) or ()}
         blocks = dict(_find_blocks(root, named)) or dict(_find_blocks(root, ()))
@@ -201,67 +189,23 @@ def _choose(root: nn.Module, policy: UnitPolicy) -> dict[nn.Module, UnitSpec]:
     elif callable(policy):
         reasons = {module: "chosen by the predicate in units=" for module in names if policy(module)}
     else:
-        of_class = {module: type(module).__name__ for module in names}
-        reasons = {m: f"a {kind}, listed in units=" for m, kind in of_class.items() if kind in kinds}
-    found = {m: UnitSpec(name, (m,), reason=reasons[m]) for m, name in names.items() if m in reasons}
-    for module in found:
-        if isinstance(module, _LISTS):
-            _check_forward(module, names[module])
-    for entry in listed:
-        if not isinstance(entry, str):
-            spec = _listed_together(entry, names, found)
-            found.update(dict.fromkeys(spec.modules, spec))
+        of_class = {module: type(module).__name__ for module in root.modules()}
+        for name in policy:
+            if name not in of_class.values():
+                close = difflib.get_close_matches(name, {*of_class.values()}, n=1)
+                hint = f"; did you mean '{close[0]}'?" if close else ""
+                raise ValueError(f"config key 'units': the model has no module of class '{name}'{hint}")
+        reasons = {m: f"a {kind}, listed in units=" for m, kind in of_class.items() if kind in policy}
+    found = {m: UnitSpec(name, m, reason=reasons[m]) for m, name in names.items() if m in reasons}
+    for module, spec in found.items():
+        if isinstance(module, _LISTS) and type(module).forward is nn.Module.forward:
+            inside = sorted({type(child).__name__ for child in module.children()})
+            raise ValueError(
+                f"config key 'units': '{spec.name}' is a {type(module).__name__}, whose forward is never "
+                "called, so its parameters would not be gathered: name the class of the modules inside "
+                f"({', '.join(inside)}), or of the module around it"
+            )
     return found
-
-
-def _check_forward(module: nn.Module, name: str) -> None:
-    """Refuse a module such as a list: nobody calls it, so its parameters would never be gathered."""
-    if type(module).forward is nn.Module.forward:
-        inside = sorted({type(child).__name__ for child in module.children()})
-        raise ValueError(
-            f"config key 'units': '{name}' is a {type(module).__name__}, whose forward is never called, so "
-            "its parameters would not be gathered: name the modules inside, or their class "
-            f"({', '.join(inside)}) or the name of the module around it"
-        )
-
-
-def _require(names: Iterable[str], known: Collection[str], what: str) -> None:
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, list(known), n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise ValueError(f"config key 'units': the model has no module {what} '{name}'{hint}")
-
-
-def _listed_together(
-    entry: Sequence[str], names: Mapping[nn.Module, str], others: Container[nn.Module]
-) -> UnitSpec:
-    """The unit of a list of module names in `units=`.
-
-    Args:
-        entry: the list.
-        names: the modules of the model, with their names.
-        others: modules that are in other units.
-
-    Raises:
-        ValueError: a name that no module has; a module that is in two units, is a list, or holds another
-            module of its list.
-    """
-    _require(entry, names.values(), "named")
-    modules = {module: name for module, name in names.items() if name in entry}
-    for module, name in modules.items():
-        _check_forward(module, name)
-        if not modules.keys().isdisjoint(set(module.modules()) - {module}):
-            raise ValueError(
-                f"config key 'units': expected modules none of which is inside another, got '{name}' and "
-                f"a module inside it in {list(entry)}"
-            )
-        if module in others:
-            raise ValueError(
-                f"config key 'units': expected each module in one unit, got a module of {list(entry)} "
-                "that is in another unit too"
-            )
-    return UnitSpec("+".join(modules.values()), tuple(modules), reason="listed together in units=")
 
 
 def _find_blocks(
@@ -345,7 +289,7 @@ def _check_tensors(names: Mapping[nn.Parameter, str], buffers: Iterable[tuple[st
     Raises:
         ValueError: parameters, or a parameter and a buffer, that share memory; a buffer that is not dense.
     """
-    areas = [_Area.of(parameter, "parameter", name) for parameter, name in names.items()]
+    areas = [_Area.of(parameter, name) for parameter, name in names.items()]
     for name, buffer in buffers:
         if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested:
             kind = "nested" if buffer.is_nested else buffer.dtype if buffer.is_quantized else buffer.layout
@@ -354,7 +298,7 @@ def _check_tensors(names: Mapping[nn.Parameter, str], buffers: Iterable[tuple[st
                 "Register its parts (indices and values, integers and scale, ...) as buffers and put them "
                 "together in forward; or keep it as a plain attribute, with values of its own on each rank"
             )
-        areas.append(_Area.of(buffer, "buffer", name))
+        areas.append(_Area.of(buffer, name))
     _check_apart(area for area in areas if area.stop > area.start)
 
 
@@ -366,39 +310,35 @@ class _Area(NamedTuple):
     start: int
     stop: int
     tensor: Tensor
-    kind: str
     name: str
 
     @staticmethod
-    def of(tensor: Tensor, kind: str, name: str) -> _Area:
+    def of(tensor: Tensor, name: str) -> _Area:
         storage, size = tensor.untyped_storage(), tensor.element_size()
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         length = (1 + sum((extent - 1) * step for extent, step in steps)) * size if tensor.numel() else 0
         # Two storages may be over one memory, as of from_numpy; a storage without memory has address 0.
         home = str(tensor.device) if storage.data_ptr() else f"storage {storage._cdata}"
         start = storage.data_ptr() + int(tensor.storage_offset()) * size
-        return _Area(home, start, start + length, tensor, kind, name)
+        return _Area(home, start, start + length, tensor, name)
 
 
 def _check_apart(areas: Iterable[_Area]) -> None:
     """Refuse memory that two names share, if one of them is trained."""
-    longest = _Area("", 0, 0, torch.empty(0), "", "")
+    longest = _Area("", 0, 0, torch.empty(0), "")
     """The area so far that ends last in its home."""
     for area in sorted(areas, key=lambda area: area[:2]):
         if area.home != longest.home or area.start >= longest.stop:
             longest = area
             continue
+        first, second = sorted((longest, area), key=lambda one: not isinstance(one.tensor, nn.Parameter))
         is_trained = longest.tensor.requires_grad or area.tensor.requires_grad
-        if is_trained and "parameter" in (longest.kind, area.kind):
-            first, second = sorted((longest, area), key=lambda area: area.kind == "buffer")
-            remedy = (
-                "assign one Parameter object to both modules (b.weight = a.weight)"
-                if second.kind == "parameter"
-                else "compute the buffer in forward"
-            )
+        if is_trained and isinstance(first.tensor, nn.Parameter):
+            kind, remedy = "parameter", "assign one Parameter object to both modules (b.weight = a.weight)"
+            if not isinstance(second.tensor, nn.Parameter):
+                kind, remedy = "buffer", "compute the buffer in forward"
             raise ValueError(
-                f"{first.kind} '{first.name}' and {second.kind} '{second.name}' share memory but are "
-                f"two objects, so sharding would separate them: {remedy}, or give each its own values "
-                "with clone()"
+                f"parameter '{first.name}' and {kind} '{second.name}' share memory but are two objects, so "
+                f"sharding would separate them: {remedy}, or give each its own values with clone()"
             )
         longest = max(longest, area, key=lambda area: area.stop)

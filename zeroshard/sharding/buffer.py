@@ -23,9 +23,9 @@ from zeroshard.comm.collectives import Handle
 from zeroshard.comm.streams import Mark, mark_here
 from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.parameters.parts import own_value, whole_value
-from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit
+from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit, refuse_gradients
 from zeroshard.parameters.state import Phase
-from zeroshard.parameters.unsharded import UnshardedParameter, refuse_gradient, retire, set_data
+from zeroshard.parameters.unsharded import UnshardedParameter, retire, set_data
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.exchange import Exchange
 from zeroshard.plan.layout import Span
@@ -155,7 +155,8 @@ class Source:
         """
         values = self._used or self.copy or self.store
         if isinstance(values, Store):
-            is_near = values.values.dtype == own.dtype and self._plan.gather_tier is Tier.DEVICE
+            at_rest = self._plan.copy_tier or self._plan.main_tier
+            is_near = values.values.dtype == own.dtype and at_rest is Tier.DEVICE
             if (values is self.copy and self._plan.is_resident) or (is_near and self._plan.is_partial):
                 return values.values.detach()
         self.load(values, own)
@@ -273,8 +274,11 @@ class FlatBuffer:
         )
         unsharded = UnshardedParameter.over(view, original.fqn, kind)
         if not self.trainable and unsharded.requires_grad:
-            refuse = refuse_gradient(original.fqn)
-            Tensor.register_post_accumulate_grad_hook(unsharded, refuse)  # type: ignore[no-untyped-call]
+            refuse_gradients(
+                unsharded,
+                f"'{original.fqn}' was frozen at initialize and got a gradient, but has no memory for one: "
+                "set requires_grad=True before initialize",
+            )
             unsharded.requires_grad_(False)
         # Weak: a slice need not keep the whole alive.
         sharded.unsharded, unsharded.sharded = weakref.ref(unsharded), weakref.ref(sharded)

@@ -176,7 +176,6 @@ class Passes:
         self.drop_forward()
         self.recover()
         self._state.move(_FORWARD)
-        self._reducer.num_forwards += torch.is_grad_enabled()
         self._called = []
         self.refresh()
 
@@ -220,7 +219,7 @@ class Passes:
             return output
         tensors, is_opaque = find_tensors(output)
         # Hooks of inner layers notice a backward that comes through a hidden tensor, but for own parameters.
-        is_unnoticed = is_opaque and (not tensors or not unit.slots.owners.isdisjoint(unit.modules))
+        is_unnoticed = is_opaque and (not tensors or unit.module in unit.slots.owners)
         if is_unnoticed and unit is not self._root and not unit.is_resident:
             raise RuntimeError(
                 f"{unit.described} returns a {type(output).__name__}, in which no tensor can be found, so "
@@ -275,7 +274,13 @@ class Passes:
             self._begin_backward(unit)
 
     def _begin_backward(self, unit: Unit) -> None:
-        self._check_phase(unit)
+        if self._state.phase is Phase.CLOSED:
+            raise closed_error()
+        if self._state.phase is _FORWARD:
+            raise RuntimeError(
+                f"autograd ran through {unit.described} inside the model's own forward, which "
+                "a sharded model does not allow: take gradients after the forward has returned"
+            )
         self._state.settle()
         trained = (parameter for _, gradients in self.trained for parameter in gradients.buffer.unsharded)
         if accumulates := will_accumulate(parameter for parameter in trained if parameter.requires_grad):
@@ -297,16 +302,6 @@ class Passes:
             shown.wait()
             shown.slots.install()
         self._backward = at_end_of_backward(lambda: self._end_backward(makes_graph))
-
-    def _check_phase(self, unit: Unit) -> None:
-        """Refuse a backward where none may begin."""
-        if self._state.phase is Phase.CLOSED:
-            raise closed_error()
-        if self._state.phase is _FORWARD:
-            raise RuntimeError(
-                f"autograd ran through {unit.described} inside the model's own forward, which "
-                "a sharded model does not allow: take gradients after the forward has returned"
-            )
 
     def _let_frozen_join(self) -> None:
         """Agree on the frozen units that have a backward: after a trained module, perhaps on some ranks."""

@@ -13,12 +13,6 @@ backward, and between backwards, the reductions that are left start together and
 go on during whatever comes next. The last backward of the step waits for them, agrees with all ranks and
 delivers; without one, the step does. A gradient that comes to such a unit nevertheless is reduced by itself.
 
-[Note: Ranks that leave out a batch] A rank may leave out a batch, because it caught an exception of its own
-or skipped a loss. It goes on with its next batch. At stages 0 to 2 its reductions then meet the other ranks'
-reductions, so nothing fails until these wait at the end. The agreement at the end of a backward notices it
-without another exchange: each rank sends if it has called the model an odd number of times, or an even one.
-Steps are noted in the ledger, which is compared there too.
-
 [Note: The order of units] The order in which units run gives the units that are gathered ahead in forward,
 and the order of reductions. A rank learns it from its own forwards. Reductions must start in one order on all
 ranks, or two ranks would each wait for a reduction that the other has not begun. If parameters are gathered
@@ -41,7 +35,6 @@ from torch import Tensor
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.pool import BufferPool
 from zeroshard.internals.dispatch import past_guards
-from zeroshard.internals.warn import warn_user
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import Moment
 from zeroshard.sharding.context import Context
@@ -179,8 +172,6 @@ class Reducer:
         self._units, self.pool, self._axis = dict.fromkeys(units), pool, axes.everyone
         self.order = UnitOrder(units, context)
         """The order of the units; agreed on here."""
-        self.num_forwards = 0
-        """Forwards with a graph, also failed ones, since the last agreement of all ranks."""
         self._state = context.state
         self._delivered: dict[ShardedParameter, None] = {}
         """The parameters whose gradients have been delivered and whose hooks have not been called."""
@@ -538,24 +529,15 @@ class Reducer:
         late, units = {gradients for gradients, *_ in self._late}, self.order.reductions
         flags = [flag for gradients in self._all for flag in gradients.used]
         flags += [not late.isdisjoint(unit.gradients) for unit in units]
-        is_odd, self.num_forwards = self.num_forwards % 2 == 1, 0
-        flags += [self.order.has_changed, has_failed, self.step_unit is not None, is_odd, not is_odd]
+        flags += [self.order.has_changed, has_failed, self.step_unit is not None]
         answer = self._axis.any(flags, "agreement on which parameters got a gradient", compares=True)
         self._finish()  # steps wait for the answer
         flag = iter(answer())
         used = [list(islice(flag, len(gradients.used))) for gradients in self._all]
         again = [unit for unit, is_late in zip(units, islice(flag, len(units)), strict=True) if is_late]
-        self._must_agree, any_failed, any_steps, any_odd, any_even = flag
+        self._must_agree, any_failed, any_steps = flag
         # After a failure, perhaps of a gradient that came late, no `train_batch` steps in its backward.
         self.num_late = (self.num_late or 0) + len(again) + (any_steps and any_failed)
-        if any_odd and any_even:
-            warn_user(
-                "since the last backward the ranks have called the model different numbers of times with "
-                "gradients on: a rank that has left out a batch (after a caught exception, or to skip a "
-                "loss) makes the others wait at the end. Leave out a batch on all ranks or on none, for "
-                "instance with a loss that is multiplied by 0; for extra calls on some ranks, as in "
-                "evaluation, use torch.no_grad()"
-            )
         if any_failed:
             return None, []
         return None if any_steps and again else used, again

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,6 @@ class Runtime:
         """Parameters that are not sharded; optimizers may step them along with the others."""
         self.casts: Mapping[nn.Module, Cast] = {}
         """Modules that compute in a dtype of their own."""
-        self.seen: list[tuple[Sized, int, Mapping[str, nn.Module | None], list[nn.Module | None]]] = []
-        """Parameters of each module, their number, and its modules, as `check_additions` last found them."""
         self.reducer = Reducer(units, context, pool)
         self.passes = Passes(units, context, self.reducer)
         # Parameters call these functions, without a strong reference to the runtime.
@@ -74,7 +72,7 @@ class Runtime:
     @property
     def module(self) -> nn.Module:
         """The sharded module."""
-        return self.root.modules[0]
+        return self.root.module
 
     def input_dtype(self, module: nn.Module) -> torch.dtype | None:
         """The dtype to which float inputs of a module are cast; None: they stay as they are."""
@@ -120,8 +118,6 @@ class Runtime:
         Raises:
             RuntimeError: the name of the first one, on the rank that has it.
         """
-        if self.seen and all(len(p) == num and [*m.values()] == inner for p, num, m, inner in self.seen):
-            return  # a walk over all modules takes ten times as long
         for path, module in self.module.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is None or parameter in self.ignored:
@@ -133,8 +129,6 @@ class Runtime:
                     "sharded, not be saved, and train differently on each rank. Add it before initialize; or "
                     "call engine.close() on all ranks, add it, and initialize again"
                 )
-        owners = ((module._parameters, module._modules) for module in self.module.modules())
-        self.seen = [(own, len(own), inner, [*inner.values()]) for own, inner in owners]
 
     def check_edits(self) -> None:
         """Refuse edits of unsharded parameters, which would be lost; see `Unit.check_edits`."""
@@ -273,21 +267,20 @@ def hook(runtime: Runtime) -> None:
 
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
-    """Hook the modules of a unit, and the layers inside them."""
-    hook = runtime.changes.hook  # a hook keeps the runtime, which a model without engine still needs
+    """Hook the module of a unit, and the layers inside it."""
+    module, hook = unit.module, runtime.changes.hook  # a model without engine still needs the runtime
 
     def begin(*_: object) -> None:
         runtime.passes.before_forward(unit, sys._getframe(1))
 
-    for module in unit.modules:
-        cast, dtype = runtime.casts.get(module), runtime.input_dtype(module)
-        casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
-        if dtype is not None and not casts_itself:
-            own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
-            hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
-        hook(module.register_forward_pre_hook(begin, prepend=True))
-        hook(module.register_forward_hook(lambda *call: runtime.passes.after_forward(unit, call[-1])))
-        hook(module.register_forward_hook(lambda *_: runtime.passes.exit_forward(unit), always_call=True))
+    cast, dtype = runtime.casts.get(module), runtime.input_dtype(module)
+    casts_itself = computes_in_own_dtype(module) if cast is None else cast.without is not None
+    if dtype is not None and not casts_itself:
+        own = functools.partial(cast_inputs, dtype=dtype, in_lists=unit is runtime.root)
+        hook(module.register_forward_pre_hook(own, prepend=True, with_kwargs=True))
+    hook(module.register_forward_pre_hook(begin, prepend=True))
+    hook(module.register_forward_hook(lambda *call: runtime.passes.after_forward(unit, call[-1])))
+    hook(module.register_forward_hook(lambda *_: runtime.passes.exit_forward(unit), always_call=True))
     for layer in unit.layers:
         hook(layer.register_forward_hook(lambda *call: runtime.passes.watch_layer(unit, call[-1])))
 

@@ -187,8 +187,9 @@ class Slots:
                     f"'{unsharded.fqn}' was replaced, tied or removed after initialize: its module now has a "
                     f"{type(current).__name__}, which would be neither sharded nor trained. Assign, tie and "
                     "remove parameters before initialize, or edit them in place under "
-                    "engine.unsharded(write_back=True). For torch.func.functional_call with other parameters "
-                    "use a model that is not sharded. engine.close(restore=False) gives the model up"
+                    "engine.unsharded(write_back=True), and undo parametrizations and pruning in the same "
+                    "block. For torch.func.functional_call with other parameters use a model that is not "
+                    "sharded. engine.close(restore=False) gives the model up"
                 )
 
     def _check_shown(self) -> None:
@@ -206,7 +207,7 @@ class Unit:
 
     Args:
         plan: the plan of the unit.
-        modules: the modules whose forwards use the parameters; one, or several that are listed together.
+        module: the module whose forward uses the parameters.
         buffers: one buffer for each dtype and `requires_grad`.
         gradients: the gradients of each trained buffer.
         stream: the stream of the gathers.
@@ -215,12 +216,12 @@ class Unit:
     def __init__(
         self,
         plan: UnitPlan,
-        modules: tuple[nn.Module, ...],
+        module: nn.Module,
         buffers: list[FlatBuffer],
         gradients: list[Gradients],
         stream: SideStream,
     ) -> None:
-        self.plan, self.name, self.modules = plan, plan.name, modules
+        self.plan, self.name, self.module = plan, plan.name, module
         self.described = describe_unit(plan.name)
         self.buffers, self.gradients, self._stream = buffers, gradients, stream
         self.is_resident = plan.is_resident
@@ -247,7 +248,7 @@ class Unit:
         """Let compute wait for copies from its parameters on another stream, before these are freed."""
         self.slots = Slots(buffers)
         """The places in modules that hold its parameters."""
-        self.layers = set() if self.is_resident else self.slots.owners.difference(modules)
+        self.layers = set() if self.is_resident else self.slots.owners - {module}
         """Modules inside, whose values may leave the unit with its outputs; none in a compiled module."""
 
     @property
@@ -404,7 +405,7 @@ class Unit:
     def release(self) -> None:
         """Drop the module and all parameters, when the engine is closed."""
         self.leases.clear()
-        self.modules, self.layers = (nn.Identity(),), set()  # at once: unit and call hold each other
+        self.module, self.layers = nn.Identity(), set()  # at once: unit and call hold each other
         for gradients in self.gradients:
             gradients.drop()
         for buffer in self.buffers:

@@ -65,7 +65,7 @@ def _averages(stage: int, precision: dict[str, str]) -> None:
     add(f"averages_after_step_stage{stage}{'_bf16' if precision else ''}", run)
 
 
-def _hooks_and_shown_gradients(stage: int, precision: dict[str, str]) -> None:
+def _hooks_and_whole_gradients(stage: int, precision: dict[str, str]) -> None:
     """Hooks edit gradients, which are then read whole, and clipped by their largest element."""
 
     def run(bench: Bench) -> None:
@@ -76,12 +76,13 @@ def _hooks_and_shown_gradients(stage: int, precision: dict[str, str]) -> None:
         for number in range(3):
             engine.backward(bench.loss(number))
             with engine.unsharded(write_back=True):
-                assert all(parameter.grad.shape == parameter.shape for parameter in engine.parameters())
+                shapes = {name: parameter.shape for name, parameter in engine.named_parameters()}
+            assert all(engine.full_gradient(name).shape == shape for name, shape in shapes.items())
             engine.clip_grad_norm_(0.1, norm_type=float("inf"))
             engine.step()
 
-    name = f"hooks_and_shown_gradients_stage{stage}{'_bf16' if precision else ''}"
-    add(name, run, may_sync=("full/parameters.py",))
+    name = f"hooks_and_whole_gradients_stage{stage}{'_bf16' if precision else ''}"
+    add(name, run, may_sync=("full/parameters.py", "zeroshard/byname.py"))
 
 
 def _two_optimizers(stage: int, precision: dict[str, str]) -> None:
@@ -134,7 +135,7 @@ for _stage in (1, 2, 3):
         _edits(_stage, _precision)
         _two_optimizers(_stage, _precision)
 for _stage in (1, 3):
-    _hooks_and_shown_gradients(_stage, BF16)
+    _hooks_and_whole_gradients(_stage, BF16)
 _closed(1)
 _closed(3)
 _two_forwards(2)

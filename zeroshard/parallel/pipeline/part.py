@@ -195,7 +195,7 @@ def _narrowed(
     units = config.units
     if units is not None and not callable(units):
         kinds = {type(module).__name__ for module in model.modules()}
-        units = [unit for unit in units if not isinstance(unit, str) or unit in kinds]
+        units = [unit for unit in units if unit in kinds]
     own = {name: overrides[p] for name, p in named.items() if p in overrides}
     return replace(
         config,

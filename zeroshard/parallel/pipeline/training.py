@@ -512,4 +512,4 @@ class PipelineTraining:
 def _units_of(part: ModelPart, runtime: Runtime, chunk: int) -> dict[Unit, None]:
     """The units of a chunk, in the same order on all ranks; the root belongs to all chunks."""
     inside = {module for place in part.chunked.modules_of(chunk) for module in place.modules()}
-    return dict.fromkeys(unit for unit in runtime.units[1:] if inside.issuperset(unit.modules))
+    return dict.fromkeys(unit for unit in runtime.units[1:] if unit.module in inside)

@@ -149,7 +149,7 @@ def compare_inputs(runtime: Runtime) -> None:
                 raise RuntimeError(_explain(axis.global_ranks, rank, first, theirs))
 
     if axis.size > 1:
-        root = runtime.root.modules[0]
+        root = runtime.module
         runtime.changes.hook(root.register_forward_pre_hook(compare, prepend=True, with_kwargs=True))
 
 
