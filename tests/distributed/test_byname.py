@@ -80,24 +80,6 @@ def close(got, want):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
 
 
-LAYOUTS = [{"stage": stage} for stage in range(4)] + [{"stage": 3, "shard_group_size": 1}]
-
-
-@pytest.mark.parametrize(
-    "layouts", [LAYOUTS[::3], pytest.param(LAYOUTS[1:3] + LAYOUTS[4:], marks=pytest.mark.long)]
-)
-@on_ranks(2)
-def test_what_is_read_by_name_is_that_of_plain_pytorch(layouts):
-    for config in layouts:
-        pair = Pair(**config)
-        pair.check()
-        for number in range(2):
-            pair.backward(number)
-            pair.check()
-            pair.step()
-            pair.check()
-
-
 def eight_bits(stage):
     torch.manual_seed(0)
     model, whole = nn.Sequential(nn.Linear(80, 80)), nn.Sequential(nn.Linear(80, 80))

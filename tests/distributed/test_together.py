@@ -7,7 +7,7 @@ import torch
 
 import zeroshard
 from tests.distributed.models import Residual, Stemmed
-from tests.distributed.training import numbers, same_as_replicated, start
+from tests.distributed.training import numbers, start
 from tests.ranks import on_ranks
 from zeroshard import Config
 
@@ -16,25 +16,6 @@ UNITS = (
     ["Residual", ("stem", "head")],
     [["blocks.0", "blocks.2"], ["blocks.1"], ["head", "norm", "stem"]],
 )
-
-
-def trained(units, tied, **config):
-    return same_as_replicated(Stemmed(tied), "AdamW", 3, loss, units=units, **config)
-
-
-def loss(model, number):
-    return model(numbers(number, 5, 7)).square().mean()
-
-
-@on_ranks(2)
-def test_a_unit_of_several_modules_trains_as_ddp_to_the_bit():
-    return [line for units in UNITS for tied in (False, True) for line in trained(units, tied)]
-
-
-@on_ranks(2)
-def test_its_modules_are_recomputed_and_kept_by_a_second_copy_as_others_are():
-    assert not trained(UNITS[2], False, recompute="unit")
-    assert not trained(UNITS[0], False, reshard_after_forward=2, stages=[3])
 
 
 @on_ranks(2)

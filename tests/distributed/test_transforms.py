@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.distributed.models import Tiny
+from tests.distributed.models import tiny
 from tests.distributed.training import (
     STAGES,
     apart,
@@ -78,17 +78,12 @@ REFUSALS = {
 }
 
 
-def make():
-    torch.manual_seed(0)
-    return Tiny(2)
-
-
 @pytest.mark.long_where(stage=[0, 2])
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_derivatives_are_those_of_plain_pytorch_and_the_steps_between_them_too(stage):
     """Every derivative through one engine, with a step after each."""
-    model, found = make(), []
+    model, found = tiny(), []
     plain = copy.deepcopy(model)
     optimizer, losses, want = sgd(plain), [], []
     engine, own = start(model, sgd(model), stage=stage, **UNITS)
@@ -101,7 +96,7 @@ def test_derivatives_are_those_of_plain_pytorch_and_the_steps_between_them_too(s
 
 
 def trace_all(stage, around):
-    model = make()
+    model = tiny()
     plain = copy.deepcopy(model)
     optimizer, losses, want = sgd(plain), [], []
     engine, own = start(model, sgd(model), stage=stage, **UNITS)
@@ -152,38 +147,3 @@ def test_a_forward_that_transforms_a_unit_inside_is_refused():
             square_loss(engine, 0)
         engine.module.transforms = False
         assert step(engine, own, square_loss, 0) > 0
-
-
-def loss_of_critic(model, number):
-    """Forwards before and after the gradient penalty."""
-    x = numbers(number + 50, 5, 7).requires_grad_()
-    before = model(numbers(number, 5, 7)).mean()
-    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return before + (gradient.norm(dim=1) - 1).square().mean() - model(numbers(number + 90, 5, 7)).mean()
-
-
-def loss_of_two_backwards(model, number):
-    x = numbers(number + 50, 5, 7).requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    penalty = (gradient.norm(dim=1) - 1).square().mean()
-    penalty.backward(retain_graph=True)
-    return penalty
-
-
-LOSSES = (loss_of_critic, loss_of_two_backwards)
-
-
-@on_ranks(2)
-def test_losses_made_of_derivatives_train_as_in_plain_pytorch():
-    for stage in STAGES:
-        losses = LOSSES
-        found = []
-        for loss in losses:
-            model = make()
-            plain = copy.deepcopy(model)
-            optimizer = sgd(plain)
-            engine, own = start(model, sgd(model), stage=stage, **UNITS)
-            got = [step(engine, own, loss, number) for number in range(3)]
-            want = [averaged_step(plain, optimizer, loss, number) for number in range(3)]
-            found += apart(f"stage {stage}, {loss.__name__}", finish(engine, got), finish(plain, want))
-        assert found == []

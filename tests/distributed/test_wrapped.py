@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.distributed.models import tiny
 from tests.ranks import on_ranks
-from tests.sharding.test_copies import build
 
 
 def refusal(model):
@@ -23,15 +23,15 @@ def refusal(model):
 @on_ranks(2)
 def test_a_model_that_is_distributed_already_is_refused_by_name_with_the_remedy():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    partly = build()
+    partly = tiny()
     partly.outer.bias = nn.Parameter(distribute_tensor(partly.outer.bias.detach(), mesh, [Replicate()]))
-    inside = nn.Sequential(fully_shard(build(), mesh=mesh), nn.ReLU())
-    wrapped = DistributedDataParallel(build())
+    inside = nn.Sequential(fully_shard(tiny(), mesh=mesh), nn.ReLU())
+    wrapped = DistributedDataParallel(tiny())
     models = [
         partly,
-        fully_shard(build(), mesh=mesh),
+        fully_shard(tiny(), mesh=mesh),
         inside,
-        FullyShardedDataParallel(build(), device_id=torch.device("cpu")),
+        FullyShardedDataParallel(tiny(), device_id=torch.device("cpu")),
     ]
     found = [refusal(model) for model in (*models, wrapped)] + [
         zeroshard.initialize(wrapped.module, torch.optim.AdamW).engine.global_step
