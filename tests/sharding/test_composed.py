@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import zeroshard
 from tests.distributed.training import STAGES
 from tests.ranks import on_ranks
-from tests.sharding.test_quantized import adamw, llama, plain, same_state, train
+from tests.sharding.quantized import adamw, llama, plain, same_state, train
 from zeroshard.hf.export import Format, export_checkpoint
 
 aten = torch.ops.aten
@@ -158,19 +158,6 @@ def test_adapters_beside_them_train_as_in_one_process_to_the_bit(ranks, tmp_path
         assert report.parameters == pytest.approx((codes + others + lora) / num_ranks, rel=0.1)
 
 
-@on_ranks(2)
-def test_an_engine_goes_on_if_its_model_is_given_again_and_may_be_closed_without_weights():
-    want = plain(build("int8"), range(3), 2)
-    model = build("int8")
-    engine = zeroshard.initialize(model, adamw, {"stage": 3}).engine
-    for call in (zeroshard.initialize, lambda model, *_: zeroshard.estimate(model, 2)):
-        with pytest.raises(ValueError, match="is sharded already"):
-            call(model, adamw, {"stage": 3})
-    losses = train(engine, range(3))
-    engine.close(restore=False)
-    assert losses == want
-
-
 @pytest.mark.parametrize("kind", MAKES)
 @pytest.mark.long_where(kind=LONG)
 @on_ranks(2)
@@ -193,45 +180,6 @@ def test_a_closed_model_in_bfloat16_computes_with_its_codes(kind):
         engine.close()
         assert {name: parameter.dtype for name, parameter in model.named_parameters()} == before
         assert torch.equal(model(tokens), F.linear(hidden, *head))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"recompute": "unit", "ignored": ["*.up_proj.weight"]},
-        pytest.param({"offload": {"parameters": "cpu", "optimizer": "cpu"}}, marks=pytest.mark.long),
-        pytest.param({"mesh": {"pp": 2}, "pipeline": PIPELINE}, marks=pytest.mark.long),
-    ],
-)
-@on_ranks(2)
-def test_they_do_so_with_other_settings(config):
-    want = plain(build("int8"), range(3), 2)
-    assert train(zeroshard.initialize(build("int8"), adamw, {"stage": 3, **config}).engine, range(3)) == want
-
-
-class T5Like(nn.Module):
-    """T5 of transformers casts the input of its last layer so."""
-
-    def __init__(self):
-        super().__init__()
-        self.wi, self.wo = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        x = self.wi(x).relu()
-        if x.dtype != self.wo.weight.dtype and self.wo.weight.dtype != torch.int8:
-            x = x.to(self.wo.weight.dtype)
-        return self.wo(x)
-
-
-@on_ranks(2)
-def test_a_model_that_casts_inputs_to_the_dtype_of_a_weight_computes_as_before():
-    torch.manual_seed(0)
-    model = T5Like()
-    for layer in model.children():
-        layer.weight = nn.Parameter(MAKES["float8"](layer.weight.detach()), requires_grad=False)
-    x = torch.randn(4, 16)
-    want = model(x)
-    assert torch.equal(zeroshard.initialize(model).engine(x), want)
 
 
 def with_numbers(model):
