@@ -12,7 +12,6 @@ import zeroshard
 from tests.commands import failure
 from tests.commands import shown as shown_by
 from zeroshard.cli import planning
-from zeroshard.memory.activations import Tokens
 from zeroshard.tables import format_bytes
 
 
@@ -50,12 +49,6 @@ def test_the_settings_that_fit_a_device_are_listed_best_first(capsys):
     assert out.splitlines()[-5].startswith(" and ")
 
 
-def test_a_size_in_place_of_a_device_gives_the_same(capsys):
-    options = ("1B", "--precision", "bf16", "--tokens", 4096)
-    by_name = shown(capsys, *options, "--gpu", "h100")
-    assert shown(capsys, *options, "--memory", "80GB") == by_name
-
-
 @pytest.mark.parametrize(
     ("option", "value", "part"),
     [
@@ -75,35 +68,10 @@ def test_a_setting_that_is_given_is_that_of_all_that_fit(capsys, option, value, 
         assert part in shown(capsys, *asked, "--memory", "1MiB").partition("the least is")[2]
 
 
-def test_without_recomputation_no_setting_has_it(capsys):
-    out = shown(capsys, "1B", "--tokens", 4096, "--recompute", "none", "--gpu", "h100")
-    assert rows_of_fits(out)
-    assert "recompute" not in "".join(rows_of_fits(out))
-
-
 def test_the_least_setting_is_told_where_none_fits(capsys):
     out = shown(capsys, "70B", "--precision", "bf16", "--tokens", 4096, "--memory", "24GiB", "--ranks", "4,8")
     assert out.count("no setting fits into 90% of 24.00 GiB; the least is") == 2
     assert "stage 3, 8-bit states, recompute" in out
-
-
-def test_attention_scores_and_recomputation_are_counted(capsys):
-    options = ("1B", "--precision", "bf16", "--tokens", 8192, "--length", 4096, "--stage", 3)
-    eager = zeroshard.estimate(1e9, 8, {"precision": "bf16"}, num_tokens=Tokens(8192, 4096, True))
-    assert format_bytes(eager.activations) in shown(capsys, *options, "--attention", "eager")
-    config = {"precision": "bf16", "recompute": "unit"}
-    again = zeroshard.estimate(1e9, 8, config, num_tokens=8192)
-    assert format_bytes(again.activations) in shown(capsys, *options, "--recompute", "unit")
-    assert again.activations < eager.activations
-
-
-def test_a_pipeline_is_estimated(capsys):
-    out = shown(capsys, "7B", "--pp", 4, "--microbatches", 8, "--stage", 1, "--tokens", 2048)
-    config = {"stage": 1, "mesh": {"pp": 4}, "pipeline": {"num_microbatches": 8}}
-    found = zeroshard.estimate(7e9, 8, config, num_tokens=2048)
-    for number in (found.parameters, found.gradients, found.activations, found.peak):
-        assert format_bytes(number) in out
-    assert "blocks divided over 4 pipeline ranks" in " ".join(out.split())
 
 
 def test_adapters_over_codes_are_estimated(capsys):

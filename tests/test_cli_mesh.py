@@ -7,8 +7,6 @@ import re
 import pytest
 
 from tests import commands
-from zeroshard.plan.arrangement import AXES, DATA, PP, Arrangement
-from zeroshard.plan.placement import DP_REPLICATE, DP_SHARD, TP
 
 
 def shown(capsys, *arguments: object) -> list[str]:
@@ -44,62 +42,6 @@ def test_every_group_of_32_ranks_with_tp_4_and_pp_4_is_shown(capsys):
         "parts of the model, pp x tp: 16; data-parallel ranks of a part: 2",
     ]
     assert paragraphs[-1] == "no groups along axes of 1 rank: dp_replicate"
-
-
-def test_a_group_has_a_number_and_its_place_on_the_other_axes(capsys):
-    paragraphs = shown(capsys, "--ranks", 24, "--tp", 2, "--pp", 3, "--shard-group-size", 2)
-    arrangement = Arrangement(24, 3, 2, 2)
-    for paragraph in paragraphs[1:]:
-        _, columns, rows = cells(paragraph)
-        assert columns[0] == "group"
-        assert columns[-1] == "ranks"
-        for number, row in enumerate(rows):
-            first = int(row[-1].split(", ")[0])
-            place = arrangement.coordinates(first)._asdict()
-            assert row[:-1] == [str(number), *(str(place[axis]) for axis in columns[1:-1])]
-
-
-@pytest.mark.parametrize(("num_ranks", "pp", "tp", "size"), [(16, 2, 2, 2), (24, 1, 2, 3), (16, 2, 1, 4)])
-def test_hybrid_sharding_has_groups_of_shards_and_of_replicas_too(capsys, num_ranks, pp, tp, size):
-    paragraphs = shown(capsys, "--ranks", num_ranks, "--pp", pp, "--tp", tp, "--shard-group-size", size)
-    arrangement = Arrangement(num_ranks, pp, tp, size)
-    kinds = {
-        "tensor": (TP,),
-        "data": DATA,
-        "shard": (DP_SHARD,),
-        "replica": (DP_REPLICATE,),
-        "pipeline": (PP,),
-    }
-    expected = {kind: arrangement.groups(*axes) for kind, axes in kinds.items()}
-    found = {title.split()[1]: groups for title, groups in tables(paragraphs).items()}
-    several = {kind: groups for kind, groups in expected.items() if len(groups) < num_ranks}
-    assert found == several
-    titles = [title for title in tables(paragraphs) if "data" in title]
-    assert titles[0].endswith("(dp_replicate x dp_shard)")
-
-
-@pytest.mark.parametrize(
-    ("options", "axis"),
-    [((), "dp_shard"), (("--shard-group-size", 4), "dp_shard"), (("--shard-group-size", 1), "dp_replicate")],
-)
-def test_data_parallel_ranks_of_one_axis_are_shown_once(capsys, options, axis):
-    paragraphs = shown(capsys, "--ranks", 4, *options)
-    assert tables(paragraphs) == {f"1 data group of 4 consecutive ranks ({axis})": [[0, 1, 2, 3]]}
-    single = ", ".join(other for other in AXES if other != axis)
-    assert paragraphs[-1] == f"no groups along axes of 1 rank: {single}"
-
-
-def test_one_rank_has_no_groups(capsys):
-    _, *rest = shown(capsys, "--ranks", 1)
-    assert rest == ["no groups along axes of 1 rank: pp, dp_replicate, dp_shard, tp"]
-
-
-def test_a_long_group_is_shortened_and_its_title_has_the_stride(capsys):
-    paragraphs = shown(capsys, "--world-size", 128, "--tp", 4)
-    title, _, rows = cells(paragraphs[2])
-    assert title == "4 data groups of 32 ranks, stride 4 (dp_shard)"
-    assert [row[-1] for row in rows] == [f"{r}, {r + 4}, {r + 8}, ..., {r + 124}" for r in range(4)]
-    assert max(map(len, "\n".join(paragraphs).splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
