@@ -19,6 +19,7 @@ import zeroshard
 from tests.distributed.training import (
     SendCounter,
     build,
+    caught,
     differences,
     micro_batches,
     padded_size,
@@ -163,21 +164,13 @@ def test_a_second_copy_is_never_stale():
 # --------------------------------------------------------------------------------------------- bad input
 
 
-def refusal(config, **options):
-    try:
-        start(build("GPT"), **config, **options)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 @on_ranks(4)
 def test_groups_that_do_not_fit_are_refused_with_the_numbers():
     groups, second, in_group, differing = [
-        refusal({"shard_group_size": 3}),
-        refusal({"reshard_after_forward": 3}),
-        refusal({"shard_group_size": 2, "reshard_after_forward": 4}),
-        refusal({"shard_group_size": 2 if dist.get_rank() else 4}),
+        caught(start, build("GPT"), shard_group_size=3),
+        caught(start, build("GPT"), reshard_after_forward=3),
+        caught(start, build("GPT"), shard_group_size=2, reshard_after_forward=4),
+        caught(start, build("GPT"), shard_group_size=2 if dist.get_rank() else 4),
     ]
     assert groups == (
         "ValueError: 4 rank(s) cannot be arranged with shard_group_size=3: expected a multiple of 3"

@@ -23,6 +23,7 @@ from tests.distributed.training import (
     ALL_STAGES,
     SendCounter,
     build,
+    caught,
     micro_batches,
     padded_size,
     start,
@@ -172,14 +173,9 @@ def test_a_forward_between_the_steps_of_optimizers_that_step_together_is_an_erro
     attach(engine._runtime, engine._guard.rounding, *optimizers)
     token_loss(engine, 0).backward()
     optimizers[0].step()
-    messages = []
-    for call in (lambda: token_loss(engine, 1), lambda: engine.module.blocks[0](torch.ones(1, 4, 84))):
-        try:
-            call()
-        except RuntimeError as error:
-            messages.append(str(error))
+    calls = (lambda: token_loss(engine, 1), lambda: engine.module.blocks[0](torch.ones(1, 4, 84)))
+    messages = [caught(call) for call in calls]
     optimizers[1].step()
     is_finite = token_loss(engine, 1).isfinite().item()
     assert is_finite
-    assert len(messages) == 2
     assert all("attached together" in message for message in messages)
