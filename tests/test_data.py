@@ -89,6 +89,15 @@ def test_the_ranks_together_take_the_rest_of_the_order_once(length, num_ranks, d
     assert extra == list(itertools.islice(itertools.cycle(range(length)), len(extra)))
 
 
+def test_a_loop_that_was_left_is_followed_by_a_new_epoch():
+    ours = loader(6)
+    for _ in ours:
+        break
+    assert ours.num_epochs == 1
+    assert samples_of(ours) == torch_order(6, epoch=1)
+    assert ours.num_epochs == 2
+
+
 def test_a_batch_that_cannot_be_loaded_is_passed_by():
     class Broken(list):
         def __getitem__(self, index):
@@ -164,6 +173,14 @@ def test_a_run_resumed_in_its_own_layout_sees_the_batches_that_it_would_have_see
         assert resumed.state_dict() == stopped.state_dict()
         rest = itertools.chain(resumed, resumed, resumed)
         assert seen + batches_of(rest, len(batches) - num_seen) == batches
+
+
+def test_the_seed_of_the_saved_order_is_kept():
+    ours = loader(10)
+    ours.load_state_dict({"epoch": 3, "position": 4, "seed": 17, "num_samples": 10})
+    assert samples_of(ours) == torch_order(10, epoch=3, seed=17)[4:]
+    assert ours.state_dict()["seed"] == 17
+    assert samples_of(ours) == torch_order(10, epoch=4, seed=17)
 
 
 def test_beginning_an_epoch_draws_from_the_rng_what_torch_draws_and_resuming_it_nothing():

@@ -313,19 +313,6 @@ def test_rank_that_never_comes_to_initialize_is_missed_in_our_words(run: Forks) 
     assert "rank 0 of 2" in waiting.last_line
 
 
-@pytest.mark.long
-def test_evaluation_and_saving_on_rank_0_alone_tell_that_all_ranks_must_call_it(run: Forks) -> None:
-    calls = ("engine(x)", "engine.full_state_dict()", "engine.save_checkpoint(f'/tmp/{os.getpid()}')")
-    alone = [f"\nif rank == 0:\n    {call}\nelse:\n    time.sleep(60)\n" for call in calls]
-    for waiting, other in run(*[script(TRAIN, part, watchdog_s=2.0) for part in alone]):
-        assert [waiting.code, other.code] == [1, 1]
-        for ending in (waiting, other):
-            assert "every forward (in evaluation too), save_checkpoint" in ending.output
-            assert "call this on all ranks" in ending.output
-            assert "gloo" not in ending.output
-        assert waiting.output.count("RuntimeError") == 1
-
-
 def assert_gave_up(ending: Ending, rank: int) -> None:
     """The last line is our error, with the rank, the collective and the unit."""
     collective = r"(all-gather|reduce-scatter of the gradients) of (unit '[^']+'|the root unit)"

@@ -225,6 +225,27 @@ def test_without_an_optimizer_step_is_an_error_and_gradients_can_be_had():
 # -------------------------------------------------------------------------------------------- train_batch
 
 
+@on_ranks(2)
+def test_several_batches_are_one_step_each():
+    found = []
+    for together in (True, False):
+        model = tiny()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        config = {"stage": 3, "gradient_accumulation_steps": 2}
+        engine = zeroshard.initialize(model, optimizer, config, loss_fn=F.mse_loss).engine
+        batches = [(numbers(number, 6, 7), numbers(50 + number, 6, 3)) for number in range(3)]
+        if together:
+            losses = engine.train_batches(iter(batches), 3)
+        else:
+            losses = torch.stack([engine.train_batch(*batch) for batch in batches])
+        found.append((losses, full(engine), engine.global_step))
+    (losses, state, steps), (others, expected, other_steps) = found
+    assert losses.shape == (3,)
+    assert torch.equal(losses, others)
+    assert steps == other_steps == 3
+    assert unequal(state, expected) == []
+
+
 @dataclass
 class Output:
     """As models of other libraries return it."""

@@ -95,6 +95,33 @@ def parameters_of(engine):
         return [p.detach().clone() for p in engine.parameters()]
 
 
+def by_turns(stage, groups):
+    """Two live engines over shared groups against the same two one after the other, in one process each."""
+    options = [{"stage": stage, "shard_group_size": size} for size in groups]
+    alone = []
+    for seed, option in enumerate(options):
+        engine = start(small(seed), **option).engine
+        train(engine, steps=3)
+        alone.append(parameters_of(engine))
+    engines = [start(small(seed), **option).engine for seed, option in enumerate(options)]
+    for number in range(3):
+        losses = [square_loss(engine, number) for engine in engines]
+        for engine, loss in reversed(list(zip(engines, losses, strict=True))):
+            engine.backward(loss)
+        for engine in engines:
+            engine.step()
+    return [
+        torch.equal(got, want)
+        for engine, parameters in zip(engines, alone, strict=True)
+        for got, want in zip(parameters_of(engine), parameters, strict=True)
+    ]
+
+
+@on_ranks(2)
+def test_live_engines_over_the_same_and_overlapping_groups_do_not_disturb_each_other():
+    assert [all(by_turns(3, groups)) for groups in ((None, None), (1, None), (2, 1))] == [True] * 3
+
+
 # ----------------------------------------------------------------------------------- saves in the background
 
 

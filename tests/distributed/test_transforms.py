@@ -147,3 +147,37 @@ def test_a_forward_that_transforms_a_unit_inside_is_refused():
             square_loss(engine, 0)
         engine.module.transforms = False
         assert step(engine, own, square_loss, 0) > 0
+
+
+def loss_of_critic(model, number):
+    """Forwards before and after the gradient penalty."""
+    x = numbers(number + 50, 5, 7).requires_grad_()
+    before = model(numbers(number, 5, 7)).mean()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return before + (gradient.norm(dim=1) - 1).square().mean() - model(numbers(number + 90, 5, 7)).mean()
+
+
+def loss_of_two_backwards(model, number):
+    x = numbers(number + 50, 5, 7).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    penalty = (gradient.norm(dim=1) - 1).square().mean()
+    penalty.backward(retain_graph=True)
+    return penalty
+
+
+LOSSES = (loss_of_critic, loss_of_two_backwards)
+
+
+@on_ranks(2)
+def test_losses_made_of_derivatives_train_as_in_plain_pytorch():
+    for stage in STAGES:
+        found = []
+        for loss in LOSSES:
+            model = tiny()
+            plain = copy.deepcopy(model)
+            optimizer = sgd(plain)
+            engine, own = start(model, sgd(model), stage=stage, **UNITS)
+            got = [step(engine, own, loss, number) for number in range(3)]
+            want = [averaged_step(plain, optimizer, loss, number) for number in range(3)]
+            found += apart(f"stage {stage}, {loss.__name__}", finish(engine, got), finish(plain, want))
+        assert found == []

@@ -75,6 +75,16 @@ def test_the_busiest_rank_has_at_most_grahams_bound_of_the_least_possible(costs,
     assert max(loads(items, choose_owners(items, num_ranks), num_ranks)) <= bound * least
 
 
+@given(sharded(), st.data())
+def test_owners_that_are_kept_stay(case, data):
+    items, num_ranks = case
+    numbers = data.draw(st.sets(st.integers(0, len(items) - 1))) if items else set()
+    kept = {number: data.draw(st.integers(0, num_ranks - 1)) for number in numbers}
+    owners = choose_owners(items, num_ranks, kept)
+    assert {number: owners[number] for number in kept} == kept
+    assert all(0 <= owner < num_ranks for owner in owners)
+
+
 @pytest.mark.parametrize(("owner", "source"), [(0, 1), (1, 0), (2, 3), (3, 2)])
 def test_missing_elements_come_from_the_nearest_rank_that_holds_them(owner, source):
     half = Span(0, 5), Span(5, 10)

@@ -70,6 +70,17 @@ def test_every_bfloat16_stays_as_it_is_and_nan_stays_nan():
         assert result[is_nan].isnan().all()
 
 
+def test_infinities_and_every_payload_of_nan_stay_whatever_the_bits():
+    payloads = [1, 0x7F, 0xFFFF, 0x10000, 0x3FFFFF, 0x400000, 0x7FFFFF]
+    words = [sign | 0x7F800000 | payload for sign in (0, 1 << 31) for payload in payloads]
+    values = torch.tensor([word - 2**32 * (word >> 31) for word in words], dtype=torch.int32).view(
+        torch.float32
+    )
+    assert rounded(values.repeat(1000)).isnan().all()
+    infinite = torch.tensor([float("inf"), -float("inf")]).repeat(1000)
+    assert torch.equal(rounded(infinite), infinite.bfloat16())
+
+
 def test_values_round_as_numbers_of_python_do():
     """Words of float32 plus 16 bits of SplitMix64, at any place in the whole parameter."""
     values = (
