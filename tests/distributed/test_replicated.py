@@ -115,7 +115,6 @@ def test_sharded_ones_are_gathered_and_take_less_at_rest(ranks):
     ((_, fewer, more, _, _), _) = ranks(2, costs, "replicate", {})
     assert sent["all_gather"] > 2 * fewer["all_gather"]
     assert sent["reduce_scatter"] == fewer["reduce_scatter"]
-    assert sent["all_gather"] + sent["reduce_scatter"] == want.wire_bytes_per_step
     assert report.parameters == want.parameters < more.parameters
     assert report.peak_unsharded > more.peak_unsharded
 
