@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint import runs
-from tests.stores.tiers import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, offload
+from tests.stores.tiers import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, num_notes, offload
 from zeroshard.parameters.sharded import gradient_of
 from zeroshard.sharding import gradients as sharding_gradients
 from zeroshard.stepping.clipping import global_norm
@@ -183,11 +183,6 @@ WAYS = {
     drop_one: False,
 }
 """By the way: True if the norm comes from notes; None if a part of it may."""
-
-
-def num_notes(runtime):
-    """The number of buffers whose squares the device has added up."""
-    return sum(g.noted_squares() is not None for unit in runtime.units for g in unit.gradients)
 
 
 def norms(config, order=2.0):

@@ -236,3 +236,8 @@ WAYS = {
     "mixed": ({}, {"model": Mixed, "train": mixed, "tiers": ({}, SOME)}),
     "mixed bf16": ({"precision": {"param_dtype": "bf16"}}, {"model": Mixed, "train": mixed}),
 }
+
+
+def num_notes(runtime):
+    """The number of buffers whose squares the device has added up."""
+    return sum(g.noted_squares() is not None for unit in runtime.units for g in unit.gradients)
