@@ -20,12 +20,12 @@ def divisors(number):
 
 SMALL = [
     Arrangement(num_ranks, pp, tp, group_size)
-    for num_ranks in range(1, 65)
+    for num_ranks in range(1, 33)
     for pp in divisors(num_ranks)
     for tp in divisors(num_ranks // pp)
     for group_size in (None, *divisors(num_ranks // pp // tp))
 ]
-"""Every mesh of at most 64 ranks."""
+"""Every mesh of at most 32 ranks."""
 
 
 def grid(arrangement):

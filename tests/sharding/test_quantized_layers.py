@@ -86,7 +86,7 @@ def plain(model, num_parts):
     ],
 )
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
-@on_ranks(2)
+@on_ranks(2, timeout=180)  # bitsandbytes compiles kernels for each kind once
 def test_layers_of_any_size_with_biases_train_as_in_one_process(options, stage):
     model = Net(**options)
     for layer in model.modules():
