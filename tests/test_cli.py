@@ -17,10 +17,10 @@ from torch import nn
 
 import zeroshard
 from tests.commands import examples, failure, rows, shown
-from tests.distributed.models import GPT, Tiny
+from tests.distributed.models import Tiny
 from tests.distributed.training import build, square_loss, start, step, token_loss
 from zeroshard.cli.main import main
-from zeroshard.cli.options import COMMANDS, parse_model, parse_size
+from zeroshard.cli.options import COMMANDS, parse_model
 from zeroshard.tables import format_bytes
 from zeroshard.version import installed_version
 
@@ -100,28 +100,6 @@ def test_inspect_tells_programs_the_same_in_json(folder, capsys):
     assert json.loads(capsys.readouterr().out) == found | {"verified": False}
 
 
-@pytest.mark.parametrize("name", [".", "first", "first.0"])
-def test_a_checkpoint_is_found_by_its_folder_its_tag_and_its_directory(folder, capsys, name):
-    assert main(["inspect", str(folder / name), "--no-verify"]) == 0
-    out = capsys.readouterr().out
-    assert str(folder / ("second.0" if name == "." else "first.0")) in out
-    assert "checksums were not compared" in out
-
-
-def test_tied_parameters_are_listed_once(folder, capsys):
-    assert main(["inspect", str(folder / "tied")]) == 0
-    out = capsys.readouterr().out
-    model = build("tied GPT")
-    assert isinstance(model, GPT)
-    first, second = (
-        name for name, p in model.named_parameters(remove_duplicate=False) if p is model.head.weight
-    )
-    assert f"{first} = {second}" in out
-    assert first in rows(out, 3)
-    assert second not in rows(out, 3)
-    assert rows(out, 3)["parameters"][1] == str(len(list(model.parameters())))
-
-
 def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
     for arguments, expected in (
         ((), "COMMAND"),
@@ -184,14 +162,6 @@ def test_a_manifest_that_says_what_cannot_be_is_damaged(folder, tmp_path, capsys
         code, said = failure(capsys, *command)
         assert code == 1
         assert f"{tmp_path / 'zeroshard.json'}: damaged" in said
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("12", 12), ("500MB", 500_000_000), ("5GB", 5 * 10**9), ("2GiB", 2 << 30), ("1.5 kb", 1500), ("7B", 7)],
-)
-def test_sizes_are_read_in_powers_of_1000_and_of_1024(text, expected):
-    assert parse_size(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -295,33 +265,6 @@ def test_estimate_of_a_config_is_that_of_its_model(tmp_path, capsys, name):
     assert f"LlamaForCausalLM with {sum(p.numel() for p in model.parameters()):,} parameters" in out
 
 
-def test_estimate_of_a_config_counts_dtypes_by_name_and_replicated_parameters(tmp_path, capsys):
-    model = write_config(tmp_path)
-    overrides = '[precision]\nparam_dtype = "bf16"\noverrides = {"*norm*" = "fp32", lm_head = "fp64"}\n'
-    (tmp_path / "zeroshard.toml").write_text('frozen = "replicate"\n' + overrides)
-    argv = ["estimate", str(tmp_path), "--config", str(tmp_path / "zeroshard.toml")]
-    assert main(argv) == 0
-    out = capsys.readouterr().out
-    precision = {"param_dtype": "bf16", "overrides": {"*norm*": "fp32", "lm_head": "fp64"}}
-    expected = zeroshard.estimate(model, 8, {"frozen": "replicate", "precision": precision})
-    assert table(out)["total at the peak"] == [format_bytes(expected.peak)]
-    assert "computed in bfloat16 and by name in float32, float64, main parameters" in out
-    assert failure(capsys, "estimate", "7B", *argv[2:]) == (
-        2,
-        "zeroshard: precision.overrides: expected a model, whose parameters have names, got a number of "
-        "parameters for the patterns *norm*, lm_head\n",
-    )
-
-
-def test_estimate_of_a_config_without_transformers_tells_what_to_install(tmp_path, capsys, monkeypatch):
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert failure(capsys, "estimate", tmp_path) == (
-        2,
-        f"zeroshard: '{tmp_path}': a model's config needs transformers: pip install zeroshard[hf]\n",
-    )
-
-
 def save_llama(folder: str) -> None:
     engine, _ = start(write_config(Path(folder, "base-model")), "SGD")
     engine.save_checkpoint(Path(folder, "checkpoints"), "step-300")
@@ -364,8 +307,3 @@ def test_the_examples_of_the_documentation_are_what_is_printed(capsys, monkeypat
         out = shown(capsys, command, *arguments)
         # The example of an estimate leaves out the note below the table.
         assert out.startswith(printed) if command == "estimate" else out == printed
-
-
-def test_the_command_is_installed():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["scripts"] == {"zeroshard": f"{main.__module__}:{main.__name__}"}

@@ -69,26 +69,6 @@ def test_a_setting_that_is_given_is_that_of_all_that_fit(capsys, option, value, 
         assert part in shown(capsys, *asked, "--memory", "1MiB").partition("the least is")[2]
 
 
-def test_without_recomputation_no_setting_has_it(capsys):
-    out = shown(capsys, "1B", "--tokens", 4096, "--recompute", "none", "--memory", "80GB")
-    assert rows_of_fits(out)
-    assert "recompute" not in "".join(rows_of_fits(out))
-
-
-def test_settings_are_in_the_order_of_their_costs_and_fit(capsys):
-    out = shown(capsys, "13B", "--precision", "bf16", "--memory", "80GiB", "--host", "1TiB", "--nvme", "4TiB")
-    rows = [row.split(", ") for row in rows_of_fits(out)]
-    assert len(rows) == 8
-    offloaded = [any("=" in part for part in row) for row in rows]
-    assert offloaded == sorted(offloaded), "first without offload"
-    with_recompute = [
-        "recompute" in " ".join(row) for row, is_far in zip(rows, offloaded, strict=True) if not is_far
-    ]
-    assert with_recompute == sorted(with_recompute)
-    small = shown(capsys, "13B", "--precision", "bf16", "--memory", "80GiB", "--host", "1GiB")
-    assert "optimizer=cpu" not in small, "the host of a node has no room"
-
-
 def test_the_least_setting_is_told_where_none_fits(capsys):
     out = shown(capsys, "70B", "--precision", "bf16", "--tokens", 4096, "--memory", "24GiB", "--ranks", 4)
     assert "4 ranks: no setting fits into 90% of 24.00 GiB; the least is" in out

@@ -42,14 +42,6 @@ def test_schedules_are_compared_side_by_side(capsys):
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_recompute_shows_the_inputs_that_are_held_for_it(capsys):
-    out = shown(capsys, *named("gpipe", "varuna"), "--pp", 4, "--microbatches", 5, "--recompute", 1)
-    found = rows(out)
-    assert found["makespan"] == ["28", "27"]
-    assert found["activations, rank 0"] == ["1", "1"]
-    assert found["inputs for recompute, rank 3"] == ["4", "0"]
-
-
 def test_asynchronous_schedules_show_delays_and_versions(capsys):
     """Narayanan et al. 2019 and 2021: p - 1 - s steps and p - s versions; one step and two versions."""
     found = rows(shown(capsys, *named("1f1b", "pipedream", "2bw", "pb"), "--stages", 4, "--microbatches", 16))
@@ -67,23 +59,6 @@ def test_asynchronous_schedules_show_delays_and_versions(capsys):
         ["1", "2", "2", "1"],
         ["1", "1", "2", "1"],
     ]
-
-
-def test_lists_with_several_steps_show_the_versions_of_weights(capsys, tmp_path):
-    own = tmp_path / "own.csv"
-    own.write_text("0F0,0F1,0B0,STEP,0F2,0B1,STEP,0B2,STEP\n1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP\n")
-    found = rows(shown(capsys, "--schedule", own))
-    assert found["versions of weights, rank 0"] == ["2"]
-    assert found["versions of weights, rank 1"] == ["1"]
-    assert "versions" not in shown(capsys, *named("1f1b"), *FOUR_EIGHT)
-
-
-def test_durations_are_those_of_a_rank_and_chunks_take_their_part(capsys):
-    # 2 ranks, 1 micro-batch: the way there and back through all layers, and 2 transfers for each boundary.
-    times = ("--forward", 3, "--backward", 5, "--transfer", 0.25)
-    for name, boundaries in (("1f1b", 1), ("interleaved", 3)):
-        out = shown(capsys, *named(name), "--stages", 2, "--microbatches", 1, *times)
-        assert rows(out)["makespan"] == [f"{2 * 8 + 2 * 0.25 * boundaries:g}"]
 
 
 def test_a_list_is_printed_and_read_back_as_a_schedule_of_the_user(capsys, tmp_path):
@@ -148,11 +123,3 @@ def test_a_plan_that_cannot_be_ends_with_2_and_one_line(capsys, tmp_path, argume
     code, err = failure(capsys, "plan", *(str(word).replace("{file}", str(file)) for word in arguments))
     assert code == 2
     assert expected in err
-
-
-def test_a_file_with_another_content_is_named(capsys, tmp_path):
-    file = tmp_path / "own.csv"
-    file.write_text("0F0,0X0\n", encoding="utf-8")
-    code, err = failure(capsys, "plan", *named(str(file)))
-    assert code == 2
-    assert f"{file}: pipeline rank 0: expected an action as chunk" in err

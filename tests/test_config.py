@@ -1,17 +1,14 @@
 """What the user may ask for, how it is written down, and what the refusals say."""
 
-import copy
 import dataclasses
-import fractions
 import json
 import math
 import pathlib
-import pickle
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 from zeroshard.config.sections import (
@@ -47,57 +44,6 @@ class Block(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------ defaults
-
-
-def test_a_default_config_is_stage_3_with_everything_else_off():
-    values = {
-        "stage": 3,
-        "gradient_accumulation_steps": 1,
-        "device": None,
-        "clip_grad_norm": None,
-        "nonfinite": "report",
-        "micro_batch_size": 1,
-        "units": None,
-        "ignored": None,
-        "frozen": "shard",
-        "shard_group_size": None,
-        "reshard_after_forward": True,
-        "num_prefetch": 1,
-        "recompute": "none",
-        "compile": False,
-        "watchdog_s": 600.0,
-    }
-    precision = ("param_dtype", "overrides", "reduce_dtype", "main_dtype", "output_dtype", "loss_scale")
-    sections = {
-        "precision": dict.fromkeys(precision),
-        "offload": {
-            "optimizer": "none",
-            "parameters": "none",
-            "activations": "none",
-            "step_in_backward": None,
-            "device_fraction": 0.0,
-            "nvme_path": None,
-        },
-        "checkpoint": {"keep_last": None, "verify": True, "frozen": True},
-        "loader": {"num_workers": 0, "pin_memory": None, "drop_last": False},
-        "mesh": {"pp": 1, "tp": 1, "sequence": False},
-        "pipeline": {
-            "schedule": "1f1b",
-            "num_microbatches": 1,
-            "num_chunks": None,
-            "balance": "time",
-            "split": None,
-            "trace": False,
-            "microbatches_per_step": None,
-            "synchronous_steps": 0,
-            "weights": None,
-            "correction": None,
-            "decay": 0.135,
-            "anneal_steps": None,
-            "max_crossed_steps": 1,
-        },
-    }
-    assert Config().to_dict() == values | sections
 
 
 def test_a_config_is_frozen_keyword_only_and_hashable():
@@ -175,7 +121,7 @@ WRONG_VALUES = [
         "precision.param_dtype", torch.int8, torch.complex64, "bf15", "torch", 16, True, torch.tensor(1.0)
     ),
     *wrong("precision.reduce_dtype", torch.int64, "int8"),
-    *wrong("precision.main_dtype", torch.bool, ""),
+    *wrong("precision.main_dtype", torch.bool, "", "fp16"),
     *wrong("precision.output_dtype", "float8_e4m3fn", torch.float8_e4m3fn),
     *wrong("precision.loss_scale", 0, -2, NAN, INF, True, "static", "128"),
     *wrong("offload.optimizer", None, "gpu", True),
@@ -214,52 +160,8 @@ def test_a_wrong_value_is_refused_with_its_key_what_was_expected_and_what_came(k
     assert repr(value).removeprefix("torch.")[:200] in by_dict
 
 
-def test_refusals_read_as_sentences():
-    assert (
-        refusal(Config, stage=True) == "config key 'stage': expected an integer from 0 to 3, got True (bool)"
-    )
-    assert refusal(Config, clip_grad_norm="1.0") == (
-        "config key 'clip_grad_norm': expected None or a finite number > 0, got '1.0' (str)"
-    )
-    assert refusal(Config.from_dict, {"precision": {"param_dtype": "bf15"}}) == (
-        "config key 'precision.param_dtype': expected None or a dtype among bfloat16, float16, float32, "
-        "float64, got 'bf15' (str)"
-    )
-    assert refusal(Config, recompute="full") == (
-        "config key 'recompute': expected 'none' or 'unit', got 'full' (str)"
-    )
-    assert refusal(Config, units=3) == (
-        "config key 'units': expected None or class names (or module classes) or a predicate that takes a "
-        "module, got 3 (int)"
-    )
-    assert refusal(Config, reshard_after_forward=1) == (
-        "config key 'reshard_after_forward': expected True or False or an integer >= 2, got 1 (int)"
-    )
-
-
 def test_a_refusal_stays_short_when_what_came_is_huge():
     assert len(refusal(Config, stage=["x" * 10**6])) < 400
-
-
-def test_the_constructor_takes_sections_as_objects_and_says_where_dicts_go():
-    assert refusal(Config, precision={"param_dtype": "bf16"}) == (
-        "config key 'precision': expected Precision(...), or its keys as a dict in from_dict, or a dtype "
-        "such as 'bf16', which stands for param_dtype, "
-        "got {'param_dtype': 'bf16'} (dict)"
-    )
-
-
-def test_an_integer_will_do_for_a_number_and_is_stored_as_one():
-    config = Config(clip_grad_norm=1, watchdog_s=60, offload=Offload(device_fraction=1))
-    stored = (config.clip_grad_norm, config.watchdog_s, config.offload.device_fraction)
-    assert stored == (1.0, 60.0, 1.0)
-    assert {type(value) for value in stored} == {float}
-    assert Config(clip_grad_norm=fractions.Fraction(1, 4)).clip_grad_norm == 0.25
-
-
-@pytest.mark.parametrize("value", [True, False, 2, 8])
-def test_reshard_after_forward_takes_a_bool_or_a_group_size(value):
-    assert Config(reshard_after_forward=value).reshard_after_forward is value
 
 
 def test_choices_are_read_in_upper_or_lower_case():
@@ -267,11 +169,6 @@ def test_choices_are_read_in_upper_or_lower_case():
     assert Pipeline(schedule="ZB-H1").schedule == "zb-h1"
     assert Pipeline(schedule="GPipe").schedule == "gpipe"
     assert Offload(optimizer="CPU").optimizer == "cpu"
-
-
-def test_a_path_object_is_stored_as_text():
-    path = pathlib.Path("scratch") / "nvme"
-    assert Offload(optimizer="nvme", nvme_path=path).nvme_path == str(path)
 
 
 def test_a_schedule_of_your_own_is_stored_as_its_text_or_its_path():
@@ -315,11 +212,6 @@ def test_units_are_named_by_class_name_or_class_alone_or_in_a_collection(units):
     assert Config(units=units).units == ("Block",)
 
 
-def test_units_keep_the_order_they_are_given_in_and_a_set_is_sorted():
-    assert Config(units=["B", "A", Block]).units == ("B", "A", "Block")
-    assert Config(units={"B", "A", "C"}).units == ("A", "B", "C")
-
-
 def test_ignored_names_are_kept_in_their_order_and_written_down():
     config = Config(ignored=["router.*", "blocks.?.scale"])
     assert config.ignored == ("router.*", "blocks.?.scale")
@@ -355,11 +247,6 @@ def test_what_concerns_sharded_parameters_needs_stage_3(stage, options, text):
     Config.from_dict(options | {"stage": 3})
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_not_resharding_after_forward_is_allowed_at_every_stage(stage):
-    assert Config(stage=stage, reshard_after_forward=False).reshard_after_forward is False
-
-
 # ------------------------------------------------------------------------------------------ from_dict
 
 
@@ -368,15 +255,6 @@ def test_a_misspelt_key_is_refused_with_the_closest_one():
     assert message.startswith("unknown config key 'precison'; did you mean 'precision'? Known keys: stage, ")
     for known in dataclasses.fields(Config):
         assert known.name in message
-
-
-def test_a_misspelt_key_of_a_section_is_refused_with_its_dotted_name():
-    message = refusal(Config.from_dict, {"precision": {"parm_dtype": "bf16"}})
-    assert message == (
-        "unknown config key 'precision.parm_dtype'; did you mean 'precision.param_dtype'? "
-        "Known keys of 'precision': param_dtype, overrides, reduce_dtype, main_dtype, output_dtype, "
-        "loss_scale"
-    )
 
 
 @pytest.mark.parametrize(
@@ -393,11 +271,6 @@ def test_the_closest_key_is_found_for_usual_slips(key, meant):
     assert f"unknown config key '{key}'; did you mean '{meant}'?" in refusal(Config.from_dict, {key: 1})
 
 
-def test_a_dtype_of_the_precision_means_the_one_to_compute_in():
-    message = refusal(Config.from_dict, {"precision": {"dtype": "bf16"}})
-    assert "unknown config key 'precision.dtype'; did you mean 'precision.param_dtype'?" in message
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "float64", torch.bfloat16, torch.float32])
 def test_a_dtype_alone_is_a_precision_that_computes_in_it(dtype):
     for config in (Config(precision=dtype), Config.from_dict({"precision": dtype})):
@@ -405,34 +278,11 @@ def test_a_dtype_alone_is_a_precision_that_computes_in_it(dtype):
         assert Config.from_dict(config.to_dict()) == config
 
 
-def test_an_attribute_that_a_config_lacks_is_looked_for_in_that_of_the_model():
-    with pytest.raises(AttributeError, match=r"'vocab_size'.*engine\.module\.config"):
-        Config().vocab_size  # noqa: B018
-    assert copy.deepcopy(pickle.loads(pickle.dumps(Config(stage=1)))) == Config(stage=1)
-
-
 def test_a_key_that_belongs_elsewhere_is_sent_there():
     message = refusal(Config.from_dict, {"param_dtype": "bf16"})
     assert "unknown config key 'param_dtype'; did you mean 'precision.param_dtype'?" in message
     message = refusal(Config.from_dict, {"mesh": {"stage": 1}})
     assert "unknown config key 'mesh.stage'; did you mean 'stage'? Known keys of 'mesh': pp, tp" in message
-
-
-@pytest.mark.parametrize("key", ["zzz", 3, None, ("stage",)])
-def test_a_key_like_no_other_is_refused_with_the_known_keys(key):
-    assert f"unknown config key '{key}'" in refusal(Config.from_dict, {key: 1})
-    assert "Known keys: stage, precision" in refusal(Config.from_dict, {"zzz": 1})
-
-
-@pytest.mark.parametrize("options", [None, 3, "stage", [("stage", 1)], Config()])
-def test_only_a_mapping_is_read_as_one(options):
-    message = refusal(Config.from_dict, options)
-    assert message.startswith("expected a mapping of config keys, got ")
-
-
-def test_sections_may_be_objects_inside_a_dict():
-    options = {"precision": Precision(param_dtype="bf16"), "mesh": {"tp": 2}}
-    assert Config.from_dict(options) == Config(precision=Precision(param_dtype="bf16"), mesh=Mesh(tp=2))
 
 
 def test_reading_a_dict_leaves_it_as_it_was():
@@ -504,16 +354,9 @@ configs = st.builds(
 
 
 @given(configs)
-@settings(max_examples=100, deadline=None)
 def test_a_config_survives_being_written_down_as_json_and_read_again(config):
     written = json.dumps(config.to_dict(), allow_nan=False)
     assert Config.from_dict(json.loads(written)) == config
-
-
-def test_dtypes_and_names_are_written_down_as_text():
-    written = Config(units="Block", precision=Precision(param_dtype="bf16")).to_dict()
-    assert written["units"] == ["Block"]
-    assert written["precision"]["param_dtype"] == "bfloat16"
 
 
 # -------------------------------------------------------------------------------------------- files
@@ -535,14 +378,6 @@ def test_json_and_toml_files_say_the_same(tmp_path, name, text):
     file = write(tmp_path, name, text)
     expected = Config(stage=2, clip_grad_norm=1, units="Block", precision=Precision(param_dtype="bf16"))
     assert Config.from_file(file) == Config.from_file(str(file)) == expected
-
-
-def test_a_file_may_hold_the_schedule_and_the_split_of_a_pipeline(tmp_path):
-    lists = '"""\n0F0,0B0\n1F0,1B0\n"""'  # TOML leaves out the first end of a line
-    text = f'[mesh]\npp = 2\n[pipeline]\nschedule = {lists}\nsplit = ["layers.4"]\n'
-    expected = Config(mesh=Mesh(pp=2), pipeline=Pipeline(schedule=LISTS, split=["layers.4"]))
-    assert Config.from_file(write(tmp_path, "c.toml", text)) == expected
-    assert Config.from_file(write(tmp_path, "c.json", json.dumps(expected.to_dict()))) == expected
 
 
 @pytest.mark.parametrize(
@@ -592,16 +427,3 @@ def test_parse_takes_nothing_a_config_a_dict_or_a_path(tmp_path):
     assert Config.parse(None) == Config()
     assert Config.parse(config) is config
     assert Config.parse({"stage": 2}) == Config.parse(file) == Config.parse(str(file)) == config
-
-
-@pytest.mark.parametrize("config", [3, True, ["stage"], b"c.json", Precision()])
-def test_parse_refuses_anything_else(config):
-    message = refusal(Config.parse, config)
-    assert message.startswith("config: expected a Config, a dict, a path or None, got ")
-    assert message.endswith(f"({type(config).__name__})")
-
-
-def test_main_parameters_of_16_bits_are_bfloat16():
-    assert Precision(main_dtype="bf16").main_dtype is torch.bfloat16
-    expected = "expected None or a dtype among bfloat16, float32, float64, got 'fp16' (str)"
-    assert refusal(Precision, main_dtype="fp16") == f"config key 'precision.main_dtype': {expected}"

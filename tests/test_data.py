@@ -70,16 +70,6 @@ def filled_up(samples, rank, num_ranks, whole):
 # ------------------------------------------------------------------------------------------------- epochs
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 16])
-def test_every_rank_takes_what_torchs_distributed_sampler_gives_it(num_ranks):
-    for length, rank in itertools.product((1, 2, 3, 5, 6, 7, 16, 33), range(num_ranks)):
-        ours = loader(length, 2, rank, num_ranks)
-        for epoch in range(4):
-            want = torch_sampler(length, rank, num_ranks, epoch)
-            assert batches_of(ours) == [want[start : start + 2] for start in range(0, len(want), 2)]
-            assert len(ours) == math.ceil(len(want) / 2)
-
-
 @given(LENGTHS, NUM_RANKS, st.integers(0, 2**40), st.integers(0, 2**20), st.data())
 def test_order_and_turns_are_those_of_torchs_distributed_sampler(length, num_ranks, seed, epoch, data):
     rank = data.draw(st.integers(0, num_ranks - 1))
@@ -140,18 +130,6 @@ def test_the_position_is_what_all_ranks_were_handed_without_the_padding(length, 
             assert ours.state_dict()["position"] == length
 
 
-def test_the_state_follows_the_newest_of_two_iterations():
-    ours = loader(6, 2)
-    older, newer = iter(ours), iter(ours)
-    assert ours.state_dict()["epoch"] == 1
-    assert next(newer).tolist() == torch_order(6, epoch=1)[:2]
-    assert next(older).tolist() == torch_order(6, epoch=0)[:2]
-    next(older)
-    assert (ours.state_dict()["epoch"], ours.state_dict()["position"]) == (1, 2)
-    assert next(newer).tolist() == torch_order(6, epoch=1)[2:4]
-    assert ours.state_dict()["position"] == 4
-
-
 # ----------------------------------------------------------------------------------------------- resuming
 
 
@@ -203,16 +181,6 @@ def test_the_seed_of_the_saved_order_is_kept():
     assert samples_of(ours) == torch_order(10, epoch=3, seed=17)[4:]
     assert ours.state_dict()["seed"] == 17
     assert samples_of(ours) == torch_order(10, epoch=4, seed=17)
-
-
-def test_loading_a_state_does_not_touch_an_iteration_under_way_nor_that_the_state():
-    ours = loader(6, 2)
-    under_way = iter(ours)
-    next(under_way)
-    ours.load_state_dict({"epoch": 5, "position": 2, "seed": 3, "num_samples": 6})
-    assert next(under_way).tolist() == torch_order(6, epoch=0)[2:4]
-    assert ours.state_dict() == {"epoch": 5, "position": 2, "seed": 3, "num_samples": 6}
-    assert samples_of(ours) == torch_order(6, epoch=5, seed=3)[2:]
 
 
 def test_beginning_an_epoch_draws_from_the_rng_what_torch_draws_and_resuming_it_nothing():
@@ -290,10 +258,3 @@ def test_a_malformed_state_is_refused_and_changes_nothing(state):
         ours.load_state_dict(state)
     assert ours.state_dict() == before
     assert samples_of(ours) == torch_order(6, epoch=1)
-
-
-def test_the_largest_numbers_that_a_state_may_hold_can_be_iterated_over():
-    ours = loader(6)
-    ours.load_state_dict({"epoch": 2**63 - 1, "position": 5, "seed": 2**63 - 1, "num_samples": 6})
-    assert len(batches_of(ours)) == 1
-    assert len(batches_of(ours)) == 6

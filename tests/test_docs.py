@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from tests.given import GIVEN
-from tests.test_frame import LEVEL, code_lines, part_of
 from zeroshard import Config
 
 ROOT = Path(__file__).parents[1]
@@ -131,35 +130,8 @@ def test_the_architecture_has_each_life_once_and_all_of_its_stops_are_found() ->
     assert len(STOPS) == len(re.findall(r"`[\w/]+\.py:\s", ARCHITECTURE)) > 50
 
 
-def test_the_first_reading_is_short_enough() -> None:
-    listed = ARCHITECTURE.partition("\n## The first reading\n")[2].partition("\n## ")[0]
-    files = re.findall(r"`([\w/]+\.py)`", listed)
-    sources = [(ROOT / "zeroshard" / file).read_text(encoding="utf-8") for file in files]
-    assert len(files) == len(set(files)) > 12
-    assert sum(map(code_lines, sources)) < 3000
-
-
 def test_the_glossary_has_few_words() -> None:
     glossary = ARCHITECTURE.partition("\n## Words\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.*?) \|", glossary, re.MULTILINE)[1:]
     words = [word for row in rows for word in row.split(", ")]
     assert len(words) == len(set(words)) <= 45
-
-
-CORE = ("plan", "parameters", "sharding", "stepping", "comm")
-"""The folders whose modules the layer picture names; of the others it has one line."""
-
-
-def test_the_layer_picture_has_every_part_and_every_module_of_the_core() -> None:
-    picture = ARCHITECTURE.partition("\n## Layers\n")[2].partition("```")[2].partition("```")[0]
-    drawn, folders = set(), [""]
-    for indent, name in re.findall(r"^( +)([\w/]+(?:\.py|/)) ", picture, re.MULTILINE):
-        depth = max(0, (len(indent) - 4) // 2)
-        folders[depth:] = [folders[depth - 1] + name if depth else name]
-        drawn.add(folders[depth])
-    core = tuple(f"zeroshard/{folder}/" for folder in CORE)
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "zeroshard").rglob("*.py")}
-    named = {path for path in modules if path.startswith(core) and not path.endswith("/__init__.py")}
-    parts = {part_of(name) for name in drawn if name.startswith("zeroshard/")}
-    assert LEVEL.keys() == parts
-    assert named == {name for name in drawn if name.startswith(core) and name.endswith(".py")}

@@ -1,82 +1,16 @@
-"""How a run ends: at its last line, with an exception, and when a rank is lost.
-
-Importing torch takes seconds, so one process imports it and forks the ranks of all trials. Each rank runs a
-script and leaves through the interpreter's own exit, as a script does under torchrun.
-
-What aborts a process whose group is open, or is still held by a mesh, is a thread of Gloo that waits for the
-interpreter lock, to drop a tensor, while the interpreter ends. A long switch interval lets that thread wait
-until then: so what happens to one run in five happens to every other one.
-"""
+"""How a run ends: at its last line, with an exception, and when a rank is lost."""
 
 from __future__ import annotations
 
-import atexit
-import functools
-import json
-import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import textwrap
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import torch.distributed as dist
 
-from tests.ranks import _torchrun_environment
+from tests.endings import Ending, Forks, run
 
-ROOT = Path(__file__).parents[1]
-
-FORK = """
-import gc, json, os, sys, time
-sys.modules["triton"] = None  # not used on CPUs, and slow to import and to leave
-import torch, torch._dynamo, torch.distributed.device_mesh, torch.distributed.tensor, zeroshard
-from tests.worker import ask_no_name_server
-ask_no_name_server()
-gc.freeze()
-sys.setswitchinterval(100)
-running, endings = {}, {}
-
-def start(environment, script, output):
-    process = os.fork()
-    if process:
-        running[process] = output, time.monotonic()
-        return None
-    os.environ.update(environment)
-    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
-    os.dup2(1, 2)
-    return script
-
-def collect():
-    while running:
-        process, status = os.wait()
-        output, begun = running.pop(process)
-        endings[output] = os.waitstatus_to_exitcode(status), time.monotonic() - begun
-
-def run(trials):
-    for number, trial in enumerate(trials, 1):
-        for rank in trial:
-            script = start(*rank)
-            if script is not None:
-                return script  # this is the rank
-        if number % 4 == 0:
-            collect()
-    collect()
-
-script = None
-for line in iter(sys.stdin.readline, ""):
-    script = run(json.loads(line))
-    if script is not None:
-        break
-    print(json.dumps(endings), flush=True)
-    endings.clear()
-if script is not None:
-    exec(compile(script, "script.py", "exec"), globals())
-"""
+__all__ = ["run"]
 
 MODEL = """
 import os, signal, sys, threading, time
@@ -111,9 +45,6 @@ for _ in range(3):
     engine.train_batch(x, y)
 """
 
-OWN_GROUP = """
-dist.init_process_group("gloo")
-"""
 
 FAIL = """
 model.fails = True
@@ -210,11 +141,6 @@ for number in range(6 - rank):
     engine.train_batch(x, y)
 """
 
-SAVE = """
-import tempfile
-engine.save_checkpoint(os.path.join(tempfile.gettempdir(), "never-written"))
-"""
-
 
 GO_ON_ALONE = """
 if rank == LONGER:
@@ -232,83 +158,6 @@ threads()
 lifecycle._lifecycle.close()  # what atexit calls
 threads()
 """
-
-STILL_OPEN = """
-assert dist.is_initialized()
-dist.barrier()
-print("still open")
-dist.destroy_process_group()
-"""
-
-
-class Ending(NamedTuple):
-    """How a rank's process ended."""
-
-    code: int
-    output: str
-    seconds: float
-
-    @property
-    def last_line(self) -> str:
-        """Without the name of the rank that torch puts before each line."""
-        return self.output.rstrip().splitlines()[-1].split("]: ", 1)[-1]
-
-
-class Forks:
-    """The process that forks. What the fixture `run` gives to a test."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", FORK],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def __call__(self, *scripts: str, num_ranks: int = 2) -> list[tuple[Ending, ...]]:
-        """Run each script on some ranks; the endings of all of them, by script."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        folder = Path(tempfile.mkdtemp(dir=self._folder))
-        stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in scripts]
-        trials = [
-            [
-                (_torchrun_environment(rank, num_ranks, store.port), script, f"{folder}/{number}.{rank}")
-                for rank in range(num_ranks)
-            ]
-            for number, (store, script) in enumerate(zip(stores, scripts, strict=True))
-        ]
-        print(json.dumps(trials), file=self._process.stdin, flush=True)
-        answers = json.loads(self._process.stdout.readline())
-
-        def ending(output: str) -> Ending:
-            code, seconds = answers[output]
-            return Ending(code, Path(output).read_text(errors="replace"), seconds)
-
-        return [tuple(ending(output) for _, _, output in trial) for trial in trials]
-
-    def stop(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
-
-
-@functools.cache
-def forks() -> Forks:
-    """The process that forks, one for the tests of all files: it takes seconds to start."""
-    folder = tempfile.mkdtemp(prefix="endings")
-    forks = Forks(Path(folder))
-    atexit.register(shutil.rmtree, folder)
-    atexit.register(forks.stop)
-    return forks
-
-
-@pytest.fixture
-def run() -> Forks:
-    return forks()
 
 
 def script(*parts: str, stage: int = 3, watchdog_s: float = 60.0) -> str:
@@ -341,13 +190,6 @@ def test_no_thread_of_the_groups_is_left_at_exit(run: Forks) -> None:
             for thread in ("pt_gloo_runloop", "zeroshard_watchdog"):
                 assert thread in before
                 assert thread not in after
-
-
-@pytest.mark.long
-def test_process_group_of_the_user_stays_open(run: Forks) -> None:
-    endings = run(*[script(OWN_GROUP, TRAIN, STILL_OPEN, stage=stage) for stage in (1, 3)])
-    said = [(ending.code, ending.output) for pair in endings for ending in pair]
-    assert said == [(0, "still open\n")] * 4
 
 
 @pytest.mark.long_where(dead=[0])
@@ -402,21 +244,6 @@ def test_rank_that_had_fewer_batches_ends_and_the_others_are_told_why_they_wait(
         assert_gave_up(waiting, rank=0)
         advice = f"rank 1 has exited. If rank 1 is not on its way there, it {HAD_FEWER_BATCHES}"
         assert advice in waiting.last_line
-
-
-@pytest.mark.long
-@pytest.mark.long_where(part=[FEWER_BATCHES_ON_RANK_1])
-@pytest.mark.parametrize(
-    "part", [LEAVE_OUT_A_BATCH_ON_RANK_1, FEWER_BATCHES_ON_RANK_1], ids=["left", "fewer"]
-)
-def test_rank_that_had_fewer_batches_and_saves_is_told_so_too(run: Forks, part: str) -> None:
-    for pair in run(*[script(TRAIN, part, SAVE, stage=stage, watchdog_s=3.0) for stage in STAGES]):
-        for rank, ending in enumerate(pair):
-            assert ending.code == 1
-            assert ending.seconds < 30
-            assert f"rank {rank} of 2 gave up in the" in ending.last_line
-            advice = f"If these are not parts of the same call, one of the ranks {HAD_FEWER_BATCHES}"
-            assert advice in ending.last_line
 
 
 OUTSIDE = "rank 1 is outside of forward, backward and optimizer step since"
@@ -484,19 +311,6 @@ def test_rank_that_never_comes_to_initialize_is_missed_in_our_words(run: Forks) 
     assert [waiting.code, failed.code] == [1, 1]
     assert waiting.last_line.startswith("RuntimeError: ")
     assert "rank 0 of 2" in waiting.last_line
-
-
-@pytest.mark.long
-def test_evaluation_and_saving_on_rank_0_alone_tell_that_all_ranks_must_call_it(run: Forks) -> None:
-    calls = ("engine(x)", "engine.full_state_dict()", "engine.save_checkpoint(f'/tmp/{os.getpid()}')")
-    alone = [f"\nif rank == 0:\n    {call}\nelse:\n    time.sleep(60)\n" for call in calls]
-    for waiting, other in run(*[script(TRAIN, part, watchdog_s=2.0) for part in alone]):
-        assert [waiting.code, other.code] == [1, 1]
-        for ending in (waiting, other):
-            assert "every forward (in evaluation too), save_checkpoint" in ending.output
-            assert "call this on all ranks" in ending.output
-            assert "gloo" not in ending.output
-        assert waiting.output.count("RuntimeError") == 1
 
 
 def assert_gave_up(ending: Ending, rank: int) -> None:

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import zeroshard
-from tests.distributed.models import Tiny
-from tests.distributed.training import ALL_STAGES, full_gradients, numbers, square_loss, start
+from tests.distributed.models import Tiny, tiny
+from tests.distributed.training import ALL_STAGES, numbers, square_loss, start
 from tests.ranks import on_ranks
-from zeroshard.parameters.sharded import ShardedParameter
 
 
 class Net(nn.Module):
@@ -46,11 +44,6 @@ class Net(nn.Module):
 def net():
     torch.manual_seed(0)
     return Net()
-
-
-def tiny(num_blocks=2):
-    torch.manual_seed(0)
-    return Tiny(num_blocks)
 
 
 def caught(function, *args, **kwargs):
@@ -105,69 +98,6 @@ def test_parameters_buffers_and_modules_keep_their_names_without_a_prefix(ranks)
     for want, got, _ in ranks(2, names):
         assert [name for name, _ in got.pop("buffers")] == [name for name, _ in want.pop("buffers")]
         assert got == want
-
-
-@on_ranks(2)
-def test_children_named_like_attributes_of_an_engine_stay_untouched_and_are_trained():
-    """What the model and the engine have under the same names; and whether the children are trained."""
-    model = net()
-    children = {name: getattr(model, name) for name in ("loss_fn", "module", "config", "optimizer")}
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, _, _, scheduler = zeroshard.initialize(
-        model, optimizer, loss_fn=F.mse_loss, lr_scheduler=lambda o: torch.optim.lr_scheduler.ConstantLR(o)
-    )
-    engine.train_batch(numbers(0, 4, 7), numbers(1, 4, 3))
-    engine.grad_norm = engine.clip_grad_norm_(1.0)
-    after = full(engine)
-    results = [
-        all(getattr(model, name) is child for name, child in children.items()),
-        list(model._modules) == ["loss_fn", "module", "blocks", "config", "optimizer", "second"],
-        list(model._buffers) == ["global_step", "units", "mesh", "grad_norm"],
-        model._buffers["grad_norm"] is None,
-        model.global_step.tolist() == [3, 4],
-        isinstance(model.lr_scheduler, nn.Parameter),
-        engine.module is model,
-        engine.loss_fn is F.mse_loss,
-        engine.optimizer is optimizer,
-        engine.lr_scheduler is scheduler,
-        isinstance(engine.config, zeroshard.Config),
-        isinstance(engine.mesh, DeviceMesh),
-        engine.global_step == 1,
-        set(unequal(after, before))
-        >= {"loss_fn.weight", "config.weight", "optimizer.weight", "lr_scheduler"},
-    ]
-    assert results == [True] * 14
-
-
-@on_ranks(1)
-def test_attributes_set_on_an_engine_are_its_own_and_not_the_models():
-    """What becomes of attributes that are set on an engine later on."""
-    model = tiny()
-    before = [list(d) for m in model.modules() for d in (m._parameters, m._buffers, m._modules)]
-    engine, _ = start(model, "SGD")
-    engine.note, engine.layer = "mine", nn.Linear(2, 2)
-    engine.weight, engine.table = nn.Parameter(torch.ones(2)), torch.ones(3)
-    after = [list(d) for m in model.modules() for d in (m._parameters, m._buffers, m._modules)]
-    layer = engine.layer
-    del engine.layer
-    assert (before == after, engine.note, isinstance(layer, nn.Linear), hasattr(engine, "layer")) == (
-        True,
-        "mine",
-        True,
-        False,
-    )
-
-
-@on_ranks(1)
-def test_train_and_eval_reach_the_model():
-    model = net()
-    engine, _ = start(model, "SGD")
-    found = []
-    for change in (engine.eval, engine.train, lambda: engine.train(False), lambda: engine.train(True)):
-        returned = change()
-        found.append((returned is engine, engine.training, {m.training for m in model.modules()}))
-    assert found == [(True, mode, {mode}) for mode in (False, True, False, True)]
 
 
 def states_and_moves(stage):
@@ -292,69 +222,7 @@ def test_without_an_optimizer_step_is_an_error_and_gradients_can_be_had():
     assert (with_gradients, count) == (13, 0)
 
 
-@pytest.mark.parametrize("param_dtype", [None, "bf16"])
-@on_ranks(2)
-def test_gradients_are_one_dimensional_slices_in_the_main_dtype(param_dtype):
-    """What is wrong with the gradients between backward and step, by stage."""
-    failures = []
-    for stage in ALL_STAGES:
-        model = tiny()
-        plain = copy.deepcopy(model)
-        engine, _ = start(model, "SGD", stage=stage, precision={"param_dtype": param_dtype})
-        x = numbers(0, 5, 7, rank=0)
-        engine(x).float().square().mean().backward()
-        plain(x).square().mean().backward()
-        empty = 0
-        for name, p in engine.named_parameters():
-            is_slice = p.grad.ndim == 1 and p.grad.shape == p.shape and type(p) is ShardedParameter
-            if not is_slice or p.grad.dtype != torch.float32 or p.dtype != torch.float32:
-                failures.append(f"stage {stage}: {name} has {p.grad.dtype} {tuple(p.grad.shape)}")
-            empty += not p.grad.numel()
-        whole = full_gradients(engine)
-        for name, p in plain.named_parameters():
-            near = torch.allclose(whole[name], p.grad.flatten(), rtol=0.1, atol=0.02)
-            same = torch.equal(whole[name], p.grad.flatten())
-            failures += [] if near and (same or param_dtype) else [f"stage {stage}: gradient of {name}"]
-        if (empty > 0) != (stage > 0):
-            failures.append(f"stage {stage}: {empty} parameters of which this rank has nothing")
-    return failures
-
-
 # -------------------------------------------------------------------------------------------- train_batch
-
-
-def batches_under_bfloat16():
-    """By stage, the mean loss that train_batch returns where bfloat16 is the default; this rank's mean."""
-    found = []
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        for stage in ALL_STAGES:
-            model = tiny().float()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            config = {"stage": stage, "gradient_accumulation_steps": 2}
-            engine = zeroshard.initialize(model, optimizer, config, loss_fn=F.mse_loss).engine
-            x, y = numbers(0, 6, 7).float(), numbers(50, 6, 3).float()
-            with torch.no_grad():
-                own = sum(
-                    F.mse_loss(engine(part), of).item()
-                    for part, of in zip(x.chunk(2), y.chunk(2), strict=True)
-                )
-            value = engine.train_batch(x, y)
-            found.append((value.item(), own / 2, value.dtype is torch.float32, engine.global_step))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_train_batch_returns_a_mean_in_float32_where_bfloat16_is_the_default(ranks, num_ranks):
-    by_rank = ranks(num_ranks, batches_under_bfloat16)
-    for stage in ALL_STAGES:
-        mean = sum(found[stage][1] for found in by_rank) / num_ranks
-        for found in by_rank:
-            value, _, is_float32, num_steps = found[stage]
-            assert value == pytest.approx(mean, rel=1e-6)
-            assert (is_float32, num_steps) == (True, 1)
 
 
 @on_ranks(2)
@@ -495,25 +363,6 @@ def test_train_batch_takes_a_tensor_a_tuple_or_a_mapping_and_models_that_return_
     assert len(found) == 9
 
 
-class OfList(Tiny):
-    """Takes a list of tensors as its one argument."""
-
-    def forward(self, parts: list[Tensor]) -> Tensor:
-        return super().forward(torch.cat(parts, 1))
-
-
-@on_ranks(1)
-def test_a_list_is_one_argument_whose_tensors_are_cut():
-    torch.manual_seed(0)
-    model = OfList()
-    config = {"gradient_accumulation_steps": 2}
-    engine, _, _, _ = zeroshard.initialize(model, torch.optim.SGD, config, loss_fn=F.mse_loss)
-    x, y = numbers(0, 4, 7), numbers(1, 4, 3)
-    with torch.no_grad():
-        want = F.mse_loss(engine([x[:, :3], x[:, 3:]]), y).item()
-    assert engine.train_batch([x[:, :3], x[:, 3:]], y).item() == pytest.approx(want, rel=1e-6)
-
-
 @on_ranks(2)
 def test_batches_that_do_not_divide_are_refused_with_the_numbers_and_change_nothing():
     """What train_batch says to batches it cannot take, and that they change nothing."""
@@ -552,51 +401,7 @@ def test_batches_that_do_not_divide_are_refused_with_the_numbers_and_change_noth
     assert (unchanged, is_finite, count) == (True, True, 1)
 
 
-@on_ranks(2)
-def test_after_a_failed_batch_zero_grad_starts_the_step_anew():
-    """Where a run whose second micro-batch failed at first differs from one without the failure."""
-    failed = (("LookupError", "a row is missing"), [], 1)
-    x, y = numbers(0, 4, 7), numbers(1, 4, 3)
-    engines, said = [], None
-    for fails_at in (None, 1, 2):
-        model, calls = tiny(), []
-
-        def count(module, args, calls=calls, fails_at=fails_at):
-            calls.append(1)
-            if len(calls) == fails_at:
-                raise LookupError("a row is missing")
-
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        config = {"gradient_accumulation_steps": 2}
-        engine = zeroshard.initialize(model, optimizer, config, loss_fn=F.mse_loss).engine
-        model.blocks[1].register_forward_pre_hook(count)
-        if fails_at:
-            said = caught(engine.train_batch, x, y)
-            engine.zero_grad()
-        engine.train_batch(x, y)
-        engines.append((engine, said))
-    want = full(engines[0][0])
-    assert [(said, unequal(full(engine), want), engine.global_step) for engine, said in engines[1:]] == [
-        failed,
-        failed,
-    ]
-
-
 # ---------------------------------------------------------------------------------------------- unsharded
-
-
-@on_ranks(2)
-def test_one_block_can_be_written_while_another_is_shown():
-    """Names that differ after one block was written while another was shown."""
-    engine, _ = start(tiny(), "SGD")
-    first, second = engine.module.blocks
-    before = full(engine)
-    with torch.no_grad(), engine.unsharded(first):
-        first[0].bias.zero_()  # not written back
-        with engine.unsharded(second, write_back=True):
-            second[0].bias.zero_()
-        still = first[0].bias.ndim, first[0].bias.numel(), second[0].weight.ndim
-    assert (still, unequal(full(engine), before)) == ((1, 30, 1), ["blocks.1.0.bias"])
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -840,26 +645,6 @@ def test_an_exception_inside_unsharded_passes_and_everything_is_as_before():
     assert found == one_stage * 4
 
 
-@on_ranks(2)
-def test_unsharded_takes_the_engine_for_the_model_and_refuses_modules_of_others():
-    """unsharded(engine), and modules that are not the model's."""
-    engine, _ = start(Net(), stage=3)
-    names = [name for name, p in engine.named_parameters() if "." not in name]
-    with engine.unsharded(engine):
-        shapes = [tuple(dict(engine.named_parameters())[name].shape) for name in names]
-    said = []
-    for write_back in (False, True):
-        try:
-            with engine.unsharded(nn.Linear(2, 2), write_back=write_back):
-                said.append("entered")
-        except ValueError as error:
-            said.append(str(error))
-    want, got = [tuple(dict(Net().named_parameters())[name].shape) for name in names], shapes
-    assert want
-    assert got == want
-    assert said == ["unsharded: expected modules of the model, got Linear"] * 2
-
-
 # -------------------------------------------------------------------------------------- full_state_dict
 
 
@@ -931,29 +716,3 @@ def test_full_state_dict_has_the_models_own_keys_and_values_on_rank_0(ranks, sta
     assert (failures, other) == ([], {})
     if stage == 3 and not param_dtype:
         assert run(1) == [[]]
-
-
-@on_ranks(2)
-def test_full_state_dict_may_be_had_between_forward_and_backward_and_leaves_nothing_gathered():
-    """What full_state_dict() leaves of gathered parameters, and where it may not be called."""
-    engine, optimizer = start(tiny(), "SGD")
-    loss = square_loss(engine, 0)
-    engine.full_state_dict()  # between forward and backward
-    loss.backward()
-    engine.full_state_dict()
-    optimizer.step()
-    engine.full_state_dict()
-    assert engine.memory_report().unsharded == 0
-
-
-@on_ranks(3)
-def test_the_mesh_has_a_data_parallel_axis_over_all_ranks():
-    engine, _ = start(tiny(), "SGD", stage=1)
-    with pytest.raises(AttributeError):
-        engine.units = []
-    assert (engine.mesh.mesh_dim_names, engine.mesh.size(), engine.skipped_steps, engine.grad_norm) == (
-        ("dp_shard",),
-        3,
-        0,
-        None,
-    )

@@ -266,8 +266,7 @@ def wrong(num_ranks: int, case: Case, of_ranks: list[Measured], path: str) -> li
     ]
 
 
-@pytest.mark.long_where(name=["tensor"])
-@pytest.mark.long_where(name=["stages", "tiers", "adapters", "hybrid", "together"])
+@pytest.mark.long_where(num_ranks=[2, 4])
 @pytest.mark.parametrize(("num_ranks", "name"), CASES)
 def test_model_states_are_within_1_percent_and_activations_within_10(ranks, num_ranks, name, tmp_path):
     cases, path = CASES[num_ranks, name], str(tmp_path)

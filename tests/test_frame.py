@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import re
 import sys
 import threading
 import tokenize
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
@@ -262,6 +264,43 @@ def test_extras_use_the_public_api_and_no_more_of_the_engine_than_is_listed(tree
             if part not in {own, *BELOW} and name not in zeroshard.__all__:
                 found.setdefault(path.removeprefix("zeroshard/").removesuffix(".py"), set()).add(part)
     assert found == LOOKED_INTO
+
+
+def test_each_package_that_a_module_imports_is_required_or_in_an_extra(trees: Trees) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    known = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in (*project["dependencies"], *extras)}
+    roots = {name.partition(".")[0] for tree in trees.values() for name in imported(tree)}
+    # The file systems of Ray, and what torch brings for NVIDIA's GPUs.
+    with_them = {"pyarrow", "triton"}
+    assert roots - known - set(sys.stdlib_module_names) - {"zeroshard"} == with_them
+
+
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+DRAWN = ("plan", "parameters", "sharding", "stepping", "comm")
+"""The folders whose modules the layer picture names; of the others it has one line."""
+
+
+def test_the_layer_picture_has_every_part_and_every_module_of_the_core(trees: Trees) -> None:
+    picture = ARCHITECTURE.partition("\n## Layers\n")[2].partition("```")[2].partition("```")[0]
+    drawn, folders = set(), [""]
+    for indent, name in re.findall(r"^( +)([\w/]+(?:\.py|/)) ", picture, re.MULTILINE):
+        depth = max(0, (len(indent) - 4) // 2)
+        folders[depth:] = [folders[depth - 1] + name if depth else name]
+        drawn.add(folders[depth])
+    core = tuple(f"zeroshard/{folder}/" for folder in DRAWN)
+    named = {path for path in trees if path.startswith(core) and not path.endswith("/__init__.py")}
+    parts = {part_of(name) for name in drawn if name.startswith("zeroshard/")}
+    assert LEVEL.keys() == parts
+    assert named == {name for name in drawn if name.startswith(core) and name.endswith(".py")}
+
+
+def test_the_first_reading_is_short_enough() -> None:
+    listed = ARCHITECTURE.partition("\n## The first reading\n")[2].partition("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.py)`", listed)
+    sources = [(ROOT / "zeroshard" / file).read_text(encoding="utf-8") for file in files]
+    assert len(files) == len(set(files)) > 12
+    assert sum(map(code_lines, sources)) < 3000
 
 
 # ---------------------------------------------------------------------------------------------- the budgets

@@ -2,11 +2,7 @@
 
 import copy
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -24,7 +20,6 @@ from zeroshard import Config, Engine, Initialized
 from zeroshard.agreement import check_agreement
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.plan.units import find_units
 
 
@@ -87,56 +82,6 @@ def test_it_returns_engine_optimizer_dataloader_and_scheduler_in_the_order_scrip
         nothing[1:] == (None, None, None) and nothing.engine.config == Config(),
     ]
     assert results == [True, fields, True, True, True, True, True, True, True]
-
-
-@on_ranks(2)
-def test_a_callable_gets_the_original_parameters_each_once():
-    """Shapes that a callable is given, and whether what it makes comes back."""
-    seen, made = [], []
-
-    def make(parameters):
-        parameters = list(parameters)
-        seen.extend(tuple(p.shape) for p in parameters)
-        small = [p for p in parameters if p.ndim < 2]
-        big = [p for p in parameters if p.ndim >= 2]
-        made.append(torch.optim.SGD([{"params": big}, {"params": small, "weight_decay": 0.0}], lr=0.1))
-        return made[0]
-
-    model = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 10), nn.Linear(10, 10))
-    model[2].weight = model[1].weight
-    shapes = [tuple(p.shape) for p in model.parameters()]
-    result = zeroshard.initialize(model, make)
-    counts = [len(group["params"]) for group in result.optimizer.param_groups]
-    by_class = zeroshard.initialize(Tiny(), torch.optim.AdamW).optimizer
-    partial = zeroshard.initialize(Tiny(), functools.partial(torch.optim.Adam, lr=0.25)).optimizer
-    named = Tiny()
-    names = [name for name, _ in named.named_parameters()]
-    by_names = zeroshard.initialize(named, torch.optim.AdamW(named.named_parameters())).optimizer
-    assert (
-        seen == shapes,
-        result.optimizer is made[0],
-        counts,
-        type(by_class) is torch.optim.AdamW,
-        partial.param_groups[0]["lr"],
-        all(type(p) is ShardedParameter for group in by_class.param_groups for p in group["params"]),
-        by_names.param_groups[0]["param_names"]
-        == [p.fqn for p in by_names.param_groups[0]["params"]]
-        == names,
-    ) == (True, True, [2, 3], True, 0.25, True, True)
-
-
-def configs(paths):
-    """The engine's config for each way to give it."""
-    ways = [{"stage": 1, "clip_grad_norm": 2.0}, Config(stage=1, clip_grad_norm=2.0), *paths, Path(paths[0])]
-    return [zeroshard.initialize(Tiny(), config=way).engine.config for way in ways]
-
-
-def test_the_config_is_an_object_a_dict_or_a_path_to_json_or_toml(ranks, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"stage": 1, "clip_grad_norm": 2}))
-    (tmp_path / "config.toml").write_text("stage = 1\nclip_grad_norm = 2\n")
-    paths = [str(tmp_path / "config.json"), str(tmp_path / "config.toml")]
-    (found,) = ranks(1, configs, paths)
-    assert found == [Config(stage=1, clip_grad_norm=2.0)] * 5
 
 
 @on_ranks(2)
@@ -257,42 +202,6 @@ def test_under_torchrun_it_opens_the_process_group_itself():
     ) == (False, True, "gloo", 2, 2)
 
 
-EMBEDDED = """
-import copy, torch, zeroshard
-import torch.distributed as dist
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(7, 30), nn.Tanh(), nn.Linear(30, 1))
-plain, x, y = copy.deepcopy(model), torch.randn(6, 7), torch.randn(6, 1)
-reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-engine, optimizer, _, _ = zeroshard.initialize(model, optimizer, loss_fn=nn.functional.mse_loss)
-print(dist.is_initialized(), dist.get_world_size(), engine.mesh.size())
-for _ in range(3):
-    loss = engine.train_batch(x, y)
-    reference.zero_grad()
-    expected = nn.functional.mse_loss(plain(x), y)
-    expected.backward()
-    reference.step()
-    print(loss.item() == expected.item())
-state = engine.full_state_dict()
-print(all(torch.equal(state[name], value) for name, value in plain.state_dict().items()))
-"""
-
-
-@pytest.mark.long
-def test_without_torchrun_a_script_is_one_rank_that_computes_what_plain_pytorch_does(tmp_path):
-    torchruns = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(torchruns)}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", EMBEDDED], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.splitlines() == ["True 1 1", "True", "True", "True", "True"]
-
-
 # --------------------------------------------------------------------------------------- refused: config
 
 
@@ -301,12 +210,6 @@ def test_a_misspelt_config_key_is_refused_with_the_closest_one():
     assert "unknown config key 'precision.parm_dtype'; did you mean 'precision.param_dtype'?" in refusal(
         Tiny(), None, {"precision": {"parm_dtype": "bf16"}}
     )
-
-
-def test_a_misspelt_key_in_a_file_is_refused_with_the_file(tmp_path):
-    path = tmp_path / "config.toml"
-    path.write_text("stages = 3\n")
-    assert refusal(Tiny(), None, path).startswith(f"config file '{path}': unknown config key 'stages'")
 
 
 @pytest.mark.parametrize("model", [None, torch.ones(3), lambda x: x, Tiny])
@@ -393,7 +296,9 @@ def test_what_is_no_optimizer_is_refused(optimizer):
 def test_an_unknown_optimizer_warns_once_where_initialize_is_called_and_trains():
     """Warnings for optimizers that zeroshard does not know, and what they train against plain SGD."""
     found = []
-    for kind in (own_optimizer("Lion"), type("MySGD", (torch.optim.SGD,), {})):
+    # torch runs the hooks of steps for a class and for its base; a step counts once nevertheless.
+    own_step = {"step": lambda self, closure=None: torch.optim.SGD.step(self, closure)}
+    for kind in (own_optimizer("Lion"), type("MySGD", (torch.optim.SGD,), own_step)):
         torch.manual_seed(0)
         model = Tiny()
         plain = copy.deepcopy(model)
@@ -404,7 +309,7 @@ def test_an_unknown_optimizer_warns_once_where_initialize_is_called_and_trains()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             engine, optimizer, _, _ = zeroshard.initialize(model, optimizer)
-            same = not unlike(engine, optimizer, plain, reference)
+            same = not unlike(engine, optimizer, plain, reference) and engine.global_step == 3
         found.append(([(str(w.message), w.category, w.filename) for w in caught], same))
     for name, (caught, same) in zip(("Lion", "MySGD"), found, strict=True):
         ((message, category, filename),) = caught
@@ -447,19 +352,6 @@ class Endless(IterableDataset):
         return iter(())
 
 
-@on_ranks(2)
-def test_the_dataloader_takes_workers_pinned_memory_and_drop_last_from_the_config():
-    data = TensorDataset(torch.arange(11.0).view(11, 1))
-    options = {"num_workers": 1, "drop_last": True, "pin_memory": False}
-    loader = zeroshard.initialize(
-        Tiny(), None, {"micro_batch_size": 2, "loader": options}, training_data=data
-    ).dataloader
-    got = [(loader.num_workers, loader.drop_last, loader.pin_memory)]
-    options, sizes = [*got, [len(batch[0]) for batch in loader]]
-    assert options == (1, True, False)
-    assert sizes == [2, 2, 2]  # 6 samples of each rank
-
-
 @pytest.mark.parametrize("data", [[], TensorDataset(torch.ones(0, 3)), Endless(), 3])
 def test_training_data_that_cannot_be_dealt_to_the_ranks_is_refused(data):
     message = refusal(Tiny(), training_data=data)
@@ -471,18 +363,6 @@ def test_a_loss_that_cannot_be_called_is_refused():
     assert refusal(Tiny(), loss_fn="mse") == (
         "loss_fn: expected a callable (output, targets) -> loss, got 'mse'"
     )
-
-
-def test_after_a_refusal_the_model_is_as_it_was():
-    model = Tiny()
-    before = {name: (id(p), type(p), tuple(p.shape)) for name, p in model.named_parameters()}
-    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
-    refusal(model, torch.optim.SGD(Tiny().parameters(), lr=0.1))
-    refusal(model, adamw(model), {"stge": 3})
-    refusal(model, adamw(model), training_data=[])
-    assert {name: (id(p), type(p), tuple(p.shape)) for name, p in model.named_parameters()} == before
-    assert [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()] == hooks
-    assert sum(hooks) == 0
 
 
 # ---------------------------------------------------------------------- refused: models, once ranks are there
@@ -524,19 +404,7 @@ def test_a_model_that_is_sharded_already_in_whole_or_in_part_is_refused():
         assert message.startswith(f"parameter '{name}' is sharded already: call engine.close()")
 
 
-@on_ranks(2)
-def test_frozen_parameters_may_be_float16():
-    model = Tiny().half().requires_grad_(False)
-    engine = zeroshard.initialize(model).engine
-    assert sorted({str(p.dtype) for p in engine.parameters()}) == ["torch.float16"]
-
-
 # ------------------------------------------------------------------------------------ ranks that disagree
-
-
-def one_more(model):
-    model.more = nn.Linear(2, 2, bias=False)
-    return model
 
 
 def frozen(model):
@@ -568,11 +436,6 @@ DISAGREEMENTS = {
         "rank(s) 0, 2 have parameter 'weight' (7, 5) torch.float32; "
         "rank(s) 1 have parameter 'weight' (8, 5) torch.float32",
     ),
-    "one parameter more": (
-        (Tiny, adamw, None),
-        (lambda: one_more(Tiny()), adamw, None),
-        "rank(s) 0, 2 have nothing more; rank(s) 1 have parameter 'more.weight' (2, 2) torch.float32",
-    ),
     "frozen": (
         (Tiny, None, None),
         (lambda: frozen(Tiny()), None, None),
@@ -596,31 +459,15 @@ DISAGREEMENTS = {
         (Tiny, None, {"stage": 2}),
         "rank(s) 0, 2 have config stage=3; rank(s) 1 have config stage=2",
     ),
-    "config before model": (
-        (lambda: nn.Linear(5, 7), None, {"num_prefetch": 0}),
-        (lambda: nn.Linear(5, 8), None, {"num_prefetch": 1}),
-        "rank(s) 0, 2 have config num_prefetch=0; rank(s) 1 have config num_prefetch=1",
-    ),
     "optimizer or none": (
         (Tiny, torch.optim.AdamW, None),
         (Tiny, None, None),
         r"rank(s) 0, 2 have optimizer AdamW group 0 of 9 parameters; rank(s) 1 have no optimizer",
     ),
-    "class of optimizer": (
-        (Tiny, torch.optim.AdamW, None),
-        (Tiny, torch.optim.Adam, None),
-        "rank(s) 0, 2 have optimizer AdamW group 0 of 9 parameters; "
-        "rank(s) 1 have optimizer Adam group 0 of 9 parameters",
-    ),
     "learning rate": (
         (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.5), None),
         (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.25), None),
         "rank(s) 0, 2 have optimizer SGD group 0 lr=0.5; rank(s) 1 have optimizer SGD group 0 lr=0.25",
-    ),
-    "number of groups": (
-        (Tiny, lambda parameters: torch.optim.SGD([{"params": [p]} for p in list(parameters)[:2]]), None),
-        (Tiny, lambda parameters: torch.optim.SGD([{"params": list(parameters)[:1]}]), None),
-        "rank(s) 0, 2 have optimizer SGD group 1 of 1 parameters; rank(s) 1 have nothing more",
     ),
     "which parameters are in a group": (
         (two_layers, lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters]), None),
@@ -658,14 +505,6 @@ def test_ranks_that_differ_learn_the_first_difference_and_who_has_it(disagreemen
     pattern = re.escape(said).replace(re.escape("..."), ".*")
     for found in disagreements:
         assert re.match(pattern, found.get(name, "nothing: it was not noticed"))
-
-
-@on_ranks(4)
-def test_every_version_is_named_with_its_ranks():
-    with pytest.raises(RuntimeError) as caught:
-        zeroshard.initialize(nn.Linear(3, 4 + dist.get_rank()))
-    for rank in range(4):
-        assert f"rank(s) {rank} have parameter 'weight' ({4 + rank}, 3) torch.float32" in str(caught.value)
 
 
 def layers_by_name(num):

@@ -1,6 +1,5 @@
 """What does not fit is refused at the start, by kind, with what needs less."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -82,9 +81,3 @@ def test_limits_of_control_groups_of_version_2(tmp_path):
     write(tmp_path / "job/rank", memory__max="max\n", memory__current="7\n", memory__stat="inactive_file 3\n")
     assert list(limits_of_groups("0::/job/rank\n", tmp_path)) == [150]
     assert list(limits_of_groups("0::/elsewhere\n", tmp_path)) == []
-
-
-def test_a_limit_of_a_group_is_less_than_the_memory_of_the_node(monkeypatch):
-    monkeypatch.setattr("zeroshard.memory.budget.limits_of_groups", lambda groups, root: iter([4096, 12345]))
-    assert Path("/proc/self/cgroup").exists()
-    assert host_bytes_free() == 4096

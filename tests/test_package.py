@@ -10,11 +10,8 @@ from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
 
-import pytest
-
-from tests.test_frame import imported
 from tools.install import requirements
-from tools.package import link, required
+from tools.package import required
 from tools.smoke import OPTIONAL
 
 ROOT = Path(__file__).parents[1]
@@ -46,19 +43,6 @@ def test_the_smoke_test_knows_each_package_that_the_import_of_a_module_needs() -
                 names.add(str(node.module).partition(".")[0])
     known = {"torch", "numpy", "psutil", "rich", "zeroshard", "pyarrow", "triton"} | OPTIONAL
     assert names - sys.stdlib_module_names <= known
-
-
-def test_each_package_that_a_module_imports_is_required_or_in_an_extra() -> None:
-    extras = [line for lines in PROJECT["optional-dependencies"].values() for line in lines]
-    known = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in (*PROJECT["dependencies"], *extras)}
-    roots = {
-        name.partition(".")[0]
-        for file in (ROOT / "zeroshard").rglob("*.py")
-        for name in imported(ast.parse(file.read_text(encoding="utf-8")))
-    }
-    # The file systems of Ray, and what torch brings for NVIDIA's GPUs.
-    with_them = {"pyarrow", "triton"}
-    assert roots - known - set(sys.stdlib_module_names) - {"zeroshard"} == with_them
 
 
 class Installed(Distribution):
@@ -121,17 +105,3 @@ def test_each_extra_that_a_page_names_is_there() -> None:
 
 def test_requirements_are_followed_with_their_extras_and_markers() -> None:
     assert required(["Torch>=1", "more; extra == 'more'"], find).keys() == {"torch", "kit", "blas"}
-
-
-def test_a_requirement_that_is_not_installed_is_an_error() -> None:
-    with pytest.raises(PackageNotFoundError, match="fft"):
-        required(["kit[fft]"], find)
-
-
-def test_links_lead_to_the_files_of_a_package_but_not_to_its_scripts(tmp_path: Path) -> None:
-    (tmp_path / "from" / "a").mkdir(parents=True)
-    (tmp_path / "from" / "a" / "b.py").write_text("x = 1")
-    link(Installed("a", (), tmp_path / "from"), tmp_path / "to" / "lib" / "site")
-    files = [path for path in (tmp_path / "to").rglob("*") if not path.is_dir()]
-    assert files == [tmp_path / "to" / "lib" / "site" / "a" / "b.py"]
-    assert files[0].read_text() == "x = 1"

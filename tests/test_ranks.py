@@ -30,11 +30,6 @@ def draw_number_with_threads() -> tuple[float, int]:
     return torch.rand(()).item(), torch.get_num_threads()
 
 
-def policies_of_threads() -> set[int]:
-    dist.barrier()
-    return {os.sched_getscheduler(int(task)) for task in os.listdir("/proc/self/task")}
-
-
 def process_id() -> int:
     return os.getpid()
 
@@ -62,12 +57,6 @@ def fail_on(failing: list[int]) -> int:
     return dist.get_rank()
 
 
-def return_while_others_sleep() -> str:
-    if os.environ["RANK"] != "0":
-        time.sleep(1000)
-    return "gave up"
-
-
 def fail_while_others_wait() -> None:
     if dist.get_rank() == 1:
         raise ValueError("rank 1 gave up")
@@ -86,10 +75,6 @@ def die_while_others_wait() -> None:
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     wait_for_all()
-
-
-def return_a_lambda() -> object:
-    return lambda: None
 
 
 def write_process_id_and_sleep(path: str) -> None:
@@ -146,12 +131,6 @@ def test_exceptions_are_reported_by_rank_and_processes_stay(ranks: Ranks) -> Non
     assert ranks(2, process_id) == processes
 
 
-def test_result_that_cannot_be_pickled_is_an_error_of_the_rank(ranks: Ranks) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks(1, return_a_lambda)
-    assert "lambda" in str(caught.value)
-
-
 def test_hang_ends_soon_with_the_stacks_of_the_ranks(ranks: Ranks) -> None:
     ranks(2, describe)
     start = time.monotonic()
@@ -162,24 +141,6 @@ def test_hang_ends_soon_with_the_stacks_of_the_ranks(ranks: Ranks) -> None:
     assert str(caught.value).count("in sleep_for_long") == 2
     assert len(re.findall(r"^thread \d+ .+: [A-Z] in ", str(caught.value), re.MULTILINE)) >= 2
     assert ranks(2, fail_on, []) == [0, 1]
-
-
-def reset_signals() -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-@pytest.mark.long
-def test_stacks_are_told_also_after_somebody_has_reset_the_signals(ranks: Ranks) -> None:
-    ranks(2, reset_signals)
-    with pytest.raises(RankError) as caught:
-        ranks(2, sleep_for_long, timeout=2.0)
-    assert str(caught.value).count("in sleep_for_long") == 2
-
-
-@pytest.mark.long
-def test_what_a_rank_returned_is_told_when_others_hang(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"(?s)still running.*Rank 0 has returned gave up"):
-        ranks(2, return_while_others_sleep, timeout=2.0)
 
 
 def test_rank_that_raises_comes_before_the_stacks_of_those_that_wait(
@@ -205,11 +166,6 @@ def test_process_that_dies_is_named_with_its_signal(ranks: Ranks, monkeypatch: p
     assert ranks(2, fail_on, []) == [0, 1]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the policy")
-def test_no_thread_of_a_rank_takes_a_core_from_a_running_one(ranks: Ranks) -> None:
-    assert ranks(2, policies_of_threads) == [{os.SCHED_BATCH}] * 2
-
-
 @on_ranks(2)
 def body_that_fails() -> None:
     number = dist.get_rank()
@@ -228,6 +184,7 @@ def test_a_body_that_fails_shows_its_local_variables_and_what_one_returns_is_wro
         body_that_returns(ranks)
 
 
+@pytest.mark.long
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     file = tmp_path / "process_id"
     code = "import sys; from tests.ranks import Ranks; from tests import test_ranks; Ranks()"

@@ -1,7 +1,6 @@
 """What `engine.memory_report()` and `engine.comm_report()` tell."""
 
 import mmap
-import re
 import time
 from dataclasses import fields
 
@@ -11,17 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.distributed.models import Tiny
+from tests.distributed.models import tiny
 from tests.distributed.training import padded_size, square_loss, start
 from zeroshard import CommReport, MemoryReport
-from zeroshard.comm.counter import Counter
-from zeroshard.memory.report import measure_process, measure_traffic
-from zeroshard.tables import format_bytes
-
-
-def tiny():
-    torch.manual_seed(0)
-    return Tiny(num_blocks=2)
+from zeroshard.memory.report import measure_process
 
 
 def reports():
@@ -35,24 +27,6 @@ def reports():
     reset = engine.comm_report()
     infos = [(unit.name, unit.numel, unit.kept) for unit in engine.units]
     return fresh, used, reset, infos, padded_size(engine), len(list(engine.parameters()))
-
-
-def peaks():
-    """The largest bytes of gathered parameters: after a forward, after a reset, and after another forward."""
-    engine, _ = start(tiny(), "AdamW")
-    found = []
-    for _ in range(2):
-        with torch.no_grad():
-            square_loss(engine, 0)
-        found.append(engine.memory_report().peak_unsharded)
-        engine.reset_memory_report()
-        found.append(engine.memory_report().peak_unsharded)
-    return found
-
-
-def test_the_peak_is_that_since_the_last_reset(ranks):
-    for first, reset, second, _ in ranks(2, peaks):
-        assert 0 == reset < min(first, second)
 
 
 def states_in_wrappers():
@@ -101,39 +75,6 @@ def test_reports_have_the_fields_of_the_design_and_count_since_the_last_reset(ra
         assert all(numel % (256 * 2) == 0 for _, numel, _ in infos)
 
 
-def cells(text):
-    """The cells of each row of a table, by the first one."""
-    lines = [re.split(r"\s{3,}", line.strip()) for line in text.splitlines()]
-    return {name: rest for name, *rest in lines}
-
-
-def test_reports_print_as_tables_with_totals_and_the_rank(ranks):
-    for rank, (_, (memory, traffic), *_) in enumerate(ranks(2, reports)):
-        lines = str(memory).splitlines()
-        assert lines[0] == f"memory of rank {rank} of 2, now, on cpu"
-        assert max(map(len, lines)) < 80
-        found = cells(str(memory))
-        states = memory.parameters + memory.gradients + memory.optimizer
-        assert found["total"] == [format_bytes(memory.total)] == [format_bytes(states)]
-        assert found["gathered at the peak"] == [format_bytes(memory.peak_unsharded)]
-        assert found["process (RSS)"] == [format_bytes(memory.rss)]
-        assert not {"on the host", "on NVMe", "allocated by torch"} & found.keys()
-        lines = str(traffic).splitlines()
-        assert lines[0] == f"communication of rank {rank} of 2 in {traffic.elapsed_s:.3f} s"
-        assert max(map(len, lines)) < 80
-        found = cells(str(traffic))
-        assert found["reduce_scatter"] == [
-            "3",
-            format_bytes(traffic.bytes_sent["reduce_scatter"]),
-            f"{traffic.waited_s['reduce_scatter']:.3f} s",
-        ]
-        assert found["total"][:2] == [
-            str(sum(traffic.calls.values())),
-            format_bytes(sum(traffic.bytes_sent.values())),
-        ]
-        assert not {"all_reduce", "point_to_point"} & found.keys()
-
-
 def whole_report():
     """The report of a stage that gathers nothing, and what the system says of the process."""
     engine, _ = start(tiny(), "SGD", stage=1)
@@ -176,17 +117,6 @@ def test_the_time_for_which_a_rank_waits_for_a_slower_one_is_counted_by_collecti
         assert 0.3 < waited[0] < 5
         assert waited[1] < waited[0] - 0.2
         assert sum(fast[phase].values()) == pytest.approx(waited[0], abs=0.1)
-
-
-def test_a_comm_report_of_an_accelerator_tells_that_the_device_waits():
-    counter = Counter()
-    counter.add("all_gather", 8)
-    counter.add("control", 4)
-    counter.waited_s["control"] = 0.5
-    text = str(measure_traffic(counter, rank=1, num_ranks=2))
-    assert cells(text)["all_gather"] == ["1", "8 B", "-"]
-    assert cells(text)["control"] == ["1", "4 B", "0.500 s"]
-    assert "the device waits by itself" in text
 
 
 def test_on_an_accelerator_the_memory_is_that_of_its_allocator(monkeypatch):

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroshard
+from tests.distributed.models import tiny
 from tests.distributed.training import STAGES, numbers, plain, replicate
-from tests.sharding.test_copies import build
 
 
 def train(model, optimizer, clip, no_sync):
@@ -27,7 +27,7 @@ def train(model, optimizer, clip, no_sync):
 
 def train_by_the_composable_layer(axes):
     """Where the composable layer and DDP differ, by stage."""
-    replica = replicate(build())
+    replica = replicate(tiny())
     is_alone = dist.get_world_size() == 1
     want = train(
         replica,
@@ -37,7 +37,7 @@ def train_by_the_composable_layer(axes):
     )
     want_state, found = plain(replica).state_dict(), []
     for stage in STAGES:
-        model = build()
+        model = tiny()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=axes)
         sharded = zeroshard.shard(model, {"stage": stage}, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -68,7 +68,7 @@ def test_the_composable_layer_clips_accumulates_and_shows_as_ddp(ranks, num_rank
 
 def shard_over_two_axes(names):
     with pytest.raises(ValueError, match=r"mesh of one axis, or one with an axis 'dp_shard'") as caught:
-        zeroshard.shard(build(), mesh=DeviceMesh("cpu", [[0], [1]], mesh_dim_names=names))
+        zeroshard.shard(tiny(), mesh=DeviceMesh("cpu", [[0], [1]], mesh_dim_names=names))
     return str(caught.value)
 
 
@@ -81,7 +81,7 @@ def closed_and_sharded_again():
     """By stage, where a module that is closed between two steps, and sharded again, differs from DDP."""
     found = []
     for stage in STAGES:
-        replica, model = replicate(build()), build()
+        replica, model = replicate(tiny()), tiny()
         names = [name for name, _ in model.named_parameters()]
         for number in range(2):
             sharded = zeroshard.shard(model, {"stage": stage})
@@ -114,7 +114,7 @@ def test_a_module_that_was_closed_is_plain_and_can_be_sharded_again(ranks, num_r
 
 
 def closed_alone():
-    model = build()
+    model = tiny()
     sharded = zeroshard.shard(model, {"stage": 3})
     if dist.get_rank() == 0:
         sharded.close(restore=False)  # without the other ranks
@@ -126,16 +126,3 @@ def closed_alone():
 
 def test_a_rank_can_close_alone_to_give_back_memory(ranks):
     assert ranks(2, closed_alone) == [0, 0]
-
-
-def refused(hybrid):
-    module = build()
-    with pytest.raises(ValueError, match=r"^shard: expected mesh\.pp=1, got 2"):
-        zeroshard.shard(module, {"mesh": {"pp": 2}, **hybrid})
-    assert all(type(parameter) is torch.nn.Parameter for parameter in module.parameters())
-    return dist.is_initialized()
-
-
-@pytest.mark.parametrize("hybrid", [{}, {"shard_group_size": 1}])
-def test_pipelines_are_refused_before_a_group_is_opened(ranks, hybrid):
-    assert ranks(1, refused, hybrid, process_group=False) == [False]

@@ -1,7 +1,6 @@
 """Collectives give torch's results, sums in rank order to the bit, and exact counts."""
 
 import itertools
-import pickle
 
 import pytest
 import torch
@@ -139,26 +138,6 @@ def test_the_collectives_of_a_backend_over_two_groups_give_the_same(ranks, num_r
         assert total == sum(10.0**rank for rank in range(num_ranks))
 
 
-def reduce_with_a_pool(times):
-    """The places of the buffers that were left in the pool after each reduction."""
-    axis, pool = world(), BufferPool(CPU)
-    places = []
-    for _ in range(times):
-        flat = torch.ones(axis.size * 100)
-        axis.reduce_scatter(flat, torch.empty(100), pool, tag=0, label="test").wait()
-        buffers = [pool.take(FP32, 100) for _ in range(axis.size - 1)]
-        places.append(sorted(buffer.data_ptr() for buffer in buffers))
-        for buffer in buffers:
-            pool.give(buffer)
-    return places
-
-
-def test_a_reduce_scatter_allocates_nothing_once_the_pool_is_filled(ranks):
-    for first, *later in ranks(3, reduce_with_a_pool, 3):
-        assert len(set(first)) == 2
-        assert later == [first, first]
-
-
 # --------------------------------------------------------------------------------- several at the same time
 
 
@@ -198,25 +177,6 @@ def test_many_collectives_in_flight_keep_apart_in_any_order_on_any_rank(ranks, n
             assert_same_bits(tensor, expected)
 
 
-def use_one_tag_again():
-    axis = world()
-    results = []
-    for salt in range(3):
-        flat = torch.empty(axis.size * 20)
-        own = flat.chunk(axis.size)[axis.rank].copy_(values_of(axis.rank, 20, FP32, salt))
-        handle = axis.all_gather(flat, own, tag=5, label="test")
-        handle.wait()
-        handle.wait()
-        results.append(flat)
-    return results
-
-
-def test_a_tag_can_be_used_again_and_a_second_wait_does_nothing(ranks):
-    for results in ranks(3, use_one_tag_again):
-        for salt, flat in enumerate(results):
-            assert_same_bits(flat, torch.cat([values_of(rank, 20, FP32, salt) for rank in range(3)]))
-
-
 def use_two_axes():
     """Two engines over the same ranks with the same tags, the second started first on rank 1."""
     axes = [world(), world()]
@@ -236,27 +196,6 @@ def test_axes_with_tags_of_their_own_keep_apart(ranks):
 
 
 # ----------------------------------------------------------------------------------------- small messages
-
-
-def exchange_nothing():
-    axis, pool = world(), BufferPool(CPU)
-    empty = torch.empty(0)
-    handles = [
-        axis.all_gather(empty, torch.empty(0), tag=0, label="test"),
-        axis.reduce_scatter(empty, torch.empty(0), pool, tag=1, label="test"),
-    ]
-    for handle in handles:
-        handle.wait()
-    axis.broadcast(empty, "test")
-    return axis.any([], "test")(), measure_traffic(axis.counter)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_empty_tensors_are_not_exchanged(ranks, num_ranks):
-    for flags, report in ranks(num_ranks, exchange_nothing):
-        assert flags == []
-        assert not any(report.calls.values())
-        assert not any(report.bytes_sent.values())
 
 
 def find_any(flags_by_rank):
@@ -322,17 +261,6 @@ def test_a_broadcast_brings_rank_0s_values(ranks, num_ranks):
             assert torch.equal(tensor, torch.ones_like(tensor))
 
 
-def gather_objects():
-    axis = world()
-    return axis.all_gather_object({"rank": axis.rank, "name": "x" * axis.rank}, "test")
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_objects_come_from_every_rank_in_rank_order(ranks, num_ranks):
-    expected = [{"rank": rank, "name": "x" * rank} for rank in range(num_ranks)]
-    assert ranks(num_ranks, gather_objects) == [expected] * num_ranks
-
-
 # ------------------------------------------------------------------------------------------------ counts
 
 
@@ -377,25 +305,6 @@ def test_counts_are_those_of_the_formula_and_of_what_is_sent(ranks, num_ranks):
             assert report.bytes_sent == dict.fromkeys(KINDS, 0) | {kind: num_bytes}
             assert report.calls == dict.fromkeys(KINDS, 0) | {kind: num_calls}
             assert sent == num_bytes
-
-
-def count_small_messages():
-    axis = world()
-    axis.any([True, False, True], "test")()
-    axis.sum(torch.zeros(2, dtype=FP64), "test")
-    axis.broadcast(torch.zeros(5), "test")
-    axis.all_gather_object("something", "test")
-    return measure_traffic(axis.counter)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_small_messages_count_under_control_alone(ranks, num_ranks):
-    for rank, report in enumerate(ranks(num_ranks, count_small_messages)):
-        object_bytes = len(pickle.dumps("something"))
-        expected = 0 if num_ranks == 1 else 3 + 2 * 8 + object_bytes + (5 * 4 if rank == 0 else 0)
-        assert report.bytes_sent == dict.fromkeys(KINDS, 0) | {"control": expected}
-        assert report.calls["control"] == (4 if num_ranks > 1 else 0)
-        assert sum(report.calls.values()) == report.calls["control"]
 
 
 # ----------------------------------------------------------------------------------------------- one rank
@@ -449,46 +358,6 @@ def test_an_exchange_with_a_lost_rank_names_rank_and_label_the_first_time_and_la
         assert "rank 0 of 2" in error
         assert label in error
     assert "0.3 s" in errors[0]
-
-
-def small_messages_to_a_rank_that_ended():
-    axis = world(timeout_s=2)
-    if axis.rank == 1:
-        dist.destroy_process_group()
-        return None
-    exchanges = {
-        "any": lambda label: axis.any([True], label)(),
-        "sum": lambda label: axis.sum(torch.ones(()), label),
-        "objects": lambda label: axis.all_gather_object(1, label),
-    }
-    errors = {}
-    for name, exchange in exchanges.items():
-        try:
-            exchange(f"label of {name}")
-        except RuntimeError as error:
-            errors[name] = str(error)
-    return errors
-
-
-def test_small_messages_to_a_lost_rank_name_rank_and_label(ranks):
-    errors = ranks(2, small_messages_to_a_rank_that_ended)[0]
-    assert list(errors) == ["any", "sum", "objects"]
-    for name, error in errors.items():
-        assert "rank 0 of 2" in error
-        assert f"label of {name}" in error
-
-
-def close_while_an_exchange_is_under_way():
-    axis = world()
-    flat = torch.zeros(axis.size * 10)
-    own = flat.chunk(axis.size)[axis.rank].fill_(axis.rank + 1)
-    axis.all_gather(flat, own, tag=0, label="test")
-    axis.close(drain_s=10)
-    return flat.unique().tolist(), len(axis.under_way)
-
-
-def test_closing_an_axis_lets_exchanges_under_way_end(ranks):
-    assert ranks(2, close_while_an_exchange_is_under_way) == [([1, 2], 0)] * 2
 
 
 def close_with_a_rank_that_stays_away():

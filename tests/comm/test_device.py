@@ -80,11 +80,6 @@ def test_a_local_rank_beyond_the_visible_devices_is_refused_with_the_numbers():
         assert part in message
 
 
-def test_a_rank_that_is_shown_a_single_device_takes_it():
-    environment = {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"}
-    assert choice(None, num_devices=1, environment=environment) == "cuda:0"
-
-
 @pytest.mark.parametrize(
     ("environment", "changes", "chosen"),
     [
@@ -116,11 +111,6 @@ def test_a_device_that_is_not_there_is_refused(asked, changes, words):
     with pytest.raises(ValueError, match="config key 'device'") as caught:
         choice(asked, **changes)
     assert words in str(caught.value)
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_this_process_uses_the_cpu_where_there_is_nothing_else():
-    assert use_device(None) == torch.device("cpu")
 
 
 @pytest.mark.gpu

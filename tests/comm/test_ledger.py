@@ -7,7 +7,6 @@ import torch.distributed as dist
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.watch.status import (
-    CONTROL,
     GATHER,
     KEPT,
     REDUCE,
@@ -56,11 +55,6 @@ def test_a_difference_long_ago_is_not_forgotten_by_the_digest():
         other.note(C, GATHER)
     assert not is_proven(maxima(one, other))
     assert find_difference({0: one.entries(), 1: other.entries()}) is None  # no label is kept that long
-
-
-def test_a_ledger_keeps_the_last_labels_with_their_numbers():
-    ledger = ledger_of(*map(str, range(1, 101)))
-    assert list(ledger.entries()[1]) == [(GATHER, n, str(n)) for n in range(101 - KEPT, 101)]
 
 
 def test_the_first_difference_is_told_with_number_ranks_and_labels():
@@ -137,19 +131,3 @@ def test_an_agreement_compares_what_all_ranks_have_issued(ranks, num_ranks):
             f"rank {rank} of {num_ranks}: collective 1 of rank 0 is the {A}, "
             f"on rank {num_ranks - 1} it is the {B}: at stage 3"
         )
-
-
-def issue_from_derived_axes():
-    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=20.0)
-    other = axis.over(dist.group.WORLD)
-    axis.sum(torch.ones(1), "first")
-    other.all_gather_object(None, "second")
-    axis.any([True], "third")()
-    axis.broadcast(torch.ones(1), "fourth")
-    other.over(None).broadcast(torch.ones(1), "of one rank")
-    return list(axis.ledger.entries()[1]), other.ledger is axis.ledger
-
-
-def test_all_axes_of_an_engine_count_in_one_ledger_and_one_rank_alone_issues_nothing(ranks):
-    expected = [(CONTROL, n, label) for n, label in enumerate(("first", "second", "third", "fourth"), 1)]
-    assert ranks(2, issue_from_derived_axes) == [(expected, True)] * 2

@@ -1,15 +1,8 @@
 """Who this rank is: process groups, axes of the mesh, and worlds that do not fit."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import (
@@ -24,25 +17,10 @@ from zeroshard.config.sections import Config, Mesh
 from zeroshard.plan.placement import DP_SHARD
 
 CPU = torch.device("cpu")
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def world():
     return open_world(CPU, Counter(), 20)
-
-
-def describe_mesh(config):
-    mesh = build_mesh(config, CPU)
-    axis = open_axes(mesh, world()).dp_shard
-    return mesh.mesh_dim_names, mesh.mesh.tolist(), (axis.rank, axis.size)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_all_ranks_lie_on_the_axis_over_which_states_are_sharded(ranks, num_ranks):
-    everyone = list(range(num_ranks))
-    assert ranks(num_ranks, describe_mesh, Config()) == [
-        (("dp_shard",), everyone, (rank, num_ranks)) for rank in everyone
-    ]
 
 
 def describe_hybrid_mesh(group_size):
@@ -82,61 +60,6 @@ def test_a_part_of_the_model_has_its_own_data_parallel_ranks(ranks):
         assert tag == found[0][-1]
 
 
-def refusal_of_mesh(pp, tp):
-    try:
-        build_mesh(Config(mesh=Mesh(pp=pp, tp=tp)), CPU)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize(("num_ranks", "pp", "tp"), [(3, 2, 1), (3, 1, 2), (2, 3, 1), (2, 2, 2), (1, 1, 2)])
-def test_a_world_that_does_not_fit_the_mesh_is_refused_with_the_numbers(ranks, num_ranks, pp, tp):
-    for message in ranks(num_ranks, refusal_of_mesh, pp, tp):
-        assert f"{num_ranks} rank(s) cannot" in message
-        assert f"multiple of {pp * tp}" in message
-        assert (f"mesh.pp={pp}" in message, f"mesh.tp={tp}" in message) == (pp > 1, tp > 1)
-
-
-def open_axes_without_a_shard_axis():
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("somewhere", "else"))
-    try:
-        open_axes(mesh, world())
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def test_a_mesh_of_two_axes_without_the_shard_axis_is_refused_with_its_names(ranks):
-    for message in ranks(2, open_axes_without_a_shard_axis):
-        assert "'dp_shard'" in message
-        assert "somewhere" in message
-
-
-def exchange_in_subgroups():
-    """Two shard groups of two ranks: what each collective gives within this rank's group."""
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", DP_SHARD))
-    axis = open_axes(mesh, world()).dp_shard
-    flat = torch.zeros(4)
-    own = flat.chunk(2)[axis.rank].fill_(rank)
-    axis.all_gather(flat, own, tag=0, label="test").wait()
-    word = torch.tensor(float(rank))
-    axis.broadcast(word, "test")
-    flags = axis.any([rank == 3, rank == 0], "test")()
-    total = axis.sum(torch.tensor(10.0**rank), "test")
-    return (axis.rank, axis.size), flat.tolist(), word.item(), flags, total.item()
-
-
-def test_the_groups_of_a_mesh_with_two_axes_exchange_among_themselves(ranks):
-    assert ranks(4, exchange_in_subgroups) == [
-        ((0, 2), [0, 0, 1, 1], 0, [False, True], 11),
-        ((1, 2), [0, 0, 1, 1], 0, [False, True], 11),
-        ((0, 2), [2, 2, 3, 3], 2, [True, False], 1100),
-        ((1, 2), [2, 2, 3, 3], 2, [True, False], 1100),
-    ]
-
-
 def open_several_axes():
     """In a group of all, then rank 0 in one of its own, then in a group of all again."""
     config = Config()
@@ -173,42 +96,3 @@ def test_a_process_group_is_started_from_torchruns_environment_once(ranks):
 def test_a_backend_that_ends_the_process_by_itself_waits_longer_than_the_watchdog():
     assert group_timeout("gloo", 600.0).total_seconds() == 600.0
     assert group_timeout("nccl", 600.0).total_seconds() >= 600.0 + 10.0
-
-
-def join_group():
-    return start_process_group(CPU, 20), dist.get_world_size()
-
-
-def test_a_process_group_that_is_there_is_joined(ranks):
-    assert ranks(2, join_group) == [(False, 2), (False, 2)]
-
-
-ALONE = """
-import json, torch, torch.distributed as dist
-from zeroshard.comm.counter import Counter
-from zeroshard.comm.mesh import build_mesh, open_axes, open_world, start_process_group, stop_process_group
-from zeroshard.config.sections import Config
-cpu = torch.device("cpu")
-started = start_process_group(cpu, 20.0)
-axis = open_axes(build_mesh(Config(), cpu), open_world(cpu, Counter(), 20.0)).dp_shard
-values = axis.any([True, False], "test")(), axis.sum(torch.ones(2), "test").tolist()
-facts = started, dist.get_rank(), dist.get_world_size(), axis.rank, axis.size, values
-axis.close(1.0)
-stop_process_group()
-print(json.dumps([*facts, dist.is_initialized()]))
-"""
-
-
-def test_without_torchruns_environment_a_process_is_a_group_of_its_own():
-    environment = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE],
-        env=environment | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [True, 0, 1, 0, 1, [[True, False], [1, 1]], False]

@@ -85,22 +85,6 @@ def test_a_host_that_waits_longer_than_the_limit_and_the_margin_is_overdue():
     assert status.find_overdue(margin_s=0.2) == GATHER
 
 
-def test_a_device_that_waits_is_noticed_though_the_host_goes_on():
-    status, is_over = RankStatus(), {GATHER: False, REDUCE: False}
-    status.enter("the optimizer step")
-    now = time.monotonic()
-    in_step = "is in the optimizer step, its device waits in or before the"
-    status.issue(Wait(GATHER, now - 10.5, 10.0, lambda: is_over[GATHER]))
-    status.issue(Wait(REDUCE, now, 10.0, lambda: is_over[REDUCE]))
-    assert status.message().text == f"{in_step} {GATHER}"
-    assert status.find_overdue(0.0) == GATHER
-    is_over[GATHER] = True
-    assert status.message().text == f"{in_step} {REDUCE}"
-    assert status.find_overdue(0.0) is None
-    is_over[REDUCE] = True
-    assert status.message().text == "is in the optimizer step"
-
-
 def test_a_collective_of_one_stream_is_noticed_though_later_ones_of_another_are_over():
     status = RankStatus()
     status.issue(Wait(REDUCE, time.monotonic() - 10.5, 10.0, lambda: False))

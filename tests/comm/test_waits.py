@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.watch.status import REDUCE
 from zeroshard.comm.watch.watchdog import Waits
 
 CPU = torch.device("cpu")
@@ -42,31 +41,6 @@ def test_an_alarm_ends_a_wait_that_goes_on_and_every_later_one_at_once(ranks, ki
         f"rank 0 of 2 gave up in the {label}, because a rank has raised an alarm"
         for label in ("first thing", "second thing")
     ]
-
-
-def wait_for_one_that_is_late():
-    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=20.0)
-    if axis.rank == 1:
-        time.sleep(1.5)
-    return axis.any([axis.rank == 1], "test")()
-
-
-def test_an_agreement_waits_for_a_rank_that_comes_late(ranks):
-    assert ranks(2, wait_for_one_that_is_late) == [[True], [True]]
-
-
-def close_after_an_error():
-    """Communicators of a device are aborted, which must not fail; Gloo's abort does nothing."""
-    axis = Axis(dist.group.WORLD, device=CPU, counter=Counter(), timeout_s=20.0)
-    axis.exchanges = False
-    axis.groups[REDUCE] = dist.new_group()
-    axis.waits.rank_status.is_interrupted = True
-    axis.close(0.1)
-    return axis.global_ranks
-
-
-def test_an_axis_whose_communicators_are_aborted_forgets_its_groups(ranks):
-    assert ranks(2, close_after_an_error) == [[0], [0]]
 
 
 @pytest.mark.parametrize(

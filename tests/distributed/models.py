@@ -125,6 +125,12 @@ class Tiny(nn.Module):
         return self.outer(x) * self.gain
 
 
+def tiny(num_blocks: int = 2) -> Tiny:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return Tiny(num_blocks)
+
+
 class Layered(nn.Module):
     """A frozen layer, `num_blocks` blocks, a table whose rows are added, an idle layer; [n, 7] -> [n, 7].
 

@@ -8,8 +8,6 @@ so gradients are within 1e-6 of a tensor's norm, and the two agree with each oth
 import contextlib
 import copy
 
-import torch
-
 from tests.distributed.training import (
     ALL_STAGES,
     build,
@@ -25,50 +23,6 @@ from tests.distributed.training import (
 from tests.ranks import on_ranks
 
 NUM_STEPS, K = 3, 3
-
-
-def under_no_sync(net, optimizer):
-    """The loop of DDP: all micro-batches of a step but the last one under no_sync."""
-    losses = []
-    for number in range(NUM_STEPS * K):
-        is_last = number % K == K - 1
-        with contextlib.nullcontext() if is_last else net.no_sync():
-            loss = token_loss(net, number)
-            (loss / K).backward()
-        losses.append(loss.item())
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-    return finish(net, losses)
-
-
-def by_engine(model, stage, changed):
-    """Through engine.backward and engine.step; `changed` takes what step() returns."""
-    engine, _ = start(copy.deepcopy(model), stage=stage, gradient_accumulation_steps=K)
-    losses = []
-    for number in range(NUM_STEPS * K):
-        loss = token_loss(engine, number)
-        engine.backward(loss)
-        losses.append(loss.item())
-        changed.append((engine.step(), engine.global_step))
-    return finish(engine, losses)
-
-
-@on_ranks(2)
-def test_micro_batches_add_up_as_under_no_sync_of_ddp_and_only_the_last_one_steps():
-    steps = [(last, number + last) for number in range(NUM_STEPS) for last in (False, False, True)]
-    model, changed, found = build("tied GPT"), [], []
-    replica = replicate(model)
-    want = under_no_sync(replica, torch.optim.AdamW(replica.parameters(), lr=1e-3))
-    runs = [by_engine(model, stage, changed) for stage in ALL_STAGES]
-    for stage in (0, 1):
-        found += differences(f"stage {stage}", runs[stage], want)
-    found += differences("stage 3 and 2", runs[3], runs[2])
-    for stage in ALL_STAGES:
-        got = under_no_sync(*start(copy.deepcopy(model), stage=stage))
-        found += differences(f"stage {stage}, no_sync", got, want)
-    assert changed == 4 * steps
-    return found
 
 
 # -------------------------------------------------------------------------------------- gradients on the way

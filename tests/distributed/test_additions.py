@@ -105,20 +105,6 @@ def test_parameters_that_are_tied_under_unsharded_are_refused_by_name():
     assert all("'2.weight' was replaced, tied or removed" in message for message in messages)
 
 
-@on_ranks(2)
-def test_ordinary_accumulation_and_a_step_that_is_dropped_warn_of_nothing():
-    engine, _ = start(build(), "SGD", stage=2, gradient_accumulation_steps=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for number in range(13):
-            engine.backward(square_loss(engine, number))
-            assert engine.step() == (number % 3 == 2)
-        engine.zero_grad()  # the end of an epoch
-        for number in range(6):
-            engine.backward(square_loss(engine, number))
-            engine.step()
-
-
 @on_ranks(1)
 def test_a_zero_grad_before_each_micro_batch_warns_once():
     """A zero_grad() before each micro-batch: no step would ever come."""

@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard
-from tests.distributed.training import STAGES, numbers, start, step, token_loss, unequal
-from tests.distributed.training import build as language_model
+from tests.distributed.training import STAGES, numbers, start, unequal
 from tests.ranks import on_ranks
 from zeroshard.plan import pieces
 from zeroshard.stores.swapfile import SwapFile
@@ -272,17 +271,6 @@ def test_wrong_arguments_are_refused_on_all_ranks():
         zeroshard.EMA(engine, DECAY, name="late")
 
 
-@on_ranks(2)
-def test_the_memory_report_counts_averages():
-    engine, _ = start(build(), stage=3)
-    before = engine.memory_report()
-    zeroshard.EMA(engine, DECAY)
-    after = engine.memory_report()
-    assert after.averages >= 4 * sum(p.numel() for p in engine._runtime.parameters if p.requires_grad)
-    assert after.total - before.total == after.averages
-    assert "averages" in str(after)
-
-
 @pytest.mark.parametrize("parameters", ["none", "nvme"])
 @on_ranks(2)
 def test_averages_in_files_are_those_of_torch_to_the_bit(tmp_path, parameters):
@@ -338,26 +326,6 @@ def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(tm
 
 
 @on_ranks(2)
-def test_averages_are_exported_and_generate(tmp_path):
-    """Files of transformers and generated tokens, from averages."""
-    transformers = pytest.importorskip("transformers")
-    engine, optimizer = start(language_model("transformers Llama"), stage=3)
-    ema = zeroshard.EMA(engine, DECAY)
-    for number in range(3):
-        step(engine, optimizer, token_loss, number)
-    prompt, options = torch.arange(4)[None], {"max_new_tokens": 4, "do_sample": False}
-    with ema.applied():
-        states = [engine.full_state_dict()]
-        engine.save_pretrained(tmp_path)
-        engine.eval()
-        generated = engine.generate(prompt, **options)
-    dist.broadcast_object_list(states)
-    twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    found = list(unequal("files", twin.state_dict(), states[0]))
-    return found + list(unequal("tokens", {"": generated}, {"": twin.generate(prompt, **options)}))
-
-
-@on_ranks(2)
 def test_an_evaluation_in_the_middle_of_a_step_changes_nothing():
     """An evaluation between the micro-batches of a step changes nothing of it."""
     found = []
@@ -378,47 +346,3 @@ def test_an_evaluation_in_the_middle_of_a_step_changes_nothing():
             states[-1] |= engine.full_state_dict()
         found += unequal(f"stage {stage}", *states)
     return found
-
-
-# ------------------------------------------------------------------------------------- a step inside a step
-
-
-class Own(torch.optim.SGD):
-    """torch calls the hooks of steps for this class and for its base."""
-
-    fails = False
-
-    def step(self, closure=None):
-        loss = super().step(closure)
-        if self.fails:
-            raise LookupError("after the step of the base")
-        return loss
-
-
-def counted(kind, by_user):
-    torch.optim.SGD(
-        [nn.Parameter(torch.ones(1))], lr=1.0
-    )  # torch wraps the step of a class with its first object
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))
-    engine, optimizer, *_ = zeroshard.initialize(model, kind(model.parameters(), lr=0.1))
-    ema, counts = zeroshard.EMA(engine, DECAY), []
-    for number in range(4):
-        engine.backward(engine(numbers(number, 3, 7)).square().mean())
-        optimizer.fails = kind is Own and number == 1
-        if optimizer.fails:
-            with pytest.raises(LookupError):
-                (optimizer if by_user else engine).step()
-            optimizer.zero_grad()
-        else:
-            (optimizer if by_user else engine).step()
-            counts.append((engine.global_step, ema.num_updates))
-    return counts
-
-
-@pytest.mark.parametrize("by_user", [False, True])
-@on_ranks(2)
-def test_a_step_that_calls_the_step_of_its_base_is_counted_once(by_user):
-    want = [(number, number) for number in (1, 2, 3, 4)]
-    assert counted(torch.optim.SGD, by_user) == want
-    assert counted(Own, by_user) == want[:3]

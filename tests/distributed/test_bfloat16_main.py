@@ -1,7 +1,6 @@
 """Main parameters in bfloat16 against plain PyTorch: a step in float32, rounded with integers of Python."""
 
 import copy
-import gc
 import hashlib
 import json
 import warnings
@@ -177,7 +176,6 @@ EVERYWHERE = [
     ("num_ranks", "kinds", "configs"),
     [
         (2, list(KINDS), [{"stage": 3}]),
-        pytest.param(3, ["LAMB"], [{"stage": 3}], marks=pytest.mark.long),
         pytest.param(4, ["fused AdamW", "AdamW8bit"], EVERYWHERE, marks=pytest.mark.long),
     ],
 )
@@ -222,26 +220,6 @@ def test_a_plain_loop_with_closures_and_the_composable_layer_do_the_same_and_hoo
         if not torch.equal(torch.cat(parts).float(), want[p.fqn].flatten()):
             found.append(p.fqn)
     return found
-
-
-@pytest.mark.parametrize("before", [True, False])
-@on_ranks(1)
-def test_a_learning_rate_schedule_counts_steps_and_warns_of_nothing(before):
-    """A schedule that is made before or after `initialize`."""
-    make = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # noqa: E731
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        engine = start("SGD", given={"lr_scheduler": make} if before else None)
-        scheduler = engine.lr_scheduler or make(engine.optimizer)
-        rates = []
-        for step in range(5):
-            engine(step).backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
-            scheduler.step()
-            rates.append(engine.optimizer.param_groups[0]["lr"])
-    assert rates == [1e-3, 5e-4, 5e-4, 2.5e-4, 2.5e-4]
-    assert [warning for warning in caught if "lr_scheduler" in str(warning.message)] == []
 
 
 class Counted(torch.optim.SGD):
@@ -360,27 +338,6 @@ def test_a_step_that_fails_leaves_parameters_gradients_and_groups_as_they_were()
 # ------------------------------------------------------- small updates, accumulation, clipping, skipped steps
 
 
-def small_updates():
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.ones(1 << 14))
-    model.forward = lambda: model.weight.sum()
-    torch.manual_seed(SEED)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2**-14)
-    engine = zeroshard.initialize(model, optimizer, {"precision": BF16_MAIN}).engine
-    for _ in range(200):
-        engine.backward(engine())
-        engine.step()
-    return engine.full_state_dict().get("weight")
-
-
-def test_updates_far_below_the_spacing_of_bfloat16_move_the_mean_as_they_should(ranks):
-    assert torch.tensor(1.0).bfloat16() - 2**-14 == 1.0  # to nearest, nothing would ever move
-    weight = ranks(2, small_updates)[0]
-    spacing, share, num = 2**-8, 2**-6, 200  # below 1; of it a step; steps
-    sigma = spacing * (share * (1 - share) * num / weight.numel()) ** 0.5
-    assert weight.mean().item() == pytest.approx(1 - num * 2**-14, abs=5 * sigma)
-
-
 def uneven(name, step, shape):
     """Micro-gradients of 1 + 4 * 2^-8 in the sum of five: bfloat16 would lose the small ones one by one."""
     return torch.full(shape, 5.0 if step % 5 == 0 else 5 * 2**-8)
@@ -488,11 +445,11 @@ def resume(kind, folder, stage):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["AdamW8bit", "LAMB"])
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped_at_any_number_of_ranks(ranks, tmp_path, kind):
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped_at_any_number_of_ranks(ranks, tmp_path):
+    kind = "AdamW8bit"
     want = ranks(2, run_through, kind)[0]
     ranks(2, save_halfway, kind, tmp_path)
-    for num_ranks, stage in ((2, 3), (1, 0), (3, 1), (3, 3)):
+    for num_ranks, stage in ((1, 0), (3, 3)):
         got = ranks(num_ranks, resume, kind, tmp_path, stage)[0]
         assert [name for name, value in want.items() if not torch.equal(got[name], value)] == []
 
@@ -564,46 +521,3 @@ def test_load_state_dict_of_the_optimizer_keeps_states_in_float32():
         for key, value in state.items()
     )
     assert all(torch.equal(p, q) for p, q in zip(engine.parameters(), before, strict=True))
-
-
-def memory():
-    """By stage and accumulation: what is measured at the end of a step, and what is foretold."""
-    found = []
-    for stage in STAGES:
-        for num_micro in (1, 2):
-            for precision in (BF16_MAIN, {"main_dtype": "bf16"}):
-                config = {"stage": stage, "gradient_accumulation_steps": num_micro, "precision": precision}
-                config["units"] = ["Block"]
-                foretold = zeroshard.estimate(build(), dist.get_world_size(), config)
-                gc.collect()
-                engine = start("SGD" if num_micro == 2 else "fused AdamW", **config)
-                for _ in range(num_micro):
-                    engine.backward(engine(0))
-                    report = engine.memory_report()
-                    engine._micro_step += 1
-                engine._micro_step = 0
-                gradients, parameters = report.gradients, report.parameters
-                engine.optimizer.step()
-                states = engine.memory_report().optimizer
-                size = sum(unit.numel for unit in engine.units)
-                found.append((stage, num_micro, precision, size, parameters, gradients, states, foretold))
-    return found
-
-
-def test_memory_at_rest_is_2_bytes_a_parameter_and_2_a_gradient_as_foretold(ranks):
-    n = 2
-    for results in ranks(n, memory):
-        for stage, num_micro, precision, size, parameters, gradients, states, foretold in results:
-            case = stage, num_micro, precision
-            held = size if stage == 0 else size / n
-            in_bf16 = {0: 2, 1: 2, 2: 2, 3: 2 / n}[stage] * size
-            in_fp32 = 4 * size * (stage < 3) + 2 * held  # a copy to compute with, and the main parameters
-            assert parameters == (in_bf16 if precision == BF16_MAIN else in_fp32), case
-            assert parameters == foretold.parameters, case
-            padding = size - sum(p.numel() for p in build().parameters())
-            assert 0 <= 2 * held - gradients <= 2 * padding, case
-            if num_micro == 1:
-                assert foretold.gradients == 2 * held, case
-                assert 0 <= foretold.optimizer - (states - 4 * 5) <= 8 * padding, case
-            else:
-                assert foretold.gradients == 4 * (size if stage < 2 else held), case

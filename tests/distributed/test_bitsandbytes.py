@@ -175,12 +175,6 @@ def test_8_bit_states_are_the_same_bits_at_every_number_of_ranks(ranks, num_rank
         check(found[f"{kind}8bit"], by_reference(kind.removeprefix("Paged")))
 
 
-def test_compiled_steps_are_the_same_bits_too(ranks):
-    pytest.importorskip("numba")
-    found = ranks(2, every_kind, ["AdamW8bit"], use_numba=True)[0]
-    check(found["AdamW8bit"], by_reference("AdamW"))
-
-
 # ------------------------------------------------------------------------------------------- overrides
 
 
@@ -239,18 +233,6 @@ def test_ranks_with_other_overrides_are_an_error_that_names_the_difference():
         f"rank(s) 0 have optimizer override of 'layers.0.odd': {one}; "
         f"rank(s) 1 have optimizer override of 'layers.0.odd': {other}"
     )
-
-
-@on_ranks(3)
-def test_a_state_takes_a_byte_an_element_and_a_scale_for_each_block():
-    """The bytes of the states of a rank, and those of its slices by the formula."""
-    engine, _ = train(lambda model: bnb.AdamW8bit(model.parameters()), 3)
-    expected = 0
-    for p in engine.parameters():
-        is_large = p.full_shape.numel() >= 4096
-        expected += 2 * (p.numel() + 4 * -(-p.numel() // 256)) if is_large else 8 * p.numel()
-    measured = engine.memory_report().optimizer
-    assert measured == expected
 
 
 @on_ranks(2)

@@ -59,50 +59,9 @@ def task_loss(model, number):
     return model(numbers(number, 5, WIDTH), (dist.get_rank() + number) % 3).square().mean()
 
 
-SIZES = {
-    "vocab_size": 40,
-    "d_model": 16,
-    "encoder_layers": 3,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
-    "encoder_layerdrop": 0.5,
-    "decoder_layerdrop": 0.5,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "use_cache": False,
-}
-
-
-def bart(**sizes):
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    return BartForConditionalGeneration(BartConfig(**SIZES | sizes, max_position_embeddings=16)).train()
-
-
-def words(number, low=3):
-    return torch.randint(
-        low, 40, (2, 6), generator=torch.Generator().manual_seed(10 * number + dist.get_rank())
-    )
-
-
-def bart_loss(model, number):
-    return other_layers_on_each_rank(number, lambda: model(words(number), labels=words(50 + number)).loss)
-
-
-def other_layers_on_each_rank(number, loss):
-    torch.manual_seed(10 * number + dist.get_rank())
-    return loss()
-
-
 MODELS = {
     "adaptive softmax": (Softmax, softmax_loss, {}),
     "a head for each task": (Tasks, task_loss, {"units": ["Bilinear", "Heads"]}),
-    "Bart that drops layers": (bart, bart_loss, {}),
 }
 
 
@@ -114,7 +73,6 @@ def seeded(loss):
     return again
 
 
-@pytest.mark.long_where(name=list(MODELS)[1:])
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_ranks_that_run_other_parts_of_a_list_train_as_in_ddp_to_the_bit(name):
@@ -132,17 +90,3 @@ def test_a_choice_that_units_cut_is_an_error_that_says_what_to_list():
     message = str(error.value)
     assert "all-gather of unit 'heads.heads.0'" in message
     assert "list in units= the class of the module that holds them" in message
-
-
-def units_with(layerdrop):
-    engine, _ = start(bart(encoder_layerdrop=layerdrop, decoder_layerdrop=layerdrop), stage=3)
-    return {unit.name: unit.reason for unit in engine.units}
-
-
-def test_layers_that_transformers_names_are_units_unless_some_are_dropped_at_random(ranks):
-    (whole,) = ranks(1, units_with, 0.5)
-    assert list(whole) == ["", "model.encoder", "model.decoder"]
-    assert "which may run some modules of 'layers' alone" in whole["model.encoder"]
-    (cut,) = ranks(1, units_with, 0.0)
-    assert list(cut)[1:] == [f"model.{part}.layers.{n}" for part in ("encoder", "decoder") for n in range(3)]
-    assert all("named in the model's _no_split_modules" in reason for reason in list(cut.values())[1:])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.distributed.training import STAGES, caught, numbers, plain, replicate, square_loss
+from tests.distributed.training import STAGES, caught, numbers, square_loss
 from tests.ranks import on_ranks
 from zeroshard.checkpoint import save as saving
 from zeroshard.parameters.sharded import ShardedParameter
@@ -121,28 +121,6 @@ def test_a_closed_engine_gives_the_model_back_whole_and_plain():
     return [problem for option in options for problem in closed_again(**option)]
 
 
-@on_ranks(1)
-def test_a_closed_engine_takes_compiled_forwards_away():
-    model = net()
-    start(model, compile=True).engine.close()
-    return [name for name, module in model.named_modules() if "forward" in vars(module)]
-
-
-@on_ranks(2)
-def test_a_model_that_was_built_without_memory_has_ordinary_parameters_after_close():
-    with zeroshard.deferred_init():
-        model = net()
-    engine = start(model, stage=3).engine
-    want = values_of(engine)
-    engine.close()
-    same = [torch.equal(p, want[name]) for name, p in model.named_parameters(remove_duplicate=False)]
-    assert (all(same), model.head.weight is model.blocks[0][0].weight, model(numbers(0, 5, 7)).shape) == (
-        True,
-        True,
-        (5, 7),
-    )
-
-
 @on_ranks(2)
 def test_parameters_come_back_in_the_main_dtype():
     model = net().bfloat16()
@@ -155,25 +133,6 @@ def test_parameters_come_back_in_the_main_dtype():
 
 
 # -------------------------------------------------------------------------------------- and can be used again
-
-
-@pytest.mark.parametrize("stages", [(3, 0, 2), (1, 3, 3)])
-@on_ranks(2)
-def test_a_second_engine_goes_on_with_the_model_of_a_closed_one(stages):
-    """Three engines over one model, with new optimizers and plain steps between, against DDP throughout."""
-    model, replica = net(), replicate(net())
-    for turn, stage in enumerate(stages):
-        engine, optimizer = start(model, stage=stage)[:2]
-        train(engine, first=2 * turn)
-        engine.close()
-        reference = sgd(replica)
-        for number in range(2 * turn, 2 * turn + 2):
-            square_loss(replica, number).backward()
-            reference.step()
-            reference.zero_grad()
-        del engine, optimizer
-    got, want = dict(model.named_parameters()), dict(plain(replica).named_parameters())
-    return [name for name in want if not torch.allclose(got[name], want[name], rtol=1e-5, atol=1e-6)]
 
 
 @on_ranks(2)

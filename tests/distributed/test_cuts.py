@@ -1,14 +1,12 @@
 """How many packed gradients there are at once, and shard groups that call blocks in different orders."""
 
-import copy
 from itertools import pairwise
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.training import distance_of_all, numbers, start, train, train_replicated
+from tests.distributed.training import numbers, start
 from tests.ranks import on_ranks
 
 WIDTH = 12
@@ -68,31 +66,6 @@ class PackedBytes:
             return buffer
 
         pool.take = taken
-
-
-class Grouped(Chain):
-    """Each shard group calls its blocks in another order."""
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks if dist.get_rank() < 2 else reversed(self.blocks):
-            x = x + block(x)
-        return self.last(x)
-
-
-@pytest.mark.long
-@on_ranks(4)
-def test_shard_groups_may_call_blocks_in_different_orders():
-    """1e-5: two groups of two are summed in another order than four ranks."""
-
-    def loss(net, number):
-        return net(numbers(number, 5, 7)).square().mean()
-
-    torch.manual_seed(0)
-    model = Grouped([20] * 4)
-    want = train_replicated(model, "SGD", 4, loss).parameters
-    got = train(*start(copy.deepcopy(model), "SGD", stage=3, shard_group_size=2), 4, loss).parameters
-    assert not got or distance_of_all(got, want) < 1e-5
 
 
 @pytest.mark.parametrize(

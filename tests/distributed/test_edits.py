@@ -197,28 +197,6 @@ def test_an_edit_in_a_backward_is_refused_by_name(block):
         assert "weight' was edited in a forward or backward" in message
 
 
-class Generates(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Block(), nn.Sequential(nn.Linear(7, 7), nn.Tanh())
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-    def generate(self, x):
-        before = self(x)
-        self.first.weight.data.mul_(0.75)
-        return before + self(x)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@on_ranks(1, 2)
-def test_an_edit_between_the_forwards_of_generate_is_refused_by_name(stage):
-    engine, _ = start(Generates(), "SGD", stage=stage, units=["Block"], precision=BF16)
-    message = caught(engine.generate, numbers(0, 5, 7, rank=0))
-    assert "'first.weight' was edited" in message
-
-
 @on_ranks(2)
 def test_an_edit_of_an_object_that_a_forward_has_left_is_refused_before_values_are_read():
     """The only edit is of an object that a forward has left; the values are to be saved."""
@@ -256,20 +234,6 @@ def test_a_parameter_whose_values_stay_trains_as_before(act):
             got = train_sharded(build(act), "SGD", 3, same_batch_loss, stage=stage, units=units)
             found += differences(f"stage {stage}", got, want)
         assert not found
-
-
-@on_ranks(2)
-def test_values_of_a_shown_parameter_can_be_those_of_another_module():
-    for stage in STAGES:
-        engine, _ = start(build(num_blocks=1), "SGD", stage=stage)
-        with engine.unsharded():
-            shown = engine.module[1].weight
-            made = nn.Parameter(shown.data)
-            assert made.data_ptr() == shown.data_ptr()
-            assert type(shown.detach()) is type(shown.data) is torch.Tensor
-            layer = nn.Linear(7, 1)
-            layer.weight = made
-            assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
 
 
 @on_ranks(1, 2)

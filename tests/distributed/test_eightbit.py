@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from benchmarks.model import GPT, Shape, build_model, build_tokens, next_token_loss
+from benchmarks.model import GPT, Shape
 from tests.distributed.training import STAGES
 from tests.optim.eightbit.reference import Blocks, Exact, Reference
 from zeroshard.optim import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
@@ -251,91 +251,12 @@ def test_codes_scales_and_parameters_are_those_of_one_process_at_any_number_of_r
         assert sum(owners) == 2, "one of each group; the others count its steps too"
 
 
-# ------------------------------------------------------------------------------------ by the engine's calls
-
-NUM_RANKS = 2
-MAX_NORM = 5.0
-
-
-def train_by_engine(config):
-    engine, optimizer = start("AdamW8bit", config)
-    for step in range(NUM_STEPS):
-        engine.backward(engine(step))
-        engine.step()
-    return held(engine, optimizer)
-
-
-def test_gradients_are_clipped_before_the_step(ranks):
-    clipped = []
-    for given in map(gradients, range(NUM_STEPS)):
-        norm = torch.cat([g.flatten() for g in given.values()]).double().norm().float()
-        factor = MAX_NORM / (norm + 1e-6)  # torch.nn.utils.clip_grad_norm_'s
-        assert factor < 1
-        clipped.append({name: g * factor for name, g in given.items()})
-    config = {"stage": 3, "clip_grad_norm": MAX_NORM}
-    of_ranks = ranks(NUM_RANKS, train_by_engine, config)
-    assert differences(of_ranks, by_reference("AdamW8bit", clipped), config) == []
-
-
-def skip(stage):
-    """What is held before and after a step with gradients of inf and nan on one rank, and at the end."""
-    engine, optimizer = start("AdamW8bit", {"stage": stage, "nonfinite": "skip"})
-    for step in range(NUM_STEPS):
-        if step == 2:
-            before = held(engine, optimizer)
-            engine.backward(engine(step) * (torch.inf if dist.get_rank() == 1 else 1))
-            is_taken = engine.step()
-            after = held(engine, optimizer)
-        engine.backward(engine(step))
-        engine.step()
-    return is_taken, before, after, held(engine, optimizer)
-
-
-def test_a_step_that_is_left_out_leaves_codes_and_counts_as_they_were(ranks):
-    answers = ranks(NUM_RANKS, skip, 3)
-    for is_taken, before, after, _ in answers:
-        assert not is_taken
-        for name, values in before.items():
-            assert after[name].keys() == values.keys()
-            for key, value in values.items():
-                assert value == after[name][key] if key == "step" else torch.equal(value, after[name][key])
-    ends = [end for *_, end in answers]
-    assert differences(ends, plain_run("AdamW8bit"), {"stage": 3}) == []
-
-
 # ---------------------------------------------------------------------------------------- memory at rest
-
-SMALLER = Shape(dim=256, depth=2, heads=4, sequence=16)
-"""The model of the published numbers at half the width, with fewer blocks and positions."""
-
-
-def of_gpt(stages):
-    """Bytes of optimizer states after a step, as reported."""
-    device, found = torch.device("cpu"), []
-    for stage in stages:
-        model = build_model(SMALLER, device)
-        engine, *_ = zeroshard.initialize(model, AdamW8bit(model.parameters()), {"stage": stage})
-        tokens = build_tokens(SMALLER, 1, dist.get_rank(), device)
-        next_token_loss(engine(tokens[:, :-1]), tokens).backward()
-        engine.step()
-        found.append(engine.memory_report().optimizer)
-    return found
 
 
 def at_rest(sizes):
     """Two bytes an element and two float32 for each 256 of them; two float32 an element under 4096."""
     return sum(2 * n + 8 * -(-n // 256) if n >= 4096 else 8 * n for n in sizes)
-
-
-def test_states_at_rest_are_those_of_the_formula_and_of_the_estimate_to_the_byte(ranks):
-    with torch.device("meta"):
-        model = GPT(SMALLER)
-    want = at_rest(p.numel() for p in model.parameters())
-    answers = ranks(2, of_gpt, range(4))
-    for stage, of_ranks in enumerate(zip(*answers, strict=True)):
-        assert of_ranks == (want, want) if stage == 0 else sum(of_ranks) == want
-        foretold = zeroshard.estimate(model, 2, {"stage": stage}, optimizer_bits=8)
-        assert foretold.optimizer == max(of_ranks)
 
 
 def test_states_take_at_most_2_05_bytes_a_parameter_of_the_model_of_the_published_numbers():

@@ -77,18 +77,6 @@ def one_run(stage, where, error, at, **config):
     return finish(engine, losses)
 
 
-@on_ranks(2, timeout=120)
-def test_an_exception_passes_and_the_next_step_is_that_of_a_run_without_it():
-    found = []
-    for stage in STAGES:
-        want = one_run(stage, None, None, -1)
-        for where, error_type in (("forward", KeyboardInterrupt), ("backward", ValueError)):
-            for at in (0, 1):
-                got = one_run(stage, where, error_type("boom"), at)
-                found += differences(f"stage {stage}, {where}, step {at}", got, want)
-    return found
-
-
 # ------------------------------------------------------------------------------ between micro-batches
 
 
@@ -138,28 +126,6 @@ def test_a_backward_right_after_a_failed_one_gives_its_own_gradients():
             first.backward()
         second.backward()
         found += unequal(f"stage {stage}", full_gradients(engine), full_gradients(want_engine))
-    return found
-
-
-@on_ranks(2)
-def test_a_failed_evaluation_does_not_disturb_a_pending_backward():
-    """An exception under no_grad, between a forward and its backward."""
-    found = []
-    for stage in STAGES:
-        want = one_run(stage, None, None, -1)
-        model = build("tied GPT")
-        fuse = Fuse(model)
-        engine, optimizer = start(model, stage=stage)
-        losses = []
-        for number in range(3):
-            loss = token_loss(engine, number)
-            with fuse.burns("forward", ValueError("boom")), torch.no_grad():
-                token_loss(engine, 9)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found += differences(f"stage {stage}", finish(engine, losses), want)
     return found
 
 

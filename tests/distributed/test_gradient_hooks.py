@@ -1,8 +1,6 @@
 """Hooks that a user registers on parameters after initialize, against DDP or one process."""
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
@@ -107,69 +105,6 @@ def test_optimizers_may_step_in_the_hooks():
     return found
 
 
-@on_ranks(2)
-def test_a_post_accumulate_hook_may_be_registered_inside_a_forward():
-    """Hooks registered on what the forward sees: calls, by stage."""
-    counts = []
-    for stage in STAGES:
-        engine, _ = start(Visited(), "SGD", stage=stage)
-        calls = []
-        engine.module.visit = lambda p, c=calls: p.register_post_accumulate_grad_hook(
-            lambda p: c.append(p.grad is not None)
-        )
-        for number in range(2):
-            square_loss(engine, number).backward()
-        counts.append(calls)
-    assert counts == [[True, True]] * len(STAGES)
-
-
-@on_ranks(2)
-def test_hooks_of_gradients_under_no_sync_are_called_before_the_step():
-    """Calls after two backwards under no_sync, and after the step."""
-    counts = []
-    for stage in STAGES:
-        engine, optimizer = start(Layered(), "SGD", stage=stage)
-        calls = []
-        dict(engine.named_parameters())["table"].register_post_accumulate_grad_hook(calls.append)
-        with engine.no_sync():
-            for number in range(2):
-                square_loss(engine, number).backward()
-        before = len(calls)
-        optimizer.step()
-        counts.append((before, len(calls)))
-    assert counts == [(0, 1)] * len(STAGES)
-
-
-class StopError(Exception):
-    pass
-
-
-@on_ranks(2)
-def test_an_exception_in_a_hook_passes_and_the_next_backward_is_whole():
-    """A hook that raises once; the next backward is whole."""
-    found = []
-    for stage in STAGES:
-        engine, optimizer = start(Layered(), "SGD", stage=stage)
-        want_engine, _ = start(Layered(), "SGD", stage=stage)
-        parameter = dict(engine.named_parameters())["table"]
-
-        def fail(p):
-            raise StopError
-
-        handle = parameter.register_post_accumulate_grad_hook(fail)
-        try:
-            square_loss(engine, 0).backward()
-            found.append((stage, "nothing was raised"))
-        except StopError:
-            handle.remove()
-        optimizer.zero_grad()
-        for each in (engine, want_engine):
-            square_loss(each, 1).backward()
-        got, want = full_gradients(engine), full_gradients(want_engine)
-        found += [(stage, name) for name in want if not torch.equal(got[name], want[name])]
-    return found
-
-
 # ------------------------------------------------------------------------------------------- tensor hooks
 
 
@@ -218,17 +153,3 @@ def test_a_hook_on_a_parameter_that_unsharded_shows_is_a_hook_on_the_trained_one
     assert called == [shape]
     assert len(ended) == 1
     assert ended[0] is table
-
-
-@on_ranks(1)
-def test_hooks_do_not_keep_an_engine_alive():
-    engine, optimizer = start(Layered(), "SGD", stage=3)
-    for parameter in trained(engine):
-        parameter.register_post_accumulate_grad_hook(lambda p: None)
-        parameter.register_hook(lambda g: None)
-    square_loss(engine, 0).backward()
-    optimizer.step()
-    reference = weakref.ref(engine._runtime)
-    del engine, optimizer, parameter
-    gc.collect()
-    assert reference() is None

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import zeroshard
 from tests.distributed.training import STAGES, numbers, plain, start, step
 from tests.ranks import on_ranks
 
@@ -82,28 +81,6 @@ def test_ignored_parameters_stay_each_ranks_own_as_in_ddp_that_ignores_them():
         assert all(type(engine.get_parameter(name)) is nn.Parameter for name in names_of(engine))
         assert "expert" not in str(engine.units)
     return found
-
-
-def without_memory():
-    """Losses and ignored parameters after two steps, of a model built with memory and of one without."""
-    found = []
-    for build in (built, deferred):
-        engine, optimizer = start(build(), "AdamW", stage=3, ignored=IGNORED)
-        losses = [step(engine, optimizer, loss_of, number) for number in range(2)]
-        found.append((losses, {name: engine.get_parameter(name).tolist() for name in names_of(engine)}))
-    return found
-
-
-def deferred():
-    with zeroshard.deferred_init():
-        return built()
-
-
-def test_ignored_parameters_of_a_model_without_memory_get_each_ranks_own_values(ranks):
-    results = ranks(2, without_memory)
-    for built_at_once, without in results:
-        assert without == built_at_once
-    assert results[0] != results[1]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -56,34 +56,3 @@ def test_a_unit_that_ended_the_last_forward_is_freed_in_the_next_one_too(num_pre
         engine.zero_grad()
     estimated = zeroshard.estimate(Routed(), 2, engine.config).peak_unsharded
     assert max(found) <= estimated
-
-
-def backward_between_steps(stage):
-    torch.manual_seed(0)
-    model = Routed()
-    sharded = zeroshard.shard(model, {"stage": stage, "units": ["Block"]})
-    first, second = list(model.parameters())[:6], list(model.parameters())[6:]
-    optimizers = [torch.optim.SGD(part, lr=0.1) for part in (first, second)]
-    sharded.attach(*optimizers)
-    model(batch(0)).square().mean().backward()
-    model.order = (3, 4, 5)
-    later = model(batch(1))[:, :0].sum()  # a graph that has nothing to add, of blocks of the second optimizer
-    model.order = tuple(range(6))
-    optimizers[0].step()
-    later.backward()
-    with pytest.raises(RuntimeError, match="between the steps of optimizers"):
-        model(batch(2))
-    optimizers[1].step()
-    return model(batch(2)).sum().item()
-
-
-@pytest.mark.long_where(stage=[0, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_backward_between_steps_that_belong_together_leaves_them_together(ranks, stage):
-    model = Routed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(batch(0)).square().mean().backward()
-    optimizer.step()
-    want = model(batch(2)).sum().item()
-    for num_ranks in (1, 2):
-        assert ranks(num_ranks, backward_between_steps, stage) == pytest.approx([want] * num_ranks, rel=1e-6)

@@ -137,23 +137,6 @@ def test_adapters_are_merged_on_the_way_as_peft_merges_them(hows):
 
 
 @on_ranks(2)
-def test_adapters_are_merged_at_all_stages_and_in_units_of_their_own():
-    return merged("linear", STAGES) + merged("linear", (3,), units=["Linear"])
-
-
-@on_ranks(1)
-def test_a_tied_parameter_that_is_not_sharded_keeps_its_other_name():
-    """Parameters that are not sharded, and of which a copy stands in for the first of two names."""
-    stage = 3
-    plain = adapted("saved embedding, tied")
-    config = {"ignored": ["*original_module.weight", "*norm.weight"]}
-    engine, _ = start(copy.deepcopy(plain), "SGD", stage=stage, **config)
-    got = {name: values.clone() for name, values in engine.named_full_parameters(merge_adapters=True)}
-    want = dict(plain.merge_and_unload().named_parameters())
-    return list(unequal("", dict(sorted(got.items())), dict(sorted(want.items()))))
-
-
-@on_ranks(2)
 def test_prompts_and_wrong_arguments_are_refused_by_name():
     import peft
 
@@ -191,28 +174,3 @@ def test_one_unit_is_held_at_a_time():
     assert len(set(sent)) == len(engine.units), "expected a gather for each unit, when it is asked for"
     assert live_bytes() == before
     assert 0 < most <= largest < total / 2
-
-
-@on_ranks(2)
-def test_averages_are_streamed_where_they_are_applied():
-    engine, optimizer = start(build("Llama"), stage=3)
-    ema = zeroshard.EMA(engine, 0.5)
-    for number in range(3):
-        step(engine, optimizer, token_loss, number)
-    with ema.applied():
-        state = whole_state(engine)
-        got = {name: values.clone() for name, values in engine.named_full_parameters()}
-    return list(unequal("averages", got, {name: state[name] for name in got}))
-
-
-@on_ranks(2)
-def test_parameters_that_are_not_sharded_come_last():
-    found = []
-    for stage in STAGES:
-        engine, _ = start(build("Llama"), stage=stage, ignored=["layers.0.*"])
-        got = {name: values.clone() for name, values in engine.named_full_parameters()}
-        state = whole_state(engine)
-        assert any(name.startswith("layers.0.") for name in got)
-        assert got.keys() == {name for name, _ in engine.named_parameters()}
-        found += unequal(f"stage {stage}", got, {name: state[name] for name in got})
-    return found

@@ -16,7 +16,6 @@ from tests.distributed.training import (
     finish,
     numbers,
     plain,
-    replicate,
     start,
     step,
     token_loss,
@@ -81,26 +80,6 @@ def test_registered_methods_train_as_in_plain_pytorch_to_the_bit():
     assert (found, engine.memory_report().unsharded) == ([], 0)
 
 
-@on_ranks(2)
-def test_a_method_that_raises_leaves_the_engine_usable():
-    """A method that raises leaves everything as it was."""
-    torch.manual_seed(0)
-    model = TwoTowers()
-    model.fail = lambda x: model.encode_text(x)["image"]
-    model_2 = copy.deepcopy(TwoTowers())
-    model_2.load_state_dict(model.state_dict())
-    engine, optimizer = start(model, "SGD")
-    other, optimizer_2 = start(model_2, "SGD")
-    engine.register_forward_method("fail")
-    for number in range(2):
-        with pytest.raises(KeyError, match="image"):
-            engine.fail(numbers(9, 5, 7))
-        for net, made in ((engine, optimizer), (other, optimizer_2)):
-            step(net, made, lambda net, number: net(numbers(number, 5, 7)).square().mean(), number)
-    got, want = engine.full_state_dict(), other.full_state_dict()
-    return [name for name in want if not torch.equal(got[name], want[name])]
-
-
 @on_ranks(1)
 def test_methods_that_cannot_be_registered_are_refused_by_name():
     towers, parts = (start(make(), "SGD")[0] for make in (TwoTowers, Parts))
@@ -115,50 +94,6 @@ def test_methods_that_cannot_be_registered_are_refused_by_name():
             engine.register_forward_method(name)
     with pytest.raises(AttributeError, match="TwoTowers has no method 'generate'"):
         towers.generate()
-
-
-# --------------------------------------------------------------------------------------- other ways through
-
-
-class Branching(nn.Module):
-    """All ranks take the same way, another one from step to step."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(4))
-
-    def forward(self, x, way):
-        for number in way:
-            x = self.blocks[number](x)
-        return x
-
-
-WAYS = [(0, 1), (2, 0, 1), (1, 3, 0), (3,), (0, 1, 2, 3)]
-
-
-def branch_loss(net, number):
-    return net(numbers(number, 5, 7), WAYS[number]).square().mean()
-
-
-@on_ranks(2)
-def test_units_that_the_first_forward_did_not_use_train_and_are_reduced_once():
-    torch.manual_seed(0)
-    model, found, sent = Branching(), [], []
-    replica = replicate(model, find_unused=True)
-    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
-    want = finish(replica, [step(replica, optimizer, branch_loss, number) for number in range(len(WAYS))])
-    for stage in STAGES:
-        optimizer = torch.optim.SGD((copied := copy.deepcopy(model)).parameters(), lr=0.1)
-        engine, optimizer = start(copied, optimizer, stage=stage)
-        losses = []
-        for number in range(len(WAYS)):
-            engine.reset_comm_report()
-            losses.append(step(engine, optimizer, branch_loss, number))
-        found += differences(f"stage {stage}", finish(engine, losses), want)
-        sent.append(engine.comm_report().bytes_sent["reduce_scatter"])
-    (_, *sent) = sent
-    assert found == []
-    assert len(set(sent)) == 1
 
 
 # ---------------------------------------------------------------------------------------------- generate
@@ -196,22 +131,10 @@ def small_t5():
     return T5ForConditionalGeneration(config)
 
 
-def small_llama_with_adapter():
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(build("tied transformers Llama"), LoraConfig(target_modules=["q_proj"]))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    return model
-
-
-@pytest.mark.long_where(make=[small_llama_with_adapter])
-@pytest.mark.parametrize("make", [small_t5, small_llama_with_adapter])
 @on_ranks(2, timeout=120)
-def test_models_that_generate_through_their_parts_generate_as_plain_pytorch_does(make):
-    """The model is not called as a whole: the encoder by itself, or what an adapter wraps."""
-    model, rank = make().eval(), dist.get_rank()
+def test_models_that_generate_through_their_parts_generate_as_plain_pytorch_does():
+    """The model is not called as a whole: the encoder by itself."""
+    model, rank = small_t5().eval(), dist.get_rank()
     ids = torch.arange(3, 7 + rank).unsqueeze(0)
     options = {"input_ids": ids, "max_new_tokens": 4 + 3 * rank, "do_sample": False, "pad_token_id": 0}
     want = copy.deepcopy(model).generate(**options).tolist()

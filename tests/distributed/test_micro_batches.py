@@ -6,8 +6,6 @@ from torch import nn
 from tests.distributed.training import STAGES, caught, full_gradients, numbers, start
 from tests.ranks import on_ranks
 
-PRECISIONS = ({}, {"precision": {"param_dtype": "fp16"}})
-
 
 def net(seed=0):
     torch.manual_seed(seed)
@@ -94,18 +92,6 @@ def test_a_scaled_backward_that_comes_to_another_engine_is_refused():
                 found += unequal(full_gradients(engine), full_gradients(alone))
     assert len(found) == 2 * len(STAGES)
     assert all("of another engine, which does not know the scale" in text for text in found)
-
-
-def returned(stage, **options):
-    engine, _ = start(net(), stage=stage, gradient_accumulation_steps=2, **options)
-    loss = loss_of(engine, 0)
-    value = engine.backward(loss)
-    return value.item() == loss.item(), value.requires_grad
-
-
-@on_ranks(2)
-def test_backward_returns_the_loss_as_it_was_given():
-    assert {returned(stage, **precision) for stage in STAGES for precision in PRECISIONS} == {(True, False)}
 
 
 # ----------------------------------------------------------------------- other numbers of micro-batches

@@ -7,16 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.models import Tiny
+from tests.distributed.models import tiny
 from tests.distributed.training import (
     ALL_STAGES,
-    OPTIMIZERS,
     STAGES,
     differences,
     finish,
     numbers,
-    plain,
-    replicate,
     start,
 )
 from tests.ranks import on_ranks
@@ -25,40 +22,12 @@ BAD = 7
 """The number of a step in which the last rank's batch holds an inf."""
 
 
-def tiny():
-    torch.manual_seed(0)
-    return Tiny(2)
-
-
 def loss_of(model, number):
     values = numbers(number, 5, 7)
     output = model(values)
     if number == BAD and dist.get_rank() == dist.get_world_size() - 1:
         output = output * torch.tensor([1.0, math.inf, 1.0])
     return output.mean()
-
-
-@on_ranks(2)
-def test_by_default_the_step_is_taken_as_by_plain_pytorch_and_the_norm_tells():
-    replica = replicate(tiny())
-    optimizer = OPTIMIZERS["SGD"](replica.parameters())
-    loss_of(replica, BAD).backward()
-    optimizer.step()
-    want, found = plain(replica).state_dict(), []
-    for stage in ALL_STAGES:
-        for clip in (None, 1.0):
-            engine, optimizer = start(tiny(), "SGD", stage=stage, clip_grad_norm=clip)
-            engine.backward(loss_of(engine, BAD))
-            taken = engine.step()
-            norm = None if engine.grad_norm is None else math.isfinite(engine.grad_norm)
-            found.append((taken, engine.global_step, engine.skipped_steps, norm))
-            got = engine.full_state_dict()
-            if clip is None:
-                same = (torch.equal(got[name].isfinite(), want[name].isfinite()) for name in got)
-                found.append(all(same))
-    is_finite = all(value.isfinite().all() for value in want.values())
-    assert not is_finite
-    assert found == [(True, 1, 0, None), True, (True, 1, 0, False)] * 4
 
 
 def is_told(clip, backward, nonfinite, numbers_of_steps):

@@ -1,74 +1,24 @@
 """Modules that compute in another dtype than the rest, as if wrapped by hand in plain PyTorch."""
 
-import copy
-import os
-import shutil
-
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zeroshard
 from tests.distributed.training import (
     ALL_STAGES,
     STAGES,
-    build,
-    by_hand,
     differences,
     numbers,
-    only,
     start,
-    token_loss,
-    train,
     train_replicated,
     train_sharded,
 )
 from tests.ranks import on_ranks
 from zeroshard import Config, Precision
 
-NORMS = ("norm", *(f"blocks.{block}.norm_{place}" for block in range(3) for place in (1, 2)))
-
 
 def bf16(overrides, **options):
     return {"precision": {"param_dtype": "bf16", "overrides": overrides, **options}}
-
-
-CASES = {
-    "norms": ("GPT", "AdamW", {"*norm*": "fp32"}, NORMS),
-    "a tied head": ("tied GPT", "SGD", {"head": "fp32"}, ("tokens", "head")),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-@on_ranks(2)
-def test_overridden_modules_compute_as_wrapped_by_hand_to_the_bit(case):
-    kind, optimizer, overrides, wide = CASES[case]
-    model = build(kind)
-    want = by_hand(model, optimizer, range(3), token_loss, torch.bfloat16, wide=wide)
-    if dist.get_rank():
-        want.parameters = {}
-    found = []
-    for stage in STAGES:
-        made = start(copy.deepcopy(model), optimizer, stage=stage, **bf16(overrides))
-        found += differences(f"stage {stage}", only(train(*made, 3), want.parameters), want)
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.skipif(
-    not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))),
-    reason="torch.compile needs a C++ compiler on CPUs",
-)
-@on_ranks(2, timeout=240)
-def test_compiled_units_cast_as_well():
-    stage = 3
-    losses = {}
-    for compiles in (False, True):
-        model = build("GPT", num_blocks=2)
-        engine, optimizer = start(model, stage=stage, compile=compiles, **bf16({"*norm*": "fp32"}))
-        losses[compiles] = train(engine, optimizer, 2).losses
-    assert losses[True] == pytest.approx(losses[False], rel=4e-3)  # bf16 has 8 bits
 
 
 # ------------------------------------------------------------------------------------------------ dtypes
@@ -155,26 +105,6 @@ def test_reports_and_estimates_count_the_bytes_of_each_dtype():
         assert report.parameters == estimate.parameters
 
 
-@pytest.mark.parametrize(
-    "overrides", [{"*norm*": "fp32"}, {"layers.1": "fp32"}, {"layers.1.self_attn": "fp32"}]
-)
-@on_ranks(2)
-def test_torchs_encoder_evaluates_as_it_trains(overrides):
-    """The outputs of torch's encoder in training and in evaluation, where nothing is padded."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
-    engine, _ = start(nn.TransformerEncoder(layer, 2), "SGD", stage=3, **bf16(overrides))
-    x, padded = numbers(0, 3, 5, 16), torch.zeros(3, 5, dtype=torch.bool)
-    padded[0, 3:] = True
-    trained = engine(x, src_key_padding_mask=padded)[~padded]
-    trained.float().sum().backward()
-    engine.eval()
-    with torch.no_grad():
-        trained, evaluated = trained.detach(), engine(x, src_key_padding_mask=padded)[~padded]
-        assert trained.dtype == evaluated.dtype == torch.bfloat16
-        assert (trained - evaluated).abs().max() <= 2**-5  # values up to 3, and bf16 has 8 bits
-
-
 class Routed(nn.Module):
     """A router among layers to which autocast gives another dtype."""
 
@@ -211,27 +141,3 @@ def test_autocast_leaves_such_a_module_in_its_dtype():
         run = train_sharded(model, "AdamW", 3, loss_under_autocast, stage=stage, **config)
         found += differences(f"stage {stage}", run, want)
     return found
-
-
-# ------------------------------------------------------------------------------------------------ the rest
-
-
-@on_ranks(2)
-def test_a_closed_engine_leaves_no_cast_behind():
-    engine, _ = start(build("GPT"), stage=3, **bf16({"*norm*": "fp32"}))
-    model = engine.module
-    engine.close()
-    return [name for name, module in model.named_modules() if "forward" in vars(module)]
-
-
-@on_ranks(2)
-def test_registered_methods_of_such_a_module_cast_as_its_forward_does():
-    """The dtypes inside and outside of a method of a module that is cast."""
-    want = [torch.float32], torch.bfloat16, torch.bfloat16
-    model, seen = Mixture(), []
-    model.router.score = lambda x: seen.append(x.dtype) or model.router.layers(x)
-    engine, _ = start(model, "SGD", stage=3, **bf16(OVERRIDES))
-    engine.register_forward_method("router.score")
-    engine.register_forward_method("router.layers.forward")
-    output = engine.module.router.score(numbers(0, 5, 8).bfloat16())
-    assert (seen, output.dtype, engine.module.router.layers.forward(numbers(0, 5, 8)).dtype) == want

@@ -10,36 +10,15 @@ from torch import nn
 from tests.distributed.training import (
     STAGES,
     build,
-    by_hand,
-    differences,
     full_gradients,
     numbers,
-    only,
     start,
     token_loss,
-    train,
-    train_sharded,
     unequal,
 )
 from tests.ranks import on_ranks
 
 BF16 = {"param_dtype": "bf16"}
-
-
-@pytest.mark.parametrize(("optimizer", "precision"), [("AdamW", {}), ("SGD", {"reduce_dtype": "bf16"})])
-@on_ranks(2)
-def test_bf16_equals_the_hand_written_loop_to_the_bit(optimizer, precision):
-    """With reduce_dtype bf16, gradients are rounded before they are added."""
-    model = build("tied GPT")
-    reduce_dtype = torch.bfloat16 if precision else torch.float32
-    want = by_hand(model, optimizer, range(8), token_loss, torch.bfloat16, reduce_dtype=reduce_dtype)
-    if dist.get_rank():
-        want.parameters = {}
-    found = []
-    for stage in STAGES:
-        run = train_sharded(model, optimizer, 8, token_loss, stage=stage, precision=BF16 | precision)
-        found += differences(f"stage {stage}", only(run, want.parameters), want)
-    return found
 
 
 # ------------------------------------------------------------------------------------------------ dtypes
@@ -103,28 +82,6 @@ def test_float_inputs_and_outputs_are_cast_and_buffers_and_main_parameters_are_n
 
 
 # ------------------------------------------------------------------------------------ models of other dtypes
-
-
-@on_ranks(2)
-def test_a_bf16_model_computes_in_bf16_and_gets_fp32_main_parameters():
-    """A bf16 model with fp32 norms: each computes in its own dtype, all main parameters are fp32."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 30).bfloat16(), nn.Tanh(), nn.Linear(30, 3).bfloat16())
-    model.gain = nn.Parameter(torch.ones(()))
-    found, runs = set(), []
-
-    def loss(net, number):
-        return net(numbers(number, 5, 7).bfloat16()).float().square().mean()
-
-    for stage in STAGES:
-        engine, optimizer = start(copy.deepcopy(model), stage=stage)
-        inside = set()
-        engine.module[0].register_forward_pre_hook(lambda m, a, s=inside: s.add(m.weight.dtype))
-        runs.append(train(engine, optimizer, 3, loss))
-        found |= {("inside", dtype) for dtype in inside} | {("main", p.dtype) for p in engine.parameters()}
-    between_stages = [line for run in runs for line in differences("stages", run, runs[0])]
-    assert found == {("inside", torch.bfloat16), ("main", torch.float32)}
-    assert between_stages == []
 
 
 @on_ranks(2)

@@ -6,10 +6,8 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from tests.distributed.models import Recomputed
 from tests.distributed.training import (
     STAGES,
     build,
@@ -25,30 +23,6 @@ from tests.distributed.training import (
     train_sharded,
 )
 from tests.ranks import on_ranks
-
-
-def with_dropout():
-    """Dropout inside blocks, one of them checkpointed by the user in part."""
-    model = build("tied GPT")
-    for block in model.blocks:
-        block.mlp.append(nn.Dropout(0.3))
-    model.blocks[1].mlp = Recomputed(model.blocks[1].mlp)
-    return model
-
-
-@on_ranks(2)
-def test_dropout_is_repeated_and_checkpoints_of_the_user_compose():
-    model, found = with_dropout(), []
-
-    def loss(net, number):
-        torch.manual_seed(10 * number + dist.get_rank())
-        return token_loss(net, number)
-
-    want = train_replicated(model, "SGD", 3, loss)
-    for stage in (1, 3):
-        got = train_sharded(model, "SGD", 3, loss, stage=stage, recompute="unit")
-        found += differences(f"stage {stage}", got, want)
-    return found
 
 
 class Normalized(nn.Module):
@@ -109,69 +83,6 @@ def test_buffers_that_a_forward_reads_and_changes_are_read_again_as_they_were():
     want = train_sharded(model, "SGD", 3, loss)
     runs = [train_sharded(model, "SGD", 3, loss, stage=stage, recompute="unit") for stage in (1, 3)]
     return [line for run in runs for line in differences("recomputed", run, want)]
-
-
-class SelfAttention(nn.Module):
-    """The same tensor three times: torch's layer projects it at once if it is one object."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x):
-        return x + self.attention(x, x, value=x, need_weights=False)[0]
-
-
-@on_ranks(2)
-def test_an_input_given_twice_is_one_tensor_again_when_a_checkpoint_or_hooks_around_save_it():
-    torch.manual_seed(0)
-    around = nn.Sequential(nn.Linear(7, 8), Recomputed(SelfAttention()))
-    beside = nn.Sequential(nn.Linear(7, 8), SelfAttention())
-
-    def loss(net, number):
-        return net(numbers(number, 2, 5, 7)).square().mean()
-
-    def moved(net, number):
-        with torch.autograd.graph.save_on_cpu():
-            return loss(net, number)
-
-    found = []
-    for model, value in ((around, loss), (beside, moved)):
-        want = train_replicated(model, "SGD", 3, value)
-        for stage in (1, 3):
-            config = {"stage": stage, "units": ["MultiheadAttention"], "recompute": "unit"}
-            found += differences(f"stage {stage}", train_sharded(model, "SGD", 3, value, **config), want)
-    return found
-
-
-class ByKeyword(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(7, 7)
-
-    def forward(self, *, states):
-        return self.linear(states).tanh()
-
-
-class CallsByKeyword(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.given = nn.ModuleList(ByKeyword() for _ in range(3)), []
-
-    def forward(self, x):
-        for block in self.blocks:
-            self.given.append(x)
-            x = block(states=x)
-        return x
-
-
-@on_ranks(2)
-def test_inputs_given_by_keyword_can_be_saved_elsewhere_too():
-    engine, _ = start(CallsByKeyword(), "SGD", recompute="unit")
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, _same):
-        engine(numbers(0, 5, 7))
-    assert [any(t.data_ptr() == x.data_ptr() for t in saved) for x in engine.module.given] == [True] * 3
 
 
 def _same(tensor):

@@ -119,48 +119,6 @@ def test_a_model_that_is_changed_under_unsharded_is_refused_by_name(ranks):
     assert ranks(2, change_on_one_rank) == [True, True]
 
 
-def in_inference_mode():
-    with torch.inference_mode():
-        return torch.ones(3)
-
-
-BUFFERS = {
-    "complex": lambda: torch.ones(3, dtype=torch.complex64),
-    "conjugated": lambda: torch.complex(torch.ones(3), torch.ones(3)).conj(),
-    "negated": lambda: torch.complex(torch.ones(3), torch.ones(3)).conj().imag,
-    "bool": lambda: torch.tensor([True, False]),
-    "0-dim": lambda: torch.tensor(3.0),
-    "empty": lambda: torch.empty(0),
-    "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
-    "expanded": lambda: torch.ones(1, 3).expand(4, 3),
-    "float8": lambda: torch.ones(3).to(torch.float8_e4m3fn),
-    "uint16": lambda: torch.ones(3, dtype=torch.uint16),
-    "inference": in_inference_mode,
-}
-
-
-def _bytes(tensor):
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-@on_ranks(2)
-def test_dense_buffers_of_every_kind_keep_their_values():
-    for stage in STAGES:
-        model = base()
-        for name, make in BUFFERS.items():
-            model.register_buffer(name.replace("-", "_"), make())
-        want = {name: buffer.clone().resolve_conj().resolve_neg() for name, buffer in model.named_buffers()}
-        engine, optimizer = start(model, stage=stage)
-        step(engine, optimizer, square_loss, 0)
-        state = engine.full_state_dict()
-        assert not [
-            f"stage {stage}: {name} is {got}"
-            for name, value in want.items()
-            for got in (dict(engine.named_buffers())[name], state.get(name, value))
-            if got.dtype != value.dtype or not torch.equal(_bytes(got), _bytes(value))
-        ]
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_attributes_of_parameters_are_seen_before_and_after_initialize_and_in_forward(stage):

@@ -15,8 +15,6 @@ from tests.distributed.training import (
     same_as_replicated,
     start,
     step,
-    token_loss,
-    train,
     unequal,
 )
 from tests.ranks import on_ranks
@@ -149,100 +147,6 @@ def test_a_rank_may_leave_out_a_tower_that_is_not_gathered(is_first):
 
 
 # --------------------------------------------------------------------------------------------- the rest
-
-
-def saved(folder, frozen, keeps):
-    config = {"stage": 3, "frozen": frozen, "checkpoint": {"frozen": keeps}}
-    engine, optimizer = start(build(), **config)
-    train(engine, optimizer, 2, loss_of)
-    engine.save_checkpoint(folder)
-    return train(engine, optimizer, 2, loss_of)
-
-
-def loaded(folder, **config):
-    model = build()
-    if config.pop("differs"):
-        with torch.no_grad():
-            for parameter in model.tower.parameters():
-                parameter.add_(dist.get_rank() + 1)
-    engine, optimizer = start(model, **config)
-    engine.load_checkpoint(folder)
-    return train(engine, optimizer, 2, loss_of)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "keeps"),
-    [("replicate", "shard", False), pytest.param("shard", "tower", True, marks=pytest.mark.long)],
-)
-def test_checkpoints_load_with_another_choice_at_any_stage(ranks, tmp_path, before, after, keeps):
-    folder = str(tmp_path)
-    want = ranks(2, saved, folder, before, keeps)[0]
-    for num_ranks, stage in ((2, 3), (2, 1), (1, 3)):
-        config = {"stage": stage, "frozen": after, "differs": keeps}
-        got = ranks(num_ranks, loaded, folder, **config)[0]
-        assert list(unequal("parameters", got.parameters, want.parameters)) == [] or num_ranks == 1
-        assert num_ranks == 1 or got.losses == want.losses
-
-
-@on_ranks(2)
-def test_names_streams_averages_and_edits_see_them_whole():
-    model = build()
-    want = {name: value.clone() for name, value in model.state_dict().items()}
-    if dist.get_rank():
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-    engine, optimizer = start(model, frozen=["tower"])
-    ema = zeroshard.EMA(engine, 0.9)
-    streamed = {name: value.clone() for name, value in engine.named_full_parameters()}
-    found = list(unequal("streamed", streamed, want))
-    with engine.unsharded():
-        found += unequal("unsharded", dict(engine.module.state_dict()), want)
-    by_name = {name: engine.full_parameter(name) for name in want}
-    found += unequal("by name", by_name, want)
-    train(engine, optimizer, 2, loss_of)
-    with ema.applied():
-        averaged = {name: v.clone() for name, v in engine.named_full_parameters() if name.startswith("tower")}
-    frozen = {name: value for name, value in want.items() if name.startswith("tower")}
-    found += unequal("averaged", averaged, frozen)
-    with pytest.raises(RuntimeError, match=r"tower.stem.weight"):
-        engine.module.tower["stem"].weight.requires_grad_(True)
-    engine.set_full_parameter("tower.stem.bias", torch.ones(WIDTH))
-    first = loss_of(engine, 0).item()
-    engine.close()
-    assert (found, first == loss_of(model, 0).item(), model.tower["stem"].bias.sum().item()) == (
-        [],
-        True,
-        WIDTH,
-    )
-
-
-def deferred(how, frozen):
-    torch.manual_seed(dist.get_rank())
-    if how == "deferred":
-        with zeroshard.deferred_init():
-            model = Seeing()
-    else:
-        model = zeroshard.from_pretrained(*how)
-        for parameter in model.model.parameters():
-            parameter.requires_grad_(False)
-    engine, optimizer = start(model, frozen=frozen)
-    run = train(engine, optimizer, 2, loss_of if how == "deferred" else token_loss)
-    return run, engine.memory_report().parameters
-
-
-def test_values_that_come_later_are_the_same(ranks, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    from tests.test_pretrained import llama
-
-    llama().save_pretrained(tmp_path)
-    pretrained = (transformers.AutoModelForCausalLM, str(tmp_path), {"stage": 3})
-    for how in ("deferred", pretrained):
-        (want, fewer), _ = ranks(2, deferred, how, "shard")
-        (got, more), _ = ranks(2, deferred, how, "replicate")
-        assert got.losses == want.losses
-        assert list(unequal("parameters", got.parameters, want.parameters)) == []
-        assert more > fewer
 
 
 def gathered_when_frozen(frozen):

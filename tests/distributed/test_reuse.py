@@ -49,62 +49,6 @@ def run_loop(model, loop, num_steps=3):
 # ---------------------------------------------------------------------------------- forwards and backwards
 
 
-def evaluating_loop(net, optimizer, number):
-    """A forward under no_grad before, between forward and backward, before the step, and after it."""
-    values = []
-
-    def evaluate():
-        net.eval()
-        with torch.no_grad():
-            values.append(token_loss(net, 50 + number).item())
-        with torch.inference_mode():
-            values.append(token_loss(net, 60 + number).item())
-        net.train()
-
-    evaluate()
-    loss = token_loss(net, number)
-    evaluate()
-    loss.backward()
-    evaluate()
-    optimizer.step()
-    evaluate()
-    optimizer.zero_grad()
-    return sum(values) + loss.item()
-
-
-def discarding_loop(net, optimizer, number):
-    """The loss of another forward is dropped, before and after the one that counts."""
-    token_loss(net, 20 + number)
-    loss = token_loss(net, number)
-    unused = token_loss(net, 30 + number)
-    loss.backward()
-    del unused
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-@on_ranks(2)
-def test_forwards_between_and_before_backwards_give_the_numbers_of_plain_pytorch():
-    return run_loop(build("tied GPT"), evaluating_loop)
-
-
-@on_ranks(2)
-def test_forwards_whose_losses_are_dropped_change_nothing():
-    """DDP cannot do this one; the reference is a run without the other forwards."""
-    found = []
-    for stage in STAGES:
-        runs = []
-        for loop in (
-            discarding_loop,
-            lambda net, optimizer, number: step(net, optimizer, token_loss, number),
-        ):
-            engine, made = start(build("tied GPT"), stage=stage)
-            runs.append(finish(engine, [loop(engine, made, number) for number in range(3)]))
-        found += differences(f"stage {stage}", *runs)
-    return found
-
-
 def gradients_of(model, ways):
     """The distances of gradients, got in several ways, from those of plain PyTorch averaged over ranks."""
     found = {}
@@ -153,23 +97,6 @@ def test_several_backwards_over_pending_forwards_add_up(num_ranks):
     ways = {"in turn": in_turn, "last first": last_first, "retained": retained, "in parts": in_parts}
     found = gradients_of(build("tied GPT"), ways)
     assert max(found.values()) <= (1e-6 if num_ranks > 1 else 0), found
-
-
-@on_ranks(2)
-def test_gradients_of_inputs_can_be_had_alone():
-    """torch.autograd.grad for the input of a model, which leaves parameters without gradients."""
-    torch.manual_seed(0)
-    model, found = Tiny(3), []
-    x = numbers(0, 5, 7).requires_grad_()
-    (want,) = torch.autograd.grad(model(x).square().sum(), x)
-    for stage in STAGES:
-        engine, optimizer = start(copy.deepcopy(model), stage=stage)
-        for _ in range(2):
-            (got,) = torch.autograd.grad(engine(x).square().sum(), x)
-            found += [] if torch.equal(got, want) else [(stage, "gradient")]
-        found += [stage for p in engine.parameters() if p.grad is not None]
-        optimizer.zero_grad()
-    return found
 
 
 # ---------------------------------------------------------------------------------- activation checkpoints

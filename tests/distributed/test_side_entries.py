@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import zeroshard
 from tests.distributed.training import (
     averaged_step,
     by_hand,
@@ -121,13 +120,6 @@ def loss_aside(model, number):
     return sum(block.aside for block in (model.blocks[0], model.blocks[2]))
 
 
-def gradient_penalty(model, number):
-    x = numbers(number, 5, 7).requires_grad_()
-    output = model(x)
-    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-    return output.mean() + (gradient.norm(dim=1) - 1).square().mean()
-
-
 def gradients_by_hand(model, loss):
     """Of plain PyTorch, averaged over the ranks: DDP does not take all of these losses."""
     model = copy.deepcopy(model)
@@ -141,7 +133,6 @@ def gradients_by_hand(model, loss):
         (llama, loss_through_a_cache, {}),
         (llama, loss_of_attentions, {}),
         (Stack, loss_aside, {}),
-        (Stack, gradient_penalty, {"reshard_after_forward": False}),
         (ReturnsView, square_loss, {"units": ["Positions", "Block"]}),
         (Collecting, square_loss, {}),
     ],
@@ -186,41 +177,3 @@ def test_in_bfloat16_lists_that_blocks_are_given_are_added_to_and_batch_norm_kee
     got = finish(engine, [step(engine, optimizer, loss, number) for number in range(3)])
     names = dict(engine.named_parameters())
     return differences(make.__name__, only(got, names), only(want, names))
-
-
-@on_ranks(2)
-def test_a_model_that_shows_slices_is_not_saved_as_a_whole_one(tmp_path):
-    folder = str(tmp_path)
-    model = llama()
-    engine, _ = start(model, stage=3)
-    with pytest.raises(RuntimeError, match=r"or call save_pretrained\(\) of the engine"):
-        engine.module.save_pretrained(folder)
-    with engine.unsharded():
-        if dist.get_rank() == 0:
-            engine.module.save_pretrained(folder)
-    dist.barrier()
-    loaded = LlamaForCausalLM.from_pretrained(folder).state_dict()
-    with engine.unsharded():
-        assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@on_ranks(2)
-def test_embeddings_are_resized_before_initialize_or_after_close(stage):
-    model = llama()
-    engine = zeroshard.initialize(model, config={"stage": stage}).engine
-    with pytest.raises(RuntimeError, match=r"call it before initialize, or after engine.close\(\)"):
-        model.resize_token_embeddings(VOCABULARY + 3)
-    with (
-        pytest.raises((ValueError, RuntimeError), match=r"shape|replaced"),
-        engine.unsharded(write_back=True),
-    ):
-        model.resize_token_embeddings(VOCABULARY + 3)
-    engine = zeroshard.initialize(llama(), config={"stage": stage}).engine
-    engine.close()
-    model = engine.module
-    model.resize_token_embeddings(VOCABULARY + 3)
-    assert (
-        zeroshard.initialize(model, config={"stage": stage}).engine(batch(0)).logits.shape[-1]
-        == VOCABULARY + 3
-    )

@@ -116,19 +116,6 @@ def test_another_parameter_in_a_slot_is_refused_by_name_and_the_next_step_is_rig
         assert not (found + differences(f"stage {stage}", finish(engine, losses), want))
 
 
-@on_ranks(2)
-def test_functional_call_with_the_sharded_parameters_themselves_is_the_forward():
-    for stage in STAGES:
-        model = build()
-        with torch.no_grad():
-            want = [float(square_loss(model, 0))]
-        engine, _ = start(model, "SGD", stage=stage)
-        own = dict(engine.named_parameters())
-        with torch.no_grad():
-            output = torch.func.functional_call(engine, own, numbers(0, 5, 7))
-        assert [float(output.square().mean())] == want
-
-
 class Penalized(nn.Module):
     """Keeps references to its parameters beside the modules."""
 

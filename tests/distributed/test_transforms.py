@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.distributed.models import Tiny
+from tests.distributed.models import tiny
 from tests.distributed.training import (
     STAGES,
     apart,
@@ -78,17 +78,12 @@ REFUSALS = {
 }
 
 
-def make():
-    torch.manual_seed(0)
-    return Tiny(2)
-
-
 @pytest.mark.long_where(stage=[0, 2])
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_derivatives_are_those_of_plain_pytorch_and_the_steps_between_them_too(stage):
     """Every derivative through one engine, with a step after each."""
-    model, found = make(), []
+    model, found = tiny(), []
     plain = copy.deepcopy(model)
     optimizer, losses, want = sgd(plain), [], []
     engine, own = start(model, sgd(model), stage=stage, **UNITS)
@@ -101,7 +96,7 @@ def test_derivatives_are_those_of_plain_pytorch_and_the_steps_between_them_too(s
 
 
 def trace_all(stage, around):
-    model = make()
+    model = tiny()
     plain = copy.deepcopy(model)
     optimizer, losses, want = sgd(plain), [], []
     engine, own = start(model, sgd(model), stage=stage, **UNITS)
@@ -176,10 +171,9 @@ LOSSES = (loss_of_critic, loss_of_two_backwards)
 @on_ranks(2)
 def test_losses_made_of_derivatives_train_as_in_plain_pytorch():
     for stage in STAGES:
-        losses = LOSSES
         found = []
-        for loss in losses:
-            model = make()
+        for loss in LOSSES:
+            model = tiny()
             plain = copy.deepcopy(model)
             optimizer = sgd(plain)
             engine, own = start(model, sgd(model), stage=stage, **UNITS)

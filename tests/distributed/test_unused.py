@@ -19,7 +19,6 @@ from tests.distributed.training import (
     numbers,
     plain,
     replicate,
-    same_as_replicated,
     start,
 )
 from tests.ranks import on_ranks
@@ -99,104 +98,8 @@ def follow_with_both(plans):
     return follow(plans, adamw) + follow(plans, sgd, num_prefetch=2)
 
 
-def everywhere(what, *blocks):
-    plan = dict.fromkeys(blocks, what)
-    return plan, plan
-
-
 @on_ranks(2)
 def test_layers_left_out_inside_a_unit_on_one_rank_count_zeros():
     layers = [{}, {1: "layers"}, {0: "layers", 2: "layers"}, {3: "layers"}]
     plans = [(layers[0], layers[0]), (layers[1], {}), ({}, layers[2]), (layers[3], layers[1]), ({}, {})]
     return follow_with_both(plans)
-
-
-ELSEWHERE = {
-    "layers on all ranks": [
-        everywhere("layers", 1),
-        everywhere("layers"),
-        everywhere("layers", 0, 1, 2, 3),
-        ({}, {}),
-    ],
-    "a unit that returns its input on one rank": [
-        ({1: "input"}, {}),
-        ({}, {0: "input"}),
-        ({3: "input"}, {0: "input", 3: "input"}),
-        ({0: "input", 1: "input"}, {2: "input", 3: "input"}),
-        (dict.fromkeys(range(4), "input"), {}),
-    ],
-    "a unit that returns a constant on one rank, which cuts off those before it": [
-        ({1: "constant"}, {}),
-        ({}, {0: "constant"}),
-        ({}, {}),
-        ({2: "constant"}, {1: "constant"}),
-    ],
-    "units without gradient on any rank": [
-        everywhere("input", 2),
-        ({}, {}),
-        everywhere("constant", 1),
-        everywhere("input", 0, 1, 2, 3),
-    ],
-}
-
-
-@on_ranks(2)
-def test_what_is_left_out_elsewhere_counts_zeros_on_one_rank_and_keeps_no_gradient_on_all():
-    return [f"{what}: {line}" for what, plans in ELSEWHERE.items() for line in follow(plans, adamw)]
-
-
-# ------------------------------------------------------------------------------ units that nobody calls
-
-
-class Depth(nn.Module):
-    """Calls the blocks it is told to, the same ones on all ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(7, WIDTH)
-        self.blocks = nn.ModuleList(Gated(WIDTH) for _ in range(5))
-        self.last = nn.Linear(WIDTH, 3)
-
-    def forward(self, x, called):
-        x = self.first(x)
-        for number in called:
-            x = self.blocks[number](x)
-        return self.last(x)
-
-
-CALLS_OF_RANKS = [
-    ((0, 2, 3, 4), (0, 1, 2, 3, 4)),
-    ((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)),
-    ((1, 2), (3, 4)),
-    ((0, 1, 2, 3, 4), (2,)),
-]
-
-
-def other_depth_loss(net, step):
-    return net(numbers(step, 5, 7), CALLS_OF_RANKS[step][dist.get_rank()]).square().mean()
-
-
-@on_ranks(2)
-def test_below_stage_3_ranks_may_leave_out_different_units_from_the_first_step_on():
-    torch.manual_seed(0)
-    return same_as_replicated(
-        Depth(), "AdamW", len(CALLS_OF_RANKS), other_depth_loss, stages=(0, 1, 2), find_unused=True
-    )
-
-
-# ----------------------------------------------------------------------------------------------- frozen
-
-
-@on_ranks(2)
-def test_frozen_units_that_have_a_backward_on_one_rank_only_are_gathered_on_all():
-    """Only block 1 is trained in front of the frozen blocks, and each rank skips it once."""
-    torch.manual_seed(0)
-    model = Branching(5)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith(("blocks.1", "last.bias")))
-    plans = [({}, {}), ({1: "input"}, {}), ({}, {1: "layers"}), ({1: "input"}, {1: "input"}), ({}, {})]
-
-    def loss(net, number):
-        return net(numbers(number, 5, 7), plans[number][dist.get_rank()]).square().mean()
-
-    return same_as_replicated(model, "AdamW", len(plans), loss, find_unused=True, watchdog_s=10.0)

@@ -156,15 +156,6 @@ def test_a_batch_inside_unsharded_has_the_gradients_of_one_outside(stage):
         check(engine, None)
 
 
-@on_ranks(2)
-def test_copies_of_parameters_take_no_gradient():
-    engine, _ = start(Net(), "SGD", stage=3)
-    whole = [engine.full_parameter("head.weight"), *dict(engine.named_full_parameters()).values()]
-    with pytest.raises(ValueError, match="requires a gradient"):
-        engine.backward(sum(values.square().sum() for values in whole))
-    assert [values.requires_grad for values in whole] == [False] * 7
-
-
 class Lends(nn.Module):
     """A block that computes with the weight of the block after it, which it has kept from a forward."""
 

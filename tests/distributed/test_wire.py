@@ -17,15 +17,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.distributed.models import Block
 from tests.distributed.training import (
     ALL_STAGES,
     SendCounter,
     build,
+    caught,
     micro_batches,
-    numbers,
     padded_size,
     start,
     token_loss,
@@ -132,53 +131,6 @@ def test_under_no_sync_gradients_are_sent_once():
     return found
 
 
-class ReturnsParameter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
-        self.scale = nn.Parameter(torch.ones(7))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x).tanh()
-        return {"x": x * self.scale, "scale": self.scale}
-
-
-@on_ranks(2)
-def test_a_parameter_that_a_forward_returns_has_no_gradient_sent_twice():
-    sent = []
-    for stage in ALL_STAGES:
-        engine, optimizer = start(ReturnsParameter(), "SGD", stage=stage, units=["Linear"])
-        for number in range(3):
-            engine.reset_comm_report()
-            output = engine(numbers(number, 5, 7))
-            (output["x"].square().mean() + output["scale"].square().mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            sent.append((stage, engine.comm_report().bytes_sent["reduce_scatter"]))
-    assert len(set(sent)) == len(ALL_STAGES)
-
-
-@on_ranks(2)
-def test_a_gradient_penalty_has_no_gradient_sent_twice():
-    sent = []
-    for stage in range(3):
-        engine, optimizer = start(ReturnsParameter(), "SGD", stage=stage, units=["Linear"])
-        for number, has_penalty in enumerate((False, True, True)):
-            engine.reset_comm_report()
-            penalty = 0.0
-            if has_penalty:
-                x = numbers(number + 50, 5, 7).requires_grad_()
-                (slopes,) = torch.autograd.grad(engine(x)["x"].sum(), x, create_graph=True)
-                penalty = slopes.square().mean()
-            (engine(numbers(number, 5, 7))["x"].square().mean() + penalty).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            sent.append((stage, engine.comm_report().bytes_sent["reduce_scatter"]))
-    assert len(set(sent)) == 3
-
-
 @on_ranks(1)
 def test_one_rank_sends_nothing_and_calls_nothing():
     for stage in ALL_STAGES:
@@ -213,24 +165,6 @@ def two_optimizers(engine):
     return [torch.optim.SGD(parameters[0::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)]
 
 
-@pytest.mark.parametrize("together", [True, False])
-@on_ranks(2)
-def test_parameters_are_gathered_once_after_the_steps_of_two_optimizers_together(together):
-    engine, _ = start(build("tied GPT"), None, stage=2, precision={"param_dtype": "bf16"})
-    optimizers = two_optimizers(engine)
-    for some in [optimizers] if together else [[optimizer] for optimizer in optimizers]:
-        attach(engine._runtime, engine._guard.rounding, *some)
-    sent = []
-    for number in range(3):
-        token_loss(engine, number).backward()
-        engine.reset_comm_report()
-        for optimizer in optimizers:
-            optimizer.step()
-        sent.append(engine.comm_report().bytes_sent["all_gather"] / 2)
-    expected = padded_size(engine) // 2
-    assert sent == [expected if together else 2 * expected] * 3
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_a_forward_between_the_steps_of_optimizers_that_step_together_is_an_error(stage):
@@ -239,43 +173,9 @@ def test_a_forward_between_the_steps_of_optimizers_that_step_together_is_an_erro
     attach(engine._runtime, engine._guard.rounding, *optimizers)
     token_loss(engine, 0).backward()
     optimizers[0].step()
-    messages = []
-    for call in (lambda: token_loss(engine, 1), lambda: engine.module.blocks[0](torch.ones(1, 4, 84))):
-        try:
-            call()
-        except RuntimeError as error:
-            messages.append(str(error))
+    calls = (lambda: token_loss(engine, 1), lambda: engine.module.blocks[0](torch.ones(1, 4, 84)))
+    messages = [caught(call) for call in calls]
     optimizers[1].step()
     is_finite = token_loss(engine, 1).isfinite().item()
     assert is_finite
-    assert len(messages) == 2
     assert all("attached together" in message for message in messages)
-
-
-@pytest.mark.long
-@on_ranks(4)
-def test_exchanges_between_shard_groups_go_on_while_the_backward_does():
-    """A reduction is one exchange in its group and two between groups.
-
-    The labels of collectives in a backward, in order, with two shard groups of two ranks.
-    """
-    engine, _ = start(build("GPT", num_blocks=6), stage=3, shard_group_size=2)
-    for number in range(3):
-        before = set(engine._axes.dp.ledger.entries()[1])
-        engine.backward(token_loss(engine, number))
-        entries = engine._axes.dp.ledger.entries()[1]
-        engine.step()
-    labels = [label for line, number, label in entries if (line, number, label) not in before]
-    for block in range(2, 6):
-        scatters = [at for at, label in enumerate(labels) if label.startswith("reduce-scatter")]
-        own = [at for at in scatters if f"'blocks.{block}'" in labels[at]]
-        (last,) = [
-            at
-            for at, label in enumerate(labels)
-            if label == f"all-gather of the gradients of unit 'blocks.{block}'"
-        ]
-        later = [f"'blocks.{block - 1}'", f"'blocks.{block - 2}'", f"'blocks.{max(0, block - 3)}'"]
-        assert len(own) == 2
-        assert labels.index(f"reduce-scatter of the gradients of unit {later[1]}") > own[0]
-        if block >= 3:
-            assert last < labels.index(f"reduce-scatter of the gradients of unit {later[2]}")

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
+from tests.distributed.models import Stemmed
 from tests.ranks import on_ranks
-from tests.sharding.test_copies import build
 
 
 def refusal(model):
@@ -23,21 +23,21 @@ def refusal(model):
 @on_ranks(2)
 def test_a_model_that_is_distributed_already_is_refused_by_name_with_the_remedy():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    partly = build()
-    partly.outer.bias = nn.Parameter(distribute_tensor(partly.outer.bias.detach(), mesh, [Replicate()]))
-    inside = nn.Sequential(fully_shard(build(), mesh=mesh), nn.ReLU())
-    wrapped = DistributedDataParallel(build())
+    partly = Stemmed()
+    partly.head.bias = nn.Parameter(distribute_tensor(partly.head.bias.detach(), mesh, [Replicate()]))
+    inside = nn.Sequential(fully_shard(Stemmed(), mesh=mesh), nn.ReLU())
+    wrapped = DistributedDataParallel(Stemmed())
     models = [
         partly,
-        fully_shard(build(), mesh=mesh),
+        fully_shard(Stemmed(), mesh=mesh),
         inside,
-        FullyShardedDataParallel(build(), device_id=torch.device("cpu")),
+        FullyShardedDataParallel(Stemmed(), device_id=torch.device("cpu")),
     ]
     found = [refusal(model) for model in (*models, wrapped)] + [
         zeroshard.initialize(wrapped.module, torch.optim.AdamW).engine.global_step
     ]
     tensor, fsdp2, inner, fsdp1, ddp, num_steps = found
-    assert "parameter 'outer.bias' is a DTensor" in tensor
+    assert "parameter 'head.bias' is a DTensor" in tensor
     assert "the model is a FSDPModule of torch" in fsdp2
     assert "leave fully_shard out" in fsdp2
     assert "module '0' is a FSDPModule" in inner

@@ -1,8 +1,6 @@
 """All ways to forget gradients, where some were added up on this rank only, against plain PyTorch."""
 
 import contextlib
-import gc
-import weakref
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from tests.distributed.models import Layered
 from tests.distributed.training import (
     STAGES,
     distances,
-    finish,
     flat_gradients,
     full_gradients,
     plain,
@@ -78,39 +75,6 @@ def test_gradients_that_were_forgotten_do_not_come_back(precision):
             far = distances(full_gradients(engine), want)
             found += [(name, stage, p, off) for p, off in far.items() if off > (2e-2 if precision else 1e-6)]
     return found
-
-
-@on_ranks(2)
-def test_zero_grad_of_the_model_is_that_of_the_engine():
-    found = []
-    for stage in STAGES:
-        runs = []
-        for way in ("engine", "module"):
-            engine, _ = start(Wrapped(), "SGD", stage=stage, gradient_accumulation_steps=2)
-            engine.backward(100 * square_loss(engine, 0))
-            engine.step()
-            (engine if way == "engine" else engine.module).zero_grad()
-            taken = []
-            for number in (1, 2):
-                engine.backward(square_loss(engine, number))
-                taken.append(engine.step())
-            runs.append((taken, finish(engine, []).parameters))
-        (taken, want), (_, got) = runs
-        found += [] if taken == [False, True] == runs[1][0] else [(stage, taken, runs[1][0])]
-        found += [(stage, name) for name in want if not torch.equal(got[name], want[name])]
-    return found
-
-
-@on_ranks(1)
-def test_the_model_does_not_keep_its_engine_alive():
-    engine, _ = start(Wrapped(), "SGD", stage=0)
-    square_loss(engine, 0).backward()
-    module = engine.module
-    reference = weakref.ref(engine)
-    del engine
-    gc.collect()
-    module.zero_grad()
-    assert (reference() is None, all(p.grad is None for p in module.parameters())) == (True, True)
 
 
 def read_with_sums():

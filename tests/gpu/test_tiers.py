@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.training import BF16, build, gpus, start
 from tests.stores.held import held_bytes
-from tests.stores.test_clipping import num_notes
+from tests.stores.tiers import num_notes
 
 WIDTH, DEPTH = 1024, 8
 MB = 1 << 20

@@ -108,16 +108,6 @@ def test_units_that_are_done_are_reduced_in_their_last_backward_with_the_same_bi
         same(found, want)
 
 
-def alone():
-    run = Run(3)
-    return [run.backward(number, more=number < 3, but=chosen(run, number)) for number in range(4)]
-
-
-def test_a_rank_alone_defers_nothing(ranks):
-    [started] = ranks(1, alone)
-    assert all(started)
-
-
 # ------------------------------------------------------------------------------------ between backwards
 
 
@@ -192,26 +182,4 @@ def again(stage, failing):
 def test_a_batch_can_be_run_again_after_an_exception(ranks, stage, failing):
     [want, *_] = ranks(2, deferred, stage, {})
     for found in ranks(2, again, stage, failing):
-        same(found, want)
-
-
-def dropped(stage):
-    """A batch ends behind the reductions ahead, and its gradients are dropped; one by one, or together."""
-    run, name = Run(stage), "halves.1.1.linear.weight"
-    for number in range(2):
-        run.backward(number, more=True, but=chosen(run, number))
-    run.engine.zero_grad()
-    assert run.reducer.under_way == []
-    for number in range(4):
-        run.backward(number, more=number < 3, but=chosen(run, number))
-        if number == 1:
-            dict(run.engine.module.named_parameters())[name].grad = None
-    return run.gradients()
-
-
-def test_gradients_under_way_can_be_dropped(ranks):
-    stage = 3
-    [want, *_] = ranks(2, deferred, stage, {})
-    want.pop("halves.1.1.linear.weight")
-    for found in ranks(2, dropped, stage):
         same(found, want)

@@ -30,20 +30,6 @@ class HookError(Exception):
     pass
 
 
-class Step(torch.autograd.Function):
-    """Adds up its inputs and notes when its backward runs."""
-
-    @staticmethod
-    def forward(ctx, log, number, *inputs):
-        ctx.log, ctx.number, ctx.num_inputs = log, number, len(inputs)
-        return sum(inputs)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.log.append(ctx.number)
-        return (None, None, *[gradient] * ctx.num_inputs)
-
-
 def leaf(value=1.0):
     return torch.tensor(value, requires_grad=True)
 
@@ -78,14 +64,6 @@ def test_a_recomputed_forward_is_in_backward_and_the_first_is_not(use_reentrant)
     assert seen == [False, True]
 
 
-def test_nothing_is_in_backward_after_an_exception():
-    y = leaf() * 2
-    y.register_hook(fail)
-    with pytest.raises(HookError):
-        y.backward()
-    assert not is_in_backward()
-
-
 # -------------------------------------------------------------------------------------- end of backward
 
 
@@ -104,22 +82,6 @@ def test_a_callback_runs_once_after_the_last_gradient():
     assert seen == ["accumulated", "accumulated", (x.grad, z.grad)]
     (leaf() * 2).backward()
     assert len(seen) == 3
-
-
-def test_a_callback_runs_after_the_gradients_of_a_nested_backward():
-    seen, x = [], leaf()
-    y = checkpoint(torch.exp, x, use_reentrant=True) * 2
-    y.register_hook(lambda gradient: at_end(lambda: seen.append(x.grad.item())))
-    y.backward()
-    assert seen == [x.grad.item()]
-
-
-def test_a_callback_also_runs_where_gradients_are_returned():
-    seen, x = [], leaf()
-    y = x * 2
-    y.register_hook(lambda gradient: at_end(lambda: seen.append("end")))
-    torch.autograd.grad(y, x)
-    assert seen == ["end"]
 
 
 def test_a_callback_does_not_run_after_an_exception_nor_in_the_next_backward():
@@ -147,18 +109,6 @@ def test_the_end_of_a_backward_is_known_also_after_an_exception(fails):
     assert is_running[1:] == ([] if fails else [True])
 
 
-def test_an_exception_in_a_callback_comes_out_of_backward():
-    y = leaf() * 2
-    y.register_hook(lambda gradient: at_end(fail))
-    with pytest.raises(HookError):
-        y.backward()
-
-
-def test_a_callback_cannot_be_left_outside_of_a_backward():
-    with pytest.raises(RuntimeError, match="backward"):
-        at_end_of_backward(lambda: None)
-
-
 # ------------------------------------------------------------------------------------ order of a backward
 
 
@@ -171,17 +121,6 @@ def graphs(draw):
         for number in range(num_nodes)
     ]
     return inputs, draw(st.permutations(range(num_nodes)))
-
-
-@given(graphs())
-def test_nodes_run_in_the_reverse_order_of_their_creation(graph):
-    inputs, order_of_sum = graph
-    log = []
-    nodes = []
-    for number, sources in enumerate(inputs):
-        nodes.append(Step.apply(log, number, *(leaf() if s < 0 else nodes[s] for s in sources)))
-    torch.stack([nodes[number] for number in order_of_sum]).sum().backward()
-    assert log == list(reversed(range(len(nodes))))
 
 
 @given(graphs())
@@ -198,27 +137,6 @@ def test_when_an_outputs_gradient_is_there_all_that_was_made_after_it_has_run(gr
     torch.stack([nodes[number] for number in order_of_sum]).sum().backward()
     expected = [(what, number) for number in reversed(range(len(nodes))) for what in ("output", "gradient")]
     assert log == expected
-
-
-def test_a_hook_on_an_output_runs_when_it_is_changed_in_place_afterwards():
-    seen, x = [], leaf(3.0)
-    y = x * 2
-    y.register_hook(lambda gradient: seen.append(gradient.item()))
-    y *= 5
-    y.backward()
-    assert seen == [5.0]
-    assert x.grad == 10
-
-
-@pytest.mark.parametrize(("use_reentrant", "times"), [(True, 2), (False, 1)])
-def test_a_gradient_accumulates_once_a_backward_but_twice_around_a_reentrant_checkpoint(use_reentrant, times):
-    seen, weight, x = [], leaf(2.0), leaf(3.0)
-    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter))
-    (x * weight * weight).backward()
-    assert len(seen) == 1
-    seen.clear()
-    (checkpoint(lambda y: y * weight, x, use_reentrant=use_reentrant) * weight).backward()
-    assert len(seen) == times
 
 
 # ---------------------------------------------------------------------------------- looking into outputs
@@ -292,14 +210,6 @@ def test_what_is_not_looked_into_is_reported(what):
     assert is_opaque
 
 
-def test_tensors_of_a_transformers_output_are_found():
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    value = outputs.CausalLMOutputWithPast(loss=A, logits=B, hidden_states=(C, A))
-    tensors, is_opaque = find_tensors(value)
-    assert sorted(map(id, tensors)) == sorted(map(id, [A, B, C]))
-    assert not is_opaque
-
-
 def test_tensors_of_a_transformers_output_of_a_class_of_ones_own_are_found():
     generic = pytest.importorskip("transformers.utils")
 
@@ -311,16 +221,6 @@ def test_tensors_of_a_transformers_output_of_a_class_of_ones_own_are_found():
     tensors, is_opaque = find_tensors([Output(loss=A, extra=(B, C)), Output()])
     assert sorted(map(id, tensors)) == sorted(map(id, [A, B, C]))
     assert not is_opaque
-
-
-def test_a_field_that_a_dataclass_has_not_been_given_is_no_error():
-    @dataclasses.dataclass
-    class Partly:
-        logits: torch.Tensor
-        later: torch.Tensor = dataclasses.field(init=False)
-
-    tensors, _ = find_tensors(Partly(A))
-    assert len(tensors) == 1
 
 
 def cast_floats(value, dtype):
@@ -338,12 +238,6 @@ def test_casting_changes_the_floats_in_nested_containers_and_nothing_else():
     assert cast["y"]["flag"] is flag
     assert cast["y"]["text"] == "as it is"
     assert cast_floats(A, A.dtype) is A
-
-
-def test_casting_reaches_the_tensors_that_are_found_in_dataclasses():
-    cast = cast_floats(Plain(A, {"x": Frozen(B)}), torch.float64)
-    tensors, _ = find_tensors(cast)
-    assert [tensor.dtype for tensor in tensors] == [torch.float64, torch.float64]
 
 
 def test_views_of_what_a_unit_returned_are_other_tensors_with_the_same_values_in_the_same_places():
@@ -396,46 +290,7 @@ def test_the_outermost_checkpoint_is_one_frame_for_all_that_is_called_in_it(nest
     assert found_in(nested)[0] is not first
 
 
-@pytest.mark.parametrize("is_inside_another", [True, False])
-def test_a_reentrant_checkpoint_is_refused_when_it_is_found(is_inside_another):
-    def inside(x):
-        outermost_checkpoint(sys._getframe(), None)
-        return x
-
-    def around(x):
-        return checkpoint(inside, x, use_reentrant=True)
-
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"reentrant activation checkpoint.*pass use_reentrant=False"):
-        checkpoint(around, x, use_reentrant=False) if is_inside_another else around(x)
-
-
-def test_outside_of_a_checkpoint_and_up_to_a_caller_there_is_none():
-    assert outermost_checkpoint(sys._getframe(), None) is None
-
-    def inside(x):
-        frame = sys._getframe()
-        assert outermost_checkpoint(frame, None) is not None
-        assert outermost_checkpoint(frame, frame) is None
-        return x * 2
-
-    checkpoint(inside, torch.ones(2, requires_grad=True), use_reentrant=False)
-
-
 # ----------------------------------------------------------------------------- transforms and tracers
-
-
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jacrev", "jacfwd", "hessian"])
-def test_a_transform_is_seen_inside_it_alone(transform):
-    seen = []
-
-    def function(x):
-        seen.append(capture_around())
-        return x.square().sum()
-
-    getattr(torch.func, transform)(function)(torch.ones(2, 2) if transform == "vmap" else torch.ones(2))
-    assert seen == ["a transform of torch.func (grad, vmap, ...)"]
-    assert capture_around() is None
 
 
 def test_each_tracer_has_a_name_and_a_mode_of_a_user_has_none():
@@ -486,12 +341,3 @@ def accumulations(backward):
 def test_a_backward_for_chosen_inputs_is_known_by_whether_it_gives_gradients_to_parameters(backward, want):
     """The hook of a tensor that is asked for by itself cannot know; the first hook of a backward asks."""
     assert accumulations(backward) == want
-
-
-def test_inside_a_reentrant_checkpoint_gradients_are_given():
-    layer, found = nn.Linear(3, 3), []
-    x = torch.ones(2, 3, requires_grad=True)
-    output = checkpoint(layer, x, use_reentrant=True)
-    output.register_hook(lambda _: found.append(will_accumulate(layer.parameters())))
-    output.sum().backward()
-    assert found == [True]

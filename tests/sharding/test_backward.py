@@ -102,19 +102,6 @@ def test_units_inside_a_checkpoint_are_entered_together_the_last_one_first():
     assert described(plan_turns([z, root, x, a, y])) == words.split(", ")
 
 
-def test_units_inside_a_recomputed_unit_are_entered_with_it_the_last_one_first():
-    units, _ = forward(("root", [("a", leaves("x", "y")), ("z", [])]), [])
-    root, a, x, y, z = units
-    x.recomputed_in, y.recomputed_in = [a], [a]
-    words = "enter root, enter z, leave z, enter a, enter y, enter x, leave y, leave x, leave a, leave root"
-    assert described(plan_turns([z, root, x, a, y])) == words.split(", ")
-
-
-def test_units_without_calls_have_no_turn():
-    units, _ = forward(("root", leaves("a")), [])
-    assert described(plan_turns([*units, Noting("other", [])])) == described(plan_turns(units))
-
-
 NAMES = st.sampled_from("abcdefg")
 TREES = st.recursive(
     st.tuples(NAMES, st.just([])), lambda inside: st.tuples(NAMES, st.lists(inside, max_size=3)), max_leaves=9
@@ -204,45 +191,6 @@ def test_at_most_the_units_ahead_and_those_around_are_gathered(case, num_prefetc
         walk._take_until(turn.tick)
         inside += {"enter": 1, "leave": 0, "free": -1}[turn.act]
         assert sum(unit.is_gathered for unit in units) <= inside + num_prefetch
-
-
-def test_a_call_from_before_the_last_backward_is_left_before_earlier_ones_are_entered():
-    log = []
-    units, calls = forward(("root", leaves("a", "b")), log)
-    a, b, root = sorted(calls, key=lambda call: call.unit.name)
-    for unit in units:
-        unit.visit = None
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=1)
-    for call in (root, b, a):
-        walk.enter(call)
-        call.unit.unshard()
-    assert log == ["gather root", "gather b", "reduce b", "gather a"]
-    walk.finish()
-    assert log[4:] == ["reduce a", "reduce root"]
-
-
-def test_a_second_forward_of_an_unknown_kind_gathers_the_units_before_it_on_the_route_and_leaves_none():
-    log = []
-    units, calls = forward(("root", leaves("a", "b", "c")), log)
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0)
-    by_name = {call.unit.name: call for call in calls}
-    walk.enter(by_name["c"])
-    repeated = walk.enter_again(by_name["a"].unit, 99)
-    assert log == ["gather root", "gather c", "gather b", "gather a"]
-    assert (repeated.began, repeated.ended) == (by_name["a"].began, by_name["a"].ended)
-
-
-def test_a_second_forward_in_a_checkpoint_leaves_the_units_behind_it_and_gathers_those_in_it():
-    log = []
-    units, calls = forward(("root", leaves("a", "b", "c", "d")), log)
-    by_name = {call.unit.name: call for call in calls}
-    region = Visit(by_name["a"].began, by_name["c"].ended)
-    for name in "abc":
-        by_name[name].unit.visit.regions = (region,)
-    walk = Walk(units, NotingReducer(log), Lease(), num_prefetch=0)
-    walk.enter(by_name["d"])
-    walk.enter_again(by_name["a"].unit, 99)
-    assert log == ["gather root", "gather d", "reduce d", "gather c", "gather b", "gather a"]
 
 
 def test_a_unit_that_was_left_stays_for_the_second_forward_of_its_checkpoint():

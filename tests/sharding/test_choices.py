@@ -89,13 +89,6 @@ def test_lists_that_are_named_like_experts_are_not_cut(name):
     assert list(reasons(model)) == ["", "more.0", "more.1"]
 
 
-def test_the_clusters_of_torchs_adaptive_softmax_are_no_units_but_it_is_one():
-    softmax = nn.AdaptiveLogSoftmaxWithLoss(8, 100, cutoffs=[10, 30, 60])
-    assert list(reasons(Around(softmax))) == ["", "inner", "tail.0", "tail.1"]
-    large = nn.AdaptiveLogSoftmaxWithLoss(2048, 3000, cutoffs=[1000, 2000], device="meta")
-    assert list(reasons(large)) == ["", "head"]  # which every forward runs
-
-
 @pytest.mark.parametrize("policy", [["ModuleList"], lambda module: isinstance(module, nn.ModuleList)])
 def test_a_list_as_a_unit_is_refused_with_what_to_name(policy):
     with pytest.raises(ValueError, match=r"'blocks' is a ModuleList, whose forward is never.*\(Block\)"):
@@ -109,15 +102,3 @@ def test_a_scripted_module_is_refused_wherever_it_is():
         find_units(scripted, None)
     with pytest.raises(ValueError, match=r"module '1' is a scripted"):
         find_units(nn.Sequential(nn.Linear(2, 2), scripted), None)
-
-
-class Pretrained(Around):
-    _no_split_modules = ("Block",)
-
-
-def test_blocks_that_a_model_names_are_left_whole_where_layers_are_dropped():
-    found = reasons(Pretrained(Dropping()))
-    assert list(found) == ["", "inner", "tail.0", "tail.1"]
-    assert found["inner"] == "a Dropping, which may run some modules of 'blocks', 'more' alone"
-    assert found["tail.0"] == "a Block, named in the model's _no_split_modules"
-    assert len(reasons(Pretrained(Dropping()), ["Block"])) == 8

@@ -7,31 +7,13 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import zeroshard
+from tests.distributed.models import tiny
 from tests.distributed.training import OPTIMIZERS, STAGES, numbers, train_replicated, train_sharded
 from tests.ranks import on_ranks
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(7, 8), nn.Linear(8, 3)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-
-    def forward(self, inputs):
-        inputs = self.inner(inputs)
-        for block in self.blocks:
-            inputs = block(inputs)
-        return self.outer(inputs)
-
-
-def build():
-    torch.manual_seed(0)
-    return Net()
 
 
 def loss(model, number):
@@ -39,7 +21,7 @@ def loss(model, number):
 
 
 def start(stage, **config):
-    return zeroshard.initialize(build(), OPTIMIZERS["AdamW"], {"stage": stage, **config}).engine
+    return zeroshard.initialize(tiny(), OPTIMIZERS["AdamW"], {"stage": stage, **config}).engine
 
 
 @on_ranks(2)
@@ -115,34 +97,12 @@ def test_saving_a_state_dict_of_slices_warns_and_names_what_saves_the_model():
             assert "engine.save_pretrained(folder)" in text[0]
 
 
-@on_ranks(2)
-def test_saving_the_state_of_an_optimizer_over_slices_warns_and_names_what_saves_it():
-    """By stage, the warnings when the state of an optimizer over slices is saved."""
-    for stage in STAGES:
-        engine = start(stage)
-        engine.backward(loss(engine, 0))
-        engine.step()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            state = engine.optimizer.state_dict()
-            torch.save({"optimizer": state}, file := io.BytesIO())
-        file.seek(0)
-        loaded = torch.load(file, weights_only=True)["optimizer"]
-        assert loaded["param_groups"] == state["param_groups"]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
-        texts = [str(warning.message) for warning in caught if warning.filename == __file__]
-        assert len(texts) == 1
-        assert "engine.save_checkpoint(folder)" in texts[0]
-
-
 @pytest.mark.long_where(num_ranks=[2])
 @on_ranks(1, 2, timeout=120.0)
 def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before():
     """Stages at which an engine inside torch.compile or DataParallel trains to other losses."""
     found = []
-    want = train_replicated(build(), "AdamW", 3, loss).losses
+    want = train_replicated(tiny(), "AdamW", 3, loss).losses
     wraps = {
         "compiled engine": lambda engine: torch.compile(engine, backend="eager"),
         "compiled model": lambda engine: torch.compile(engine.module, backend="eager"),
@@ -159,47 +119,8 @@ def test_an_engine_inside_torch_compile_or_data_parallel_trains_as_before():
                 engine.step()
                 losses.append(value.item())
             torch._dynamo.reset()
-            if losses != train_sharded(build(), "AdamW", 3, loss, stage=stage).losses:
+            if losses != train_sharded(tiny(), "AdamW", 3, loss, stage=stage).losses:
                 found.append((stage, name, losses))
             if losses != pytest.approx(want, rel=1e-6, abs=0):
                 found.append((stage, name, losses, want))
     return found
-
-
-@on_ranks(2)
-def test_a_whole_state_dict_is_not_loaded_into_slices_and_unsharded_loads_it():
-    """By stage, what torch answers to a whole state dict; and where the remedy does not load it."""
-    found = []
-    for stage in STAGES:
-        other = build()
-        with torch.no_grad():
-            for parameter in other.parameters():
-                parameter.add_(1)
-        engine = start(stage)
-        for model, whole in ((engine.module, other), (engine.module.inner, other.inner)):
-            with pytest.raises(RuntimeError, match="size mismatch"):
-                model.load_state_dict(whole.state_dict())
-        slices = copy.deepcopy(engine.module.state_dict())
-        with engine.unsharded(write_back=True):
-            engine.module.load_state_dict(other.state_dict())
-        whole = engine.full_state_dict()
-        wrong = [name for name, value in whole.items() if not torch.equal(value, other.state_dict()[name])]
-        engine.module.load_state_dict(slices)
-        same = [torch.equal(value, slices[name]) for name, value in engine.module.state_dict().items()]
-        found.append((wrong, all(same)))
-    assert found == [([], True)] * len(STAGES)
-
-
-@on_ranks(2)
-def test_an_attribute_of_a_shown_parameter_stays():
-    """Attributes that were set on a shown parameter, on the sharded one and on what a forward sees."""
-    found = []
-    for stage in STAGES:
-        engine = start(stage)
-        with engine.unsharded():
-            engine.module.inner.weight.no_decay = True
-        seen = []
-        engine.module.inner.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.weight.no_decay))
-        loss(engine, 0)
-        found.append((engine.module.inner.weight.no_decay, seen))
-    assert found == [(True, [True])] * len(STAGES)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.lazy.deferred import values_of
-from zeroshard.lazy.recording import check_values, materialize_others, record_resets
+from zeroshard.lazy.recording import check_values, record_resets
 
 
 class Layers(nn.Module):
@@ -148,58 +148,6 @@ def test_a_copy_has_the_values_of_its_model(make):
         assert parameter.requires_grad == parameters[name].requires_grad
 
 
-def test_ties_and_plain_attributes_are_copied_once():
-    twin = copy.deepcopy(both(Layers)[1])
-    assert twin.head.weight is twin.embedding.weight
-    plain, deferred = both(Buffers)
-    twin = copy.deepcopy(deferred)
-    materialize_others(twin)
-    assert twin.same is twin.frequencies
-    assert torch.equal(twin.mask, plain.mask)
-
-
-def test_a_part_of_a_model_can_be_copied():
-    plain, deferred = both(Layers)
-    twin = copy.deepcopy(deferred.attention)
-    for name, value in tensors(twin).items():
-        torch.testing.assert_close(value, plain.attention.state_dict()[name], rtol=0, atol=0)
-
-
-def test_parameters_can_be_copied_outside_of_their_modules():
-    plain, deferred = both(Layers)
-    deferred.head.weight.see_also = deferred.attention.in_proj_weight
-    parameters, twin = copy.deepcopy((list(deferred.parameters()), deferred))
-    assert [id(parameter) for parameter in parameters] == [id(parameter) for parameter in twin.parameters()]
-    assert twin.head.weight.see_also is twin.attention.in_proj_weight
-    for name, value in tensors(twin).items():
-        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=0)
-    alone = nn.Linear(3, 4)
-    alone.weight = copy.deepcopy(both(lambda: nn.Linear(3, 4))[1].weight)
-    engine = zeroshard.initialize(alone).engine
-    assert torch.equal(engine.full_state_dict()["weight"], both(lambda: nn.Linear(3, 4))[0].weight)
-
-
-@pytest.mark.parametrize("shallow", [copy.copy, nn.Module._replicate_for_data_parallel])
-def test_a_copy_of_a_shallow_copy_is_not_one_of_the_first_model(shallow):
-    plain, deferred = both(Inits)
-    other = shallow(deferred)
-    other.scale = 2.0
-    del deferred
-    twin = copy.deepcopy(other)
-    assert twin.scale == 2.0
-    if shallow is copy.copy:
-        for name, value in tensors(twin).items():
-            torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=0)
-
-
-def test_a_module_with_memory_or_without_shapes_is_copied_and_pickled_as_always():
-    own = nn.Linear(3, 4)
-    with zeroshard.deferred_init():
-        model = nn.Sequential(own, nn.LazyLinear(2))
-    assert torch.equal(pickle.loads(pickle.dumps(own)).weight, own.weight)
-    assert torch.equal(copy.deepcopy(model)[0].weight, own.weight)
-
-
 def test_a_change_of_a_copy_is_refused_as_one_of_its_model():
     _, deferred = both(Inits)
     twin = copy.deepcopy(deferred)
@@ -220,12 +168,6 @@ def test_a_model_without_memory_is_not_pickled_and_one_that_has_it_is():
         assert torch.equal(value, plain.state_dict()[name])
 
 
-def test_values_that_are_asked_for_while_building_are_given():
-    plain, deferred = both(Buffers)
-    assert deferred.rates == plain.rates
-    assert deferred.listed == plain.listed
-
-
 def test_a_model_built_on_the_meta_device_is_reset_to_the_values_of_an_ordinary_init():
     def make():
         return nn.Sequential(
@@ -240,23 +182,6 @@ def test_a_model_built_on_the_meta_device_is_reset_to_the_values_of_an_ordinary_
     record_resets(model)
     expected, got = tensors(plain), tensors(model)
     assert all(torch.equal(value, expected[name]) for name, value in got.items())
-
-
-def test_blocks_may_be_nested_and_nothing_stays_of_one_that_an_exception_has_left():
-    hooks = dict(nn.modules.module._global_parameter_registration_hooks)
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    torch.manual_seed(0)
-    with zeroshard.deferred_init():
-        with zeroshard.deferred_init():
-            inner = nn.Linear(2, 2)
-        model = nn.Sequential(inner, nn.Linear(2, 2))
-    expected = tensors(plain)
-    assert all(torch.equal(value, expected[name]) for name, value in tensors(model).items())
-    with pytest.raises(KeyError), zeroshard.deferred_init():
-        raise KeyError
-    assert not torch.empty(1).is_meta
-    assert nn.modules.module._global_parameter_registration_hooks == hooks
 
 
 def test_a_layer_that_stays_on_the_meta_device_among_deferred_ones_is_refused_by_name():
@@ -297,15 +222,9 @@ def test_a_model_may_be_changed_in_a_block_of_its_own():
     assert torch.equal(values_of(deferred.a.weight), plain.a.weight)
 
 
-def test_tensors_without_memory_answer_as_those_of_an_ordinary_init():
-    plain, deferred = both(Placed)
-    assert deferred.asked == plain.asked == ("cpu", True, False, -1)
-    assert deferred.sum == plain.sum
-    assert deferred.beside.weight.device.type == "meta"
-
-
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("options", [{"mean_resizing": False}, {"pad_to_multiple_of": 8}])
+@pytest.mark.parametrize(
+    ("is_tied", "options"), [(False, {"mean_resizing": False}), (True, {"pad_to_multiple_of": 8})]
+)
 def test_tokens_are_added_to_a_model_without_memory(tmp_path, is_tied, options):
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -98,20 +98,6 @@ def test_second_halves_add_to_first_ones_and_gather_nothing(ranks, stage):
     assert num_gathers == ((5, 5) if stage == 0 else (0, 0))  # of the sums of 5 units, at stage 0
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
-def test_the_last_one_reduces_also_without_a_gradient_of_its_own(stage):
-    """Whole backwards, and at last a second half without any gradient."""
-    halves = Halves(stage)
-    for number in range(NUM):
-        loss = halves.engine.module(values_of(number, halves.engine.dp_rank)).square().mean()
-        with halves.runtime.reducer.next_backward(True):
-            loss.backward()
-    halves.second(Waiting(), has_more=False)
-    assert not halves.runtime.reducer.local_bytes, "reduced before the step"
-    require([halves.gradients()], 2)
-
-
 @pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("has_more", [True, False])
 @pytest.mark.parametrize("stage", [1, 3])

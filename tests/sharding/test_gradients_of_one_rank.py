@@ -18,24 +18,18 @@ from zeroshard.parameters.sharded import gradient_of
 
 
 class Net(nn.Module):
-    """Its forward can show a value beside its output, and fail in its backward."""
+    """Its forward shows a value beside its output."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
         self.unused = nn.Linear(2, 2)
-        self.shown, self.fails = None, False
+        self.shown = None
 
     def forward(self, x):
         self.shown = torch.tanh(self.first(x))
-        if self.fails and self.shown.requires_grad:
-            self.shown.register_hook(fail)
         return self.second(self.shown)
-
-
-def fail(gradient):
-    raise ValueError("a backward that fails")
 
 
 class Program:
@@ -50,18 +44,6 @@ class Program:
 
     def clear(self):
         (self.engine or self.model).zero_grad()
-
-
-def three(program):
-    for _ in range(3):
-        program.loss().backward()
-
-
-def cleared_between(program):
-    program.loss().backward()
-    program.clear()
-    program.loss().backward()
-    program.loss().backward()
 
 
 def none_for_one(program):
@@ -102,26 +84,13 @@ def asked_for_alone(program):
     program.loss().backward()
 
 
-def failed_and_repeated(program):
-    program.model.fails = True
-    with pytest.raises(ValueError, match="a backward that fails"):
-        program.loss().backward()
-    program.model.fails = False
-    program.clear()
-    program.loss().backward()
-    program.loss().backward()
-
-
 PROGRAMS = [
-    three,
-    cleared_between,
     none_for_one,
     edited_between,
     shown_value_alone,
     shown_value_too,
     with_a_graph,
     asked_for_alone,
-    failed_and_repeated,
 ]
 
 
@@ -153,27 +122,6 @@ def test_a_gradient_without_exchange_is_not_copied():
     model.second.weight.register_hook(lambda gradient: made.append(gradient.data_ptr()))
     engine(torch.ones(2, 4)).sum().backward()
     assert made == [gradient_of(engine.get_parameter("second.weight")).data_ptr()]
-
-
-class Rows(nn.Linear):
-    """Its weight gets a sparse gradient."""
-
-    def forward(self, index):
-        return nn.functional.embedding(index, self.weight, sparse=True)
-
-
-def make_sparse():
-    engine = zeroshard.initialize(nn.Sequential(Rows(3, 5), nn.Linear(3, 2)), None, {"stage": 0}).engine
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"sparse_coo; expected a dense one"):
-            engine(torch.tensor([1, 2])).sum().backward()
-        engine.zero_grad()
-    return True
-
-
-def test_a_sparse_gradient_is_refused_at_one_rank_as_at_two(ranks):
-    assert ranks(1, make_sparse) == [True]
-    assert ranks(2, make_sparse) == [True, True]
 
 
 def run_part_of_a_batch(engine):

@@ -36,14 +36,3 @@ def test_the_leases_of_a_unit_are_those_that_were_taken_and_did_not_end(moves):
         for number, one in enumerate(leases):
             assert set(one.units) == {units[m] for n, m in held if n == number}
             assert bool(one.units) == any(n == number for n, _ in held)
-
-
-def test_a_lease_that_ends_without_units_ends_for_all_of_them():
-    lease, other = Lease(), Lease()
-    units = [Unit() for _ in range(3)]
-    lease.take(*units)
-    other.take(units[1])
-    lease.end()
-    assert [len(unit.leases) for unit in units] == [0, 1, 0]
-    assert units[1] not in lease.units
-    assert [unit.is_gathered for unit in units] == [False, True, False]

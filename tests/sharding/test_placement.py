@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zeroshard.memory.traffic import bytes_sent
-from zeroshard.plan.buffers import DtypePolicy, Setting, UnitPlan, group, plan_buffer
+from zeroshard.plan.buffers import DtypePolicy, Setting, UnitPlan, plan_buffer
 from zeroshard.plan.exchange import Collective, Exchange, exchanges
 from zeroshard.plan.originals import Original
 from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, STAGES, SUMMANDS, Placement, place
@@ -34,18 +34,6 @@ def test_each_stage_shards_one_more_kind_of_model_state():
         (SHARDED, SHARDED, {}, {}),
         (SHARDED, SHARDED, SHARDED, SHARDED),
     ]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 8, 64])
-def test_bytes_per_parameter_are_those_of_the_stage_formulas(num_ranks):
-    """Float32 with Adam: 4 bytes of parameter, 4 of gradient, 8 of optimizer state."""
-
-    def part(placed):
-        return Fraction(1, num_ranks) if placed.get(DP_SHARD) is Placement.SHARD else Fraction(1)
-
-    held = [4 * part(s.parameter) + 4 * part(s.gradient) + 8 * part(s.optimizer) for s in STAGES]
-    n = Fraction(num_ranks)
-    assert held == [16, 8 + 8 / n, 4 + 12 / n, 16 / n]
 
 
 def test_only_stage_3_chooses_what_is_kept_between_forward_and_backward():
@@ -136,16 +124,6 @@ def test_main_parameters_are_cut_where_the_optimizer_or_frozen_parameters_are_sh
     assert plan.regathers == (plan.gathers if stage == 3 else ())
 
 
-@pytest.mark.parametrize("trainable", [True, False])
-@pytest.mark.parametrize("stage", range(4))
-def test_one_rank_alone_holds_everything_once_and_exchanges_nothing(stage, trainable):
-    plan = planned(stage, AS_GIVEN, FP32, trainable, num_ranks=1)
-    assert not plan.is_partial
-    assert plan.is_resident
-    assert plan.is_alias
-    assert plan.gathers == plan.regathers == plan.reductions == ()
-
-
 @pytest.mark.parametrize(
     ("dtypes", "given_dtype", "compute", "main", "reduce"),
     [
@@ -162,22 +140,6 @@ def test_dtypes_left_open_are_the_models_for_compute_and_at_least_float32_for_th
 ):
     plan = planned(3, dtypes, given_dtype, True, num_ranks=2)
     assert (plan.compute_dtype, plan.main_dtype, plan.reduce_dtype) == (compute, main, reduce)
-
-
-def test_frozen_parameters_need_no_wider_copy_than_the_one_that_computes():
-    plan = planned(2, IN_BF16, FP32, False, num_ranks=2)
-    assert plan.main_dtype == plan.compute_dtype == BF16
-    assert plan.is_alias
-
-
-def test_parameters_of_one_dtype_that_are_trained_alike_share_a_buffer():
-    def original(name, dtype, trainable):
-        return Original(nn.Parameter(torch.empty(3, dtype=dtype), requires_grad=trainable), name, ())
-
-    originals = [original("a", FP32, True), original("b", BF16, True), original("c", FP32, False)]
-    originals.append(original("d", FP32, True))
-    names = [[one.fqn for one in some] for some in group(originals, AS_GIVEN)]
-    assert names == [["a", "d"], ["b"], ["c"]]
 
 
 # --------------------------------------------------------------------------- from forward to backward

@@ -16,116 +16,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from peft.utils.integrations import dequantize_bnb_weight
 from torch import nn
 
 import zeroshard
 from tests.ranks import on_ranks
+from tests.sharding.quantized import (
+    VOCABULARY,
+    adamw,
+    base,
+    build,
+    llama,
+    plain,
+    quantized,
+    same_bits,
+    same_state,
+    tokens_of,
+    train,
+    weight_of,
+)
 from zeroshard.hf.export import Format, export_checkpoint
 from zeroshard.hf.quantize import name_bits
-
-VOCABULARY, ROWS, LENGTH = 128, 4, 16
-KINDS = {
-    "nf4": {"quant_type": "nf4", "compress_statistics": False},
-    "nf4 twice": {"quant_type": "nf4", "compress_statistics": True},
-    "fp4 in bfloat16": {"quant_type": "fp4", "compress_statistics": False, "quant_storage": torch.bfloat16},
-    "nf4 twice in float32": {
-        "quant_type": "nf4",
-        "compress_statistics": True,
-        "quant_storage": torch.float32,
-    },
-    "int8": None,
-}
-
-
-def quantized(layer, kind):
-    """A quantized layer with the weight of a linear one."""
-    options, weight = KINDS[kind], layer.weight.detach().clone()
-    if options is None:
-        new = bitsandbytes.nn.Linear8bitLt(
-            layer.in_features, layer.out_features, bias=False, has_fp16_weights=False
-        )
-        new.weight = bitsandbytes.nn.Int8Params(weight, has_fp16_weights=False, requires_grad=False)
-    else:
-        new = bitsandbytes.nn.Linear4bit(
-            layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32, **options
-        )
-        new.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, module=new, **options)
-    return new.to("cpu")
-
-
-def llama(width=64, **options):
-    return transformers.LlamaConfig(
-        hidden_size=width,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        use_cache=False,
-        **options,
-    )
-
-
-def base(kind, seed=0, width=64):
-    torch.manual_seed(seed)
-    model = transformers.LlamaForCausalLM(llama(width))
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and name != "lm_head":
-            model.set_submodule(name, quantized(layer, kind))
-    return peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-
-
-def build(kind, seed=0, width=64):
-    model = base(kind, seed, width)
-    torch.manual_seed(seed + 1)
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
-    )
-    return peft.get_peft_model(model, config)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=1e-2)
-
-
-def tokens_of(number):
-    return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(number))
-
-
-def plain(model, steps, num_parts=1):
-    """Train in one process; a batch is accumulated part by part, as many as there are ranks."""
-    optimizer, losses = adamw(model.parameters()), []
-    for number in steps:
-        total = torch.zeros(())
-        for part in tokens_of(number).chunk(num_parts):
-            loss = model(input_ids=part, labels=part).loss / num_parts
-            loss.backward()
-            total += loss.detach()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total.item())
-    return losses
-
-
-def train(engine, steps):
-    losses = []
-    for number in steps:
-        part = tokens_of(number).chunk(engine.dp_world_size)[engine.dp_rank]
-        losses.append(engine.train_batch({"input_ids": part}, part).item())
-    return losses
-
-
-def same_state(found, want):
-    assert found.keys() == want.keys()
-    for name, value in want.items():
-        assert same_bits(found[name], value), name
-
-
-def same_bits(one, other):
-    """Codes in a floating-point dtype may be NaN, which equals nothing."""
-    bits = (value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other))
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(*bits)
 
 
 def trained(kind, stage, options):
@@ -226,74 +136,6 @@ def test_a_rank_keeps_its_share_of_the_codes_and_all_scales(kind, stage):
     assert "scales of codes" in str(report)
     assert "scales of codes" in str(want)
     assert report.total == report.parameters + report.scales + report.gradients + report.optimizer
-
-
-@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
-@on_ranks(2)
-def test_an_ignored_weight_keeps_the_codes_and_scales_of_its_rank(kind):
-    name, seed = "base_model.model.model.layers.0.mlp.up_proj", 10 * dist.get_rank()
-    model = build(kind, seed)
-    zeroshard.initialize(model, adamw, {"stage": 3, "ignored": ["*.up_proj.weight"]})
-    x = torch.randn(4, 64)
-    assert torch.equal(model.get_submodule(name)(x), build(kind, seed).get_submodule(name)(x))
-
-
-# ----------------------------------------------------------------------------------------- several forwards
-
-
-def preferring(model, tokens, forward, step):
-    """Losses of two steps in which a forward without adapters and gradients runs before the backward."""
-    losses = []
-    for _ in range(2):
-        trained = forward(input_ids=tokens, labels=tokens).loss
-        with torch.no_grad(), model.disable_adapter():
-            reference = forward(input_ids=tokens, labels=tokens).loss
-        loss = -torch.nn.functional.logsigmoid(reference - trained)
-        step(loss)
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize(
-    ("kind", "recompute"), [("int8", "none"), pytest.param("nf4 twice", "unit", marks=pytest.mark.long)]
-)
-@on_ranks(2)
-def test_a_forward_without_gradients_may_run_before_the_backward(kind, recompute):
-    model = build(kind)
-    optimizer = adamw(model.parameters())
-
-    def step(loss):
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    want = preferring(model, tokens_of(0), model, step)
-    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3, "recompute": recompute}).engine
-
-    def step_of_engine(loss):
-        engine.backward(loss)
-        engine.step()
-
-    assert preferring(engine.module, tokens_of(0), engine, step_of_engine) == want
-
-
-# --------------------------------------------------------------------------------------------- evaluation
-
-
-@pytest.mark.parametrize("kind", ["nf4 twice", pytest.param("int8", marks=pytest.mark.long)])
-@on_ranks(2)
-def test_an_evaluation_leaves_the_codes_as_they_are(kind):
-    want = plain(build(kind), range(2), 2)
-    tokens, model = tokens_of(9), build(kind).eval()
-    for layer in model.modules():
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False
-    with torch.no_grad():
-        loss = model(input_ids=tokens, labels=tokens).loss.item()
-    engine = zeroshard.initialize(build(kind), adamw, {"stage": 3}).engine
-    for _ in range(2):
-        assert engine.eval_batch({"input_ids": tokens}, tokens).item() == loss
-    assert train(engine, range(2)) == want
 
 
 # -------------------------------------------------------------------------------------------- checkpoints
@@ -407,60 +249,6 @@ def test_a_whole_export_is_the_model_that_peft_merges_into_dequantized_weights(
     same_state(model.state_dict(), want.state_dict())
     if adapters:  # and training goes on as before
         assert losses == plain(build(kind), range(2), 2)
-
-
-def test_the_weights_of_an_export_are_those_that_peft_dequantizes():
-    layer = quantized(nn.Linear(64, 96), "nf4 twice")
-    assert torch.equal(weight_of(layer), dequantize_bnb_weight(layer.weight))
-    layer = quantized(nn.Linear(64, 96), "int8")
-    want = dequantize_bnb_weight(layer.weight, layer.state)  # it multiplies in another order than a forward
-    torch.testing.assert_close(weight_of(layer), want, rtol=2**-22, atol=0)
-
-
-def several(model):
-    """Two adapters with biases, of which only one is around each MLP's last layer."""
-    for name, layer in model.named_modules():
-        if name.endswith("q_proj"):
-            layer.bias = nn.Parameter(torch.linspace(-1, 1, 64), requires_grad=False)
-    options = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-    torch.manual_seed(1)
-    model = peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], **options), "one"
-    )
-    model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], lora_bias=True, **options))
-    model.base_model.set_adapter(["one", "other"])
-    with torch.no_grad():
-        for index, (name, parameter) in enumerate(sorted(model.named_parameters())):
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
-    return model
-
-
-@on_ranks(2)
-def test_several_adapters_and_their_biases_are_merged_as_peft_merges_them():
-    want = dict(several(dequantized_base("nf4")).merge_and_unload().named_parameters())
-    assert (want["model.layers.0.self_attn.q_proj.bias"] - torch.linspace(-1, 1, 64)).abs().max() > 0.1
-    engine = zeroshard.initialize(several(base("nf4")), adamw, {"stage": 3}).engine
-    found = {name: value.clone() for name, value in engine.named_full_parameters(merge_adapters=True)}
-    same_state(found, want)
-
-
-def ignored_codes(kind, names, folder):
-    model = base(kind)
-    model.model.norm.weight.requires_grad_(True)
-    engine = zeroshard.initialize(model, adamw, {"stage": 3, "ignored": names}).engine
-    with pytest.raises(ValueError, match="holds codes of a quantized weight"):
-        engine.save_pretrained(folder)
-    engine.save_pretrained(folder, dequantize=True)
-    return {name: value.clone() for name, value in engine.named_full_parameters()}
-
-
-@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
-def test_codes_that_are_not_sharded_are_exported_and_streamed_as_weights(ranks, tmp_path, kind):
-    want = dequantized_base(kind).state_dict()
-    for found in ranks(2, ignored_codes, kind, ["*_proj.weight"], tmp_path):
-        same_state(dict(sorted(found.items())), dict(sorted(want.items())))
-    same_state(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), want)
 
 
 @on_ranks(2)
@@ -603,13 +391,6 @@ def test_codes_that_are_to_be_trained_are_refused():
 # ----------------------------------------------------------------------------------------------- a stream
 
 
-def weight_of(layer):
-    """The weight of a quantized layer as bitsandbytes computes with it."""
-    if hasattr(layer.weight, "SCB"):
-        return layer.weight.data.float().mul_(layer.weight.SCB.unsqueeze(1).mul(1.0 / 127.0))
-    return bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-
-
 @pytest.mark.parametrize(("kind", "merge_adapters"), [("nf4 twice in float32", True), ("int8", False)])
 @on_ranks(2)
 def test_a_stream_has_weights_and_not_codes(kind, merge_adapters):
@@ -631,10 +412,32 @@ def test_a_stream_has_weights_and_not_codes(kind, merge_adapters):
     same_state({name: value.cpu() for name, value in stream}, want)
 
 
+def train_loss(engine):
+    tokens = tokens_of(9)
+    return engine.eval_batch({"input_ids": tokens}, tokens).item()
+
+
+def with_threshold(kind, threshold):
+    model = build(kind)
+    for layer in model.modules():
+        if hasattr(layer, "state") and hasattr(layer.state, "threshold"):
+            layer.state.threshold = threshold
+    return model
+
+
+@pytest.mark.long_where(threshold=[0.5])
+@pytest.mark.parametrize("threshold", [0.5, 6.0])
 @on_ranks(2)
-def test_closing_without_restoring_waits_for_no_gather():
-    """While the gathers that follow a step are under way."""
-    engine = zeroshard.initialize(build("nf4"), adamw, {"stage": 2, "precision": "bf16"}).engine
-    losses = train(engine, range(2))
-    engine.close(restore=False)
-    assert losses[0] != losses[1]
+def test_outliers_of_8_bits_are_computed_as_in_one_process(threshold):
+    model = with_threshold("int8", threshold)
+
+    def evaluated():
+        model.eval()
+        with torch.no_grad():
+            loss = model(input_ids=tokens_of(9), labels=tokens_of(9)).loss.item()
+        model.train()
+        return loss
+
+    want = evaluated(), plain(model, range(2), 2), evaluated()
+    engine = zeroshard.initialize(with_threshold("int8", threshold), adamw, {"stage": 3}).engine
+    assert (train_loss(engine), train(engine, range(2)), train_loss(engine)) == want

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
 
-from tests.sharding.test_overrides import build
+from tests.sharding.models import build
 from zeroshard import Config
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_buffer
 from zeroshard.plan.names import find_replicated
@@ -45,12 +44,6 @@ def test_patterns_that_fit_no_frozen_parameter_are_refused():
         names(half_frozen(), ("layers.1.mlp",))
 
 
-def test_a_tied_parameter_is_replicated_by_any_of_its_names():
-    model = half_frozen()
-    model.layers[0].router.weight = model.layers[0].mlp.weight
-    assert model.layers[0].mlp.weight in find_replicated(model, ("layers.0.mlp.weight",))
-
-
 def setting(stage=3, **tiers):
     sizes = {DP_SHARD: 4, DP_REPLICATE: 1, DP_INNER: 1, TP: 1}
     dtypes = DtypePolicy(param_dtype=torch.bfloat16, reduce_dtype=None, main_dtype=None)
@@ -79,8 +72,3 @@ def test_a_config_takes_a_word_or_patterns():
     assert Config.from_dict(Config(frozen=["a.*", "b"]).to_dict()).frozen == ("a.*", "b")
     with pytest.raises(ValueError, match=r"'frozen': expected 'shard' or 'replicate' or parameter names"):
         Config(frozen=False)
-
-
-def test_trained_parameters_are_never_replicated():
-    specs = find_units(nn.Sequential(nn.Linear(2, 2)), None, frozen="replicate")
-    assert not any(original.placements for spec in specs for original in spec.originals)

@@ -18,17 +18,6 @@ def test_adjacent_slices_of_one_tensor_become_one_run_over_the_same_memory():
     assert run.data_ptr() == flat.data_ptr()
 
 
-def test_slices_are_joined_in_the_order_in_which_they_come():
-    second, first = torch.zeros(6), torch.zeros(6)
-    runs = contiguous_runs([first[0:4], first[4:6], second[2:6], second[0:2]])
-    assert [run.untyped_storage().data_ptr() for run in runs] == [
-        first.data_ptr(),
-        second.data_ptr(),
-        second.data_ptr(),
-    ]
-    assert places(runs) == [(0, 6), (2, 4), (0, 2)]
-
-
 def test_a_gap_ends_a_run_so_that_padding_is_never_read():
     flat = torch.full((12,), float("nan"))
     parts = [flat[0:3].fill_(1), flat[4:6].fill_(2), flat[6:9].fill_(3)]
@@ -45,12 +34,6 @@ def test_neighbours_of_other_storages_or_dtypes_are_not_joined():
     assert len(contiguous_runs([torch.zeros(3), torch.zeros(3)])) == 2
 
 
-def test_empty_tensors_are_in_no_run_and_do_not_part_their_neighbours():
-    flat = torch.zeros(4)
-    assert places(contiguous_runs([flat[0:2], flat[2:2], flat[2:4], torch.zeros(0, 3)])) == [(0, 4)]
-    assert contiguous_runs([]) == []
-
-
 def test_a_strided_tensor_is_a_run_by_itself_and_nothing_joins_it():
     flat = torch.zeros(12)
     assert places(contiguous_runs([flat[0:4], flat[4:8:2], flat[6:8], flat[8:12]])) == [
@@ -58,19 +41,6 @@ def test_a_strided_tensor_is_a_run_by_itself_and_nothing_joins_it():
         (4, 2),
         (6, 6),
     ]
-
-
-def test_a_tensor_given_twice_is_in_two_runs_so_that_it_is_scaled_twice_as_before():
-    flat = torch.ones(4)
-    for run in contiguous_runs([flat[0:2], flat[0:2], flat[2:4]]):
-        run.mul_(3)
-    assert flat.tolist() == [9, 9, 3, 3]
-
-
-def test_matrices_side_by_side_are_joined():
-    flat = torch.arange(10.0)
-    (run,) = contiguous_runs([flat[0:6].view(2, 3), flat[6:10].view(2, 2)])
-    assert torch.equal(run, flat)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks import on_ranks
 from zeroshard.assemble import shard_over
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
@@ -19,11 +17,9 @@ from zeroshard.config.sections import Config, Offload, Precision
 from zeroshard.parallel.tensor.division import Division
 from zeroshard.plan.layout import Layout
 from zeroshard.plan.units import find_units
-from zeroshard.sharding.unit import UnitState
 from zeroshard.stepping.attach import attach
 
 CPU = torch.device("cpu")
-SHARDED, GATHERING, UNSHARDED = UnitState.SHARDED, UnitState.GATHERING, UnitState.UNSHARDED
 BF16 = Precision(param_dtype=torch.bfloat16)
 
 
@@ -98,22 +94,6 @@ def test_the_padding_of_packed_gradients_is_zero(freed):
 # ------------------------------------------------------------------------------------- freed and refilled
 
 
-def test_the_storage_is_there_from_unshard_to_reshard_and_nothing_of_it_otherwise(freed):
-    sharded = shard_net(**freed)  # a runtime that is collected drains its exchanges
-    unit = sharded.inner
-    (buffer,) = unit.buffers
-    size = 2 * Layout((600, 30, 600, 20), 1).total
-    assert storage_bytes(unit) == 0
-    assert buffer.main.untyped_storage().nbytes() == 2 * size
-    for _ in range(3):
-        unit.unshard()
-        assert storage_bytes(unit) == size
-        unit.wait()
-        unit.reshard()
-        assert storage_bytes(unit) == 0
-    assert buffer.main.untyped_storage().nbytes() == 2 * size
-
-
 def test_unsharded_parameters_are_the_same_objects_and_views_of_the_buffer_after_every_refill(freed):
     sharded = shard_net(**freed)
     unit = sharded.inner
@@ -129,41 +109,6 @@ def test_unsharded_parameters_are_the_same_objects_and_views_of_the_buffer_after
             assert torch.equal(value, sharded.before[name].bfloat16())
         unit.reshard()
         assert buffer.full.untyped_storage().nbytes() == 0
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["float32", "bfloat16"])
-def test_replicated_parameters_stay_where_they_are_and_follow_a_step(stage, precision):
-    sharded = shard_net(stage=stage, precision=precision)
-    unit = sharded.inner
-    (buffer,) = unit.buffers
-    place = buffer.full.data_ptr()
-    for step in range(1, 3):
-        unit.wait()
-        unit.reshard()
-        assert unit.state is UNSHARDED
-        with torch.no_grad():
-            for parameter in buffer.sharded:
-                parameter += 1
-        sharded.step()
-        unit.wait()
-        assert buffer.full.data_ptr() == place
-        for name, value in unsharded_values(unit).items():
-            expected = sharded.before[name]
-            for _ in range(step):
-                expected = expected + 1
-            assert torch.equal(value, expected.to(value.dtype))
-
-
-def test_one_rank_alone_without_mixed_precision_has_one_copy_that_is_never_moved():
-    sharded = shard_net(stage=3)
-    (buffer,) = sharded.inner.buffers
-    assert buffer.main.data_ptr() == buffer.full.data_ptr()
-    place = buffer.full.data_ptr()
-    sharded.inner.reshard()
-    sharded.inner.wait()
-    assert buffer.full.data_ptr() == place
-    assert sharded.runtime.context.meter.peak == 0
 
 
 def test_a_refill_between_forward_and_backward_is_no_change_to_autograd(freed):
@@ -253,24 +198,6 @@ def test_gradients_are_averaged_and_what_no_rank_used_stays_without(ranks, stage
         assert grads[2:] == [None, None]
 
 
-@on_ranks(2)
-def test_gradients_that_are_dropped_leave_nothing_behind():
-    axis = world()
-    sharded = shard_net(axis, stage=2)  # a runtime that is collected drains its exchanges
-    (gradients,) = sharded.inner.gradients
-    gradients.begin(more=False, defer=False)
-    gradients.pack(0, torch.ones(30, 20))
-    gradients.start_reduce()
-    gradients.drop()
-    state, missing, kept = gradients.state, set(gradients.missing), gradients.local_bytes
-    gradients.pack(0, torch.full((30, 20), 2.0))
-    gradients.start_reduce()
-    gradients.deliver(axis.any(gradients.used, "test")())
-    state, grad = state.value, gradients.buffer.sharded[0].grad
-    assert (state, missing, kept) == ("empty", {0, 1, 2, 3}, 0)
-    assert torch.equal(grad, torch.full_like(grad, 2.0))
-
-
 # ------------------------------------------------------------------------------------------------ buffers
 
 BUFFER_DTYPES = [
@@ -315,36 +242,3 @@ def test_buffers_of_any_dtype_and_layout_get_rank_0s_values_and_nothing_beside_t
             assert dtype == expected[name].dtype
             assert torch.equal(values, expected[name].to(torch.complex64)), name
         assert torch.equal(beside.view(-1)[1:], torch.arange(1.0, 24.0) + rank)
-
-
-# ---------------------------------------------------------------------------------------------- packing
-
-
-class Kernels(TorchDispatchMode):
-    """Names of the operations inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
-
-
-@on_ranks(3)
-def test_a_gradient_is_packed_by_one_kernel_that_scales_and_widens_it():
-    """The kernels that pack a gradient of bfloat16 in float32, on a device that is no CPU."""
-    sharded = shard_net(world(), stage=3, precision=BF16)
-    (gradients,) = sharded.inner.gradients
-    found = []
-    for _ in range(2):
-        gradients._flat = torch.empty(gradients.buffer.layout.total, device="meta")
-        gradient = torch.empty(30, device="meta", dtype=torch.bfloat16)
-        with Kernels() as kernels:
-            gradients._write(1, gradient)
-        gradients._filled.clear()
-        found.append(kernels.names)
-    first, later = found
-    assert later == ["aten::slice.Tensor", "aten::mul.out"]
-    assert first[-1:] == later[-1:]

@@ -143,23 +143,3 @@ def failures(folder):
 
 def test_errors_of_a_step_in_the_backward_are_told_and_a_load_goes_on(ranks, tmp_path):
     assert ranks(1, failures, tmp_path) == [[]]
-
-
-def read_ahead(folder):
-    """For each unit whether its values were there, or on their way, before its turn came."""
-    engine, ahead = start(folder, adamw), []
-    runs.train(engine, range(2), loss_of)
-    pieces = engine._early._parts._homes[-1]._pieces
-    fetch = pieces.fetch
-
-    def fetched(blocks):
-        ahead.append(any(parcel is blocks for parcel, _ in pieces._ahead))
-        return fetch(blocks)
-
-    pieces.fetch = fetched
-    engine.backward(loss_of(engine, 2))
-    return ahead
-
-
-def test_files_are_read_ahead_of_the_steps_in_a_backward(ranks, tmp_path):
-    assert ranks(1, read_ahead, tmp_path) == [[True] * 7]

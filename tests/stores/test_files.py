@@ -1,14 +1,10 @@
 """Places in files keep their bytes; what goes wrong is one error for whoever waits, and stops nobody else."""
 
 import errno
-import gc
 import itertools
 import os
-import subprocess
-import sys
 import threading
 import time
-import warnings
 from contextlib import contextmanager
 from unittest import mock
 
@@ -182,28 +178,6 @@ def test_a_file_that_grows_while_it_is_written_is_not_taken_for_a_truncated_one(
     transfer.wait()
 
 
-def test_a_freed_place_makes_room_for_one_of_the_same_size(swap):
-    first, other = swap.empty(10 * BLOCK + 1), swap.empty(BLOCK)
-    swap.write(other, memory_of(other, 1)).wait()
-    swap.write(first, memory_of(first, 2))  # it holds the place until it is over
-    size = swap.num_bytes
-    del first
-    wait_for_threads(swap)
-    second = swap.empty(11 * BLOCK)
-    assert swap.num_bytes == size == 12 * BLOCK
-    swap.write(second, memory_of(second, 3)).wait()
-    assert torch.equal(content_of(swap, second), memory_of(second, 3))
-    assert torch.equal(content_of(swap, other), memory_of(other, 1))
-
-
-def wait_for_threads(swap):
-    """Wait until all work so far is over, and nobody holds anything of it."""
-    barrier = threading.Barrier(swap._num_threads + 1)
-    for _ in range(swap._num_threads):
-        swap._threads.submit(barrier.wait, 30)
-    barrier.wait(30)
-
-
 def test_values_are_whole_where_the_system_moves_less_than_it_was_asked_for(swap, monkeypatch):
     def short(call):
         return lambda fd, buffers, offset, *flags: call(fd, [buffers[0][:BLOCK]], offset, *flags)
@@ -252,20 +226,6 @@ def test_nobody_uses_the_memory_any_more_when_a_failed_transfer_was_waited_for(s
     with pytest.raises(RuntimeError, match="Input/output error"):
         transfer.wait()
     assert is_over(transfer)
-
-
-def test_a_failed_read_can_be_tried_again(swap, monkeypatch):
-    place = swap.empty(BLOCK)
-    swap.write(place, memory_of(place, 1)).wait()
-
-    def broken(fd, buffers, offset):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patches:
-        patches.setattr(os, "preadv", broken)
-        with pytest.raises(RuntimeError, match=r"could not read 4096 bytes at 0: Input/output error\. Check"):
-            swap.read(place, memory_of(place)).wait()
-    assert torch.equal(content_of(swap, place), memory_of(place, 1))
 
 
 @pytest.mark.parametrize("size", [0, BLOCK, 3 * BLOCK + 100])
@@ -338,27 +298,6 @@ def test_a_full_disk_is_told_at_once_and_the_other_places_stay(tmp_path, monkeyp
     close(swap)
 
 
-def test_an_allocation_may_find_mapped_tensors_in_the_garbage(swap, monkeypatch):
-    garbage = [swap.empty(BLOCK)]
-    garbage.append(garbage)
-    del garbage
-    cut = files.cut
-
-    def collect_and_cut(*args):
-        gc.collect()
-        return cut(*args)
-
-    monkeypatch.setattr(files, "cut", collect_and_cut)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(swap.empty(2 * BLOCK)), daemon=True)
-    thread.start()
-    thread.join(10)
-    assert found
-    before = swap.num_bytes
-    swap.empty(BLOCK)
-    assert swap.num_bytes == before
-
-
 def test_files_go_with_their_swap_which_waits_for_no_thread(tmp_path, monkeypatch):
     swap = Swap([tmp_path], 0)
     place = swap.empty(1)
@@ -388,66 +327,3 @@ def wait_for_all(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def test_a_thread_holds_no_file_after_the_transfer_that_one_waits_for(tmp_path, monkeypatch):
-    swap, arguments = Swap([tmp_path], 0), []
-    submit, place = swap._threads.submit, swap.empty(5 * BLOCK)
-
-    def submit_and_keep(*args):  # as a thread does for a moment after the result is there
-        arguments.append(args)
-        return submit(*args)
-
-    monkeypatch.setattr(swap._threads, "submit", submit_and_keep)
-    swap.write(place, memory_of(place, 1)).wait()
-    monkeypatch.undo()
-    del swap, place
-    assert arguments
-    assert not list(tmp_path.iterdir())
-
-
-SCRIPT = """
-import os, sys, torch
-from zeroshard.stores.files import Swap
-from zeroshard.stores.host import host_memory
-
-swap = Swap([sys.argv[1]], 0)
-place, memory = swap.empty(5000), host_memory(8192, False).fill_(9)
-swap.write(place, memory).wait()
-child = os.fork()
-if not child:
-    try:
-        swap.read(place, memory)
-    except RuntimeError as error:
-        print(error, flush=True)
-    sys.exit(3)  # with all that happens at exit
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-Swap([sys.argv[1]], 1).empty(1)  # the lock is still there
-swap.read(place, memory.zero_()).wait()
-assert memory[:5000].eq(9).all() and swap._files[0].path.exists()
-swap.write(place, memory)
-raise LookupError("the end")
-"""
-
-
-@pytest.mark.long
-def test_a_forked_process_leaves_the_files_alone_and_an_exception_removes_them(tmp_path):
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert "LookupError: the end" in result.stderr
-    assert "AssertionError" not in result.stderr
-    assert result.stdout.startswith("Expected files of this process, got files of a parent")
-    assert not list(tmp_path.iterdir())
-
-
-def test_engines_and_ranks_share_a_folder_without_a_warning(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        swaps = [Swap([tmp_path], rank) for rank in (0, 0, 1)]
-        places = [swap.empty(BLOCK) for swap in swaps]
-    assert len(paths_in(tmp_path)) == 3
-    for swap, place in zip(swaps, places, strict=True):
-        swap.write(place, memory_of(place, 1)).wait()
-        assert torch.equal(content_of(swap, place), memory_of(place, 1))
-        close(swap)
-    assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ from torch import nn
 
 import zeroshard
 from tests.checkpoint import runs
-from tests.stores.test_offload import FILES, OPTIMIZERS, offload
+from tests.stores.tiers import FILES, OPTIMIZERS, offload
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,17 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import zeroshard
 from tests.checkpoint import runs
 from tests.distributed.training import numbers
-from tests.stores.test_offload import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, offload
-from zeroshard.checkpoint import files
+from tests.stores.tiers import CHOSEN_STAGES, FILES, OPTIMIZERS, offload
 
 BEFORE, AFTER = range(3), range(3, 6)
-LONG = [("AdamW", 1), ("AdamW", 2), ("8-bit", 1), ("8-bit", 3), ("8-bit", 4)]
-"""Optimizers and numbers of ranks."""
 
 
 def layouts(folder):
@@ -74,9 +70,7 @@ def load(folder, make):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("make", "num_ranks"), [("AdamW", 3), *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
-)
+@pytest.mark.parametrize(("make", "num_ranks"), [("AdamW", 3), ("8-bit", 2)])
 def test_what_one_tier_saved_goes_on_in_another(ranks, tmp_path, make, num_ranks):
     states = ranks(2, save, tmp_path, make, timeout=120)[0]
     stop = states["device, stage 1"]
@@ -120,71 +114,6 @@ def test_states_in_files_get_another_number_of_bits(ranks, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------- building
-
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
-
-
-def language_loss(model, step):
-    tokens = runs.batch(step) % SIZES["vocab_size"]
-    return model(input_ids=tokens, labels=tokens).loss
-
-
-def built(folder, config):
-    """Models that are built in the tier: all that one can do with them, at its end given back."""
-    found = {}
-    for name, how in {"pretrained": load_pretrained, "deferred": build_deferred}.items():
-        model = how(folder, config)
-        engine = zeroshard.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config).engine
-        losses = runs.train(engine, range(2), language_loss)
-        generated = engine.generate(
-            input_ids=torch.arange(6).view(2, 3), max_new_tokens=4, do_sample=False, pad_token_id=0
-        )
-        losses += runs.train(engine, range(2, 3), language_loss)
-        engine.save_pretrained(folder / f"exported-{name}")
-        engine.close()
-        whole = {key: value.clone() for key, value in model.state_dict().items()}
-        found[name] = (losses, generated, whole, language_loss(model, 9).item())
-        del engine
-    return found
-
-
-def load_pretrained(folder, config):
-    return zeroshard.from_pretrained(LlamaForCausalLM, folder / "model", config)
-
-
-def build_deferred(_, __):
-    torch.manual_seed(0)
-    with zeroshard.deferred_init():
-        return LlamaForCausalLM(LlamaConfig(**SIZES))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_models_are_built_in_files_generate_and_are_given_back(ranks, tmp_path, num_ranks):
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "model")
-    for precision in ({}, BF16_MAIN):
-        want = ranks(num_ranks, built, tmp_path, {"stage": 3, **precision})
-        exported = (tmp_path / "exported-deferred" / "model.safetensors").read_bytes()
-        got = ranks(num_ranks, built, tmp_path, {"stage": 3, **precision, **offload(tmp_path, **FILES)})
-        assert (tmp_path / "exported-deferred" / "model.safetensors").read_bytes() == exported
-        for one, other in zip(got, want, strict=True):
-            for name, (losses, generated, whole, loss) in one.items():
-                assert losses == other[name][0]
-                assert torch.equal(generated, other[name][1])
-                assert loss == other[name][3]
-                assert all(torch.equal(value, other[name][2][key]) for key, value in whole.items())
 
 
 class Adapted(nn.Module):
@@ -235,56 +164,6 @@ def test_a_frozen_base_lies_in_files(ranks, tmp_path, num_ranks):
         assert all(are_equal)
         assert none == 0
         assert min(others) > 0
-
-
-class Partly(nn.Module):
-    """A model with a parameter that each rank keeps for itself."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.own = nn.Linear(7, 7)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2))
-
-    def forward(self, x):
-        x = self.own(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def leave_out(folder):
-    ends = []
-    for tier in ({}, offload(folder)):
-        model = Partly()
-        config = {"stage": 3, "ignored": ["own.*"], **tier}
-        engine = runs.start(config, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2), model=model)
-        losses = runs.train(engine, BEFORE, lambda m, n: m(numbers(n, 5, 7)).square().mean())
-        ends.append(
-            (losses, {k: v.clone() for k, v in engine.full_state_dict().items()}, type(model.own.weight))
-        )
-    (losses, one, kind), (others, other, its) = ends
-    return losses == others, [k for k in one if not torch.equal(one[k], other[k])], kind is its
-
-
-def test_ignored_parameters_are_stepped_beside_those_in_files(ranks, tmp_path):
-    for found in ranks(2, leave_out, tmp_path):
-        assert found == (True, [], True)
-
-
-# ------------------------------------------------------------------------------------------------ no copies
-
-
-def save_in_background(folder):
-    engine = runs.start({"stage": 3, **offload(folder)}, OPTIMIZERS["AdamW"])
-    runs.train(engine, range(1))
-    engine.save_checkpoint(folder / "saved", "one", blocking=False)
-    return files.find(folder / "saved").is_dir(), engine._saver._thread is None, engine._saver._copies._buffer
-
-
-def test_a_save_of_values_in_files_copies_nothing_into_memory(ranks, tmp_path):
-    for found in ranks(2, save_in_background, tmp_path):
-        assert found == (True, True, None)
 
 
 # ---------------------------------------------------------------------------------------------------- files

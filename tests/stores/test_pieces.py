@@ -9,10 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-import zeroshard
 from tests.checkpoint import runs
-from tests.stores.test_offload import BF16_MAIN, FILES, OPTIMIZERS, WAYS, compare, offload, over
-from tests.stores.test_offload_failures import fail, refuse_space
+from tests.stores.test_offload_failures import refuse_space
+from tests.stores.tiers import BF16_MAIN, FILES, OPTIMIZERS, WAYS, compare, offload, over
 from zeroshard.comm.streams import Streams
 from zeroshard.plan import pieces
 from zeroshard.stores.pieces import NUM_OTHERS, HostPieces, Parcel
@@ -64,8 +63,7 @@ def trained_in_pieces(folder, names):
     ("num_ranks", "names"),
     [
         (2, ("AdamW", "8-bit")),
-        pytest.param(1, tuple(OPTIMIZERS), marks=pytest.mark.long),
-        pytest.param(3, tuple(OPTIMIZERS), marks=pytest.mark.long),
+        (3, tuple(OPTIMIZERS)),
     ],
 )
 def test_pieces_give_the_bits_of_whole_parameters(ranks, tmp_path, num_ranks, names):
@@ -98,21 +96,6 @@ def test_a_piece_counts_no_step_of_its_own_and_buffers_are_as_large_as_a_piece(r
     # Values and states, each from a byte of a block on. The pieces of a unit are read ahead.
     assert 0 < buffers <= (num_ahead + NUM_OTHERS) * (3 * PIECE + 3 * 2 * 4096)
     assert not differences
-
-
-def interrupted(folder, how):
-    with small_pieces():
-        return fail(folder, how)
-
-
-@pytest.mark.long_where(how=["space"])
-@pytest.mark.parametrize("how", ["optimizer", "space"])
-def test_a_step_that_fails_in_a_piece_leaves_whole_parameters_and_can_be_loaded_over(ranks, tmp_path, how):
-    [((step, save), outside, found)] = ranks(1, interrupted, tmp_path, how)
-    assert {"optimizer": "lerp_", "space": "could not reserve"}[how] in step
-    assert "after a step that was interrupted" in save
-    assert not outside
-    assert not found
 
 
 def retried(folder):
@@ -180,20 +163,6 @@ def test_a_piece_that_could_not_be_written_is_an_error_until_a_load(ranks, tmp_p
     assert "Input/output error" in errors[0]
     assert "load" in errors[1] or "Input/output error" in errors[1]
     assert not differences
-
-
-def test_estimates_count_buffers_of_pieces():
-    def model(vocabulary):
-        blocks = [torch.nn.Linear(2048, 2048, bias=False) for _ in range(12)]
-        return torch.nn.Sequential(torch.nn.Embedding(vocabulary, 2048), *blocks)
-
-    config = {"stage": 3, "precision": "bf16", "units": ["Linear", "Embedding"], **offload("/local")}
-    with torch.device("meta"):
-        small, large = (
-            zeroshard.estimate(model(size), 1, config, optimizer_bits=8).host for size in (200_000, 270_000)
-        )
-    gradients = 4 * 2048 * 70_000
-    assert large - small == pytest.approx(gradients, abs=1 << 20)
 
 
 class Numbers(Parcel):

@@ -93,22 +93,6 @@ def test_a_limit_of_the_system_is_told_and_changes_nothing(tmp_path, size):
     file.remove()
 
 
-def test_a_reservation_that_fails_in_its_middle_is_given_back(tmp_path, monkeypatch):
-    file = SwapFile(tmp_path, 0)
-    file.reserve(BLOCK)
-    reserve = os.posix_fallocate
-
-    def partly(descriptor, offset, length):
-        reserve(descriptor, offset, length // 2)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", partly)
-    with pytest.raises(RuntimeError, match="No space left on device"):
-        file.reserve(9 * BLOCK)
-    assert file.path.stat().st_size == BLOCK
-    file.remove()
-
-
 def test_a_write_beyond_a_limit_of_the_system_is_told(tmp_path):
     file = SwapFile(tmp_path, 0)
     file.reserve(4 * BLOCK)
@@ -131,11 +115,6 @@ def test_a_path_that_is_no_folder_is_an_error_of_the_user(tmp_path, path):
     for refuse in (check_folder, lambda folder: SwapFile(folder, 0)):
         with pytest.raises(ValueError, match=rf"offload\.nvme_path: expected an existing folder .*{path}'"):
             refuse(tmp_path / path)
-
-
-def test_a_folder_that_may_not_be_written_to_is_an_error_of_the_user():
-    with pytest.raises(ValueError, match=r"offload\.nvme_path: expected .* may write to, got '/proc'"):
-        SwapFile(Path("/proc"), 0)
 
 
 @pytest.mark.parametrize("code", [errno.ENOTSUP, errno.ENOLCK])
@@ -168,19 +147,4 @@ def test_files_pass_through_the_page_cache_where_there_is_no_direct_io(tmp_path,
     file.write(memoryview(source), 0)
     file.read(memoryview(into), 0)
     assert into[:] == source[:]
-    file.remove()
-
-
-def test_files_pass_through_the_page_cache_where_direct_io_asks_for_larger_blocks(tmp_path, monkeypatch):
-    pwrite = os.pwrite
-
-    def coarse(descriptor, block, offset):
-        if len(block) % 16384 or offset % 16384:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return pwrite(descriptor, block, offset)
-
-    monkeypatch.setattr(os, "pwrite", coarse)
-    with pytest.warns(UserWarning, match="page cache"):
-        file = SwapFile(tmp_path, 0)
-    assert file.path.stat().st_size == 0
     file.remove()

@@ -2,10 +2,11 @@
 
 import re
 import signal
+import textwrap
 
 import pytest
 
-from tests.test_ends_cleanly import Forks, run, textwrap
+from tests.endings import Forks, run
 
 __all__ = ["run"]
 

@@ -1,8 +1,10 @@
 """An asynchronous run ends when a rank is lost or fails, and tells the action of each rank."""
 
+import textwrap
+
 import pytest
 
-from tests.test_ends_cleanly import Forks, run, textwrap
+from tests.endings import Forks, run
 
 __all__ = ["run"]
 

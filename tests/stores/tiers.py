@@ -1,0 +1,243 @@
+"""Runs whose main parameters and states lie in files, beside runs on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+
+import bitsandbytes
+import torch
+from torch import nn
+
+from tests.checkpoint import runs
+from tests.distributed.training import ALL_STAGES, numbers
+from zeroshard.optim import LAMB, LARS, AdamW8bit, Muon, muon_groups
+
+CHOSEN_STAGES = ALL_STAGES if os.environ.get("ALL_STAGES") else (3,)
+
+
+def offload(folder, **others):
+    return {"offload": {"optimizer": "nvme", "nvme_path": str(folder), **others}}
+
+
+class Replacing(torch.optim.Optimizer):
+    """A class whose states appear with the second step, and that makes new tensors in each step."""
+
+    __module__ = "zeroshard.optim"  # one that nobody knows does not step values in files
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] > 1:
+                    state["mean"] = 0.9 * state.get("mean", 0.0) + p.grad
+                    p.add_(state["mean"], alpha=-group["lr"] / state["count"])
+                if state["count"] == 3:  # one more, and in another dtype
+                    state["last"] = p.grad.to(torch.bfloat16)
+
+
+def in_groups(make):
+    """The optimizer over three groups, which cut through the units."""
+
+    def build(model):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": parameters[start::3], "lr": 1e-2 / (start + 1)} for start in range(3)]
+        return make(groups)
+
+    return build
+
+
+def over(make, **options):
+    return lambda model: make([p for p in model.parameters() if p.requires_grad], **options)
+
+
+OPTIMIZERS = {
+    "AdamW": over(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+    "fused": over(torch.optim.AdamW, lr=1e-2, fused=True),
+    "for-each": over(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "SGD": over(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "Adagrad": over(torch.optim.Adagrad, lr=1e-2),
+    "8-bit": over(AdamW8bit, lr=1e-2, min_8bit_size=256),
+    "replacing": over(Replacing),
+    "groups": in_groups(torch.optim.AdamW),
+    "replacing groups": in_groups(Replacing),
+    "LAMB": over(LAMB, lr=1e-2),
+    "LARS": over(LARS, lr=1e-2),
+    "Muon": lambda model: Muon(muon_groups(model)),
+    "bitsandbytes": over(bitsandbytes.optim.AdamW8bit, lr=1e-2, min_8bit_size=256),
+    "AdEMAMix": over(bitsandbytes.optim.AdEMAMix, lr=1e-2),
+}
+
+
+BF16_MAIN = {"precision": {"main_dtype": "bf16", "param_dtype": "bf16"}}
+
+
+def losses_of(engine, steps, loss=runs.token_loss):
+    return runs.train(engine, steps, loss)
+
+
+def run(config, make=OPTIMIZERS["AdamW"], *, model=None, num_steps=4, train=losses_of, seed=3):
+    """The state after some steps, and the tiers that were used."""
+    torch.manual_seed(seed)
+    engine = runs.start(config, make, model=runs.build() if model is None else model())
+    losses = train(engine, range(num_steps))
+    memory = engine._runtime.context.memory
+    states = [v for s in engine.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    in_memory = sum(v.nbytes for v in states if v.dim() and v.numel() and not memory.is_in_files(v))
+    found = runs.state(engine, losses)
+    engine.close(restore=False)
+    return found, in_memory
+
+
+def compare(what, config, folder, *args, tiers=({},), in_files=False, **kwargs):
+    """Where runs on the tiers differ from the one on the device, and states that are not in files."""
+    want, _ = run(config, *args, **kwargs)
+    found = []
+    for tier in tiers:
+        got, in_memory = run(config | offload(folder, **tier), *args, **kwargs)
+        if repr(got.losses) != repr(want.losses):  # some are nan
+            found.append(f"{what} {tier}: losses {got.losses}, not {want.losses}")
+        found += [f"{what} {tier}: {text}" for text in runs.differences(got, want)]
+        if in_memory and in_files:
+            found.append(f"{what} {tier}: {in_memory} bytes of states in memory")
+    return found[:8]
+
+
+def accumulated(engine, steps):
+    """Two micro-batches for each step, by no_sync and by optimizer.step()."""
+    losses = []
+    for number in steps:
+        with engine.no_sync():
+            runs.token_loss(engine, 2 * number).backward()
+        value = runs.token_loss(engine, 2 * number + 1)
+        value.backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+def micro_batches(engine, steps):
+    return [runs.train(engine, (2 * number, 2 * number + 1)) for number in steps]
+
+
+def edited(engine, steps):
+    """Edits of all kinds between steps, and reads of everything."""
+    losses = []
+    average = {name: p.detach().clone() for name, p in engine.named_parameters()}
+    for number in steps:
+        losses += runs.train(engine, [number])
+        with torch.no_grad():
+            for name, p in engine.named_parameters():
+                average[name].lerp_(p, 0.5)
+                p.mul_(0.99)
+        losses += runs.train(engine, [number + 10])
+        with torch.no_grad():
+            for name, p in engine.named_parameters():
+                p.copy_(average[name])
+        with engine.unsharded(write_back=True), torch.no_grad():
+            for p in engine.module.parameters():
+                p.add_(0.01)
+        engine.full_state_dict()
+        losses += runs.train(engine, [number + 20])
+        engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+    return losses
+
+
+def late(engine, steps):
+    """Parameters that a step leaves out, and states that somebody sets to other tensors."""
+    losses = []
+    for number in steps:
+        with engine.no_sync() if number % 2 else contextlib.nullcontext():
+            value = runs.token_loss(engine, number)
+            value.backward()
+        for index, p in enumerate(engine.parameters()):
+            if (index + number) % 3 == 0:
+                p.grad = None
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        losses.append(value.item())
+        for state in engine.optimizer.state.values():
+            if number == 1:
+                state["exp_avg"] = state["exp_avg"] * 0.5
+            if number == 2:
+                state["exp_avg"].zero_()
+                state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
+    return losses
+
+
+class Overflowing(nn.Module):
+    """A net whose gradients overflow in some steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.count = runs.build(), 0
+
+    def forward(self, tokens):
+        self.count += 1
+        return self.inner(tokens) * (1e4 if self.count % 3 == 0 else 1.0)
+
+
+class MixedBlock(nn.Module):
+    """A unit with several buffers: a frozen matrix, a norm that keeps its dtype, a layer of another dtype."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(7, 30), nn.BatchNorm1d(30)
+        self.outer = nn.Linear(30, 7, dtype=dtype)
+        self.inner.weight.requires_grad_(False)
+
+    def forward(self, x):
+        hidden = self.norm(self.inner(x).float()).tanh()
+        return x + self.outer(hidden.to(self.outer.weight.dtype)).to(x.dtype)
+
+
+class Mixed(nn.Module):
+    """Blocks of several dtypes, and a parameter that one rank owns."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(map(MixedBlock, (torch.bfloat16, torch.float64, torch.float32)))
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * self.gain
+
+
+def mixed(engine, steps):
+    return runs.train(engine, steps, lambda model, number: model(numbers(number, 5, 7)).square().mean())
+
+
+FILES = {"parameters": "nvme"}
+
+
+SOME = {"device_fraction": 0.3}
+
+
+WAYS = {
+    "bf16": ({"precision": "bf16"}, {"tiers": ({}, SOME)}),
+    "no_sync": ({}, {"train": accumulated}),
+    "micro-batches": ({"gradient_accumulation_steps": 2, "clip_grad_norm": 0.1}, {"train": micro_batches}),
+    "edits": ({}, {"train": edited, "num_steps": 2}),
+    "bf16 main, edits": (BF16_MAIN, {"train": edited, "num_steps": 2}),
+    "late": ({}, {"train": late}),
+    "float16": ({"precision": "fp16"}, {"model": Overflowing, "num_steps": 6}),
+    "mixed": ({}, {"model": Mixed, "train": mixed, "tiers": ({}, SOME)}),
+    "mixed bf16": ({"precision": {"param_dtype": "bf16"}}, {"model": Mixed, "train": mixed}),
+}
+
+
+def num_notes(runtime):
+    """The number of buffers whose squares the device has added up."""
+    return sum(g.noted_squares() is not None for unit in runtime.units for g in unit.gradients)
