@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import json
 import os
 import resource
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.checkpoint.peaks import growth, needs_linux
 from tests.distributed.models import VOCABULARY, Tiny
 from tests.distributed.training import numbers, replicate, start, step, token_loss, tokens
 from tests.ranks import on_ranks
@@ -372,23 +372,6 @@ def test_adapters_of_a_tied_weight_are_written_as_they_were_trained_or_refused(r
 # ------------------------------------------------------------------------------------ memory and errors
 
 MEGABYTE = 1 << 20
-needs_linux = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it"
-)
-
-
-def growth(function, *args) -> int:
-    """How many bytes more this process held while a function ran."""
-
-    def status(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-    ctypes.CDLL(None).malloc_trim(0)  # what is free already would hide growth
-    before = status("VmRSS") - status("RssFile")  # the system brings back pages of libraries as it likes
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    function(*args)
-    return status("VmHWM") - status("RssFile") - before
 
 
 def save_large(folder: str) -> int:

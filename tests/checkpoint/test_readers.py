@@ -90,20 +90,6 @@ def test_every_tensor_is_read_whole_by_zeroshard(checkpoint):
     assert unequal(read_whole(stored) | {"head.weight": want["head.weight"]}, want) == []
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-def test_any_layout_reads_its_slices(checkpoint, num_ranks):
-    directory, want = checkpoint
-    with TensorReader(open_checkpoint(directory)) as reader:
-        for name in ("mix", "tokens.weight", "optimizer/mix/exp_avg", "gain"):
-            value = want[name]
-            layout = Layout((value.numel(),), num_ranks)
-            for rank in range(num_ranks):
-                span = layout.owned(0, rank)
-                part = torch.full((span.size,), 7.0, dtype=torch.float64)
-                reader.read(TensorSlice(name, tuple(value.shape), span.start, part))
-                assert torch.equal(part, value.flatten()[span.slice].double())
-
-
 @pytest.mark.parametrize(
     "shape", [(4096, 4096), (32000, 2048), (7, 3, 1031, 513), (64 << 20,)], ids=lambda shape: str(shape)
 )

@@ -54,12 +54,10 @@ def loss_of(model, number, own=slice(None)):
     return model(**batches()[number]).loss  # there are no data-parallel ranks
 
 
-@pytest.mark.long_where(tp=[4])
-@pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3, tied", "Gemma 2"])
-def test_a_model_of_transformers_trains_as_in_one_process(ranks, name, tp):
+def test_a_model_of_transformers_trains_as_in_one_process(ranks, name):
     kind = Kind(functools.partial(build, name), loss_of, None, BATCH)
-    found = ranks(tp, divided, {"stage": 1, "mesh": {"tp": tp}}, sgd, kind=kind, steps=len(batches()))
+    found = ranks(2, divided, {"stage": 1, "mesh": {"tp": 2}}, sgd, kind=kind, steps=len(batches()))
     compare(found, plain(sgd, kind=kind, steps=len(batches())), losses=1e-6, norms=1e-5, values=1e-6)
 
 

@@ -5,12 +5,9 @@ import warnings
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, TensorDataset
 
-import zeroshard
 from tests.distributed.models import Tiny
-from tests.remedies.told import DATA, adamw, loss_of, net, start, take_step, told, trains
+from tests.remedies.told import DATA, loss_of, net, start, told, trains
 
 
 def model_with(**changes):
@@ -21,13 +18,6 @@ def model_with(**changes):
     return model
 
 
-def test_a_model_is_given_without_its_wrapper():
-    wrapped = nn.DataParallel(net())
-    with told("give initialize the model inside, its attribute `module`"):
-        start(wrapped)
-    trains(start(wrapped.module))
-
-
 def test_a_model_is_sharded_before_it_is_compiled_by_jit():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 7), nn.Tanh())
@@ -35,38 +25,6 @@ def test_a_model_is_sharded_before_it_is_compiled_by_jit():
         warnings.simplefilter("ignore")
         start(torch.jit.trace(model, DATA))
     trains(start(copy.deepcopy(model)), model)
-
-
-def test_a_sharded_model_is_closed_before_it_is_sharded_again():
-    engine = start()
-    with told("call engine.close() on all ranks first, which gives the whole model back"):
-        start(engine.module)
-    engine.close()
-    trains(start(engine.module))
-
-
-def test_shared_memory_becomes_one_parameter_or_two():
-    def built(kind):
-        model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
-        torch.manual_seed(0)
-        nn.init.normal_(model[0].weight)
-        nn.init.normal_(model[1].weight)
-        if kind == "shared":
-            model[1].weight = nn.Parameter(model[0].weight.data)
-        elif kind == "tied":
-            model[1].weight = model[0].weight
-        else:
-            model[1].weight = nn.Parameter(model[0].weight.data.clone())
-        for layer in model:
-            nn.init.zeros_(layer.bias)
-        return model
-
-    with told(
-        "assign one Parameter object to both modules (b.weight = a.weight), or give each its own values"
-    ):
-        start(built("shared"))
-    for kind in ("tied", "apart"):
-        trains(start(built(kind)), built(kind))
 
 
 def test_an_odd_parameter_becomes_a_buffer_or_a_real_view():
@@ -181,61 +139,6 @@ def test_units_are_the_classes_that_have_a_forward():
         start(units=["Sequentail"])
 
 
-def test_an_optimizer_is_built_over_the_models_parameters_and_has_not_stepped():
-    with told("Build it over the parameters of the model given to initialize"):
-        zeroshard.initialize(net(), adamw(net().parameters()))
-    model = net()
-    optimizer = adamw(model.parameters())
-    loss_of(model).backward()
-    optimizer.step()
-    with told("initialize takes an optimizer that has not stepped yet"):
-        zeroshard.initialize(model, optimizer)
-    model = net()
-    trains(start(model, adamw(model.parameters())))
-
-
-def test_whole_tensors_come_from_the_optimizers_of_zeroshard():
-    from torch.optim import Muon
-
-    def matrices(model):
-        return [p for p in model.parameters() if p.ndim == 2]
-
-    model = net()
-    with told("zeroshard.optim.Muon gets whole ones"):
-        zeroshard.initialize(model, Muon(matrices(model)))
-    with told("use an element-wise optimizer such as AdamW, SGD or RMSprop"):
-        zeroshard.initialize(model, Muon(matrices(model)))
-    with told("Put it into a group with use_muon=False, which AdamW steps"):
-        start(optimizer=lambda parameters: zeroshard.optim.Muon(parameters, lr=0.1))
-    model = net()
-    start(model, zeroshard.optim.Muon(zeroshard.optim.muon_groups(model), lr=0.1))
-    model = net()
-    others = [p for p in model.parameters() if p.ndim != 2]
-    groups = [{"params": matrices(model)}, {"params": others, "use_muon": False}]
-    take_step(start(model, zeroshard.optim.Muon(groups, lr=0.1)))
-
-
-def test_a_schedule_comes_with_its_optimizer():
-    with told("lr_scheduler: expected an optimizer to go with it"):
-        zeroshard.initialize(net(), lr_scheduler=lambda optimizer: StepLR(optimizer, 1))
-    model = net()
-    other = StepLR(adamw(net().parameters()), 1)
-    with told("lr_scheduler belongs to another optimizer than the one given"):
-        zeroshard.initialize(model, adamw(model.parameters()), lr_scheduler=other)
-    optimizer = adamw(model.parameters())
-    engine, *_ = zeroshard.initialize(model, optimizer, lr_scheduler=StepLR(optimizer, 1, gamma=0.5))
-    take_step(engine)
-    assert engine.get_lr() == [0.005]
-
-
-def test_options_of_a_loader_are_those_of_the_users_own():
-    data = TensorDataset(DATA)
-    with told("expected them in the arguments of your DataLoader"):
-        zeroshard.initialize(net(), None, {"micro_batch_size": 2}, training_data=DataLoader(data))
-    loader = zeroshard.initialize(net(), training_data=DataLoader(data, batch_size=2)).dataloader
-    assert len(next(iter(loader))[0]) == 2
-
-
 def test_a_distributed_tensor_is_made_whole():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
@@ -258,19 +161,6 @@ def test_names_of_one_parameter_may_be_given_one_dtype():
     assert engine(DATA).isfinite().all()
 
 
-def test_states_of_muon_begin_anew_in_another_group():
-    model = net()
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    optimizer = zeroshard.optim.Muon([{"params": matrices[:1]}, {"params": matrices[1:]}], lr=0.1)
-    loss_of(model).backward()
-    optimizer.step()
-    optimizer.param_groups[0].update(use_muon=False, betas=(0.9, 0.95), eps=1e-8)
-    with told("or let it begin anew, by del optimizer.state[parameter]"):
-        optimizer.step()
-    del optimizer.state[matrices[0]]
-    optimizer.step()
-
-
 def test_a_cache_is_switched_off_for_recomputation():
     import transformers
 
@@ -287,10 +177,3 @@ def test_a_cache_is_switched_off_for_recomputation():
     with told("set use_cache=False in the model's config for training"):
         loss(start(llama(), recompute="unit"))
     trains(start(llama(use_cache=False), recompute="unit"), llama(use_cache=False), losses=[loss])
-
-
-def test_an_estimate_of_another_model_is_given_its_loss():
-    model = net()
-    with told("give loss_of= in its place, which computes a loss with the model"):
-        zeroshard.estimate(model, 1, num_tokens=8)
-    assert zeroshard.estimate(model, 1, loss_of=lambda model: loss_of(model, torch.ones(4, 7)))

@@ -57,24 +57,6 @@ def test_the_remedies_work_on_two_ranks(ranks, tmp_path):
 
 
 @case
-def a_parameter_is_used_where_it_is_whole(folder):
-    class Encodes(Tiny):
-        def encode(self, x):
-            return self.inner(x)
-
-    torch.manual_seed(0)
-    model = Encodes()
-    want = model.encode(DATA)
-    engine = start(model)
-    with told("inside a method that was given to engine.register_forward_method(name)"):
-        engine.module.encode(DATA)
-    with engine.unsharded(engine.module.inner):
-        assert torch.equal(engine.module.inner(DATA), want)
-    engine.register_forward_method("encode")
-    assert torch.equal(engine.encode(DATA), want)
-
-
-@case
 def gradients_are_taken_after_the_forward(folder):
     class Differentiates(Tiny):
         def forward(self, x):
@@ -126,23 +108,6 @@ def a_loss_scale_is_that_of_the_engine(folder):
 
 
 @case
-def norms_and_whole_parameters_are_for_attached_optimizers(folder):
-    engine = start(optimizer=None)
-    loss_of(engine).backward()
-    with told("Hand the optimizer to zeroshard.initialize, or to attach() of what zeroshard.shard returns"):
-        zeroshard.optim.LAMB(engine.parameters(), lr=1e-2).step()
-    engine.zero_grad()
-    sharded = zeroshard.shard(net())
-    optimizer = zeroshard.optim.LAMB(sharded.module.parameters(), lr=1e-2)
-    sharded.attach(optimizer)
-    loss_of(sharded.module).backward()
-    optimizer.step()
-    want = trained(optimizer=lambda parameters: zeroshard.optim.LAMB(parameters, lr=1e-2))
-    for name, value in whole(sharded).items():
-        torch.testing.assert_close(value, want[name], atol=1e-6, rtol=1e-5)
-
-
-@case
 def a_gradient_is_dropped_on_all_ranks(folder):
     engine = start()
     engine.backward(loss_of(engine))
@@ -152,17 +117,6 @@ def a_gradient_is_dropped_on_all_ranks(folder):
         engine.full_gradient("gain")
     engine.module.gain.grad = None
     assert engine.full_gradient("gain") is None
-
-
-@case
-def a_whole_gradient_is_given_by_name(folder):
-    model = net()
-    loss_of(model).backward()
-    engine = start()
-    with told("To give the whole gradient, call engine.set_full_gradient(name, gradient) on all ranks"):
-        engine.module.inner.weight.grad = model.inner.weight.grad
-    engine.set_full_gradient("inner.weight", model.inner.weight.grad)
-    assert torch.equal(engine.full_gradient("inner.weight"), model.inner.weight.grad)
 
 
 @case
@@ -178,53 +132,6 @@ def whole_values_are_loaded_under_unsharded(folder):
     model = net()
     model.load_state_dict(values)
     same(whole(start(model)), values)
-
-
-@case
-def a_checkpoint_follows_a_backward_under_no_sync(folder):
-    for end in ("step", "zero_grad"):
-        engine = start()
-        with engine.no_sync():
-            loss_of(engine).backward()
-        with told("Take the step first, or drop the gradients with zero_grad()"):
-            engine.save_checkpoint(folder, tag="refused")
-        engine.step() if end == "step" else engine.zero_grad()
-        engine.save_checkpoint(folder, tag=end)
-        other = start()
-        other.load_checkpoint(folder)
-        same(whole(other), trained(losses=[loss_of] * (end == "step")))
-
-
-@case
-def a_mesh_has_names_that_are_known(folder):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts"))
-    with told("rename its axes, or give one of them: mesh['name']"):
-        zeroshard.shard(net(), mesh=mesh)
-    for known in (
-        init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard")),
-        mesh["parts"],
-    ):
-        sharded = zeroshard.shard(net(), mesh=known)
-        same(whole(sharded), net().state_dict())
-
-
-@case
-def micro_batches_are_repeated_after_a_failed_backward(folder):
-    def fail(*_):
-        raise KeyError
-
-    engine = start(stage=2)
-    loss_of(engine).backward()
-    handle = engine.module.inner.register_full_backward_pre_hook(fail)
-    with pytest.raises(KeyError):
-        engine.backward(loss_of(engine))
-    handle.remove()
-    with told("call zero_grad() and repeat the micro-batches since the last step"):
-        engine.step()
-    engine.zero_grad()
-    trains(engine)
 
 
 @case
@@ -275,35 +182,6 @@ def pipes(engine, model=None, **options):
 
 
 @case
-def a_pipeline_takes_whole_batches(folder):
-    engine = pipelined()
-    for call in (lambda: engine.backward(torch.ones(())), lambda: engine.step()):
-        with told("engine.train_batch(inputs, targets) takes a whole step"):
-            call()
-    with told("call engine.train_batch(inputs, targets) or engine.eval_batch(inputs, targets) on all ranks"):
-        engine(WIDE)
-    torch.testing.assert_close(engine.eval_batch(WIDE, WIDE).double(), loss_of(blocks(), WIDE).detach())
-    pipes(engine)
-
-
-@case
-def a_pipeline_makes_its_optimizer(folder):
-    model = blocks()
-    with told("expected a callable that makes the optimizer from the parameters of this rank's part"):
-        pipelined(model, adamw(model.parameters()))
-    pipes(pipelined(model))
-
-
-@case
-def a_pipeline_has_a_whole_model(folder):
-    model = blocks()
-    pipelined(model)
-    with told("a part of one, which an engine has taken out of it: build the model again"):
-        pipelined(model)
-    pipes(pipelined(blocks()))
-
-
-@case
 def a_pipeline_of_another_structure_is_traced(folder):
     data = TensorDataset(WIDE, WIDE)
 
@@ -322,28 +200,6 @@ def a_pipeline_of_another_structure_is_traced(folder):
         zeroshard.initialize(two(), adamw, config, loss_fn=mean_square)
     engine = zeroshard.initialize(two(), adamw, config, training_data=data, loss_fn=mean_square).engine
     pipes(engine, two())
-
-
-@case
-def a_split_names_blocks_of_the_model(folder):
-    with told("expected 1 names, which begin all but the first of 2 chunks"):
-        pipelined(balance="time", split=["1", "2"])
-    with told("expected blocks from '0' to '3', got '9'"):
-        pipelined(balance="time", split=["9"])
-    pipes(pipelined(balance="time", split=["1"]))
-
-
-@case
-def an_asynchronous_pipeline_has_weights_of_its_own(folder):
-    def tied():
-        model = blocks()
-        model[3][0].weight = model[0][0].weight
-        return model
-
-    with told("they step at different times. Give each its own"):
-        pipelined(tied(), schedule="pb")
-    pipelined(schedule="pb").train_batch(WIDE, WIDE)
-    pipes(pipelined(tied()), tied())
 
 
 @case
@@ -407,15 +263,6 @@ def divides(engine, model):
 
 
 @case
-def a_model_without_a_plan_gets_one(folder):
-    with told("give tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', ...}"):
-        divided(Pair(), None)
-    with told("no module of the model is called"):
-        divided(Pair(), {"layers.*.up": "colwise"})
-    divides(divided(Pair(), {"up": "colwise", "down": "rowwise"}), Pair())
-
-
-@case
 def tensor_ranks_have_the_same_batch(folder):
     engine = divided(Pair(), {"up": "colwise", "down": "rowwise"})
     batch = WIDE[list(DistributedSampler(WIDE))]
@@ -423,14 +270,6 @@ def tensor_ranks_have_the_same_batch(folder):
         engine(batch)
     batch = WIDE[list(DistributedSampler(WIDE, num_replicas=2 // 2, rank=dist.get_rank() // 2))]
     torch.testing.assert_close(engine(batch), Pair()(batch))
-
-
-@case
-def a_divided_model_is_called_outside_of_unsharded(folder):
-    engine = divided(Pair(), {"up": "colwise", "down": "rowwise"})
-    with engine.unsharded(), told("call the model outside of it"):
-        engine.module.up(WIDE)
-    divides(engine, Pair())
 
 
 @case

@@ -146,7 +146,7 @@ class Plain(nn.Module):
 
     def forward(self, x):
         step = 1.0
-        if self.use in ("read", "read first", "assigned"):
+        if self.use in ("read", "read first"):
             step = self.step * 1.0
         if self.use == "in place":
             step = self.step.add_(1.0)
@@ -156,8 +156,7 @@ class Plain(nn.Module):
         x = self.b(torch.tanh(self.a(x) / step))
         if self.use == "read first":
             self.step.add_(1.0)
-        if self.use == "assigned":
-            self.step = self.step + 1.0
+
         return self.c(torch.tanh(x)) / (self.step if self.use == "read" else step)
 
 
@@ -167,19 +166,6 @@ def test_hooks_are_refused_in_a_trace(name):
     HOOKS["forward"](model.get_submodule(name))
     with pytest.raises(ValueError, match=r"with pipeline\.trace, write it into a forward"):
         trace(model, SampleBatch((torch.rand(2, WIDTH),), {}), ["b"])
-
-
-def with_hooks_on_a_trace():
-    engine = start(Plain, trace=True, split=["b"])
-    engine.train_batch(*batch(0))
-    HOOKS["forward"](engine.module.a if torch.distributed.get_rank() == 0 else engine.module.c)
-    return message_of(RuntimeError, engine.train_batch, *batch(0))
-
-
-@pytest.mark.long
-def test_hooks_that_come_after_a_trace_are_refused(ranks):
-    for found in ranks(2, with_hooks_on_a_trace):
-        assert found.startswith("mesh.pp: expected no hooks on ")
 
 
 # ------------------------------------------------------------------------------- a forward of its own
@@ -300,10 +286,9 @@ def test_a_buffer_that_two_chunks_may_write_is_refused_and_a_table_is_not(ranks)
         assert tables == pytest.approx(table, rel=1e-6)
 
 
-@pytest.mark.parametrize("use", ["read first", pytest.param("assigned", marks=pytest.mark.long)])
-def test_a_traced_buffer_that_one_chunk_writes_and_another_one_reads_is_refused(use):
+def test_a_traced_buffer_that_one_chunk_writes_and_another_one_reads_is_refused():
     with pytest.raises(ValueError, match=r"a written buffer in one chunk, got 'step' in \[0, 1\]"):
-        trace(Plain(use), SampleBatch((torch.rand(2, WIDTH),), {}), ["b"])
+        trace(Plain("read first"), SampleBatch((torch.rand(2, WIDTH),), {}), ["b"])
 
 
 @pytest.mark.long_where(use=["read", "copied"])
@@ -324,11 +309,6 @@ def test_a_traced_chunk_hands_on_the_value_that_a_buffer_has(use):
 # ------------------------------------------------------------------------------------ edits in place
 
 
-class Doubles(nn.Module):
-    def forward(self, x):
-        return x.mul_(2.0)
-
-
 class Shifts(nn.Linear):
     """A layer that edits its input, which may be one that a chunk has received."""
 
@@ -339,7 +319,6 @@ class Shifts(nn.Linear):
 
 
 FIRST = {
-    "doubles": lambda: nn.Sequential(Doubles(), *layers()),
     "relu": lambda: nn.Sequential(nn.ReLU(inplace=True), *layers()),
     "shifts": lambda: nn.Sequential(*(Shifts(WIDTH, WIDTH) for _ in range(4))),
 }
@@ -349,10 +328,7 @@ def edited(kind, schedule):
     return trained(start(FIRST[kind], schedule))
 
 
-@pytest.mark.long_where(kind=["doubles"])
-@pytest.mark.long_where(schedule=["interleaved", "zb-h1"])
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "varuna"])
-@pytest.mark.parametrize("kind", FIRST)
+@pytest.mark.parametrize(("kind", "schedule"), [("relu", "zb-h1"), ("shifts", "varuna")])
 def test_a_layer_that_edits_its_input_trains_as_in_one_process(ranks, kind, schedule):
     want = plain(FIRST[kind])
     for losses in ranks(2, edited, kind, schedule):

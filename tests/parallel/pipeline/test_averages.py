@@ -57,8 +57,6 @@ def load(folder, layout, name, stage):
     [
         ("pp 2", "1x1x1", "tied gpt"),
         pytest.param("pp 2 x tp 2", "pp 2", "llama", marks=pytest.mark.long),
-        pytest.param("1x1x1", "pp 2 x tp 2", "tied llama", marks=pytest.mark.long),
-        pytest.param("pp 2 x dp 2", "tp 4", "tied llama", marks=pytest.mark.long),
     ],
 )
 def test_averages_of_parts_are_those_of_torch_and_load_at_other_layouts(ranks, tmp_path, before, after, name):

@@ -26,8 +26,7 @@ def read(layout):
     return found
 
 
-@pytest.mark.long_where(layout=["pp 2 x dp 2", "pp 2 x tp 2"])
-@pytest.mark.parametrize("layout", ["pp 2", "pp 2 x dp 2", "pp 2 x tp 2"])
+@pytest.mark.parametrize("layout", ["pp 2", pytest.param("pp 2 x tp 2", marks=pytest.mark.long)])
 def test_every_rank_reads_parameters_and_states_of_all_parts(ranks, layout):
     _, _, want = plain("tied gpt", range(2), make=adamw)
     model = build("tied gpt")
