@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,19 @@ from zeroshard.checkpoint.save import write as write_snapshot
 from zeroshard.checkpoint.tensors import Stored, TensorReader, TensorSlice
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
+from zeroshard.optim.eightbit import step as steps
 from zeroshard.stores.store import TierMemory
 
 VOCABULARY, WIDTH, BATCH = 37, 20, 12
 """12 samples divide over 1, 2, 3 and 4 ranks."""
+
+
+def _never() -> bool:
+    return False
+
+
+without_numba = mock.patch.object(steps, "_has_numba", _never)
+"""For functions of ranks, which else compile each rule of 8 bits for seconds; the bits are the same."""
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.checkpoint.damage import damaged, edit_manifest, message_of
 from tests.checkpoint.peaks import SLACK, Rows, growth, needs_linux
-from tests.checkpoint.runs import build, differences, start, state, train
+from tests.checkpoint.runs import build, differences, start, state, train, without_numba
 from tests.optim.eightbit.reference import SIGNED, UNSIGNED, Blocks
 from tests.ranks import on_ranks
 from zeroshard import initialize, optim
@@ -46,6 +46,7 @@ def begin(folder, make_optimizer, config=3):
 # ---------------------------------------------------------------------------------------------- as they are
 
 
+@without_numba
 def undisturbed(folder):
     """By kind: state at the stop, and state and losses at the end, of a run that is not stopped."""
     found = {}
@@ -56,6 +57,7 @@ def undisturbed(folder):
     return found
 
 
+@without_numba
 def resume(folder, configs, back=None):
     """By kind and config: the state that was loaded, and that after more steps; saved again to `back`."""
     found = {}
@@ -141,6 +143,7 @@ FROM_TO = {
 }
 
 
+@without_numba
 def save_all(folder):
     """By case, the state that was saved."""
     return {
@@ -156,6 +159,7 @@ def converted(ranks, tmp_path_factory):
     return folder, ranks(2, save_all, folder)[0]
 
 
+@without_numba
 def convert_all(folder, config):
     """By case, the state after it was loaded by another optimizer; all of them can go on."""
     found = {}
@@ -216,6 +220,7 @@ def test_states_are_converted_to_the_nearest_codes_and_back_at_another_layout(
         assert torch.equal(got.tensors["mix"], saved[name].tensors["mix"])
 
 
+@without_numba
 def steps_and_groups(folder):
     found = {}
     for name in FROM_TO:
@@ -330,6 +335,7 @@ CRAFTED = {
 }
 
 
+@without_numba
 def load_crafted(folder):
     engine, found = begin(folder / "good", KINDS["AdamW8bit"]), {}
     train(engine, AFTER)
@@ -424,6 +430,7 @@ def rows_engine(kind, rows):
     return initialize(model, make(model, kind), {"stage": 3}).engine
 
 
+@without_numba
 def convert_large(folder, rows):
     """By what is saved: growth of memory while its states are converted."""
     found = {}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.optim.eightbit.cases import gradients
 from tests.optim.eightbit.reference import Reference
-from tests.optim.eightbit.test_optimizers import gradients
 from zeroshard.optim import AdamW8bit
 from zeroshard.optim.adopted import adopt, check_optimizer, from_common, num_bits, read_overrides, to_common
 
@@ -68,7 +68,7 @@ def test_8_bit_steps_are_those_of_the_reference_to_the_bit(name, kernel):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("size", [100_096, 5003, 300])
+@pytest.mark.parametrize("size", [5003, 300])
 @pytest.mark.parametrize("name", [*OPTIONS, *PAGED])
 def test_steps_by_operators_are_those_of_the_class_itself(name, size, device, monkeypatch):
     """As on a GPU; on the CPU, this shows that every number arrives where it belongs."""
@@ -90,19 +90,6 @@ def test_steps_by_operators_are_those_of_the_class_itself(name, size, device, mo
     state, want = to_common(optimizer, optimizer.state[ours]), to_common(other, other.state[theirs])
     assert state.keys() == want.keys()
     assert all(torch.equal(state[key], want[key]) for key in want.keys() - {"step"})
-
-
-@pytest.mark.long_where(name=["RMSprop8bit"])
-@pytest.mark.parametrize("name", ["RMSprop8bit", "Adagrad8bit"])
-def test_parameters_whose_gradients_are_zero_stay(name, kernel):
-    parameter = nn.Parameter(torch.randn(5003))
-    optimizer, before = adopted(name, parameter), parameter.detach().clone()
-    used = torch.arange(5003) % 3 > 0
-    for _ in range(3):
-        parameter.grad = torch.randn(5003) * used
-        optimizer.step()
-    assert torch.equal(parameter.detach()[~used], before[~used])
-    assert (parameter.detach()[used] != before[used]).all()
 
 
 COMMON_NAMES = {
@@ -138,16 +125,6 @@ def test_states_have_the_names_that_torch_gives_them_and_get_theirs_back(name, b
     assert back.keys() == state.keys()
     assert all(torch.equal(back[key], state[key]) for key in state.keys() - {"step"})
     assert num_bits(optimizer, parameter) == bits
-
-
-def test_maps_of_codes_are_left_out_of_what_bitsandbytes_itself_has_made():
-    parameter = nn.Parameter(torch.randn(5000))
-    optimizer = bnb.AdamW8bit([parameter])
-    parameter.grad = torch.randn(5000)
-    optimizer.step()
-    assert "qmap1" in optimizer.state[parameter]
-    common = to_common(optimizer, optimizer.state[parameter])
-    assert sorted(common) == ["exp_avg", "exp_avg_absmax", "exp_avg_sq", "exp_avg_sq_absmax", "step"]
 
 
 def test_states_of_other_optimizers_keep_their_names():

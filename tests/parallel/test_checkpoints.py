@@ -1,7 +1,5 @@
 """Divided models as wholes: checkpoints under any layout, parameters shown, edited, given back, exported."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,12 +8,11 @@ import transformers
 from torch import nn
 
 import zeroshard
-from tests.checkpoint.runs import read_whole
+from tests.checkpoint.runs import read_whole, without_numba
 from tests.parallel import models
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.optim import AdamW8bit
-from zeroshard.optim.eightbit import step as steps
 from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.plan.cuts import heads
 from zeroshard.safetensors import FileTensor
@@ -103,13 +100,6 @@ def values_of(engine):
             state = engine.full_optimizer_state(name)
             found |= {f"{name} {key}": torch.as_tensor(value) for key, value in state.items()}
     return found
-
-
-def never():
-    return False
-
-
-without_numba = mock.patch.object(steps, "_has_numba", never)  # else each rank compiles the rule
 
 
 @without_numba

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint.runs import start
+from tests.optim.eightbit.cases import KINDS, OPTIONS, gradients
 from tests.optim.eightbit.interpreted import (
     KEYS,
     RULES,
@@ -23,7 +24,6 @@ from tests.optim.eightbit.interpreted import (
     scalars_of,
     words,
 )
-from tests.optim.eightbit.test_optimizers import KINDS, OPTIONS, gradients
 from zeroshard.optim.eightbit import base
 from zeroshard.optim.eightbit import step as steps
 from zeroshard.optim.eightbit.rules import ADAM, LION

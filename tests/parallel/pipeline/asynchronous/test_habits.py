@@ -3,13 +3,12 @@
 Lists of any length, synchronous steps, evaluation and schedules of the learning rate are in `test_drawn.py`.
 """
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import nn
 
 import zeroshard
+from tests.checkpoint.runs import without_numba
 from tests.parallel.pipeline.asynchronous.histories import Method
 from tests.parallel.pipeline.asynchronous.histories import train as train_by_history
 from tests.parallel.pipeline.asynchronous.runs import (
@@ -28,7 +27,6 @@ from tests.parallel.pipeline.asynchronous.runs import (
     state_of,
     train,
 )
-from zeroshard.optim.eightbit import step as steps
 from zeroshard.parallel.pipeline.schedules import steady
 
 MEAN, LAST = "mean_of_changes", "last_change"
@@ -121,11 +119,7 @@ def test_a_rank_that_crosses_no_step_takes_no_change_from_a_checkpoint(ranks, tm
 NARROW = {"param_dtype": "bf16", "main_dtype": "fp32"}
 
 
-def never():
-    return False
-
-
-@mock.patch.object(steps, "_has_numba", never)  # else each rank compiles the rule
+@without_numba
 def runs_by_torch(*cases):
     return runs(*cases)
 
