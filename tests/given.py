@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zeroshard
-from tests.integrations.test_ray import stand_in
+from tests.integrations.standin import stand_in
 
 Names = dict[str, Any]
 VOCABULARY, WIDTH = 64, 32

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.distributed
 from torch.utils.data import default_collate
 
-import zeroshard
 from blocks import (
     Blocks,
     Collator,
@@ -30,7 +28,6 @@ SIZES = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hi
 LLAMA = SIZES | {"num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 32}
 FAMILIES = {
     "llama": LLAMA,
-    "qwen2": LLAMA,
     "mistral": LLAMA | {"sliding_window": 3},
     "gpt2": {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32},
     "opt": LLAMA | {"ffn_dim": 32, "word_embed_proj_dim": 16},
@@ -79,13 +76,8 @@ def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------- documents are apart
 
 
-@pytest.mark.long_where(family=["llama"], attention=["eager"])
-@pytest.mark.long_where(family=["qwen2", "mistral"])
 @pytest.mark.parametrize("is_flat", [False, True])
-@pytest.mark.parametrize(
-    ("family", "attention"),
-    [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("mistral", "sdpa"), ("gpt2", "eager")],
-)
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("mistral", "sdpa"), ("gpt2", "eager")])
 @torch.no_grad()
 def test_the_loss_of_each_token_is_that_of_its_document_alone(
     tmp_path: Path, family: str, attention: str, is_flat: bool
@@ -170,8 +162,7 @@ def test_with_the_blocks_the_collator_gives_each_label_the_same_weight(tmp_path:
     assert len(set(nums.tolist())) > 1
 
 
-@pytest.mark.long_where(num_ranks=[1, 2, 8])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @torch.no_grad()
 def test_the_evaluation_of_all_ranks_is_the_mean_over_all_labels(tmp_path: Path, num_ranks: int) -> None:
     blocks = text_datasets(
@@ -239,24 +230,3 @@ def documents_of(blocks: Blocks) -> list[str]:
         for start, end in itertools.pairwise([*starts, blocks.seq_len]):
             found.append(bytes(block["input_ids"][start:end].tolist()).decode())
     return [text for text in found if text.strip("\0")]
-
-
-def test_a_worker_gets_the_names_of_the_files_and_not_the_tokens(tmp_path: Path) -> None:
-    file = write(tmp_path, ["abc" * 1000] * 9)
-    train, held_out = text_datasets(file, Bytes(), seq_len=64, cache_dir=tmp_path / "cache")
-    pickled = pickle.dumps(train)
-    assert len(pickled) < 500
-    again = pickle.loads(pickled)
-    assert torch.equal(again[3]["labels"], train[3]["labels"])
-    assert again.digest == held_out.digest
-    with pytest.raises(IndexError):
-        train[len(train)]
-
-
-def test_the_collator_is_flat_for_flash_attention(tmp_path: Path) -> None:
-    model = build("llama")
-    assert collator(model) == Collator()
-    engine = zeroshard.initialize(model).engine
-    engine.module.config._attn_implementation = "flash_attention_2"
-    assert collator(engine) == Collator(is_flat=True)
-    engine.close()

@@ -68,9 +68,6 @@ def with_sampler(kind, rank=0, num_ranks=2):
 LOADERS = {
     "in order": lambda: DataLoader(Numbers(11), batch_size=2),
     "shuffled": lambda: DataLoader(Numbers(11), batch_size=2, shuffle=True),
-    "shuffled by a generator": lambda: DataLoader(
-        Numbers(11), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5)
-    ),
     "noisy workers": lambda: DataLoader(Numbers(11, noisy=True), batch_size=2, shuffle=True, num_workers=1),
     "distributed": lambda: with_sampler(DataLoader),
     "stream": lambda: DataLoader(Stream(), batch_size=2),
@@ -79,9 +76,6 @@ LOADERS = {
     "stateful": lambda: stateful(Numbers(11), batch_size=2),
     "stateful, shuffled": lambda: stateful(Numbers(11), batch_size=2, shuffle=True),
     "stateful, distributed": lambda: with_sampler(stateful),
-    "stateful, torch's sampler": lambda: stateful(
-        Numbers(11), batch_size=2, sampler=torch.utils.data.RandomSampler(Numbers(11))
-    ),
     "stateful stream": lambda: stateful(Stream(), batch_size=2),
     "stateful, workers": lambda: stateful(Numbers(11), batch_size=2, shuffle=True, num_workers=2),
 }
@@ -115,7 +109,7 @@ WORKERS = [name for name in LOADERS if "workers" in name]
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_loader_goes_on_with_the_batches_that_would_have_come(name):
-    stops = (3, 6) if name in WORKERS else range(15)
+    stops = (3, 6) if name in WORKERS else (0, 1, 5, 6, 7, 12)
     for stop in stops:
         torch.manual_seed(7)
         whole = run(GivenLoader(LOADERS[name](), CPU), stop + 8)
@@ -133,16 +127,6 @@ def test_a_loader_goes_on_with_the_batches_that_would_have_come(name):
         if name == "stateful stream":  # torch's numbers between epochs are not part of its state
             going_on, whole = [[row[:2] for row in rows] for rows in (going_on, whole)]
         assert going_on == whole[stop:], stop
-
-
-def test_a_place_that_was_loaded_is_the_place_until_it_is_taken():
-    first = GivenLoader(LOADERS["shuffled"](), CPU)
-    run(first, 2)
-    again = GivenLoader(LOADERS["shuffled"](), CPU)
-    again.load_state_dict(first.state_dict())
-    assert again.state_dict()["num_batches"] == 2
-    assert again.num_epochs == 0
-    assert len(again) == 6
 
 
 def test_the_place_is_that_of_the_newest_iteration():
@@ -256,7 +240,7 @@ def own(kind):
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if kind == "workers":
         return with_sampler(functools.partial(stateful, num_workers=2), rank, num_ranks)
-    return with_sampler({"DataLoader": DataLoader, "stateful": stateful}[kind], rank, num_ranks)
+    return with_sampler(DataLoader, rank, num_ranks)
 
 
 def stop_and_resume(kind, folder, stop):
@@ -271,14 +255,12 @@ def stop_and_resume(kind, folder, stop):
     return losses[stop:], train(resumed, forever(resumed), 8)
 
 
-@pytest.mark.long_where(kind=["DataLoader", "workers"])
-@pytest.mark.long_where(stop=[6])
-@pytest.mark.parametrize("stop", [4, 6])
-@pytest.mark.parametrize("kind", ["DataLoader", "stateful", "workers"])
-def test_a_run_over_a_loader_of_the_user_goes_on_to_the_bit(ranks, tmp_path, kind, stop):
+@pytest.mark.long_where(kind=["workers"])
+@pytest.mark.parametrize("kind", ["DataLoader", "workers"])
+def test_a_run_over_a_loader_of_the_user_goes_on_to_the_bit(ranks, tmp_path, kind):
     if kind != "DataLoader":
         pytest.importorskip("torchdata")
-    (first, resumed), (other, resumed_other) = ranks(2, stop_and_resume, kind, str(tmp_path), stop)
+    (first, resumed), (other, resumed_other) = ranks(2, stop_and_resume, kind, str(tmp_path), 4)
     assert resumed == first
     assert resumed_other == other
     assert first != other
@@ -305,20 +287,6 @@ def test_at_another_number_of_ranks_the_next_epoch_begins(ranks, tmp_path):
     assert num_epochs == 1
 
 
-def without_a_place(folder):
-    made = start(Numbers(8))
-    made.engine.save_checkpoint(folder)
-    made.engine.close()
-    made = start(own("DataLoader"))
-    with pytest.warns(UserWarning, match="got none: the data begin where they are"):
-        made.engine.load_checkpoint(folder)
-    return made.dataloader.num_epochs
-
-
-def test_a_checkpoint_without_a_place_leaves_the_loader_where_it_is(ranks, tmp_path):
-    assert ranks(1, without_a_place, str(tmp_path)) == [0]
-
-
 def into_a_dataset(folder):
     made = start(own("DataLoader"))
     train(made, forever(made), 2)
@@ -339,25 +307,6 @@ def test_an_iterator_is_no_training_data(kind):
     data = iter(DataLoader(Numbers(4))) if kind != "generator" else (number for number in range(3))
     with pytest.raises(ValueError, match=r"^training_data: expected a Dataset .*, or a DataLoader, got <"):
         zeroshard.initialize(nn.Linear(1, 1), None, {}, training_data=data)
-
-
-class Unsaved(Counted):
-    def state_dict(self):
-        return {"at": object()}
-
-
-def save_unsaved(folder):
-    made = start(Unsaved())
-    train(made, forever(made), 1)
-    with pytest.raises(
-        ValueError, match=r"state of training_data\['own'\]\['at'\]: expected tensors"
-    ) as caught:
-        made.engine.save_checkpoint(folder)
-    return str(caught.value)
-
-
-def test_a_state_that_would_need_code_to_load_is_refused_on_all_ranks(ranks, tmp_path):
-    assert all("got builtins.object" in said for said in ranks(2, save_unsaved, str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ import itertools
 
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 from hypothesis import given
 
-import blocks
 from blocks import best_fit, choose_held_out, cut
 
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=40).map(np.array)
@@ -44,13 +42,6 @@ def test_blocks_hold_each_piece_once_and_no_two_blocks_could_be_one(lengths: np.
     assert all(0 < total <= 16 for total in sums)
     # A new block is begun only for a piece that fits into none, so no two blocks could be one.
     assert all(one + other > 16 for one, other in itertools.pairwise(sorted(sums)))
-
-
-def test_windows_of_pieces_are_packed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "WINDOW", 3)
-    packed = best_fit(np.array([2, 3, 4, 5, 2, 1, 3]), 6)
-    assert packed.order.tolist() == [2, 0, 1, 3, 5, 4, 6]
-    assert packed.firsts.tolist() == [0, 2, 3, 5, 6, 7]
 
 
 @given(LENGTHS, st.floats(0.01, 0.9), st.integers(1, 5))

@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
@@ -23,7 +22,6 @@ from zeroshard.cli.doctor import (
     read_machine,
     read_versions,
 )
-from zeroshard.tables import format_bytes
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -143,24 +141,12 @@ def test_versions_that_differ_between_ranks_are_named_with_the_ranks() -> None:
     ]
 
 
-def test_the_machine_is_this_one() -> None:
-    machine, found = read_machine()
-    assert machine["memory"].startswith(format_bytes(psutil.virtual_memory().total))
-    assert bool(found["GPU"]) != bool(torch.accelerator.device_count())
-
-
 def test_the_page_shows_versions_devices_and_features(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch, 2, "gloo", "nccl")
     lines = [" ".join(line.split()) for line in page({"numba": "not installed"}).splitlines()]
     device = "H100, 70.00 GiB free of 80.00 GiB"
     assert lines.index(f"cuda:1 {device}") == lines.index(f"cuda:0 {device}") + 1
     assert {"versions", "numba not installed", "machine", "features", "LoRA yes"} <= set(lines)
-
-
-def test_each_package_that_a_feature_needs_has_a_version() -> None:
-    versions = read_versions().keys()
-    assert {"torch", "numpy", "mlflow", "numba"} <= versions
-    assert not {"GPU", "C++"} & versions
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

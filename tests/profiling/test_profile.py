@@ -59,13 +59,6 @@ def test_the_memory_at_the_peak_names_its_phase_and_the_gathered_units(ranks):
         assert kinds == {"forward", "backward", "step", "other"}
 
 
-def test_without_memory_there_are_no_samples(ranks):
-    (profile,) = ranks(1, profiled, 3, memory=False)
-    assert profile.samples == ()
-    assert profile.peak is None
-    assert "memory" not in str(profile)
-
-
 def in_parts():
     """Profiles that go wrong: two at a time, one that ends in an exception, and one without a step."""
     engine, optimizer = start(tiny(), "AdamW")

@@ -56,17 +56,3 @@ def test_chunks_cut_by_hand_compute_as_the_whole_model():
             for blocks in (range(1), range(1, 3), range(3, 4)):
                 value = job.chunk(blocks, cut)(value)
             torch.testing.assert_close(job.loss(value, targets), job.loss(whole, targets))
-
-
-@pytest.mark.usefixtures("modules")
-def test_costs_come_from_the_durations_of_whole_and_halved_backwards():
-    from pipeline_clock import MeasuredCosts
-    from zeroshard.parallel.pipeline.actions import Action, Kind, backward, forward
-
-    durations = {(Kind.FORWARD, 0): 1.0, (Kind.BACKWARD, 0): 3.0, (Kind.FORWARD, 1): 2.0}
-    durations |= {(Kind.INPUT_GRADIENT, 1): 5.0, (Kind.WEIGHT_GRADIENT, 1): 4.0}
-    costs = MeasuredCosts(durations, 0.5)
-    first, second = Action(Kind.INPUT_GRADIENT, 1, 0), Action(Kind.WEIGHT_GRADIENT, 1, 0)
-    found = [costs.of(action) for action in (forward(0, 0), backward(0, 0), forward(1, 0), first, second)]
-    assert found == [1, 3, 2, 5, 4]
-    assert costs.transfer == 0.5
