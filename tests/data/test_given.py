@@ -287,21 +287,6 @@ def test_at_another_number_of_ranks_the_next_epoch_begins(ranks, tmp_path):
     assert num_epochs == 1
 
 
-def into_a_dataset(folder):
-    made = start(own("DataLoader"))
-    train(made, forever(made), 2)
-    made.engine.save_checkpoint(folder)
-    made.engine.close()
-    made = start(Numbers(8))
-    with pytest.warns(UserWarning, match="expected a DataLoader, .* got a Dataset; the data begin where"):
-        made.engine.load_checkpoint(folder)
-    return len(list(made.dataloader))
-
-
-def test_a_place_in_a_dataloader_is_none_in_a_dataset(ranks, tmp_path):
-    assert ranks(1, into_a_dataset, str(tmp_path)) == [8]
-
-
 @pytest.mark.parametrize("kind", ["generator", "iterator of a DataLoader"])
 def test_an_iterator_is_no_training_data(kind):
     data = iter(DataLoader(Numbers(4))) if kind != "generator" else (number for number in range(3))

@@ -138,67 +138,6 @@ def test_activation_checkpointing_that_asks_for_something_recomputes_units():
     assert on_cpu == Config(stage=0, recompute="unit", offload=Offload(activations="cpu"))
 
 
-def test_a_config_with_all_that_people_write_is_read_as_a_whole():
-    zero = {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    }
-    fp16 = {
-        "enabled": True,
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    }
-    config, _ = warned(
-        {
-            "fp16": fp16,
-            "bf16": {"enabled": False},
-            "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-5, "warmup_num_steps": 10}},
-            "zero_optimization": zero,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 1.0,
-            "steps_per_print": 2000,
-            "train_batch_size": 16,
-            "train_micro_batch_size_per_gpu": 8,
-            "wall_clock_breakdown": False,
-        }
-    )
-    assert config == Config(
-        stage=3,
-        precision=Precision(
-            param_dtype="fp16",
-            loss_scale={"start": 65536, "window": 1000, "minimum": 1, "hysteresis": 2},
-        ),
-        micro_batch_size=8,
-        gradient_accumulation_steps=2,
-        clip_grad_norm=1.0,
-        offload=Offload(optimizer="cpu", parameters="cpu"),
-    )
-
-
-def test_a_config_that_is_read_is_left_as_it_was():
-    config = {
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "Adam", "params": {"betas": [0.9, 0.9]}},
-    }
-    before = json.dumps(config)
-    warned(config)
-    assert json.dumps(config) == before
-
-
 def test_a_file_says_the_same_as_its_dict(tmp_path):
     config = QUIET | {"zero_optimization": {"stage": 2}, "steps_per_print": 10}
     file = tmp_path / "ds_config.json"

@@ -28,35 +28,10 @@ from tests.integrations.runs import (
     logged,
     trainer,
 )
-from tests.stores.late import waiting
 from zeroshard import Config, Precision
 from zeroshard.integrations.transformers import ZeroShardMixin, join_arguments
 
 # ---------------------------------------------------------------------------------- losses and parameters
-
-
-def train_late(folder):
-    """Of Trainers with steps at once, and with steps that wait: logs, parameters, the units that waited."""
-    found = []
-    for is_late in (False, True):
-        with accelerate_state(), waiting(is_late) as names:
-            ours = trainer(folder, {"stage": 3}, gradient_accumulation_steps=2)
-            ours.train()
-            num_late = len(names)
-            evaluated = ours.evaluate()["eval_loss"]
-            parameters = full_state_dict(ours)
-            found.append((logged(ours), logged(ours, "grad_norm"), evaluated, parameters, num_late))
-            ours.engine.close()
-    return found
-
-
-def test_steps_that_wait_for_the_next_forward_have_the_bits_of_steps_at_once(ranks, tmp_path):
-    for now, late in ranks(2, train_late, tmp_path, timeout=180):
-        assert late[:3] == now[:3]
-        assert now[3].keys() == late[3].keys()
-        assert all(torch.equal(value, late[3][name]) for name, value in now[3].items())
-        assert late[4] > 0
-        assert now[4] == 0
 
 
 def train_beside_ddp(folder, stages, **options):
@@ -287,15 +262,6 @@ def test_a_step_that_overflows_in_float16_leaves_the_schedule_where_it_is(ranks,
 
 
 EARLY = {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}}
-
-
-def test_steps_in_the_backward_have_the_losses_of_steps_after_it_and_no_norm(ranks, tmp_path):
-    early, late = (
-        ranks(1, train_in, str(tmp_path), config=config, gradient_accumulation_steps=2, max_grad_norm=0)[0]
-        for config in (EARLY, {"stage": 3})
-    )
-    assert early["losses"] == late["losses"]
-    assert early["steps"] == late["steps"] == (6, 0, 6)
 
 
 # ----------------------------------------------------------------------------------- contradictory settings

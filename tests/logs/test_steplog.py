@@ -252,28 +252,6 @@ def test_values_that_are_no_numbers_are_refused_and_tensors_are_taken(ranks: Any
     ]
 
 
-def close_inside() -> tuple[str, int]:
-    """The engine is closed before its log, so that the last report fails."""
-    engine, _ = start(Tiny(), "SGD")
-    kept, told = Kept(), ""
-    try:
-        with zeroshard.StepLog(engine, kept, every=2) as log:
-            loss = square_loss(engine, 0)
-            engine.backward(loss)
-            engine.step()
-            log.step(loss)
-            engine.close()
-    except RuntimeError as error:
-        told = str(error)
-    return told, kept.num_closed
-
-
-def test_targets_are_closed_where_the_last_report_fails(ranks: Any) -> None:
-    for told, num_closed in ranks(1, close_inside):
-        assert told.startswith("the engine is closed")
-        assert num_closed == 1
-
-
 def log_of_nan() -> list[str]:
     """The warnings of a log over a loss that the engine has not seen."""
     engine, _ = start(Tiny(), "SGD", stage=1)

@@ -1,7 +1,6 @@
 """Remedies in errors of several ranks, of pipelines and of divided layers are followed, and they work."""
 
 import copy
-import functools
 import traceback
 from pathlib import Path
 
@@ -9,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD
-from torch.utils.data import DistributedSampler, TensorDataset
 
 import zeroshard
 from tests.distributed.models import Tiny
@@ -108,18 +105,6 @@ def a_loss_scale_is_that_of_the_engine(folder):
 
 
 @case
-def a_gradient_is_dropped_on_all_ranks(folder):
-    engine = start()
-    engine.backward(loss_of(engine))
-    if dist.get_rank() == 1:
-        engine.module.gain.grad = None
-    with told("Drop p.grad on all ranks alike"):
-        engine.full_gradient("gain")
-    engine.module.gain.grad = None
-    assert engine.full_gradient("gain") is None
-
-
-@case
 def whole_values_are_loaded_under_unsharded(folder):
     torch.manual_seed(3)
     values = Tiny().state_dict()
@@ -182,44 +167,6 @@ def pipes(engine, model=None, **options):
 
 
 @case
-def a_pipeline_of_another_structure_is_traced(folder):
-    data = TensorDataset(WIDE, WIDE)
-
-    def two():
-        torch.manual_seed(0)
-        return Tiny(2).double()
-
-    with told("pipeline.trace=True cuts models of other structures"):
-        pipelined(two())
-    config = {
-        "mesh": {"pp": 2},
-        "micro_batch_size": 2,
-        "pipeline": {"num_microbatches": 2, "trace": True, "split": ["blocks.1"]},
-    }
-    with told("expected training_data at initialize: its first samples trace the model"):
-        zeroshard.initialize(two(), adamw, config, loss_fn=mean_square)
-    engine = zeroshard.initialize(two(), adamw, config, training_data=data, loss_fn=mean_square).engine
-    pipes(engine, two())
-
-
-@case
-def corrections_and_predictions_have_optimizers_that_they_know(folder):
-    with told("expected torch.optim.SGD with momentum, whose update is the sum that it compensates"):
-        pipelined(schedule="pb", correction="spike")
-    with told("'rescale' works with every optimizer"):
-        pipelined(schedule="pb", correction="spike")
-    pipelined(schedule="pb", correction="rescale").train_batch(WIDE, WIDE)
-    momentum = functools.partial(SGD, lr=0.01, momentum=0.9)
-    pipelined(None, momentum, schedule="pb", correction="spike").train_batch(WIDE, WIDE)
-    lamb = functools.partial(zeroshard.optim.LAMB, lr=0.01)
-    for weights in ("predict", "lwp"):
-        with told("'estimate' and 'lwp-weights' work with every optimizer"):
-            pipelined(None, lamb, schedule="pb", weights=weights)
-    for weights in ("estimate", "lwp-weights"):
-        pipelined(None, lamb, schedule="pb", weights=weights).train_batch(WIDE, WIDE)
-
-
-@case
 def an_asynchronous_pipeline_has_no_checkpoints_or_keeps_weights(folder):
     """One rank alone raises the error, in tests/parallel/pipeline/asynchronous/test_endings.py."""
     from torch.utils.checkpoint import checkpoint
@@ -237,19 +184,6 @@ def an_asynchronous_pipeline_has_no_checkpoints_or_keeps_weights(folder):
         pipelined(built(), schedule="pb", weights=weights).train_batch(WIDE, WIDE)
 
 
-class Pair(nn.Module):
-    """Two layers that can be divided, [n, 7] -> [n, 7]."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(7, 8), nn.Linear(8, 7)
-        self.double()
-
-    def forward(self, x):
-        return self.down(self.up(x).tanh())
-
-
 def divided(model, plan, **config):
     return zeroshard.initialize(model, adamw, {"mesh": {"tp": 2}, **config}, tp_plan=plan).engine
 
@@ -260,16 +194,6 @@ def divides(engine, model):
     want = trained(model, losses=[lambda model: loss_of(model, WIDE)])
     for name, value in whole(engine).items():
         torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-12)
-
-
-@case
-def tensor_ranks_have_the_same_batch(folder):
-    engine = divided(Pair(), {"up": "colwise", "down": "rowwise"})
-    batch = WIDE[list(DistributedSampler(WIDE))]
-    with told("DistributedSampler(data, num_replicas=world_size // 2, rank=rank // 2)"):
-        engine(batch)
-    batch = WIDE[list(DistributedSampler(WIDE, num_replicas=2 // 2, rank=dist.get_rank() // 2))]
-    torch.testing.assert_close(engine(batch), Pair()(batch))
 
 
 @case

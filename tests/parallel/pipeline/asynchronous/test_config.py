@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 from torch import nn
 
 import zeroshard
-from zeroshard import Config, Mesh, Pipeline
+from zeroshard import Config
 from zeroshard.parallel.pipeline.actions import parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.method import read_delays
 from zeroshard.parallel.pipeline.schedules import require_steps
@@ -27,42 +26,7 @@ KEYS = (
 )
 
 
-def test_kept_versions_go_together_with_recomputation_and_compilation() -> None:
-    for weights in ("stash", "vertical", "double"):
-        config_of("pb", weights=weights, recompute="unit", microbatches_per_step=4)
-        config_of("pb", weights=weights, compile=True, microbatches_per_step=4)
-
-
 # ---------------------------------------------------------------------------------------- estimates
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("schedule", "versions", "states"),
-    [("pipedream", 3, 0), ("2bw", 1, 0), ("pipemare", 0, 1), ("spectrain", 0, 0)],
-)
-def test_an_estimate_counts_the_shards_of_versions_and_the_states_of_a_method(
-    stage: int, schedule: str, versions: int, states: int
-) -> None:
-    """4 pipeline ranks of 2 blocks, 2 data-parallel ranks; the sizes need no padding."""
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
-    size = 2 * 512 * 512 // (1 if stage == 0 else 2)
-    pipeline = Pipeline(schedule=schedule, num_microbatches=16, balance="memory")
-    precision = zeroshard.Precision(param_dtype=torch.bfloat16)
-    config = Config(stage=stage, mesh=Mesh(pp=4), pipeline=pipeline, precision=precision)
-    plain = Config(
-        stage=stage,
-        mesh=Mesh(pp=4),
-        pipeline=Pipeline(num_microbatches=16, balance="memory"),
-        precision=precision,
-    )
-    found, before = zeroshard.estimate(model, 8, config), zeroshard.estimate(model, 8, plain)
-    # Where nothing is gathered, weights that are moved have a copy.
-    copies = int(stage == 0 and schedule in ("pipemare", "spectrain"))
-    assert found.peak_versions == (versions + copies) * size * 2
-    assert found.optimizer - before.optimizer == states * size * 4
-    assert before.peak_versions == 0
-    assert ("versions of weights" in str(found)) is (versions + copies > 0)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw", "pipemare", "lwp"])
