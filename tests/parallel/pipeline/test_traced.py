@@ -242,7 +242,6 @@ def wrong():
     sample = SampleBatch((), batch_of(0)[0])
     texts = {
         "name": message(trace, build(), sample, ["inner.layer.2"]),
-        "number": message(start, ["inner.layers.1", "inner.layers.2"]),
         "output": message(trace, TwoOutputs().double(), sample, ["inner.layers.2"]),
         "unit": message(start, ["inner.layers.2"], units=["Inner"]),
     }
@@ -262,7 +261,7 @@ class TwoOutputs(Model):
 def test_mistakes_are_told(ranks):
     for texts in ranks(2, wrong):
         assert "got 'inner.layer.2', which the model lacks" in texts["name"]
-        assert "expected 1 names, which begin all but the first of 2 chunks, got 2" in texts["number"]
+
         assert "expected a model that returns one tensor" in texts["output"]
         assert "whose forward is never called" in texts["unit"]
         assert "expected arguments as those that were traced" in texts["shape"]
