@@ -115,18 +115,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_a_file_that_is_changed_while_it_is_read_is_told(tmp_path: Path) -> None:
-    file = corpus(tmp_path)
-    with pytest.raises(ValueError, match="was changed while it was read"):
-        text_datasets(
-            file,
-            Bytes(),
-            seq_len=16,
-            cache_dir=tmp_path / "cache",
-            progress=lambda *_: os.utime(file, (1, 1)),
-        )
-
-
 def test_the_memory_that_is_taken_does_not_grow_with_the_text(tmp_path: Path) -> None:
     file = tmp_path / "large.txt"
     file.write_text(

@@ -13,14 +13,6 @@ from blocks import best_fit, choose_held_out, cut
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=40).map(np.array)
 
 
-def test_the_drawing_of_the_module() -> None:
-    pieces = cut(np.array([0, 6, 8]), np.array([6, 2, 3]), 4)
-    assert pieces.tolist() == [[0, 4], [3, 3], [6, 2], [8, 3]]
-    packed = best_fit(pieces[:, 1], 4)
-    assert packed.order.tolist() == [0, 1, 3, 2]
-    assert packed.firsts.tolist() == [0, 1, 2, 3, 4]
-
-
 @given(LENGTHS, st.integers(2, 12))
 def test_each_token_but_the_first_of_a_document_is_a_label_once(lengths: np.ndarray, seq_len: int) -> None:
     starts = np.cumsum(lengths) - lengths
@@ -66,10 +58,3 @@ def test_equal_documents_are_all_held_out_or_none_and_others_do_not_matter_to_th
     shuffled = rng.permutation(500)
     again = choose_held_out(np.append(lengths, lengths)[shuffled], digests[shuffled], 0.1)
     assert set(digests[shuffled][again]) == set(digests[held])
-
-
-def test_a_document_longer_than_the_share_is_not_held_out_beside_shorter_ones() -> None:
-    held = choose_held_out(np.array([1000, 10, 10, 10]), np.array([0, 3, 1, 2], dtype=np.uint64), 0.1)
-    assert held.tolist() == [False, False, True, False]
-    held = choose_held_out(np.array([1000, 900]), np.array([0, 1], dtype=np.uint64), 0.1)
-    assert held.tolist() == [False, True]

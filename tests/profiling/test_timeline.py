@@ -2,7 +2,6 @@
 
 from itertools import count, pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,15 +65,3 @@ def test_time_belongs_to_the_innermost_task():
         (FORWARD, FORWARD),
         (BACKWARD, BACKWARD),
     ]
-
-
-def test_a_task_goes_on_when_a_phase_begins_inside():
-    timeline = timeline_of([FORWARD, GATHER, BACKWARD, "end"])
-    last = timeline.spans(timeline.moments)[-2:]
-    assert [(span.phase, span.label) for span in last] == [(BACKWARD, GATHER), (BACKWARD, BACKWARD)]
-
-
-def test_an_end_without_a_begin_fails():
-    timeline = PhaseTimeline(lambda: 0.0)
-    with pytest.raises(IndexError):
-        timeline.end()

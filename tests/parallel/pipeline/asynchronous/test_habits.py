@@ -51,45 +51,6 @@ def noted_changes(engine):
     }
 
 
-def saved(folder, *arguments):
-    engine = begin(*arguments, stage=3)
-    train(engine, [0, 1])
-    engine.save_checkpoint(folder, "here")
-    losses, noted = train(engine, [2, 3]), noted_changes(engine)
-    return finish(engine, losses), noted
-
-
-def resumed(folder, *arguments):
-    model = model_of(2)
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    engine = begin(*arguments, stage=3, model=model)
-    engine.load_checkpoint(folder, "here")
-    losses, noted = train(engine, [2, 3]), noted_changes(engine)
-    return finish(engine, losses), noted
-
-
-@pytest.mark.long_where(maker=["adamw", "adamw 8-bit"])
-@pytest.mark.parametrize(
-    ("pipeline", "maker", "extra"),
-    [
-        ({"schedule": "pipemare", "anneal_steps": 15, "synchronous_steps": 2}, "sgd", {MEAN}),
-        ({"schedule": "pipemare"}, "adamw 8-bit", {MEAN}),
-        ({"schedule": "lwp", "weights": "lwp-weights"}, "adamw", {LAST}),
-    ],
-)
-def test_resuming_equals_a_run_that_drained_at_the_same_step(ranks, tmp_path, pipeline, maker, extra):
-    """To the bit: the state of the versions that matters is in the checkpoint."""
-    want = ranks(4, saved, str(tmp_path), pipeline, maker)
-    found = ranks(4, resumed, str(tmp_path), pipeline, maker)
-    for rank, ((one, noted), (other, others)) in enumerate(zip(want, found, strict=True)):
-        assert {key for _, key in noted} == (extra if rank < 2 else set())  # the last stage crosses no step
-        assert one.steps == other.steps == 24
-        assert_same(other.state, one.state)
-        assert_same(others, noted)
-        assert all(value.dtype == others[key].dtype for key, value in noted.items())
-
-
 def begun_at(folder, num_stages, tag, numbers, new_tag):
     """Train from a checkpoint; return the noted changes before and after."""
     engine = begin({"schedule": "lwp", "weights": "lwp-weights"}, num_stages=num_stages, model=model_of(4))
