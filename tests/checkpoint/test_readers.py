@@ -31,14 +31,11 @@ def saved(folder, config):
     }
 
 
-@pytest.fixture(scope="module", params=["2 ranks", "4 ranks, hybrid"])
-def checkpoint(request, ranks, tmp_path_factory):
+@pytest.fixture(scope="module")
+def checkpoint(ranks, tmp_path_factory):
     """The directory of a checkpoint, and all tensors that it must hold in their full shapes."""
     folder = tmp_path_factory.mktemp("saved")
-    if request.param == "2 ranks":
-        want = ranks(2, saved, folder, 3)[0]
-    else:
-        want = ranks(4, saved, folder, {"stage": 3, "shard_group_size": 2})[0]
+    want = ranks(4, saved, folder, {"stage": 3, "shard_group_size": 2})[0]
     return find(folder, "here"), want
 
 

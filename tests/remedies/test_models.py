@@ -6,8 +6,7 @@ import warnings
 import torch
 from torch import nn
 
-from tests.distributed.models import Tiny
-from tests.remedies.told import DATA, loss_of, net, start, told, trains
+from tests.remedies.told import DATA, net, start, told, trains
 
 
 def model_with(**changes):
@@ -25,57 +24,6 @@ def test_a_model_is_sharded_before_it_is_compiled_by_jit():
         warnings.simplefilter("ignore")
         start(torch.jit.trace(model, DATA))
     trains(start(copy.deepcopy(model)), model)
-
-
-def test_an_odd_parameter_becomes_a_buffer_or_a_real_view():
-    with told(
-        "Keep an untrained tensor in a buffer (register_buffer), and a complex parameter as its real view"
-    ):
-        start(model_with(count=nn.Parameter(torch.arange(3), requires_grad=False)))
-    model = net()
-    model.register_buffer("count", torch.arange(3))
-    start(model)
-    value = torch.randn(3, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
-    with told("only floating-point parameters"):
-        start(model_with(phase=nn.Parameter(value)))
-
-    class Turned(Tiny):
-        def __init__(self):
-            torch.manual_seed(0)
-            super().__init__()
-            self.phase = nn.Parameter(torch.view_as_real(value).clone())
-
-        def forward(self, x):
-            return (super().forward(x) * torch.view_as_complex(self.phase)).abs()
-
-    trains(start(Turned()), Turned())
-
-
-def test_a_sparse_buffer_becomes_its_parts():
-    def sparse():
-        return torch.eye(3).to_sparse()
-
-    model = net()
-    model.register_buffer("table", sparse())
-    with told(
-        "Register its parts (indices and values, integers and scale, ...) as buffers and put them toge"
-    ):
-        start(model)
-
-    class Parts(Tiny):
-        def __init__(self):
-            torch.manual_seed(0)
-            super().__init__()
-            self.register_buffer("indices", sparse().coalesce().indices())
-            self.register_buffer("values", 2 * sparse().coalesce().values())
-
-        def forward(self, x):
-            return torch.sparse.mm(
-                super().forward(x), torch.sparse_coo_tensor(self.indices, self.values, (3, 3))
-            )
-
-    trains(start(Parts()), Parts())
-    trains(start(model_with(table=sparse())))
 
 
 def test_a_parameter_of_another_class_is_ignored():
@@ -103,31 +51,6 @@ def test_gradient_hooks_are_registered_after_initialize():
     model = net()
     model.gain.register_hook(lambda gradient: 2 * gradient)
     trains(engine, model)
-
-
-def test_a_lazy_module_runs_once_before():
-    def built():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.LazyLinear(5))
-
-    model = built()
-    with told("run the model once before it is sharded"):
-        start(model)
-    model(DATA)
-    trains(start(copy.deepcopy(model)), model)
-
-
-def test_layers_that_sharding_would_change_are_built_without():
-    tokens = torch.tensor([[1, 2], [3, 1]])
-    for option, words in (
-        ({"sparse": True}, "expected sparse=False"),
-        ({"max_norm": 1.0}, "expected max_norm=None"),
-    ):
-        with told(words):
-            start(nn.Sequential(nn.Embedding(5, 4, **option)))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(5, 4))
-    trains(start(copy.deepcopy(model)), model, losses=[lambda model: loss_of(model, tokens)])
 
 
 def test_units_are_the_classes_that_have_a_forward():
