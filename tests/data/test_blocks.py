@@ -22,7 +22,6 @@ from blocks import (
     text_datasets,
 )
 from tests.data.tokenizers import CHATML, Bytes, letters
-from zeroshard.data.loader import EpochLoader
 
 SIZES = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
 LLAMA = SIZES | {"num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 32}
@@ -100,18 +99,6 @@ def test_the_loss_of_each_token_is_that_of_its_document_alone(
     torch.testing.assert_close(found, sorted(alone), rtol=1e-4, atol=1e-5)
 
 
-def test_no_label_is_the_first_token_of_a_document_or_padding(tmp_path: Path) -> None:
-    file = write(tmp_path, ["a", "bcd", "e" * 40])
-    blocks = text_datasets(file, letters(), seq_len=12, held_out=0, cache_dir=tmp_path / "cache").train
-    for block in all_of(blocks):
-        starts = block["position_ids"] == 0
-        assert (block["labels"][starts] == -100).all()
-        is_label = block["labels"] != -100
-        assert torch.equal(block["labels"][is_label], block["input_ids"][is_label])
-        assert is_label.any()
-    assert blocks.num_labels == sum(len(text) + 1 for text in ("a", "bcd", "e" * 40))
-
-
 def test_a_model_that_lets_documents_attend_to_each_other_is_refused() -> None:
     check_separation(build("llama").train(), Collator())
     check_separation(build("gpt2", "eager"), Collator(is_flat=True))
@@ -119,15 +106,6 @@ def test_a_model_that_lets_documents_attend_to_each_other_is_refused() -> None:
         check_separation(build("opt"), Collator())
     with pytest.raises(ValueError, match="LlamaForCausalLM crosses"):
         check_separation(build("llama"), default_collate)  # which leaves use_cache to the model
-
-
-def test_without_packing_each_block_has_tokens_of_one_document(tmp_path: Path) -> None:
-    file = write(tmp_path, ["abc", "d" * 30, "ef"])
-    options: dict[str, Any] = {"seq_len": 16, "held_out": 0, "cache_dir": tmp_path / "cache"}
-    blocks = text_datasets(file, letters(), pack=False, **options).train
-    nums = [sorted({*block["labels"].tolist()} - {-100, 1}) for block in all_of(blocks)]
-    assert nums == [[5, 6, 7], [8], [8], [], [9, 10]]  # the third block of "ddd..." has EOS alone
-    assert len(text_datasets(file, letters(), **options).train) == 3
 
 
 def test_flash_attention_gets_one_row(tmp_path: Path) -> None:
@@ -185,26 +163,6 @@ def test_the_evaluation_of_all_ranks_is_the_mean_over_all_labels(tmp_path: Path,
 
 
 # --------------------------------------------------------------------------------------- loaders and engines
-
-
-def test_a_run_resumed_at_another_number_of_ranks_sees_each_block_once(tmp_path: Path) -> None:
-    texts = [f"{number:03d}" for number in range(60)]
-    file = write(tmp_path, texts)
-    blocks = text_datasets(file, Bytes(), seq_len=3, held_out=0, cache_dir=tmp_path / "cache").train
-    assert len(blocks) == 60
-    state, seen = None, []
-    for num_ranks, batch_size, num_batches in [(3, 2, 4), (2, 3, 2), (4, 1, 6)]:
-        for rank in range(num_ranks):
-            loader = EpochLoader(
-                blocks, batch_size=batch_size, rank=rank, num_ranks=num_ranks, collate_fn=Collator()
-            )
-            if state is not None:
-                loader.load_state_dict(state)
-            batches = iter(loader)
-            for _ in range(num_batches):
-                seen += [bytes(row.tolist()).decode() for row in next(batches)["input_ids"]]
-        state = loader.state_dict()
-    assert sorted(seen) == texts
 
 
 def test_each_document_is_either_held_out_or_trained_on_whatever_files_and_blocks_are(tmp_path: Path) -> None:

@@ -67,14 +67,6 @@ def test_a_second_call_reads_nothing_and_any_change_makes_other_files(tmp_path: 
     assert not is_written()
 
 
-@pytest.mark.parametrize("text", ["", '{"text": "a"}\n', "\n\n"])
-def test_a_source_with_too_little_text_is_named(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "small.jsonl"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"small\.jsonl: .*expected .* got none"):
-        text_datasets(file, Bytes(), seq_len=16, cache_dir=tmp_path / "cache")
-
-
 # ------------------------------------------------------------------------------------------ what may happen
 
 

@@ -18,7 +18,6 @@ from zeroshard.cli.doctor import (
     differences,
     judge,
     measure_disk,
-    page,
     read_machine,
     read_versions,
 )
@@ -139,14 +138,6 @@ def test_versions_that_differ_between_ranks_are_named_with_the_ranks() -> None:
         "torch: rank(s) 0, 2 have 2.14.1; rank(s) 1 have 2.13.0",
         "numba: rank(s) 0, 2 have 1; rank(s) 1 have not installed",
     ]
-
-
-def test_the_page_shows_versions_devices_and_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    see(monkeypatch, 2, "gloo", "nccl")
-    lines = [" ".join(line.split()) for line in page({"numba": "not installed"}).splitlines()]
-    device = "H100, 70.00 GiB free of 80.00 GiB"
-    assert lines.index(f"cuda:1 {device}") == lines.index(f"cuda:0 {device}") + 1
-    assert {"versions", "numba not installed", "machine", "features", "LoRA yes"} <= set(lines)
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
