@@ -263,12 +263,3 @@ def without_gradients(kind):
 
 def test_a_step_without_any_gradient_exchanges_and_changes_nothing(ranks):
     assert ranks(2, without_gradients, "LAMB") == [(0, 0)] * 2
-
-
-# ----------------------------------------------------------------------------- clipping, float16, resuming
-
-
-def go_on(engine, steps):
-    for step in steps:
-        engine.backward(engine(step))
-        engine.step()

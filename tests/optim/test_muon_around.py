@@ -4,11 +4,10 @@ The gradients are multiples of 1/64, so their mean over two or four ranks is exa
 """
 
 import pytest
-import torch
 
 import zeroshard
 from tests.distributed import training
-from tests.distributed.training import STAGES, numbers, token_loss
+from tests.distributed.training import STAGES, numbers
 from tests.optim.known import build
 from tests.optim.matrices import unequal
 from tests.parallel import runs
@@ -82,41 +81,8 @@ def test_steps_in_backward_are_refused_by_name(ranks):
         assert "got Muon" in message
 
 
-# --------------------------------------------------------------------------------- a small Llama
-
-
 def llama(dtype):
     return training.build("Llama").to(dtype)
-
-
-def torchs(model):
-    """Torch's own Muon and AdamW over the groups of a model."""
-    hidden, others = muon_groups(model)
-    matrices = torch.optim.Muon([p for _, p in hidden["params"]], **MUON)
-    return [matrices, torch.optim.AdamW([p for _, p in others["params"]], **ADAMW)]
-
-
-def beside_replicas():
-    """Differences from torch's Muon over copies in DistributedDataParallel."""
-    replica, losses = training.replicate(llama(torch.float32)), []
-    optimizers = torchs(training.plain(replica))
-    for step in range(4):
-        loss = token_loss(replica, step)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    want, found = training.finish(replica, losses), []
-    for stage in STAGES:
-        model = llama(torch.float32)
-        got = training.train(*training.start(model, optimizer_of(model), stage=stage), 4)
-        found += training.differences(f"stage {stage}", got, want)
-    return found
-
-
-def test_a_llama_trains_to_the_bits_of_torchs_muon_over_replicas(ranks):
-    assert ranks(2, beside_replicas) == [[]] * 2
 
 
 # ------------------------------------------------------------------------------- tensor parallelism

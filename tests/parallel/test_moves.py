@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.activations import Activations
-from zeroshard.parallel.tensor.losses import divided_cross_entropy, embed
+from zeroshard.parallel.tensor.losses import divided_cross_entropy
 from zeroshard.parallel.tensor.sequence import Comm, move
 from zeroshard.plan.cuts import Cut
 
@@ -128,29 +128,6 @@ def test_columns_then_rows_are_the_layers_of_one_process(ranks, num_ranks, name)
 
 
 # ---------------------------------------------------------------------------------------------- vocabulary
-
-
-def looked_up(dtype):
-    over, _ = tensor_ranks()
-    table = values(TOKENS, D, dtype=dtype)
-    tokens = torch.tensor([[0, TOKENS - 1, 5], [17, 5, 20]])
-    whole, cut = table.clone().requires_grad_(), Cut("tokens", tuple(table.shape), 0, over.size)
-    want = F.embedding(tokens, whole)
-    weight = values(*want.shape, salt=9, dtype=dtype)
-    (want * weight).sum().backward()
-    (own,) = cut.spans(over.rank)
-    mine = table[own.slice].clone().requires_grad_()
-    got = embed(tokens, lambda rows: F.embedding(rows, mine), own, over, "tokens")
-    (got * weight).sum().backward()
-    return torch.equal(got, want), torch.equal(mine.grad, whole.grad[own.slice])
-
-
-@pytest.mark.long_where(num_ranks=[3])
-@pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_embedding_has_the_bits_of_one_process(ranks, num_ranks, dtype):
-    for same in ranks(num_ranks, looked_up, dtype):
-        assert same == (True, True)
 
 
 def losses():

@@ -63,22 +63,6 @@ def test_small_parameters_have_float32_states(name, kernel):
         torch.testing.assert_close(parameter, twin, rtol=1e-5, atol=1e-6)
 
 
-def test_the_threshold_can_differ_by_group(kernel):
-    small, large = nn.Parameter(torch.randn(300)), nn.Parameter(torch.randn(5000))
-    groups = [
-        {"params": [small], "min_8bit_size": 0},
-        {"params": [large], "min_8bit_size": 10_000, "lr": 0.5},
-    ]
-    optimizer = AdamW8bit(groups)
-    for parameter in (small, large):
-        parameter.grad = torch.ones_like(parameter)
-    before = large.detach().clone()
-    optimizer.step()
-    assert optimizer.state[small]["exp_avg"].dtype == torch.uint8
-    assert optimizer.state[large]["exp_avg"].dtype == torch.float32
-    torch.testing.assert_close(large, before * (1 - 0.5 * 1e-2) - 0.5)
-
-
 @pytest.mark.parametrize("shape", [(5000,), (8, 4, 257)])
 def test_a_state_at_rest_takes_two_bytes_and_a_scale_for_each_block(shape, kernel):
     parameter = nn.Parameter(torch.randn(shape))

@@ -12,12 +12,15 @@ import zeroshard
 from tests.parallel.pipeline.runs import (
     LAYOUTS,
     MODELS,
+    agree,
     build,
+    config_of,
     parameters_of,
     tokens_of,
     train,
     train_plainly,
 )
+from tests.parallel.pipeline.runs import start as pipelined
 from zeroshard.parallel.pipeline.chunked import outline_of
 
 STEPS = range(3)
@@ -44,32 +47,23 @@ def sgd(parameters):
 
 
 def start(layout, model, **config):
-    _, mesh, pipeline = LAYOUTS[layout]
-    options = {"clip_grad_norm": 0.5, "mesh": mesh, "pipeline": pipeline | {"balance": "memory"}}
-    return zeroshard.initialize(model, sgd, options | config).engine
+    return pipelined(model, config_of(layout, **config), sgd)
 
 
 def trained(layout, folder, stage, name, options):
     engine = start(layout, adapted(name, **options), stage=stage)
-    losses, norms = train(engine, STEPS)
-    state = parameters_of(engine)
+    found = (*train(engine, STEPS), parameters_of(engine))
     engine.save_pretrained(folder)
     engine.close(restore=False)
-    return losses, norms, state
+    return found
 
 
 def compare(ranks, folder, layout, stage, name, **options):
     model = adapted(name, **options)
     batches = (({"input_ids": tokens}, tokens) for tokens in map(tokens_of, STEPS))
     losses, norms = train_plainly(model, batches, make=sgd, max_norm=0.5)
-    want, names = dict(model.named_parameters(remove_duplicate=False)), set()
-    for found, found_norms, state in ranks(LAYOUTS[layout][0], trained, layout, folder, stage, name, options):
-        assert found == pytest.approx(losses, rel=1e-6)
-        assert found_norms == pytest.approx(norms, rel=1e-6)
-        names |= state.keys()
-        for key, value in state.items():
-            torch.testing.assert_close(value, want[key].detach(), rtol=0, atol=1e-6, msg=key)
-    assert names == want.keys()
+    want = losses, norms, dict(model.named_parameters(remove_duplicate=False))
+    agree(ranks(LAYOUTS[layout][0], trained, layout, folder, stage, name, options), want)
     model.save_pretrained(folder / "plain")
     written, expected = (
         load_file(place / "adapter_model.safetensors") for place in (folder, folder / "plain")

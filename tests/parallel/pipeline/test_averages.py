@@ -5,15 +5,13 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard
-from tests.parallel.pipeline.runs import LAYOUTS, adamw, start, train
+from tests.parallel.pipeline.runs import LAYOUTS, adamw, config_of, start, train
 
 DECAY = 0.8
 
 
 def begin(layout, name, stage, seed=0):
-    _, mesh, pipeline = LAYOUTS[layout]
-    config = {"stage": stage, "mesh": mesh} | ({"pipeline": pipeline} if pipeline else {})
-    return start(name, config, adamw, seed)
+    return start(name, config_of(layout, stage), adamw, seed)
 
 
 def averaged(folder, layout, name, stage):

@@ -4,14 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel.pipeline.runs import LAYOUTS, adamw, build, plain, start, tokens_of, train
+from tests.parallel.pipeline.runs import LAYOUTS, adamw, build, config_of, plain, start, tokens_of, train
 
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 
 
 def begin(layout, stage=3, make=adamw):
-    _, mesh, pipeline = LAYOUTS[layout]
-    return start("tied gpt", {"stage": stage, "mesh": mesh, "pipeline": pipeline}, make)
+    return start("tied gpt", config_of(layout, stage), make)
 
 
 def read(layout):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import transformers
 
 from tests.checkpoint.runs import read_whole
-from tests.parallel.pipeline.runs import LAYOUTS, parameters_of, start, train
+from tests.parallel.pipeline.runs import LAYOUTS, config_of, parameters_of, start, train
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.optim import AdamW8bit
@@ -28,9 +28,7 @@ OPTIMIZERS = {
 
 
 def begin(layout, name, kind, stage, seed=0):
-    _, mesh, pipeline = LAYOUTS[layout]
-    options = {"pipeline": pipeline} if pipeline else {}
-    return start(name, {"stage": stage, "mesh": mesh, **options}, OPTIMIZERS[kind], seed)
+    return start(name, config_of(layout, stage), OPTIMIZERS[kind], seed)
 
 
 def save(folder, layout, name, kind, stage):

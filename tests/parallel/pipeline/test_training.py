@@ -11,10 +11,12 @@ import zeroshard
 from tests.parallel.pipeline.runs import (
     BATCH,
     RECOMPUTED,
+    agree,
     build,
     compare_bits,
     parameters_of,
     plain,
+    run,
     start,
     tokens_of,
     train,
@@ -22,26 +24,6 @@ from tests.parallel.pipeline.runs import (
 )
 
 STEPS = range(10)
-
-
-def trained(name, stage, mesh, pipeline):
-    engine = start(name, {"stage": stage, "mesh": mesh, "pipeline": pipeline})
-    losses, norms = train(engine, STEPS)
-    state = parameters_of(engine)
-    engine.close(restore=False)
-    return losses, norms, state
-
-
-def compare(found, name):
-    want_losses, want_norms, want = plain(name, STEPS)
-    names = set()
-    for losses, norms, state in found:
-        assert losses == pytest.approx(want_losses, rel=1e-6)
-        assert norms == pytest.approx(want_norms, rel=1e-6)
-        names |= state.keys()
-        for parameter, value in state.items():
-            torch.testing.assert_close(value, want[parameter], rtol=0, atol=1e-6, msg=parameter)
-    assert names == want.keys()
 
 
 ONE_F = {"schedule": "1f1b", "num_microbatches": 4}
@@ -65,12 +47,14 @@ CASES = [
 )
 def test_a_model_trains_as_in_one_process(ranks, name, layout, stage):
     num_ranks, mesh, pipeline = LAYOUTS[layout]
-    compare(ranks(num_ranks, trained, name, stage, mesh, pipeline), name)
+    config = {"stage": stage, "mesh": mesh, "pipeline": pipeline}
+    agree(ranks(num_ranks, run, name, config, STEPS), plain(name, STEPS))
 
 
 def test_a_list_that_recomputes_the_last_chunk_too_counts_each_loss_once(ranks):
     pipeline = {"schedule": RECOMPUTED, "num_microbatches": 2}
-    compare(ranks(2, trained, "tied llama", 3, {"pp": 2}, pipeline), "tied llama")
+    found = ranks(2, run, "tied llama", {"stage": 3, "mesh": {"pp": 2}, "pipeline": pipeline})
+    agree(found, plain("tied llama", range(3)))
 
 
 def test_all_synchronous_schedules_give_the_same_bits(ranks):
@@ -159,18 +143,13 @@ def of_each_rank():
     tokens = tokens_of(rank, rows=BATCH)
     with pytest.raises(RuntimeError) as caught:
         engine.train_batch({"input_ids": tokens}, tokens)
-    losses, norms = train(engine, range(3))
-    return str(caught.value), losses, norms, parameters_of(engine)
+    return str(caught.value), (*train(engine, range(3)), parameters_of(engine))
 
 
 def test_different_batches_are_refused_on_all_ranks_and_training_goes_on(ranks):
-    want_losses, want_norms, want = plain("llama", range(3))
-    for message, losses, norms, state in ranks(2, of_each_rank):
-        assert "pipeline ranks [0, 1] have different batches" in message
-        assert losses == pytest.approx(want_losses, rel=1e-6)
-        assert norms == pytest.approx(want_norms, rel=1e-6)
-        for name, value in state.items():
-            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-6, msg=name)
+    messages, found = zip(*ranks(2, of_each_rank), strict=True)
+    assert all("pipeline ranks [0, 1] have different batches" in message for message in messages)
+    agree(found, plain("llama", range(3)))
 
 
 # ------------------------------------------------------------------------------------- frozen parameters
@@ -187,7 +166,8 @@ def frozen(trained):
     pipeline = {"num_microbatches": 2, "balance": "memory"}
     config = {"stage": 3, "mesh": {"pp": 2}, "pipeline": pipeline, "clip_grad_norm": 0.5}
     given = zeroshard.initialize(model, make, config, lr_scheduler=halving)
-    found = train(given.engine, range(3)), parameters_of(given.engine), given.engine.global_step
+    found = (*train(given.engine, range(3)), parameters_of(given.engine))
+    assert given.engine.global_step == 3
     given.engine.close(restore=False)
     return found
 
@@ -211,10 +191,4 @@ def test_a_rank_without_trained_parameters_takes_part(ranks):
         norms.append(torch.nn.utils.clip_grad_norm_(own, 0.5).item())
         optimizer.step()
         scheduler.step()
-    want = dict(model.named_parameters())
-    for (found, found_norms), state, steps in ranks(2, frozen, trained):
-        assert found == pytest.approx(losses, rel=1e-6)
-        assert found_norms == pytest.approx(norms, rel=1e-6)
-        assert steps == 3
-        for name, value in state.items():
-            torch.testing.assert_close(value, want[name].detach(), rtol=0, atol=1e-6, msg=name)
+    agree(ranks(2, frozen, trained), (losses, norms, dict(model.named_parameters())))
