@@ -110,11 +110,6 @@ def test_all_places_of_a_reduce_give_the_same_bits(ranks, num_ranks, name, optio
     compare_bits(ranks, num_ranks, name, ["1f1b", "interleaved", "zb-h1", "zbv", *own], options)
 
 
-def test_without_data_parallel_ranks_there_is_nothing_to_start_ahead(ranks):
-    for _, under_way in ranks(2, reductions, "interleaved", 2, "llama", {"stage": 2}):
-        assert not any(under_way.values())
-
-
 # ---------------------------------------------------------------------------------------- gathers
 
 NUM_MICROBATCHES, LAYERS = 4, 12
