@@ -40,8 +40,8 @@ CASES = {
 def test_a_pipeline_goes_together_with(ranks, case):
     """As half as many ranks without it."""
     num_ranks, name, config, make, apart = CASES[case]
-    plain = config | {"gradient_accumulation_steps": 2}
-    want, *_ = ranks(num_ranks // 2, run, name, plain, range(3), make, timeout=120)
+    alone = config | {"gradient_accumulation_steps": 2}
+    want, *_ = ranks(num_ranks // 2, run, name, alone, range(3), make, timeout=120)
     found = ranks(num_ranks, run, name, config | PIPELINE, range(3), make, timeout=120)
     agree(found, want, **apart)
     if "tied" in name:
