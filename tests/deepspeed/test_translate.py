@@ -93,41 +93,35 @@ def test_a_loss_scale_of_0_is_dynamic(given, scale):
     assert precision == Precision(param_dtype=torch.float16, loss_scale=scale)
 
 
+NVME = {"device": "nvme", "nvme_path": "/local"}
+
+
 @pytest.mark.parametrize(
     ("zero", "expected"),
     [
-        ({"offload_optimizer": {"device": "cpu"}}, Offload(optimizer="cpu")),
-        ({"offload_optimizer": {"device": "none"}, "offload_param": None}, Offload()),
-        ({"cpu_offload": True, "cpu_offload_param": True}, Offload(optimizer="cpu", parameters="cpu")),
-        ({"cpu_offload": False}, Offload()),
+        ({"offload_optimizer": {"device": "cpu"}}, {"offload": Offload(optimizer="cpu")}),
+        ({"offload_optimizer": {"device": "none"}, "offload_param": None}, {}),
+        (
+            {"cpu_offload": True, "cpu_offload_param": True},
+            {"offload": Offload(optimizer="cpu", parameters="cpu")},
+        ),
+        ({"cpu_offload": False}, {}),
         (
             {"offload_optimizer": {"device": "cpu", "ratio": 0.75}},
-            Offload(optimizer="cpu", device_fraction=0.25),
+            {"offload": Offload(optimizer="cpu", device_fraction=0.25)},
         ),
         (
-            {
-                "offload_optimizer": {"device": "nvme", "nvme_path": "/local"},
-                "offload_param": {"device": "nvme", "nvme_path": "/local"},
-            },
-            Offload(optimizer="nvme", parameters="nvme", nvme_path="/local"),
+            {"offload_optimizer": NVME, "offload_param": NVME},
+            {"offload": Offload(optimizer="nvme", parameters="nvme", nvme_path="/local")},
         ),
+        ({"zero_hpz_partition_size": 8}, {"reshard_after_forward": 8}),
+        ({"zero_hpz_partition_size": 1}, {}),
+        ({"mics_shard_size": 4}, {"shard_group_size": 4}),
+        ({"mics_shard_size": -1}, {}),
     ],
 )
-def test_offload_devices_are_tiers(zero, expected):
-    assert read({"zero_optimization": {"stage": 3, **zero}}) == Config(stage=3, offload=expected)
-
-
-@pytest.mark.parametrize(
-    ("zero", "expected"),
-    [
-        ({"zero_hpz_partition_size": 8}, Config(reshard_after_forward=8)),
-        ({"zero_hpz_partition_size": 1}, Config()),
-        ({"mics_shard_size": 4}, Config(shard_group_size=4)),
-        ({"mics_shard_size": -1}, Config()),
-    ],
-)
-def test_groups_of_hierarchical_sharding_keep_their_sizes(zero, expected):
-    assert read({"zero_optimization": {"stage": 3, **zero}}) == expected
+def test_devices_are_tiers_and_groups_keep_their_sizes(zero, expected):
+    assert read({"zero_optimization": {"stage": 3, **zero}}) == Config(stage=3, **expected)
 
 
 def test_activation_checkpointing_that_asks_for_something_recomputes_units():
