@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.checkpoint.damage import Run, message_of
 from tests.checkpoint.forked import Group
-from tests.checkpoint.test_faults import Run, message_of
 
 
 def mount(folder: Path, num_bytes: int) -> None:

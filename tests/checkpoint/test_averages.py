@@ -62,11 +62,8 @@ def run(ranks, tmp_path_factory):
     return folder, saved, end
 
 
-@pytest.mark.long_where(num_ranks=[1, 4])
-@pytest.mark.long_where(configs=[[1, 2]])
-@pytest.mark.parametrize(
-    ("num_ranks", "configs"), [(1, [0, 1, 2, 3]), (3, [0, 3]), (3, [1, 2]), (4, [0, 1, 2, 3, HYBRID])]
-)
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize(("num_ranks", "configs"), [(3, [0, 3]), (4, [1, 2, HYBRID])])
 def test_averages_load_at_another_number_of_ranks_and_come_back(ranks, run, tmp_path, num_ranks, configs):
     folder, saved, end = run
     assert BATCH % num_ranks == 0

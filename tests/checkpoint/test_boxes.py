@@ -57,15 +57,6 @@ def test_boxes_are_whole_rows_where_the_range_is():
     assert len(boxes_of((4, 6, 5), Span(1, 119))) == 5
 
 
-@given(spans(FULL_SHAPES), st.integers(1, 40))
-def test_pieces_are_within_the_limit_and_cover_the_box_in_order(case, limit):
-    shape, span = case
-    for box in boxes_of(shape, span):
-        pieces = list(split(box, limit))
-        assert all(0 < piece.numel <= limit for piece in pieces)
-        assert all_elements(shape, pieces) == elements(shape, box)
-
-
 @given(FULL_SHAPES.flatmap(lambda shape: boxes(shape).map(lambda box: (shape, box))), st.integers(1, 40))
 def test_pieces_of_any_box_are_cut_along_as_few_dimensions_as_can_be(case, limit):
     shape, box = case

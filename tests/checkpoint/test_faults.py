@@ -20,62 +20,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.optim import Optimizer
 
-import zeroshard
+from tests.checkpoint.damage import Damage, Run, bits, damaged, message_of
 from tests.distributed.training import build, start, token_loss
 from tests.ranks import on_ranks
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import LATEST, MANIFEST, VALUES
 from zeroshard.checkpoint.save import _CheckedFile
-
-
-class Run:
-    """An engine, and what a run has that was never disturbed."""
-
-    def __init__(self, **config: Any) -> None:
-        self.engine, self.optimizer = start(build("tied GPT"), stage=3, **config)
-        self._twin, self._twins_optimizer = start(build("tied GPT"), stage=3)
-        self._step = 0
-
-    def train(self) -> None:
-        """One step, which must be that of the undisturbed run."""
-        for engine in (self.engine, self._twin):
-            engine.zero_grad()
-            engine.backward(token_loss(engine, self._step))
-            engine.step()
-        self._step += 1
-        self.check()
-
-    def check(self) -> None:
-        """Raise if anything differs from the undisturbed run."""
-        got, want = bits(self.engine, self.optimizer), bits(self._twin, self._twins_optimizer)
-        assert got.keys() == want.keys()
-        for name, value in want.items():
-            assert torch.equal(got[name], value), name
-
-
-def bits(engine: zeroshard.Engine, optimizer: Optimizer) -> dict[str, Tensor]:
-    """All of this rank's slices, states and counters."""
-    found = {"step": torch.tensor(engine.global_step)}
-    for name, parameter in engine.named_parameters():
-        found[name] = parameter.detach()
-        found |= {f"{name}/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-    return found
-
-
-def message_of(call: Callable[[], Any]) -> str:
-    """What it raises, which must be the same on all ranks, and of the kinds that users are told of."""
-    try:
-        call()
-        text = "nothing was raised"
-    except (RuntimeError, ValueError) as error:
-        text = str(error)
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    assert len(set(texts)) == 1, texts
-    return text
 
 
 def wait_for_background() -> None:
@@ -133,7 +84,7 @@ FAULTS: dict[str, tuple[int, Callable[[], contextlib.AbstractContextManager[None
 }
 """By name: the rank that it befalls, the fault, and the file that the error must name."""
 
-NEXT_CALLS = ("forward", "step", "save_checkpoint", "load_checkpoint")
+NEXT_CALLS = ("step", "save_checkpoint")
 """Where a failure in the background is told."""
 
 
@@ -174,15 +125,11 @@ def fail_once(run: Run, folder: str, next_call: str | None) -> str:
     loss = token_loss(engine, 9)
     engine.save_checkpoint(folder, "new", blocking=False)
     wait_for_background()
-    calls: dict[str, Callable[[], Any]] = {
-        "forward": lambda: token_loss(engine, 9),
-        "step": lambda: engine.step(),
-        "save_checkpoint": lambda: engine.save_checkpoint(folder, "other"),
-        "load_checkpoint": lambda: engine.load_checkpoint(folder),
-    }
     if next_call == "step":
         engine.backward(loss)
-    text = message_of(calls[next_call])
+        text = message_of(engine.step)
+    else:
+        text = message_of(lambda: engine.save_checkpoint(folder, "other"))
     engine.zero_grad()
     return text
 
@@ -191,7 +138,7 @@ def test_a_disk_that_fails_while_saving_is_one_error_and_harms_nothing(ranks, tm
     ranks(2, fail_to_save, str(tmp_path), list(FAULTS), None, timeout=120)
 
 
-@pytest.mark.long_where(next_call=["step", "load_checkpoint", "forward"])
+@pytest.mark.long_where(next_call=["step"])
 @pytest.mark.parametrize("next_call", NEXT_CALLS)
 def test_a_disk_that_fails_in_the_background_is_told_by_the_next_call(ranks, tmp_path, next_call):
     faults = ["full in the middle", "manifest"]
@@ -223,8 +170,6 @@ def test_a_folder_that_cannot_be_one_is_one_error(tmp_path):
 
 # -------------------------------------------------------------------------------------- damaged files
 
-Damage = Callable[[Path], None]
-
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
@@ -254,17 +199,6 @@ def truncate_name(path: Path) -> None:
     path.write_text(path.read_text()[:2])
 
 
-def damaged(good: Path, damage: Damage, name: str) -> Path:
-    """A copy of a folder with one damaged file; collective."""
-    bad = good.parent / "bad"
-    if dist.get_rank() == 0:
-        shutil.rmtree(bad, ignore_errors=True)
-        shutil.copytree(good, bad)
-        damage(bad / name)
-    dist.barrier()
-    return bad
-
-
 @pytest.mark.long_where(verify=[False])
 @pytest.mark.parametrize("verify", [True, False])
 @on_ranks(2, timeout=120)
@@ -279,7 +213,7 @@ def test_a_damaged_checkpoint_is_one_error_that_names_the_file(tmp_path, verify)
         (damage, f"tag.0/{name}") for damage in (truncate, empty, Path.unlink) for name in FILES
     ]
     checked = FILES if verify else set(FILES) - set(TENSORS)
-    damages += [(flip(seed), f"tag.0/{name}") for seed in range(8) for name in sorted(checked)]
+    damages += [(flip(seed), f"tag.0/{name}") for seed in range(3) for name in sorted(checked)]
     damages += [(damage, LATEST) for damage in (empty, Path.unlink, truncate_name)]
     damages += [(damage, "tag") for damage in (empty, Path.unlink, truncate_name)]
     for damage, name in damages:

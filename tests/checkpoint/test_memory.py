@@ -1,40 +1,22 @@
 """Host memory that a rank needs beside its state to save and load, and bytes that it reads."""
 
-import ctypes
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import zeroshard
+from tests.checkpoint.peaks import SLACK, Rows, growth, needs_linux
+from tests.checkpoint.runs import write
 from tests.ranks import on_ranks
-from zeroshard.checkpoint import files, save
-from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint import files
 from zeroshard.checkpoint.tensors import TensorReader, TensorSlice, open_checkpoint
-from zeroshard.comm.collectives import Axis
-from zeroshard.comm.counter import Counter
 from zeroshard.plan.layout import Layout
-from zeroshard.stores.store import TierMemory
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux tells it"
-)
+pytestmark = needs_linux
+
 
 BOX = 16 << 20
-SLACK = 8 << 20
-"""For what is not a tensor: manifests, archives, and what the allocator keeps."""
-
-
-class Rows(nn.Module):
-    """A parameter of several boxes and eight of less than one."""
-
-    def __init__(self, large, small):
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(rows, 512) for rows in (large, *[small] * 8))
-
-    def forward(self, x):
-        return sum(table(x).sum() for table in self.tables)
 
 
 def engine_of(large, small):
@@ -44,23 +26,6 @@ def engine_of(large, small):
     engine.backward(engine(torch.tensor([1, 2])))
     engine.step()
     return engine
-
-
-def status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-def growth(action):
-    """Bytes by which the peak of resident memory exceeds what is held before.
-
-    Pages of libraries are not counted: the system takes them from a process and brings them back as it likes.
-    """
-    ctypes.CDLL(None).malloc_trim(0)  # else memory that was freed before hides what is taken
-    before = status("VmRSS") - status("RssFile")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    action()
-    return status("VmHWM") - status("RssFile") - before
 
 
 @pytest.mark.long_where(num_ranks=[1])
@@ -102,34 +67,6 @@ def slices(num_ranks, rank):
         if span.size:
             values = torch.arange(span.start, span.stop, dtype=torch.int32)
             yield TensorSlice(f"{index}", shape, span.start, values)
-
-
-def write(folder, parts):
-    manifest = Manifest(
-        written_by={},
-        model={},
-        config={},
-        global_step=0,
-        skipped_steps=0,
-        loss_scale=None,
-        seed=0,
-        data=None,
-        optimizer=None,
-        lr_scheduler=None,
-        parameters={},
-        buffers=(),
-    )
-    axis = Axis(None, device=torch.device("cpu"), counter=Counter(), timeout_s=10)
-    snapshot = save.Snapshot(
-        folder=folder,
-        tag="t",
-        keep_last=None,
-        slices=parts,
-        manifest=manifest,
-        values={},
-        memory=TierMemory(torch.device("cpu"), None, 0),
-    )
-    save.write(snapshot, axis)
 
 
 def num_read():

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
+from tests.checkpoint.damage import PART, damaged, edit_manifest, edit_values, message_of
 from tests.checkpoint.runs import differences, start, state, train
-from tests.checkpoint.test_crafted import PART, edit_manifest, edit_values
-from tests.checkpoint.test_faults import damaged, message_of
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
 

@@ -40,7 +40,7 @@ def several_ways(folder):
     engine.save_checkpoint(folder, "e", {"v": 1})
 
 
-def test_the_same_state_is_the_same_bytes_however_often_and_in_whatever_way_it_is_saved(ranks, tmp_path):
+def test_the_same_state_is_the_same_bytes_however_it_is_saved_and_tells_who_wrote_what(ranks, tmp_path):
     ranks(2, several_ways, tmp_path)
     first = contents(tmp_path, "a")
     assert {
@@ -56,6 +56,7 @@ def test_the_same_state_is_the_same_bytes_however_often_and_in_whatever_way_it_i
         assert other.keys() == first.keys()
         for name, data in first.items():
             assert other[name] == data, (tag, name)
+    check_manifest(tmp_path)
 
 
 # -------------------------------------------------------------------------------------------- background
@@ -181,11 +182,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path, keep_last, blocking):
     assert names == sorted([*kept.get(keep_last, all_of_them), "latest"])
 
 
-# ------------------------------------------------------------------------------------- what it says of itself
-
-
-def test_the_manifest_tells_who_wrote_what(ranks, tmp_path):
-    ranks(2, several_ways, tmp_path)
+def check_manifest(tmp_path):
     content = json.loads(contents(tmp_path, "a")["zeroshard.json"])["content"]
     assert content["written_by"]["num_ranks"] == 2
     assert content["written_by"]["torch"] == torch.__version__

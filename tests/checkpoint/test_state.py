@@ -11,8 +11,6 @@ from torch import nn
 
 import zeroshard
 from tests.checkpoint.runs import (
-    WIDTH,
-    Net,
     differences,
     from_all,
     start,
@@ -115,34 +113,6 @@ def test_main_parameters_and_states_are_loaded_in_the_dtype_of_the_run(tmp_path)
     return found + differences(state(back), as_float32(state(engine)))
 
 
-class HalfLinear(nn.Linear):
-    def forward(self, x):
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
-
-
-class FrozenHalf(Net):
-    def __init__(self):
-        super().__init__()
-        self.frozen = HalfLinear(WIDTH, WIDTH).bfloat16().requires_grad_(False)
-
-
-def frozen_in_half(folder, save):
-    torch.manual_seed(0 if save else 1)
-    engine = start(3, model=FrozenHalf())
-    assert engine.frozen.weight.dtype == torch.bfloat16
-    if save:
-        train(engine, BEFORE)
-        engine.save_checkpoint(folder)
-    else:
-        engine.load_checkpoint(folder)
-    return state(engine)
-
-
-def test_frozen_parameters_keep_their_dtype_and_bits(ranks, tmp_path):
-    want, got = ranks(2, frozen_in_half, tmp_path, True)[0], ranks(3, frozen_in_half, tmp_path, False)[0]
-    assert not differences(got, want)
-
-
 # ------------------------------------------------------------------------------------------- accumulation
 
 
@@ -196,17 +166,6 @@ def test_all_ranks_load_the_buffers_of_rank_0(tmp_path):
         assert torch.equal(value, saved[0][name]), name
     assert engine.get_buffer("1.num_batches_tracked") == len(BEFORE)
     assert train(engine, AFTER, loss) == want
-
-
-@on_ranks(2)
-def test_persistent_buffers_are_loaded_and_others_left_alone(tmp_path):
-    engine = start(3)
-    train(engine, BEFORE)
-    engine.save_checkpoint(tmp_path)
-    other = start(3, seed=1)
-    other.load_checkpoint(tmp_path)
-    assert (other.count.item(), other.scratch.tolist()) == (3, [0.0] * 3)
-    assert torch.equal(other.average, engine.average) or dist.get_rank() > 0
 
 
 BUFFERS = {
@@ -307,13 +266,9 @@ def take(folder, num_batches, micro_batch_size, save):
     return samples, made.dataloader.state_dict()["epoch"]
 
 
-@pytest.mark.long_where(num_ranks=[1, 4])
-@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 4), (3, 2), (4, 1)])
-def test_every_sample_is_seen_once_by_the_stopped_and_the_resumed_run(
-    ranks, tmp_path, num_ranks, micro_batch_size
-):
+def test_every_sample_is_seen_once_by_the_stopped_and_the_resumed_run(ranks, tmp_path):
     first = ranks(2, take, tmp_path, 2, 3, True)
-    rest = ranks(num_ranks, take, tmp_path, None, micro_batch_size, False)
+    rest = ranks(3, take, tmp_path, None, 2, False)
     assert sorted(sample for samples, _ in first + rest for sample in samples) == list(range(24))
     assert {epoch for _, epoch in first + rest} == {0}
 
@@ -356,36 +311,24 @@ def test_each_rank_goes_on_with_its_random_numbers_and_new_ranks_derive_theirs(r
 # ----------------------------------------------------------------------------------- the user's own values
 
 
-@pytest.mark.long_where(who=[(0,), (0, 1)])
-@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
 @on_ranks(2)
-def test_a_value_that_needs_code_on_any_rank_is_refused_by_its_key_on_all(tmp_path, who):
-    """What is said where the ranks `who` give what can't be loaded; and whether training goes on."""
+def test_a_value_that_needs_code_on_one_rank_is_refused_by_its_key_on_all(tmp_path):
+    """What is said where rank 1 gives what can't be loaded; and whether training goes on."""
     folder = tmp_path / "new"
     engine = start(3)
-    bad = {"a": {"b": [1, {"c": local_object()}]}} if dist.get_rank() in who else {"a": 1}
+    bad = {"a": {"b": [1, {"c": local_object()}]}} if dist.get_rank() else {"a": 1}
     said = message_of(ValueError, engine.save_checkpoint, folder, client_state=bad)
     written = folder.exists()
     train(engine, BEFORE)
     engine.save_checkpoint(folder, client_state={"a": 1})
     loaded = start(3, seed=1).load_checkpoint(folder)
+    kinds = [message_of(ValueError, engine.save_checkpoint, folder, client_state=it) for it in ([1], 7)]
+    assert "client_state: expected a dict, got list" in kinds[0]
+    assert "client_state: expected a dict, got int" in kinds[1]
     assert "client_state['a']['b'][1]['c']: expected tensors" in said
-    assert f"Local (rank {who[0]})" in said
+    assert "Local (rank 1)" in said
     assert not written
     assert loaded == {"a": 1}
-
-
-@on_ranks(2)
-def test_client_state_is_a_dict(tmp_path):
-    folder = tmp_path / "new"
-    engine = start(3, model=nn.Linear(3, 2))
-    kinds = [message_of(ValueError, engine.save_checkpoint, folder, client_state=it) for it in ([1], 7)]
-    lists = message_of(ValueError, engine.save_checkpoint, folder, client_state={"f": [lambda: 0]})
-    of_list, of_number, of_lambda, written = *kinds, lists, folder.exists()
-    assert "client_state: expected a dict, got list" in of_list
-    assert "client_state: expected a dict, got int" in of_number
-    assert "client_state['f'][0]: " in of_lambda
-    assert not written
 
 
 @on_ranks(2)

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.checkpoint.runs import read_whole
-from tests.checkpoint.test_memory import write
+from tests.checkpoint.runs import read_whole, write
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.places import file_of
 from zeroshard.checkpoint.save import find_elements, write_part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.distributed
 from torch.utils.data import default_collate
 
-import zeroshard
 from blocks import (
     Blocks,
     Collator,
@@ -24,13 +22,11 @@ from blocks import (
     text_datasets,
 )
 from tests.data.tokenizers import CHATML, Bytes, letters
-from zeroshard.data.loader import EpochLoader
 
 SIZES = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
 LLAMA = SIZES | {"num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 32}
 FAMILIES = {
     "llama": LLAMA,
-    "qwen2": LLAMA,
     "mistral": LLAMA | {"sliding_window": 3},
     "gpt2": {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32},
     "opt": LLAMA | {"ffn_dim": 32, "word_embed_proj_dim": 16},
@@ -79,13 +75,8 @@ def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------- documents are apart
 
 
-@pytest.mark.long_where(family=["llama"], attention=["eager"])
-@pytest.mark.long_where(family=["qwen2", "mistral"])
 @pytest.mark.parametrize("is_flat", [False, True])
-@pytest.mark.parametrize(
-    ("family", "attention"),
-    [("llama", "sdpa"), ("llama", "eager"), ("qwen2", "sdpa"), ("mistral", "sdpa"), ("gpt2", "eager")],
-)
+@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("mistral", "sdpa"), ("gpt2", "eager")])
 @torch.no_grad()
 def test_the_loss_of_each_token_is_that_of_its_document_alone(
     tmp_path: Path, family: str, attention: str, is_flat: bool
@@ -108,18 +99,6 @@ def test_the_loss_of_each_token_is_that_of_its_document_alone(
     torch.testing.assert_close(found, sorted(alone), rtol=1e-4, atol=1e-5)
 
 
-def test_no_label_is_the_first_token_of_a_document_or_padding(tmp_path: Path) -> None:
-    file = write(tmp_path, ["a", "bcd", "e" * 40])
-    blocks = text_datasets(file, letters(), seq_len=12, held_out=0, cache_dir=tmp_path / "cache").train
-    for block in all_of(blocks):
-        starts = block["position_ids"] == 0
-        assert (block["labels"][starts] == -100).all()
-        is_label = block["labels"] != -100
-        assert torch.equal(block["labels"][is_label], block["input_ids"][is_label])
-        assert is_label.any()
-    assert blocks.num_labels == sum(len(text) + 1 for text in ("a", "bcd", "e" * 40))
-
-
 def test_a_model_that_lets_documents_attend_to_each_other_is_refused() -> None:
     check_separation(build("llama").train(), Collator())
     check_separation(build("gpt2", "eager"), Collator(is_flat=True))
@@ -127,15 +106,6 @@ def test_a_model_that_lets_documents_attend_to_each_other_is_refused() -> None:
         check_separation(build("opt"), Collator())
     with pytest.raises(ValueError, match="LlamaForCausalLM crosses"):
         check_separation(build("llama"), default_collate)  # which leaves use_cache to the model
-
-
-def test_without_packing_each_block_has_tokens_of_one_document(tmp_path: Path) -> None:
-    file = write(tmp_path, ["abc", "d" * 30, "ef"])
-    options: dict[str, Any] = {"seq_len": 16, "held_out": 0, "cache_dir": tmp_path / "cache"}
-    blocks = text_datasets(file, letters(), pack=False, **options).train
-    nums = [sorted({*block["labels"].tolist()} - {-100, 1}) for block in all_of(blocks)]
-    assert nums == [[5, 6, 7], [8], [8], [], [9, 10]]  # the third block of "ddd..." has EOS alone
-    assert len(text_datasets(file, letters(), **options).train) == 3
 
 
 def test_flash_attention_gets_one_row(tmp_path: Path) -> None:
@@ -170,8 +140,7 @@ def test_with_the_blocks_the_collator_gives_each_label_the_same_weight(tmp_path:
     assert len(set(nums.tolist())) > 1
 
 
-@pytest.mark.long_where(num_ranks=[1, 2, 8])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @torch.no_grad()
 def test_the_evaluation_of_all_ranks_is_the_mean_over_all_labels(tmp_path: Path, num_ranks: int) -> None:
     blocks = text_datasets(
@@ -194,26 +163,6 @@ def test_the_evaluation_of_all_ranks_is_the_mean_over_all_labels(tmp_path: Path,
 
 
 # --------------------------------------------------------------------------------------- loaders and engines
-
-
-def test_a_run_resumed_at_another_number_of_ranks_sees_each_block_once(tmp_path: Path) -> None:
-    texts = [f"{number:03d}" for number in range(60)]
-    file = write(tmp_path, texts)
-    blocks = text_datasets(file, Bytes(), seq_len=3, held_out=0, cache_dir=tmp_path / "cache").train
-    assert len(blocks) == 60
-    state, seen = None, []
-    for num_ranks, batch_size, num_batches in [(3, 2, 4), (2, 3, 2), (4, 1, 6)]:
-        for rank in range(num_ranks):
-            loader = EpochLoader(
-                blocks, batch_size=batch_size, rank=rank, num_ranks=num_ranks, collate_fn=Collator()
-            )
-            if state is not None:
-                loader.load_state_dict(state)
-            batches = iter(loader)
-            for _ in range(num_batches):
-                seen += [bytes(row.tolist()).decode() for row in next(batches)["input_ids"]]
-        state = loader.state_dict()
-    assert sorted(seen) == texts
 
 
 def test_each_document_is_either_held_out_or_trained_on_whatever_files_and_blocks_are(tmp_path: Path) -> None:
@@ -239,24 +188,3 @@ def documents_of(blocks: Blocks) -> list[str]:
         for start, end in itertools.pairwise([*starts, blocks.seq_len]):
             found.append(bytes(block["input_ids"][start:end].tolist()).decode())
     return [text for text in found if text.strip("\0")]
-
-
-def test_a_worker_gets_the_names_of_the_files_and_not_the_tokens(tmp_path: Path) -> None:
-    file = write(tmp_path, ["abc" * 1000] * 9)
-    train, held_out = text_datasets(file, Bytes(), seq_len=64, cache_dir=tmp_path / "cache")
-    pickled = pickle.dumps(train)
-    assert len(pickled) < 500
-    again = pickle.loads(pickled)
-    assert torch.equal(again[3]["labels"], train[3]["labels"])
-    assert again.digest == held_out.digest
-    with pytest.raises(IndexError):
-        train[len(train)]
-
-
-def test_the_collator_is_flat_for_flash_attention(tmp_path: Path) -> None:
-    model = build("llama")
-    assert collator(model) == Collator()
-    engine = zeroshard.initialize(model).engine
-    engine.module.config._attn_implementation = "flash_attention_2"
-    assert collator(engine) == Collator(is_flat=True)
-    engine.close()

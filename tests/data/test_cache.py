@@ -67,14 +67,6 @@ def test_a_second_call_reads_nothing_and_any_change_makes_other_files(tmp_path: 
     assert not is_written()
 
 
-@pytest.mark.parametrize("text", ["", '{"text": "a"}\n', "\n\n"])
-def test_a_source_with_too_little_text_is_named(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "small.jsonl"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"small\.jsonl: .*expected .* got none"):
-        text_datasets(file, Bytes(), seq_len=16, cache_dir=tmp_path / "cache")
-
-
 # ------------------------------------------------------------------------------------------ what may happen
 
 
@@ -113,18 +105,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     (note,) = raised.value.__notes__
     assert re.search("cache: no space is left .* expected cache_dir=", note)
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
-
-
-def test_a_file_that_is_changed_while_it_is_read_is_told(tmp_path: Path) -> None:
-    file = corpus(tmp_path)
-    with pytest.raises(ValueError, match="was changed while it was read"):
-        text_datasets(
-            file,
-            Bytes(),
-            seq_len=16,
-            cache_dir=tmp_path / "cache",
-            progress=lambda *_: os.utime(file, (1, 1)),
-        )
 
 
 def test_the_memory_that_is_taken_does_not_grow_with_the_text(tmp_path: Path) -> None:

@@ -6,21 +6,11 @@ import itertools
 
 import hypothesis.strategies as st
 import numpy as np
-import pytest
 from hypothesis import given
 
-import blocks
 from blocks import best_fit, choose_held_out, cut
 
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=40).map(np.array)
-
-
-def test_the_drawing_of_the_module() -> None:
-    pieces = cut(np.array([0, 6, 8]), np.array([6, 2, 3]), 4)
-    assert pieces.tolist() == [[0, 4], [3, 3], [6, 2], [8, 3]]
-    packed = best_fit(pieces[:, 1], 4)
-    assert packed.order.tolist() == [0, 1, 3, 2]
-    assert packed.firsts.tolist() == [0, 1, 2, 3, 4]
 
 
 @given(LENGTHS, st.integers(2, 12))
@@ -46,13 +36,6 @@ def test_blocks_hold_each_piece_once_and_no_two_blocks_could_be_one(lengths: np.
     assert all(one + other > 16 for one, other in itertools.pairwise(sorted(sums)))
 
 
-def test_windows_of_pieces_are_packed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "WINDOW", 3)
-    packed = best_fit(np.array([2, 3, 4, 5, 2, 1, 3]), 6)
-    assert packed.order.tolist() == [2, 0, 1, 3, 5, 4, 6]
-    assert packed.firsts.tolist() == [0, 2, 3, 5, 6, 7]
-
-
 @given(LENGTHS, st.floats(0.01, 0.9), st.integers(1, 5))
 def test_whole_documents_are_held_out_up_to_the_share(
     lengths: np.ndarray, share: float, num_digests: int
@@ -75,10 +58,3 @@ def test_equal_documents_are_all_held_out_or_none_and_others_do_not_matter_to_th
     shuffled = rng.permutation(500)
     again = choose_held_out(np.append(lengths, lengths)[shuffled], digests[shuffled], 0.1)
     assert set(digests[shuffled][again]) == set(digests[held])
-
-
-def test_a_document_longer_than_the_share_is_not_held_out_beside_shorter_ones() -> None:
-    held = choose_held_out(np.array([1000, 10, 10, 10]), np.array([0, 3, 1, 2], dtype=np.uint64), 0.1)
-    assert held.tolist() == [False, False, True, False]
-    held = choose_held_out(np.array([1000, 900]), np.array([0, 1], dtype=np.uint64), 0.1)
-    assert held.tolist() == [False, True]

@@ -39,7 +39,6 @@ WITH_ALL = {
     "in order": lambda: DataLoader(DATA, batch_size=2),
     "shuffled": lambda: DataLoader(DATA, batch_size=2, shuffle=True),
     "single samples": lambda: DataLoader(DATA, batch_size=None),
-    "stateful": lambda: stateful(DATA, batch_size=2),
     "stateful, shuffled": lambda: stateful(DATA, batch_size=2, shuffle=True),
 }
 WITH_A_PART = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.data.tokenizers import CHATML, MARKED, Bytes, letters
@@ -17,8 +16,6 @@ TURNS = [
     {"role": "user", "content": "so"},
     {"role": "assistant", "content": "no"},
 ]
-ASK = {"role": "user", "content": "hi"}
-ANSWER = {"role": "assistant", "content": "yo"}
 
 
 def learned_text(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[str, str]:
@@ -86,33 +83,3 @@ def test_a_template_whose_answers_cannot_be_told_from_prompts_is_refused(
     with pytest.raises(ValueError, match=rf"chat\.jsonl, line 7: .*{message}|{message}") as raised:
         learned_text(letters(template), messages)
     assert str(raised.value).startswith("chat.jsonl, line 7: ")
-
-
-def test_a_template_whose_questions_end_with_the_prompt_needs_no_generation_prompt() -> None:
-    tokenizer = letters(
-        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|assistant|>"
-        "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
-    )
-    assert learned_text(tokenizer, [ASK, ANSWER, ASK, ANSWER])[1] == "....yo</s>....yo</s>"
-
-
-def test_the_fingerprint_follows_vocabulary_template_and_attributes() -> None:
-    class Shifted(Bytes):
-        def __init__(self, shift: int) -> None:
-            self.shift = shift
-
-    tokenizers = [letters(), letters(CHATML), letters(eos_token=None), Bytes(), Shifted(1), Shifted(2)]
-    prints = [TokenEncoder(tokenizer).fingerprint() for tokenizer in tokenizers]
-    assert len(set(prints)) == len(prints)
-    assert TokenEncoder(letters(CHATML)).fingerprint() == prints[1]
-    assert TokenEncoder(Shifted(2)).fingerprint() == prints[5]
-
-
-def test_ids_that_are_no_ids_are_refused() -> None:
-    class Broken:
-        def encode(self, text: str) -> list[int]:
-            return [-1]
-
-    with pytest.raises(ValueError, match=r"token ids in \[0, 2\*\*31\), got -1"):
-        list(TokenEncoder(Broken()).encode([TextSection("a")]))
-    assert np.uint32(NO_LOSS) == 2**31

@@ -9,7 +9,7 @@ import torch
 
 import zeroshard
 from zeroshard import Config, Offload, Precision
-from zeroshard.deepspeed.translate import HARMLESS, IGNORED, KNOWN, MAPPED, NO_EQUIVALENT, SECTIONS
+from zeroshard.deepspeed.translate import HARMLESS, IGNORED, MAPPED, NO_EQUIVALENT
 
 QUIET = {"gradient_clipping": 0}  # given, so nothing has to be said about it
 
@@ -52,10 +52,9 @@ BF16 = Config(stage=0, precision=Precision(param_dtype="bf16"), nonfinite="skip"
     ("config", "expected"),
     [
         ({}, Config(stage=0)),
-        ({"zero_optimization": {}}, Config(stage=0)),
         ({"zero_optimization": None}, Config(stage=0)),
         ({"zero_optimization": True}, Config(stage=1)),
-        *(({"zero_optimization": {"stage": stage}}, Config(stage=stage)) for stage in (0, 1, 2, 3)),
+        ({"zero_optimization": {"stage": 2}}, Config(stage=2)),
         ({"gradient_clipping": 0.5}, Config(stage=0, clip_grad_norm=0.5)),
         ({"gradient_clipping": 0.0}, Config(stage=0, clip_grad_norm=None)),
         (
@@ -94,42 +93,35 @@ def test_a_loss_scale_of_0_is_dynamic(given, scale):
     assert precision == Precision(param_dtype=torch.float16, loss_scale=scale)
 
 
+NVME = {"device": "nvme", "nvme_path": "/local"}
+
+
 @pytest.mark.parametrize(
     ("zero", "expected"),
     [
-        ({"offload_optimizer": {"device": "cpu"}}, Offload(optimizer="cpu")),
-        ({"offload_optimizer": {"device": "none"}, "offload_param": None}, Offload()),
-        ({"offload_optimizer": {}}, Offload()),
-        ({"cpu_offload": True, "cpu_offload_param": True}, Offload(optimizer="cpu", parameters="cpu")),
-        ({"cpu_offload": False}, Offload()),
+        ({"offload_optimizer": {"device": "cpu"}}, {"offload": Offload(optimizer="cpu")}),
+        ({"offload_optimizer": {"device": "none"}, "offload_param": None}, {}),
+        (
+            {"cpu_offload": True, "cpu_offload_param": True},
+            {"offload": Offload(optimizer="cpu", parameters="cpu")},
+        ),
+        ({"cpu_offload": False}, {}),
         (
             {"offload_optimizer": {"device": "cpu", "ratio": 0.75}},
-            Offload(optimizer="cpu", device_fraction=0.25),
+            {"offload": Offload(optimizer="cpu", device_fraction=0.25)},
         ),
         (
-            {
-                "offload_optimizer": {"device": "nvme", "nvme_path": "/local"},
-                "offload_param": {"device": "nvme", "nvme_path": "/local"},
-            },
-            Offload(optimizer="nvme", parameters="nvme", nvme_path="/local"),
+            {"offload_optimizer": NVME, "offload_param": NVME},
+            {"offload": Offload(optimizer="nvme", parameters="nvme", nvme_path="/local")},
         ),
+        ({"zero_hpz_partition_size": 8}, {"reshard_after_forward": 8}),
+        ({"zero_hpz_partition_size": 1}, {}),
+        ({"mics_shard_size": 4}, {"shard_group_size": 4}),
+        ({"mics_shard_size": -1}, {}),
     ],
 )
-def test_offload_devices_are_tiers(zero, expected):
-    assert read({"zero_optimization": {"stage": 3, **zero}}) == Config(stage=3, offload=expected)
-
-
-@pytest.mark.parametrize(
-    ("zero", "expected"),
-    [
-        ({"zero_hpz_partition_size": 8}, Config(reshard_after_forward=8)),
-        ({"zero_hpz_partition_size": 1}, Config()),
-        ({"mics_shard_size": 4}, Config(shard_group_size=4)),
-        ({"mics_shard_size": -1}, Config()),
-    ],
-)
-def test_groups_of_hierarchical_sharding_keep_their_sizes(zero, expected):
-    assert read({"zero_optimization": {"stage": 3, **zero}}) == expected
+def test_devices_are_tiers_and_groups_keep_their_sizes(zero, expected):
+    assert read({"zero_optimization": {"stage": 3, **zero}}) == Config(stage=3, **expected)
 
 
 def test_activation_checkpointing_that_asks_for_something_recomputes_units():
@@ -138,73 +130,6 @@ def test_activation_checkpointing_that_asks_for_something_recomputes_units():
     assert read({"activation_checkpointing": section | {"partition_activations": True}}).recompute == "unit"
     on_cpu = read({"activation_checkpointing": section | {"cpu_checkpointing": True}})
     assert on_cpu == Config(stage=0, recompute="unit", offload=Offload(activations="cpu"))
-
-
-def test_a_config_with_all_that_people_write_is_read_as_a_whole():
-    zero = {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    }
-    fp16 = {
-        "enabled": True,
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    }
-    config, _ = warned(
-        {
-            "fp16": fp16,
-            "bf16": {"enabled": False},
-            "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 5e-5, "warmup_num_steps": 10}},
-            "zero_optimization": zero,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 1.0,
-            "steps_per_print": 2000,
-            "train_batch_size": 16,
-            "train_micro_batch_size_per_gpu": 8,
-            "wall_clock_breakdown": False,
-        }
-    )
-    assert config == Config(
-        stage=3,
-        precision=Precision(
-            param_dtype="fp16",
-            loss_scale={"start": 65536, "window": 1000, "minimum": 1, "hysteresis": 2},
-        ),
-        micro_batch_size=8,
-        gradient_accumulation_steps=2,
-        clip_grad_norm=1.0,
-        offload=Offload(optimizer="cpu", parameters="cpu"),
-    )
-
-
-def test_a_constant_loss_scale_has_no_window():
-    fp16 = {"enabled": True, "loss_scale": 128, "loss_scale_window": 1000, "min_loss_scale": 1}
-    config, _ = warned({"fp16": fp16})
-    assert config.precision == Precision(param_dtype="fp16", loss_scale=128)
-
-
-def test_a_config_that_is_read_is_left_as_it_was():
-    config = {
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "Adam", "params": {"betas": [0.9, 0.9]}},
-    }
-    before = json.dumps(config)
-    warned(config)
-    assert json.dumps(config) == before
 
 
 def test_a_file_says_the_same_as_its_dict(tmp_path):
@@ -286,12 +211,6 @@ def test_sections_of_objects_are_not_read_and_the_warning_says_what_to_give():
     )
 
 
-def test_auto_does_no_harm_where_the_value_has_no_effect():
-    zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
-    config, _ = warned(QUIET | {"zero_optimization": zero})
-    assert config == Config(stage=3)
-
-
 def test_clipping_that_newer_deepspeed_does_by_itself_is_told():
     config, note = warned({})
     assert config == Config(stage=0)
@@ -337,10 +256,6 @@ def test_a_misspelt_key_is_refused_with_the_closest_one_of_deepspeed(key, meant)
     assert refusal({key: 1}) == [f"unknown key '{key}'; did you mean '{meant}'?"]
 
 
-def test_a_key_like_no_other_is_refused_too():
-    assert refusal({"zzzzzz": 1, 3: 4}) == ["unknown key 'zzzzzz'", "unknown key '3'"]
-
-
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
@@ -379,11 +294,6 @@ def test_keys_that_contradict_each_other_are_named():
     ]
     paths = {f"offload_{what}": {"device": "nvme", "nvme_path": what} for what in ("param", "optimizer")}
     assert "asks for offload.nvme_path='param'" in refusal({"zero_optimization": {"stage": 3, **paths}})[0]
-
-
-def test_what_stage_3_alone_can_do_needs_stage_3():
-    with pytest.raises(ValueError, match="needs stage to be 3, got 2"):
-        read({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}})
 
 
 ASKED = {
@@ -430,36 +340,3 @@ def test_no_key_has_two_fates():
     assert not MAPPED.keys() & IGNORED.keys()
     assert not MAPPED.keys() & NO_EQUIVALENT.keys()
     assert not IGNORED.keys() & NO_EQUIVALENT.keys()
-
-
-def test_every_key_of_an_installed_deepspeed_is_known():
-    pytest.importorskip("deepspeed")
-    from deepspeed.runtime import constants
-    from deepspeed.runtime.activation_checkpointing import config as checkpointing
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
-
-    sections = {
-        "bf16": DeepSpeedBF16Config,
-        "fp16": DeepSpeedFP16Config,
-        "zero_optimization": DeepSpeedZeroConfig,
-        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
-        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-    }
-    keys = {
-        f"{section}.{name}"
-        for section, model in sections.items()
-        for field, info in model.model_fields.items()
-        for name in (field, info.alias or field)
-    }
-    keys |= {f"activation_checkpointing.{key}" for key in checkpointing.ACT_CHKPT_DEFAULT}
-    defaults = [name for name in vars(constants) if name.endswith("_DEFAULT")]
-    settings = {getattr(constants, name.removesuffix("_DEFAULT"), None) for name in defaults}
-    leaves = {known.rpartition(".")[2] for known in KNOWN} | set(SECTIONS)
-    inner = {"params", "type", "legacy_fusion", "tag_validation", "load_universal", "use_node_local_storage"}
-    assert keys - KNOWN - SECTIONS == set()
-    assert {key for key in settings if key} - leaves - inner == {"pipeline_stage"}

@@ -1,7 +1,7 @@
 """Each target gets the metrics.
 
 TensorBoard is in the extra dev, and its files are read. Weights & Biases and MLflow are large: stand-ins note
-the calls, always. Where the packages are installed (the extra logging), real runs are made and read as well.
+the calls.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ import json
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from zeroshard.logs.steplog import KINDS, RunFacts, Target, parse_target
+from zeroshard.logs.steplog import RunFacts, Target, parse_target
 
 RUN = RunFacts({"lr": 0.1, "zeroshard.stage": 3, "zeroshard.mesh.tp": 2}, first_step=0, num_steps=20)
-INSTALLED = set(filter(find_spec, KINDS))
 
 
 VALUES: dict[str, float] = {
@@ -150,44 +148,13 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         parse_target("wandb")
 
 
-def read_tensorboard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_has_the_metrics_and_the_config(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write(parse_target(f"tensorboard:{folder}")(RUN))
-    events = EventAccumulator(str(folder)).Reload()
+    write(parse_target(f"tensorboard:{tmp_path}")(RUN))
+    events = EventAccumulator(str(tmp_path)).Reload()
     points = [(point.step, point.value) for point in events.Scalars("train/loss")]
     assert points == [(10, 2.25), (20, 1.75)]
     assert [point.step for point in events.Scalars("train/held_out")] == [10]
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert '"zeroshard.stage": 3' in text
-
-
-def read_mlflow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflow.tracking import MlflowClient
-
-    uri = f"sqlite:///{folder}/mlflow.db"
-    write(parse_target(f"mlflow:{uri}")(RUN))
-    client = MlflowClient(tracking_uri=uri)
-    (run,) = client.search_runs([client.get_experiment_by_name("zeroshard").experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.data.params == {"lr": "0.1", "zeroshard.stage": "3", "zeroshard.mesh.tp": "2"}
-    points = client.get_metric_history(run.info.run_id, "loss")
-    assert [(point.step, point.value) for point in points] == [(10, 2.25), (20, 1.75)]
-
-
-def read_wandb(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(folder))
-    write(parse_target("wandb:demo")(RUN))
-    (file,) = folder.rglob("*.wandb")
-    content = file.read_bytes()
-    assert b"train/loss" in content
-    assert content.index(b"2.25") < content.index(b"1.75")
-
-
-READERS = {"tensorboard": read_tensorboard, "mlflow": read_mlflow, "wandb": read_wandb}
-
-
-@pytest.mark.parametrize("name", [name for name in READERS if name in INSTALLED or name == "tensorboard"])
-def test_a_real_run_has_the_metrics(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    READERS[name](tmp_path, monkeypatch)

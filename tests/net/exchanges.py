@@ -211,7 +211,7 @@ EXCHANGES = (
         file="zeroshard/parallel/tensor/losses.py",
         find="total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(0)",
         replace="total = everyone[:, 1].sum(0)",
-        tests=("test_the_loss_over_divided_logits_is_that_over_all",),
+        tests=("test_a_loop_of_the_user_computes_its_loss_over_parts",),
     ),
     Break(
         name="muons_updates_are_not_sent_back",

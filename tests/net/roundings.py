@@ -111,7 +111,7 @@ ROUNDINGS = (
         file="zeroshard/stepping/bfloat16_gpu.py",
         find="place = start + at",
         replace="place = at",
-        tests=("test_interpreted_rounding_has_the_bits_of_the_cpu",),
+        tests=("test_interpreted_steps_have_the_bits_of_the_cpu",),
     ),
     Break(
         name="each_kind_of_number_compiles_anew",

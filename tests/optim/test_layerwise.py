@@ -6,7 +6,6 @@ sums over three ranks.
 
 import copy
 import warnings
-import zlib
 
 import numpy as np
 import pytest
@@ -16,9 +15,9 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import STAGES
+from tests.optim.known import build, gradient, is_used
 from zeroshard.optim import LAMB, LARS
 from zeroshard.optim.adopted import check_optimizer
-from zeroshard.optim.schedule import GradualWarmup
 
 NUM_STEPS = 5
 KINDS = {"LARS": LARS, "LAMB": LAMB}
@@ -90,56 +89,6 @@ def by_formula(kind, model, steps=range(NUM_STEPS), *, factor=lambda step: 1.0, 
 # ------------------------------------------------------------------------------------------- the models
 
 
-def gradient(name, step, shape):
-    """Multiples of 1/64, which float16 holds."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
-    values = torch.randint(-99, 99, shape, generator=generator) / 64
-    return values * (0 if name.endswith("without_gradient") else 1)
-
-
-def is_used(name, step):
-    """What has a gradient: one parameter never, one in every other step."""
-    return not name.endswith(("unused", "frozen")) and not (name.endswith("sometimes") and step % 2)
-
-
-class Layer(nn.Module):
-    """A unit whose output has known gradients."""
-
-    def __init__(self, name):
-        super().__init__()
-        self.name = name
-        self.weight = nn.Parameter(torch.randn(33, 40) / 8)
-        self.bias = nn.Parameter(torch.zeros(40))
-        self.gain = nn.Parameter(torch.ones(()))
-        self.sometimes = nn.Parameter(torch.randn(300))
-
-    def forward(self, step):
-        named = ((f"{self.name}{key}", p) for key, p in self._parameters.items())
-        used = [(name, p) for name, p in named if is_used(name, step)]
-        return sum((p * gradient(name, step, p.shape).to(p.dtype)).float().sum() for name, p in used)
-
-
-class Net(Layer):
-    """Parameters of every kind; at four ranks, most of them are in one rank's hands or two."""
-
-    def __init__(self):
-        super().__init__("")
-        self.layers = nn.ModuleList(Layer(f"layers.{at}.") for at in range(3))
-        self.zero = nn.Parameter(torch.zeros(5, 60))
-        self.without_gradient = nn.Parameter(torch.randn(7, 50))
-        self.unused = nn.Parameter(torch.randn(20))
-        self.frozen = nn.Parameter(torch.randn(300), requires_grad=False)
-        self.empty = nn.Parameter(torch.ones(0, 4))
-
-    def forward(self, step):
-        return super().forward(step) + sum(layer(step) for layer in self.layers)
-
-
-def build():
-    torch.manual_seed(0)
-    return Net()
-
-
 def start(kind, model, more=None, **config):
     engine, optimizer, _, _ = zeroshard.initialize(model, grouped(kind, model), config, **(more or {}))
     return engine, optimizer
@@ -194,18 +143,6 @@ def test_without_a_trust_ratio_lars_is_sgd_and_lamb_is_adam():
         train_plainly(other, theirs(other.parameters()))
         for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
             assert distance(p.detach(), q.detach().double()) <= 1e-6, name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_exact_zeros_without_gradient_and_decay_stay_exact(kind):
-    weight = nn.Parameter(torch.tensor([[0.0, 2.0, 0.0]]))
-    optimizer = KINDS[kind]([weight], lr=0.1, weight_decay=0.5)
-    for _ in range(3):
-        weight.grad = torch.tensor([[0.0, 1.0, -0.0]])
-        optimizer.step()
-    assert weight[0, 0] == 0
-    assert weight[0, 2] == 0
-    assert 0 < weight[0, 1] < 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -326,50 +263,3 @@ def without_gradients(kind):
 
 def test_a_step_without_any_gradient_exchanges_and_changes_nothing(ranks):
     assert ranks(2, without_gradients, "LAMB") == [(0, 0)] * 2
-
-
-# ----------------------------------------------------------------------------- clipping, float16, resuming
-
-
-def save_halfway(kind, directory):
-    engine = begin(kind, 3)
-    go_on(engine, range(3))
-    engine.save_checkpoint(directory)
-
-
-def resume(kind, directory, stage):
-    engine = begin(kind, stage)
-    engine.load_checkpoint(directory)
-    go_on(engine, range(3, 6))
-    return engine.full_state_dict()
-
-
-def run_through(kind):
-    engine = begin(kind, 3)
-    go_on(engine, range(6))
-    return engine.full_state_dict()
-
-
-def begin(kind, stage):
-    return start(kind, build(), {"lr_scheduler": lambda optimizer: GradualWarmup(optimizer, 4)}, stage=stage)[
-        0
-    ]
-
-
-def go_on(engine, steps):
-    for step in steps:
-        engine.backward(engine(step))
-        engine.step()
-
-
-@pytest.mark.long_where(kind=["LARS"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_was_saved_goes_on_at_other_numbers_of_ranks(ranks, tmp_path, kind):
-    want = ranks(2, run_through, kind)[0]
-    by_hand = by_formula(kind, build(), range(6), rate=lambda step: min(1.0, (step + 1) / 5))
-    ranks(2, save_halfway, kind, tmp_path)
-    for num_ranks, stage in ((1, 3), (3, 3), (3, 1), (2, 0)):
-        got = ranks(num_ranks, resume, kind, tmp_path, stage)[0]
-        for name, value in want.items():
-            assert distance(got[name], value.double()) <= 1e-6, (num_ranks, name)
-            assert distance(got[name], by_hand[name]) <= 1e-6, (num_ranks, name)

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
-    ChainedScheduler,
     CosineAnnealingLR,
-    ExponentialLR,
     LinearLR,
     PolynomialLR,
     SequentialLR,
@@ -79,19 +77,6 @@ def test_with_the_same_start_it_is_the_linear_schedule_of_torch():
     same(got, rates(lambda o: LinearLR(o, start_factor=0.3, total_iters=30), 40))
 
 
-def test_chained_with_others_the_factors_multiply():
-    def chain(optimizer):
-        parts = [
-            ExponentialLR(optimizer, 0.9),
-            GradualWarmup(optimizer, 3),
-            BatchScaledLR(optimizer, 512, 128, "sqrt"),
-        ]
-        return ChainedScheduler(parts, optimizer)
-
-    warm = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    same(rates(chain, 6), expected([0.9**step * factor * 2 for step, factor in enumerate(warm)]))
-
-
 @pytest.mark.parametrize(
     ("after", "formula"),
     [
@@ -105,14 +90,6 @@ def test_in_a_sequence_the_next_one_begins_at_the_full_rate(after, formula):
 
     want = [0.25, 0.5, 0.75, *(formula(step) for step in range(4))]
     same(rates(sequence, 7), expected(want))
-
-
-def test_in_a_sequence_it_may_begin_later():
-    def sequence(optimizer):
-        first = ExponentialLR(optimizer, 0.5)
-        return SequentialLR(optimizer, [first, GradualWarmup(optimizer, 1)], [2])
-
-    same(rates(sequence, 5), expected([1.0, 0.5, 0.5, 1.0, 1.0]))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 import zeroshard
 from tests.distributed.training import STAGES
-from tests.optim.test_muon import build, gradient, is_used, step_plainly, step_sharded, unequal
+from tests.optim.matrices import build, gradient, is_used, step_plainly, step_sharded, unequal
 from tests.parallel import runs
 from zeroshard.optim import UsesWholes, wholes_here
 from zeroshard.stepping.wholes import WholesOverRanks
@@ -185,22 +185,3 @@ def test_an_optimizer_that_asks_for_whole_tensors_says_so_by_its_attribute():
     weight = torch.nn.Parameter(torch.ones(2, 2))
     assert isinstance(Wholly([weight], adafactor), UsesWholes)
     assert not isinstance(torch.optim.SGD([weight]), UsesWholes)
-
-
-def of_other_dtype(dtype):
-    model = build()
-    optimizer = KeepsRows([model.layers[0].tall.weight])
-    engine = zeroshard.initialize(model, optimizer, {"stage": 3}).engine
-    p = engine.module.layers[0].tall.weight
-    try:
-        optimizer.wholes_of([p], [p.detach()], lambda wholes, keys: [whole.to(dtype) for whole in wholes])
-    except ValueError as error:
-        return str(error)
-    except RuntimeError:
-        return "another rank"
-
-
-def test_an_update_of_another_dtype_is_refused_by_the_owner(ranks):
-    (message,) = ranks(1, of_other_dtype, torch.float64)
-    assert "expected [70, 24] torch.float32 for Key(parameter=0, part=0)" in message
-    assert "got [70, 24] torch.float64" in message

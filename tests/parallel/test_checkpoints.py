@@ -1,18 +1,21 @@
-"""Checkpoints of models that are divided over tensor ranks: read and written under any layout."""
+"""Divided models as wholes: checkpoints under any layout, parameters shown, edited, given back, exported."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import zeroshard
-from tests.checkpoint.runs import read_whole
+from tests.checkpoint.runs import read_whole, without_numba
+from tests.parallel import models
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.optim import AdamW8bit
 from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.plan.cuts import heads
+from zeroshard.safetensors import FileTensor
 
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 24, 6, 44, 6, 8
 PLAN = {
@@ -25,7 +28,7 @@ PLAN = {
     "blocks.*.frozen.1": "rowwise",
     "head": "colwise_gather_output",
 }
-LAYOUTS = {"1x1": (1, 1), "tp 4": (4, 4), "dp 4": (4, 1), "tp 2": (2, 2), "tp 2 x dp 2": (4, 2)}
+LAYOUTS = {"1x1": (1, 1), "tp 4": (4, 4)}
 """(ranks, tensor ranks)."""
 
 
@@ -99,6 +102,7 @@ def values_of(engine):
     return found
 
 
+@without_numba
 def save(folder, stage, tp, kind, options):
     engine = start(stage, tp, optimizer=kind, **options)
     train(engine, range(3))
@@ -108,10 +112,10 @@ def save(folder, stage, tp, kind, options):
     return found
 
 
-def load(folder, stage, tp, kind, options, arguments):
+def load(folder, stage, tp, kind, options, seed=None):
     """The values that were loaded, the losses after that; what is saved again lies in `again`."""
-    engine = start(stage, tp, seed=1 + dist.get_rank(), optimizer=kind, **options)
-    engine.load_checkpoint(folder, "saved", **arguments)
+    engine = start(stage, tp, 1 + dist.get_rank() if seed is None else seed, kind, **options)
+    engine.load_checkpoint(folder, "saved")
     engine.save_checkpoint(folder / "again", "saved")
     found = values_of(engine), engine.full_state_dict(), train(engine, range(3, 6))
     engine.close(restore=False)
@@ -122,46 +126,28 @@ def same(one, other):
     return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
 
 
-def check(ranks, folder, source, target, stages, kind="AdamW", options=(), arguments=()):
-    """Save under one layout, load under another, save there, and load under the first one again."""
-    options, arguments = dict(options), dict(arguments)
-    (first, first_tp), (second, second_tp) = LAYOUTS[source], LAYOUTS[target]
-    [(want, model, losses), *_] = ranks(first, save, folder, stages[0], first_tp, kind, options)
-    found = ranks(second, load, folder, stages[1], second_tp, kind, options, arguments)
+@pytest.mark.parametrize("target", ["1x1", pytest.param("tp 4", marks=pytest.mark.long)])
+def test_a_checkpoint_of_divided_layers_loads_under_any_layout(ranks, tmp_path, target):
+    """Save over 2 tensor and 2 data ranks, load under another layout, save there, and load again."""
+    second, second_tp = LAYOUTS[target]
+    [(want, model, losses), *_] = ranks(4, save, tmp_path, 3, 2, "AdamW", {})
+    found = ranks(second, load, tmp_path, 3, second_tp, "AdamW", {})
     for got, _, got_losses in found:
         assert same(got, want) == []
         assert got_losses == pytest.approx(losses, rel=1e-5)  # other orders of sums in float32
     assert same(found[0][1], model) == []
-    back = ranks(first, load, folder / "again", stages[0], first_tp, kind, options, arguments)
+    back = ranks(4, load, tmp_path / "again", 3, 2, "AdamW", {})
     assert same(back[0][0], want) == []
     assert back[0][2] == losses  # the same layout: to the bit
 
 
-@pytest.mark.long_where(target=["tp 4", "dp 4", "tp 2"])
-@pytest.mark.parametrize("target", ["1x1", "tp 4", "dp 4", "tp 2"])
-def test_a_checkpoint_of_divided_layers_loads_under_any_layout(ranks, tmp_path, target):
-    check(ranks, tmp_path, "tp 2 x dp 2", target, (3, 3))
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("target", ["1x1", "tp 4"])
-def test_frozen_parameters_that_are_left_out_are_compared_by_their_whole_bytes(ranks, tmp_path, target):
+def test_frozen_parameters_that_are_left_out_are_compared_by_their_whole_bytes(ranks, tmp_path):
     options = {"checkpoint": {"frozen": False}}
-    num_ranks, tp = LAYOUTS[target]
-    ranks(4, save, tmp_path, 3, 2, "AdamW", options)
-    [(want, _, losses), *_] = ranks(4, load_same_base, tmp_path, 3, 2, "AdamW", options)
-    for got, _, got_losses in ranks(num_ranks, load_same_base, tmp_path, 3, tp, "AdamW", options):
+    [(want, *_), *_] = ranks(4, save, tmp_path, 3, 2, "AdamW", options)
+    for got, *_ in ranks(4, load, tmp_path, 3, 4, "AdamW", options, 0):
         assert same(got, want) == []
-        assert got_losses == pytest.approx(losses, rel=1e-5)
-    ranks(num_ranks, refuses_another_base, tmp_path, tp, options)
-
-
-def load_same_base(folder, stage, tp, kind, options):
-    engine = start(stage, tp, optimizer=kind, **options)
-    engine.load_checkpoint(folder, "saved")
-    found = values_of(engine), engine.full_state_dict(), train(engine, range(3, 6))
-    engine.close(restore=False)
-    return found
+    ranks(4, refuses_another_base, tmp_path, 4, options)
 
 
 def refuses_another_base(folder, tp, options):
@@ -171,6 +157,7 @@ def refuses_another_base(folder, tp, options):
     engine.close(restore=False)
 
 
+@without_numba
 def refuses_other_blocks(folder, tp):
     engine = start(3, tp, optimizer="8-bit")
     before = engine.full_state_dict()
@@ -183,12 +170,9 @@ def refuses_other_blocks(folder, tp):
     return found
 
 
-@pytest.mark.long_where(target=["tp 4", "dp 4"])
-@pytest.mark.parametrize("target", ["1x1", "tp 4", "dp 4"])
-def test_8_bit_states_get_new_blocks_only_on_request(ranks, tmp_path, target):
-    num_ranks, tp = LAYOUTS[target]
+def test_8_bit_states_get_new_blocks_only_on_request(ranks, tmp_path):
     [(want, _, losses), *_] = ranks(4, save, tmp_path, 3, 2, "8-bit", {})
-    for got, got_losses in ranks(num_ranks, refuses_other_blocks, tmp_path, tp):
+    for got, got_losses in ranks(1, refuses_other_blocks, tmp_path, 1):
         assert got_losses == pytest.approx(losses, rel=1e-2)  # states are rounded to 8 bits once more
         for name, value in want.items():
             if "exp_avg" not in name:
@@ -216,3 +200,156 @@ def test_a_reader_without_ranks_finds_whole_tensors(ranks, tmp_path):
             assert torch.equal(stored[name], value), name
     for name in ("blocks.0.qkv.weight", "blocks.1.down.weight", "tokens.weight"):
         assert torch.equal(stored[f"optimizer/{name}/exp_avg"], values[f"{name} exp_avg"])
+
+
+# ------------------------------------------------------------------------------- whole parameters
+
+
+def shown_and_edited(stage, tp):
+    engine = start(stage, tp)
+    train(engine, range(2))
+    want = engine.full_state_dict()
+    with engine.unsharded(write_back=True), torch.no_grad():
+        found = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        for number, (_, parameter) in enumerate(engine.module.named_parameters()):
+            parameter.add_(torch.arange(parameter.numel()).view(parameter.shape), alpha=0.1 * number)
+    edited = engine.full_state_dict()
+    for name in want if dist.get_rank() == 0 else ():
+        if name in found:
+            assert torch.equal(found[name], want[name]), name
+    engine.close(restore=False)
+    return found, edited
+
+
+@pytest.mark.long_where(stage=[0])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_unsharded_shows_whole_parameters_and_writes_each_rank_its_part_back(ranks, stage):
+    [(first, edited), *others] = ranks(4, shown_and_edited, stage, 2)
+    for number, (name, value) in enumerate(first.items()):
+        step = torch.arange(value.numel()).view(value.shape)
+        assert torch.equal(edited[name], value.add(step, alpha=0.1 * number)), name
+    for found, _ in others:
+        assert same(found, first) == []
+
+
+def whole_gradients(stage, tp):
+    engine = start(stage, tp, clip_grad_norm=None)
+    torch.manual_seed(5)
+    tokens = torch.randint(44, (4, 6))
+    engine.backward(nn.functional.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten()))
+    with engine.unsharded(write_back=True):
+        shown = {n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None}
+    read = {name: engine.full_gradient(name) for name in shown}
+    engine.set_full_gradient("blocks.0.down.weight", torch.ones(24, 44))
+    ones = engine.full_gradient("blocks.0.down.weight")
+    engine.close(restore=False)
+    return shown, read, ones
+
+
+def plain_gradients():
+    torch.manual_seed(0)
+    model = Model()
+    torch.manual_seed(5)
+    tokens = torch.randint(44, (4, 6))
+    nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_gradients_are_whole_by_name_and_under_unsharded(ranks):
+    want = plain_gradients()
+    for shown, read, ones in ranks(2, whole_gradients, 3, 2):
+        assert shown.keys() == want.keys()
+        for name, gradient in want.items():
+            torch.testing.assert_close(shown[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+            assert torch.equal(read[name], shown[name]), name
+        assert torch.equal(ones, torch.ones(24, 44))
+
+
+def given_back(stage, tp):
+    engine = start(stage, tp)
+    train(engine, range(2))
+    want, module = engine.full_state_dict(), engine.module
+    engine.close()
+    output = module(torch.arange(12).view(2, 6))
+    want.pop("mean", None)  # each rank goes on with its own, as in DistributedDataParallel without buffers
+    return want, dict(module.named_parameters()), output.detach()
+
+
+def test_a_closed_engine_gives_whole_parameters_and_layers_back(ranks):
+    found = ranks(4, given_back, 3, 2)
+    want = found[0][0]
+    for _, state, output in found:
+        assert same({"head.weight": state["tokens.weight"]} | state, want) == []
+        module = Model()
+        module.load_state_dict(want, strict=False)
+        torch.testing.assert_close(output, module(torch.arange(12).view(2, 6)))
+
+
+def refusals(tp):
+    engine = start(3, tp)
+    tokens = torch.arange(12).view(2, 6)
+    want = engine(tokens).detach()
+    with engine.unsharded():
+        assert torch.equal(engine(tokens), want)  # its units are gathered, in parts
+        text = "'blocks.0.up' is divided over tensor-parallel ranks and has its whole parameters now"
+        with pytest.raises(RuntimeError, match=text):
+            engine.module.blocks[0].up(torch.ones(2, 24))
+    with (
+        pytest.raises(RuntimeError, match="the ranks made different edits"),
+        engine.unsharded(write_back=True),
+        torch.no_grad(),
+    ):
+        engine.module.blocks[0].up.weight.add_(dist.get_rank())
+    with pytest.raises(ValueError, match=r"expected a full tensor of shape \(44, 24\), got shape \(22, 24\)"):
+        engine.set_full_parameter("blocks.0.up.weight", torch.ones(22, 24))
+    values = torch.arange(44.0 * 24).view(44, 24)
+    engine.set_full_parameter("blocks.0.up.weight", values)
+    assert torch.equal(engine.full_parameter("blocks.0.up.weight"), values)
+    engine.close(restore=False)
+
+
+def test_products_with_whole_parameters_and_edits_that_differ_between_tensor_ranks_are_refused(ranks):
+    ranks(2, refusals, 2)
+
+
+# ------------------------------------------------------------------------------------------- transformers
+
+
+def trained(folder, tp, stage):
+    """Train a model that is read from files, and write it again."""
+    read = []
+    original = FileTensor.read
+
+    def noted(self, *spans):
+        read.append(sum(span.size for span in spans))
+        return original(self, *spans)
+
+    FileTensor.read = noted
+    try:
+        model = zeroshard.from_pretrained(transformers.LlamaForCausalLM, folder / "base")
+        config = {"stage": stage, "mesh": {"tp": tp}}
+        engine = zeroshard.initialize(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config).engine
+    finally:
+        FileTensor.read = original
+    begun = engine.full_state_dict()
+    tokens = torch.arange(24).view(2, 12)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    engine.save_pretrained(folder / "out")
+    state = engine.full_state_dict()
+    engine.close(restore=False)
+    return begun, state, sum(read)
+
+
+def test_a_model_is_read_in_parts_and_written_whole(ranks, tmp_path):
+    base = models.build("Llama").float()
+    base.save_pretrained(tmp_path / "base")
+    [(begun, state, _), *others] = found = ranks(4, trained, tmp_path, 2, 3)
+    assert same(begun, dict(base.state_dict())) == []
+    assert all(other == {} for _, other, _ in others)
+    written = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert same(state, dict(written.state_dict())) == []
+    norms = sum(p.numel() for n, p in base.named_parameters() if "norm" in n)
+    cut = sum(p.numel() for p in base.parameters()) - norms
+    for *_, num_read in found:
+        assert num_read <= cut / 4 + norms + 256 * 16  # shards end with whole blocks

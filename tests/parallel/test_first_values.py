@@ -29,9 +29,7 @@ def values_of(how, stage):
 
 
 @pytest.mark.long_where(how=["deferred"])
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("how", ["in memory", "deferred"])
+@pytest.mark.parametrize(("how", "stage"), [("in memory", 3), ("deferred", 0)])
 def test_all_ranks_begin_with_the_values_of_rank_0(ranks, how, stage):
     model = build(0)
     optimizer = adamw(model.parameters())
@@ -56,9 +54,7 @@ def from_files(folder, stage, dtype):
 
 
 @pytest.mark.long_where(dtype=[torch.float64])
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("stage", "dtype"), [(3, torch.float32), (0, torch.float64)])
 def test_each_rank_reads_its_parts_of_files(ranks, tmp_path, stage, dtype):
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED, attention_bias=True))

@@ -15,8 +15,8 @@ from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.division import match, plan_division
 from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.styles import LayerPlan, Split
-from zeroshard.parameters.parts import part_of, whole_of
-from zeroshard.plan.cuts import Cut, Section, heads
+from zeroshard.parameters.parts import part_of
+from zeroshard.plan.cuts import Section, heads
 from zeroshard.plan.units import find_units
 from zeroshard.sharding.context import Changes
 
@@ -202,16 +202,3 @@ def test_tied_layers_must_be_cut_alike():
     originals = [original for spec in divided for original in spec.originals]
     assert {o.fqn: o.cut and o.cut.dim for o in originals}["tokens.weight"] == 0
     assert {o.fqn: o.cut for o in originals}["norm.weight"] is None
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])
-@pytest.mark.parametrize("sections", [(), heads(6, 12, size=2), heads(6, 6, size=3)])
-def test_all_parts_make_the_whole(num_ranks, sections):
-    try:
-        cut = Cut("w", (2, 36), 1, num_ranks, sections)
-    except ValueError:
-        cut = Cut("w", (2, 36), 1, num_ranks)
-    whole = torch.arange(72.0).view(cut.shape)
-    parts = [part_of(whole, cut, rank) for rank in range(num_ranks)]
-    assert all(part.shape == cut.local_shape for part in parts)
-    assert torch.equal(whole_of(parts, cut), whole)

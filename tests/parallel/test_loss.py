@@ -54,12 +54,10 @@ def loss_of(model, number, own=slice(None)):
     return model(**batches()[number]).loss  # there are no data-parallel ranks
 
 
-@pytest.mark.long_where(tp=[4])
-@pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3, tied", "Gemma 2"])
-def test_a_model_of_transformers_trains_as_in_one_process(ranks, name, tp):
+def test_a_model_of_transformers_trains_as_in_one_process(ranks, name):
     kind = Kind(functools.partial(build, name), loss_of, None, BATCH)
-    found = ranks(tp, divided, {"stage": 1, "mesh": {"tp": tp}}, sgd, kind=kind, steps=len(batches()))
+    found = ranks(2, divided, {"stage": 1, "mesh": {"tp": 2}}, sgd, kind=kind, steps=len(batches()))
     compare(found, plain(sgd, kind=kind, steps=len(batches())), losses=1e-6, norms=1e-5, values=1e-6)
 
 
@@ -258,18 +256,25 @@ def test_wrong_arguments_are_named(ranks):
 
 
 def edges():
-    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=20.0)
+    counter = Counter()
+    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=counter, timeout_s=20.0)
     over, rank = Activations(axis, tag=1), dist.get_rank()
-    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    logits = 30 * torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     logits[1:3, :4] = -torch.inf  # the first rank has no token for these rows
     own, targets = Span(4 * rank, 4 * rank + 4), torch.tensor([1, 5, 6, 7, 0])
     part = logits[:, own.slice].clone().requires_grad_()
     whole = logits.clone().requires_grad_()
     loss, want = divided_cross_entropy(part, targets, own, over), F.cross_entropy(whole, targets)
+    assert sum(counter.calls.values()) == 1
     loss.backward()
     want.backward()
     torch.testing.assert_close(loss, want)
     torch.testing.assert_close(part.grad, whole.grad[:, own.slice])
+    nothing = torch.full_like(targets, -100)  # where no row counts, as in torch
+    assert divided_cross_entropy(part, nothing, own, over).isnan()
+    assert divided_cross_entropy(part, nothing, own, over, reduction="sum") == 0
+    with pytest.raises(ValueError, match="reduction: expected 'mean', 'sum' or 'none', got 'max'"):
+        divided_cross_entropy(part, targets, own, over, reduction="max")
     table = torch.ones(4, 3)
     for token in (8, -1):
         with pytest.raises(IndexError, match=f"'tokens': expected tokens in .*, got {token}"):

@@ -13,12 +13,12 @@ def adamw(parameters):
 
 
 FAST = {("Llama", 2, 2), ("Qwen3", 2, 2), ("T5", 2, 2), ("Mixtral", 2, 2), ("GPT-2", 4, 2)}
-MORE_RANKS = ("Llama", "Llama, tied", "Gemma", "GPT-2", "T5", "Mixtral")
+MORE_RANKS = ("Llama, tied", "Gemma", "T5")
 """Models that are divided over 4 tensor ranks as well, some of which share heads of keys then."""
 NAMES = [name for name in MODELS if name not in ("Qwen3, tied", "Gemma 2")]  # which test_loss.py trains
 CASES = [
     *((name, 2, 2, 3) for name in NAMES),
-    *((name, 4, 2, stage) for name, stage in (("GPT-2", 3), ("Llama", 1), ("Mixtral", 1))),
+    *((name, 4, 2, stage) for name, stage in (("GPT-2", 3), ("Mixtral", 1))),
     *((name, 4, 4, 3) for name in MORE_RANKS),
 ]
 
@@ -37,11 +37,10 @@ def test_a_model_trains_as_in_one_process(ranks, name, num_ranks, tp, stage):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tp", [2, 4])
-def test_products_of_all_experts_at_once_are_divided_too(ranks, tp):
+def test_products_of_all_experts_at_once_are_divided_too(ranks):
     kind = kind_of("Mixtral")._replace(build=grouped)
     want = plain(adamw, kind=kind, dtype=torch.float32)
-    found = ranks(tp, divided, {"stage": 3, "mesh": {"tp": tp}}, adamw, kind=kind, dtype=torch.float32)
+    found = ranks(2, divided, {"stage": 3, "mesh": {"tp": 2}}, adamw, kind=kind, dtype=torch.float32)
     compare(found, want, losses=1e-5, norms=1e-4, values=1.0)  # float32, sums in another order
 
 

@@ -1,8 +1,6 @@
 """Steps of activations over the tensor ranks give the values and gradients of one process."""
 
 import functools
-import itertools
-import math
 
 import pytest
 import torch
@@ -12,20 +10,17 @@ import torch.nn.functional as F
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.activations import Activations
-from zeroshard.parallel.tensor.losses import divided_cross_entropy, embed
 from zeroshard.parallel.tensor.sequence import Comm, move
-from zeroshard.plan.cuts import Cut
 
 RANKS = [1, 2, 3, 4]
-D, HIDDEN, ROWS, TOKENS = 12, 24, 24, 36
+D, HIDDEN, ROWS = 12, 24, 24
 EXACT = {"rtol": 0, "atol": 1e-12}
 """In float64: sums are taken in another order than in one process."""
 
 
 def tensor_ranks():
-    counter = Counter()
-    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=counter, timeout_s=20.0)
-    return Activations(axis, tag=3), counter
+    axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=20.0)
+    return Activations(axis, tag=3)
 
 
 def values(*shape, salt=0, dtype=torch.float64):
@@ -41,7 +36,7 @@ def part(value, dim, over):
 
 def exchanged(dtype):
     """Results of each exchange, for tensors that differ by rank, beside the expected ones."""
-    over, _ = tensor_ranks()
+    over = tensor_ranks()
     found = []
     for shape in ((5,), (2, 6), (over.size, 12, 2)):
         everyone = [values(*shape, salt=rank, dtype=dtype) for rank in range(over.size)]
@@ -77,7 +72,7 @@ def test_sums_are_taken_in_the_order_of_ranks_and_rounded_once(ranks, num_ranks,
 
 def pair(by_sequence):
     """An MLP divided by columns, then rows; its input and output divided along the sequence, or whole."""
-    over, _ = tensor_ranks()
+    over = tensor_ranks()
     x, up, down = values(ROWS, D, salt=1), values(HIDDEN, D, salt=2), values(D, HIDDEN, salt=3)
     whole = [one.clone().requires_grad_() for one in (x, up, down)]
     want = F.linear(F.gelu(F.linear(whole[0], whole[1])), whole[2])
@@ -98,7 +93,7 @@ def pair(by_sequence):
 
 def gathered_and_split():
     """A layer divided by columns whose output is gathered; then every rank takes its rows again."""
-    over, _ = tensor_ranks()
+    over = tensor_ranks()
     x, weight = values(ROWS, D, salt=1), values(HIDDEN, D, salt=2)
     whole = [one.clone().requires_grad_() for one in (x, weight)]
     want = F.linear(*whole).tanh()
@@ -125,64 +120,3 @@ def test_columns_then_rows_are_the_layers_of_one_process(ranks, num_ranks, name)
     for found in ranks(num_ranks, LAYERS[name]):
         for got, want in found:
             torch.testing.assert_close(got, want.detach(), **EXACT)
-
-
-# ---------------------------------------------------------------------------------------------- vocabulary
-
-
-def looked_up(dtype):
-    over, _ = tensor_ranks()
-    table = values(TOKENS, D, dtype=dtype)
-    tokens = torch.tensor([[0, TOKENS - 1, 5], [17, 5, 20]])
-    whole, cut = table.clone().requires_grad_(), Cut("tokens", tuple(table.shape), 0, over.size)
-    want = F.embedding(tokens, whole)
-    weight = values(*want.shape, salt=9, dtype=dtype)
-    (want * weight).sum().backward()
-    (own,) = cut.spans(over.rank)
-    mine = table[own.slice].clone().requires_grad_()
-    got = embed(tokens, lambda rows: F.embedding(rows, mine), own, over, "tokens")
-    (got * weight).sum().backward()
-    return torch.equal(got, want), torch.equal(mine.grad, whole.grad[own.slice])
-
-
-@pytest.mark.long_where(num_ranks=[3])
-@pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_embedding_has_the_bits_of_one_process(ranks, num_ranks, dtype):
-    for same in ranks(num_ranks, looked_up, dtype):
-        assert same == (True, True)
-
-
-def losses():
-    over, counter = tensor_ranks()
-    logits, targets = 30 * values(ROWS, TOKENS), torch.arange(ROWS) * 7 % TOKENS
-    targets[::5] = -100
-    found = []
-    for reduction, ignored in itertools.product(("mean", "sum", "none"), (-100, 3)):
-        own_targets = targets if ignored == -100 else targets.clamp(min=0)
-        whole = logits.clone().requires_grad_()
-        want = F.cross_entropy(whole, own_targets, reduction=reduction, ignore_index=ignored)
-        want.sum().backward()
-        (own,) = Cut("head", (TOKENS, D), 0, over.size).spans(over.rank)
-        mine = logits[:, own.slice].clone().requires_grad_()
-        before = sum(counter.calls.values())
-        got = divided_cross_entropy(mine, own_targets, own, over, reduction=reduction, ignore_index=ignored)
-        assert sum(counter.calls.values()) - before == (over.size > 1)
-        got.sum().backward()
-        found += [(got, want), (mine.grad, whole.grad[:, own.slice])]
-    # Where no row counts, the sum is 0, and the mean is not a number, as in torch.
-    mine, nothing = mine.detach().requires_grad_(), torch.full_like(targets, -100)
-    total = divided_cross_entropy(mine, nothing, own, over, reduction="sum")
-    assert math.isnan(divided_cross_entropy(mine, nothing, own, over))
-    total.backward()
-    assert total == mine.grad.abs().max() == 0
-    with pytest.raises(ValueError, match="reduction: expected 'mean', 'sum' or 'none', got 'max'"):
-        divided_cross_entropy(mine, own_targets, own, over, reduction="max")
-    return [(got.detach(), want.detach()) for got, want in found]
-
-
-@pytest.mark.parametrize("num_ranks", RANKS)
-def test_the_loss_over_divided_logits_is_that_over_all(ranks, num_ranks):
-    for found in ranks(num_ranks, losses):
-        for got, want in found:
-            torch.testing.assert_close(got, want, **EXACT)

@@ -51,14 +51,11 @@ def not_a_number(config):
     return found, whole
 
 
-@pytest.mark.long_where(options=[{"precision": HALF}])
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (4, 0), (4, 2)])
 @pytest.mark.parametrize(
     "options", [{"nonfinite": "skip"}, {"precision": HALF}, {"nonfinite": "error"}], ids=str
 )
-def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_all(ranks, options, num_ranks, stage):
-    runs = ranks(num_ranks, not_a_number, {"stage": stage, "mesh": {"tp": 2}, **options})
+def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_all(ranks, options):
+    runs = ranks(2, not_a_number, {"stage": 3, "mesh": {"tp": 2}, **options})
     for (first, scale, last), whole in runs:
         if options.get("nonfinite") == "error":
             assert "not finite are the gradients of 'blocks.1.up.weight'. The step was not taken" in first
@@ -82,14 +79,14 @@ class Dropping(nn.Module):
         return self.inner(x * torch.rand(x.shape, dtype=x.dtype, generator=self.own))
 
 
-def apart(what, stage):
+def apart(what):
     plan = {key: value for key, value in PLAN.items() if what != "plan" or "each_head" not in key}
     model = build(0)
     if what in ("dropout", "nothing"):
         model.norm = Dropping(model.norm)
         if what == "dropout":  # of numbers that are not those of the default generator
             model.norm.own = torch.Generator().manual_seed(dist.get_rank())
-    engine = initialize(model, adamw, {"stage": stage, "mesh": {"tp": 2}}, plan)
+    engine = initialize(model, adamw, {"stage": 3, "mesh": {"tp": 2}}, plan)
     axes, whole = engine._axes, None
     torch.manual_seed(dist.get_rank())
     part = own_part(axes.dp)
@@ -104,8 +101,6 @@ def apart(what, stage):
     return whole
 
 
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
     ("what", "name"),
     [
@@ -114,8 +109,8 @@ def apart(what, stage):
         ("nothing", None),
     ],
 )
-def test_ranks_that_would_train_different_models_are_told_at_the_first_step(ranks, what, name, stage):
-    for text in ranks(4, apart, what, stage):
+def test_ranks_that_would_train_different_models_are_told_at_the_first_step(ranks, what, name):
+    for text in ranks(4, apart, what):
         if name is None:
             assert text is None
         else:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 
 import torch
 import torch.distributed as dist
@@ -75,19 +74,6 @@ def test_the_process_is_left_as_it_was(ranks: Ranks) -> None:
     assert ranks(1, is_restored, True) == [(True, True)]
 
 
-def other_threads() -> int:
-    """Kernels noted for what a thread beside the main one does."""
-    with pretend_device() as trace:
-        thread = threading.Thread(target=lambda: torch.ones(3) + 1)
-        thread.start()
-        thread.join()
-    return trace.kernels.total()
-
-
-def test_other_threads_are_not_noted(ranks: Ranks) -> None:
-    assert ranks(1, other_threads) == [0]
-
-
 def waits_for_memory_of_the_host(device: str | torch.device) -> set[Kind]:
     """The kinds of findings after the host has read a number that lies there."""
     with pretend_device() as trace:
@@ -100,15 +86,3 @@ def waits_for_memory_of_the_host(device: str | torch.device) -> set[Kind]:
 def test_memory_whose_device_is_spelled_cpu_is_the_host_s(ranks: Ranks) -> None:
     assert ranks(1, waits_for_memory_of_the_host, "cpu") == [set()]
     assert ranks(1, waits_for_memory_of_the_host, torch.device("cpu")) == [{Kind.SYNC}]
-
-
-def empty_is_on_meta_afterwards() -> bool:
-    torch.utils._device._device_constructors.cache_clear()  # as in a process without a context so far
-    with pretend_device(), torch.device("cpu"):
-        torch.empty(1)
-    with torch.device("meta"):
-        return torch.empty(1).is_meta
-
-
-def test_contexts_of_devices_work_as_before_afterwards(ranks: Ranks) -> None:
-    assert ranks(1, empty_is_on_meta_afterwards) == [True]

@@ -242,45 +242,6 @@ def test_memory_that_is_saved_several_times_moves_once_and_views_are_as_they_wer
     assert ranks(1, copies_of_views) == [([True], (NUM_COPIED + 1, NUM_FREED + 1))]
 
 
-class _Noting(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, note: Callable[[], None]) -> Tensor:
-        ctx.note = note
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.note()
-        return gradient, None
-
-
-class Notes(nn.Module):
-    """Calls a function in its backward."""
-
-    def __init__(self, note: Callable[[], None]) -> None:
-        super().__init__()
-        self.note = note
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Noting.apply(x, self.note)
-
-
-def copies_back_before_each_block() -> list[int]:
-    numbers: list[int] = []
-    with of_any_size(), pretend_device() as trace:
-        model, engine = stack()
-        for block in model.blocks:
-            block.between = Notes(lambda: numbers.append(num_copies(trace)[1]))
-        engine(X).backward()
-    return numbers
-
-
-def test_a_backward_brings_back_what_the_block_before_has_saved(ranks: Ranks) -> None:
-    # In the order of the backward: the last two blocks are on the device. Each brings back two tensors for
-    # the block before; the input of the first block was never moved.
-    assert ranks(1, copies_back_before_each_block) == [[0, 2, 4, 6, 7, 7]]
-
-
 def under_no_grad(model: Stack, engine: Any) -> Tensor:
     engine.eval()
     with torch.no_grad():

@@ -9,7 +9,6 @@ from torch import nn
 
 from tests.pretend.clocks import Stream
 from tests.pretend.findings import Kind
-from tests.pretend.signatures import regions_of
 from tests.pretend.trace import Trace, TraceMode
 
 
@@ -36,31 +35,12 @@ def test_operations_on_two_streams_race(trace: Trace, side: Stream) -> None:
     assert kinds(trace) == {Kind.RACE}
 
 
-def test_a_wait_orders_them(trace: Trace, side: Stream) -> None:
-    x = torch.zeros(3)
-    side.wait_stream(trace.timeline.default)
-    with side:
-        x.add_(1)
-    assert kinds(trace) == set()
-
-
 def test_a_view_shares_the_memory_of_its_base_and_is_no_access(trace: Trace, side: Stream) -> None:
     x = torch.zeros(4)
     with side:
         y = x.view(2, 2)[0]
         assert kinds(trace) == set()
         y.mul_(2)
-    assert kinds(trace) == {Kind.RACE}
-
-
-def test_parts_of_one_storage_may_be_used_at_the_same_time(trace: Trace, side: Stream) -> None:
-    x = torch.zeros(4)
-    side.wait_stream(trace.timeline.default)
-    with side:
-        x[:2].add_(1)
-    x[2:].add_(1)
-    assert kinds(trace) == set()
-    x[1:3].add_(1)
     assert kinds(trace) == {Kind.RACE}
 
 
@@ -102,16 +82,6 @@ def test_backward_is_noted(trace: Trace, side: Stream) -> None:
     assert any("mm at" in what for _, what in trace.kernels)
 
 
-def test_memory_given_back_to_the_allocator_may_be_reused_too_early(trace: Trace, side: Stream) -> None:
-    x = torch.zeros(3)
-    side.wait_stream(trace.timeline.default)
-    with side:
-        x.sum()
-    del x
-    torch.zeros(3)
-    assert kinds(trace) == {Kind.REUSE}
-
-
 def test_a_storage_ends_with_the_last_tensor_that_holds_it(trace: Trace, side: Stream) -> None:
     x = torch.zeros(3)
     view = x[1:]
@@ -134,16 +104,6 @@ def test_an_operation_on_memory_that_was_given_back_is_refused_before_it_crashes
     with pytest.raises(RuntimeError, match="use after free"):
         view.add_(1)
     assert kinds(trace) == {Kind.FREED}
-
-
-def test_refilled_memory_belongs_to_the_stream_that_refills_it(trace: Trace, side: Stream) -> None:
-    x = torch.zeros(3)
-    trace.resized(x.untyped_storage(), 12, 0)
-    with side:
-        trace.resized(x.untyped_storage(), 0, 12)
-        x.zero_()
-    x.sum()
-    assert kinds(trace) == {Kind.RACE}
 
 
 def test_item_is_a_host_sync_and_orders_what_comes_later(trace: Trace, side: Stream) -> None:
@@ -171,23 +131,6 @@ def test_values_computed_from_memory_of_the_host_alone_stay_there(trace: Trace, 
     with side:
         total = x.sum()
     assert total.item() == 0
-    assert kinds(trace) == set()
-
-
-def test_values_of_collectives_arrive_when_they_are_read(trace: Trace) -> None:
-    x = torch.zeros(3)
-    arrived = []
-    trace.arriving[regions_of(x)[0].key] = lambda: arrived.append(True)
-    x.view(3)
-    assert not arrived
-    x.sum()
-    assert arrived
-
-
-def test_nothing_is_noted_while_paused(trace: Trace, side: Stream) -> None:
-    x = torch.zeros(3)
-    with trace.paused(), side:
-        x.add_(1)
     assert kinds(trace) == set()
 
 
@@ -245,15 +188,6 @@ def test_the_host_writes_to_pinned_memory_only_when_copies_from_it_are_over(
     assert kinds(trace) == {Kind.RACE}
 
 
-def test_two_streams_race_for_pinned_memory(trace: Trace, side: Stream, pinned: torch.Tensor) -> None:
-    x, y = torch.zeros(3), torch.zeros(3)
-    side.wait_stream(trace.timeline.default)
-    with side:
-        pinned.copy_(x, non_blocking=True)
-    y.copy_(pinned, non_blocking=True)
-    assert kinds(trace) == {Kind.RACE}
-
-
 def test_a_copy_that_the_host_waits_for_is_found(trace: Trace, pinned: torch.Tensor) -> None:
     torch.zeros(3).copy_(pinned)
     assert kinds(trace) == {Kind.SYNC}
@@ -262,23 +196,6 @@ def test_a_copy_that_the_host_waits_for_is_found(trace: Trace, pinned: torch.Ten
 def test_a_kernel_cannot_use_memory_of_the_host(trace: Trace, pinned: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="on the device and on the host"):
         torch.zeros(3) + pinned
-
-
-def test_a_copy_that_the_host_waits_for_lets_it_write_to_pinned_memory(
-    trace: Trace, pinned: torch.Tensor
-) -> None:
-    with trace.syncs_allowed():
-        torch.zeros(3).copy_(pinned)
-    pinned.fill_(1)
-    assert kinds(trace) == set()
-
-
-def test_the_host_may_write_to_another_part_of_pinned_memory(trace: Trace, pinned: torch.Tensor) -> None:
-    torch.zeros(1).copy_(pinned[:1], non_blocking=True)
-    pinned[1:].fill_(1)
-    assert kinds(trace) == set()
-    trace.touch(pinned, "read of a file")
-    assert kinds(trace) == {Kind.RACE}
 
 
 def test_the_host_waits_for_a_copy_into_pageable_memory_and_not_for_one_out_of_it(trace: Trace) -> None:
@@ -311,31 +228,6 @@ def test_a_kernel_takes_a_number_of_the_host_and_not_in_a_list(trace: Trace) -> 
     assert kinds(trace) == set()
     with pytest.raises(RuntimeError, match="on the device and on the host"):
         torch._foreach_mul_([x], number)
-
-
-def test_values_from_a_file_are_written_at_once_to_memory_of_the_device(trace: Trace, side: Stream) -> None:
-    x = torch.zeros(4)
-    side.wait_stream(trace.timeline.default)
-    with side:
-        x.add_(1)
-    trace.touch(x, "readinto")
-    assert kinds(trace) == {Kind.RACE, Kind.SYNC}
-
-
-def test_memory_of_a_transfer_is_in_use_until_the_host_has_waited(trace: Trace, pinned: torch.Tensor) -> None:
-    trace.transfer(pinned, "read", writes=True).synchronize()
-    pinned.add_(1)
-    writing = trace.transfer(pinned, "write", writes=False)
-    pinned.sum()
-    assert kinds(trace) == set()
-    pinned.add_(1)
-    assert kinds(trace) == {Kind.RACE}
-    writing.synchronize()
-    pinned.add_(1)
-    trace.transfer(pinned, "read", writes=True)
-    trace.findings.clear()
-    pinned.sum()
-    assert kinds(trace) == {Kind.RACE}
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 
 from tests.pretend.findings import Kind
-from tests.pretend.orders import Collective, check_orders
 from tests.pretend.trace import Trace, TraceMode
 from tests.pretend.transport import Transport
 from tests.ranks import Ranks
@@ -80,47 +79,6 @@ def test_an_asynchronous_collective_is_not_covered_by_an_event_of_the_current_st
     assert ranks(2, kinds_of_read, True, False, True) == [{Kind.RACE}] * 2
 
 
-def kinds_of_two_streams(waits: bool) -> set[Kind]:
-    trace = Trace()
-    transport, timeline = Transport(trace), trace.timeline
-    with TraceMode(trace):
-        first, second = torch.zeros(2), torch.zeros(2)
-        side = timeline.stream("side")
-        side.wait_stream(timeline.default)
-        with side:
-            transport.all_reduce(first)
-        if waits:
-            timeline.default.wait_stream(side)
-        transport.all_reduce(second)
-    transport.finish()
-    return {finding.kind for finding in trace.findings}
-
-
-def test_collectives_of_one_communicator_on_two_streams_must_be_ordered(ranks: Ranks) -> None:
-    assert ranks(2, kinds_of_two_streams, False) == [{Kind.UNORDERED}] * 2
-    assert ranks(2, kinds_of_two_streams, True) == [set()] * 2
-
-
-def other_orders() -> tuple[list[float], list[Collective]]:
-    trace = Trace()
-    transport = Transport(trace)
-    with TraceMode(trace):
-        tensors = {"a": torch.full((2,), 1.0), "b": torch.full((2,), 10.0)}
-        for label in sorted(tensors, reverse=bool(dist.get_rank())):
-            with transport.labelled(label):
-                transport.all_reduce(tensors[label])
-        values = torch.stack([tensors["a"], tensors["b"]])
-    transport.finish()
-    return values[:, 0].tolist(), trace.collectives
-
-
-def test_ranks_whose_orders_differ_get_the_right_values_and_are_found(ranks: Ranks) -> None:
-    answers = ranks(2, other_orders)
-    assert [values for values, _ in answers] == [[2, 20]] * 2
-    found = check_orders([collectives for _, collectives in answers])
-    assert {finding.kind for finding in found} == {Kind.ORDER, Kind.CYCLE}
-
-
 def freed_while_sent() -> list[float]:
     trace = Trace()
     transport = Transport(trace)
@@ -137,40 +95,3 @@ def freed_while_sent() -> list[float]:
 
 def test_memory_may_be_changed_and_freed_while_values_travel(ranks: Ranks) -> None:
     assert ranks(2, freed_while_sent) == [[1, 1]] * 2
-
-
-def kinds_of_agreement() -> tuple[set[Kind], list[str]]:
-    trace = Trace()
-    transport = Transport(trace)
-    control, _ = transport.new_subgroups_by_enumeration([[0, 1]], backend="gloo")
-    with TraceMode(trace):
-        flags = torch.tensor([dist.get_rank()])
-        work: Any = transport.all_reduce(flags, dist.ReduceOp.MAX, group=control, async_op=True)
-        work.wait()
-        assert flags.max().item() == 1
-    transport.finish()
-    return {finding.kind for finding in trace.findings}, [c.communicator for c in trace.collectives]
-
-
-def test_groups_for_cpu_tensors_make_the_host_wait_and_no_stream(ranks: Ranks) -> None:
-    first, second = ranks(2, kinds_of_agreement)
-    assert first == second
-    assert first[0] == set()
-    assert len(first[1]) == 1
-
-
-def one_never_comes() -> list[Collective]:
-    trace = Trace()
-    transport = Transport(trace)
-    with TraceMode(trace):
-        transport.all_reduce(torch.zeros(2))
-        if dist.get_rank() == 0:
-            transport.all_reduce(torch.zeros(2))
-    transport.finish()
-    return trace.collectives
-
-
-def test_a_rank_that_does_not_come_is_found_even_if_nobody_needs_the_values(ranks: Ranks) -> None:
-    found = check_orders(ranks(2, one_never_comes))
-    assert [finding.kind for finding in found] == [Kind.ORDER]
-    assert "nothing more on rank 1" in found[0].text

@@ -20,9 +20,7 @@ def profiled(schedule, stage):
 
 
 @pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.long_where(num_ranks=[2], schedule=["zb-h1"])
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 0), (4, 3)])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(("num_ranks", "stage", "schedule"), [(2, 0, "1f1b"), (4, 3, "zb-h1")])
 def test_actions_are_phases_and_add_up(ranks, num_ranks, stage, schedule):
     for rank, (profile, is_same) in enumerate(ranks(num_ranks, profiled, schedule, stage)):
         assert is_same

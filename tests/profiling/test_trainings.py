@@ -176,10 +176,9 @@ def interrupted(fail, inside):
     return profile.phases, profile.num_steps, message, is_clean, later.num_steps
 
 
-@pytest.mark.long_where(inside=[False])
-@pytest.mark.long_where(inside=[False], fail=[fail_in_forward, fail_in_step])
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward, fail_in_step])
+@pytest.mark.parametrize(
+    ("fail", "inside"), [(fail_in_forward, True), (fail_in_backward, False), (fail_in_step, True)]
+)
 def test_a_step_that_fails_is_not_counted_and_the_profile_is_filled(ranks, fail, inside):
     for phases, num_steps, message, is_clean, num_later in ranks(2, interrupted, fail, inside):
         assert message.endswith("that fails")

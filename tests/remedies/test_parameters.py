@@ -1,7 +1,6 @@
 """Remedies in errors about the parameters of an engine are followed, and they work."""
 
 import copy
-import pickle
 
 import torch
 import torch.distributed as dist
@@ -9,7 +8,6 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import zeroshard
-from tests.distributed.models import Tiny
 from tests.remedies.told import (
     DATA,
     adamw,
@@ -17,11 +15,9 @@ from tests.remedies.told import (
     net,
     same,
     start,
-    take_step,
     told,
     trained,
     trains,
-    warned,
     whole,
 )
 
@@ -43,54 +39,6 @@ def test_a_parameter_of_two_units_is_in_one():
     with told("To share it between modules"):
         loss_of(engine)
     trains(start(copy.deepcopy(model), units=["Borrows"]), model)
-
-
-def test_a_method_has_another_name_than_that_of_the_engine():
-    class Steps(Tiny):
-        def step(self, x):
-            return self(x)
-
-        walk = step
-
-    torch.manual_seed(0)
-    engine = start(Steps())
-    with told("give the model's method another name"):
-        engine.register_forward_method("step")
-    engine.register_forward_method("walk")
-    assert torch.equal(engine.walk(DATA), net()(DATA))
-
-
-def test_values_are_copied_into_a_parameter():
-    engine = start()
-    parameter, values = engine.module.inner.weight, torch.ones(10, 7)
-    with told("copy_() into it under torch.no_grad()"):
-        parameter.data = values
-    with torch.no_grad():
-        parameter.copy_(values.flatten())
-    assert torch.equal(whole(engine)["inner.weight"], values)
-    with told("or edit the whole under engine.unsharded(module, write_back=True)"):
-        parameter.data = values
-    with engine.unsharded(engine.module.inner, write_back=True):
-        engine.module.inner.weight.data.copy_(2 * values)
-    assert torch.equal(whole(engine)["inner.weight"], 2 * values)
-
-
-def test_a_parameter_is_trained_before_initialize_and_frozen_after():
-    model = net()
-    model.inner.weight.requires_grad_(False)
-    engine = start(model)
-    words = "set requires_grad=True before initialize; afterwards it can be frozen and trained in turns"
-    with told(words):
-        engine.module.inner.weight.requires_grad_(True)
-    engine = start()
-    engine.module.inner.weight.requires_grad_(False)
-    frozen = net()
-    frozen.inner.weight.requires_grad_(False)
-    trains(engine, frozen, optimizer=adamw)
-    engine.module.inner.weight.requires_grad_(True)
-    before = whole(engine)["inner.weight"]
-    take_step(engine)
-    assert not torch.equal(whole(engine)["inner.weight"], before)
 
 
 def test_a_gradient_is_taken_by_backward():
@@ -115,69 +63,6 @@ def test_a_gradient_is_taken_by_backward():
     loss = loss_of(engine)
     hook.remove()
     assert torch.equal(torch.autograd.grad(loss, seen[0])[0].flatten(), want)
-
-
-def test_an_edit_under_unsharded_ends_before_the_forward():
-    engine = start()
-    with engine.unsharded(), told("Leave the block, with write_back=True, and then call forward"):
-        engine.module.gain.data.mul_(2)
-        loss_of(engine)
-    with engine.unsharded(write_back=True):
-        engine.module.gain.data.mul_(2)
-    model = net()
-    model.gain.data.mul_(2)
-    trains(engine, model)
-
-
-def test_parameters_are_assigned_and_tied_before_initialize():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.one, self.two = nn.Linear(7, 7), nn.Linear(7, 7)
-
-        def forward(self, x):
-            return self.two(self.one(x))
-
-    engine = start(Two())
-    engine.module.one.weight = nn.Parameter(torch.ones(7, 7))
-    with told("Assign, tie and remove parameters before initialize, or edit them in place under engine"):
-        loss_of(engine)
-    model = Two()
-    model.one.weight = nn.Parameter(torch.ones(7, 7))
-    trains(start(copy.deepcopy(model)), copy.deepcopy(model))
-    engine = start(Two())
-    with engine.unsharded(write_back=True):
-        engine.module.one.weight.data.fill_(1)
-    trains(engine, model)
-    engine = start(Two())
-    engine.module.one.weight = engine.module.two.weight
-    with told("Assign, tie and remove parameters before initialize"):
-        loss_of(engine)
-    model = Two()
-    model.one.weight = model.two.weight
-    trains(start(copy.deepcopy(model)), model)
-
-
-def test_parameters_are_edited_between_steps_and_not_in_a_forward():
-    def assign(module, *_):
-        module[0].bias.data = module[2].bias.data
-
-    def built():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
-
-    engine = start(built())
-    handle = engine.module.register_forward_pre_hook(assign)
-    with told("edit it between steps, under engine.unsharded(write_back=True)"):
-        loss_of(engine)
-    handle.remove()
-    with engine.unsharded(write_back=True), torch.no_grad():
-        engine.module[0].bias.copy_(engine.module[2].bias)
-    model = built()
-    with torch.no_grad():
-        model[0].bias.copy_(model[2].bias)
-    trains(engine, model)
 
 
 def test_gradients_of_gradients_need_no_transform():
@@ -234,71 +119,6 @@ def test_an_original_parameter_is_read_from_its_module():
     same(whole(engine), trained())
 
 
-def test_layers_are_added_to_a_closed_model():
-    engine = start()
-    engine.module.late = nn.Linear(3, 3)
-    with told("call engine.close() on all ranks, add it, and initialize again"):
-        take_step(engine)
-    engine = start()
-    engine.close()
-    model = engine.module
-    torch.manual_seed(5)
-    model.late = nn.Linear(3, 3)
-    model.register_forward_hook(lambda module, args, output: module.late(output))
-    trains(start(copy.deepcopy(model)), model)
-
-
-def test_a_sharded_model_is_copied_before_initialize_or_after_close():
-    model = net()
-    copied = copy.deepcopy(model)
-    engine = start(model)
-    with told("copy the model before initialize or after engine.close()"), engine.unsharded():
-        copy.deepcopy(engine.module)
-    with told("or load engine.full_state_dict() (called on all ranks) into another model"):
-        copy.deepcopy(engine.module)
-    other = net()
-    other.load_state_dict(whole(engine))
-    engine.close()
-    for made in (copied, other, copy.deepcopy(engine.module)):
-        same(trained(made), trained())
-
-
-def test_a_sharded_model_is_saved_by_its_own_calls(tmp_path):
-    engine = start()
-    with told("save engine.full_state_dict() (called on all ranks)"):
-        pickle.dumps(engine.module)
-    torch.save(engine.full_state_dict(), tmp_path / "whole.pt")
-    same(torch.load(tmp_path / "whole.pt"), net().state_dict())
-    with warned("Save engine.full_state_dict()"):
-        torch.save(engine.module.state_dict(), tmp_path / "slices.pt")
-    with warned("call engine.save_checkpoint(folder) on all ranks"):
-        torch.save(engine.optimizer.state_dict(), tmp_path / "states.pt")
-    engine.save_checkpoint(tmp_path / "checkpoints")
-    take_step(engine)
-    engine.load_checkpoint(tmp_path / "checkpoints")
-    trains(engine)
-
-
-def test_dtypes_are_those_of_the_config():
-    engine = start()
-    with told("set Config(precision=...) for dtypes"):
-        engine.half()
-    with told("For another dtype set Config(precision=...)"):
-        engine.module.half()
-    assert start(precision="bf16")(DATA).dtype == torch.bfloat16
-
-
-def test_a_model_goes_back_to_initialize_after_close():
-    engine = start()
-    engine.close()
-    with told("give the model to zeroshard.initialize or zeroshard.shard once more, with a new optimizer"):
-        engine(DATA)
-    with told("make a new optimizer over model.parameters()"):
-        engine.optimizer.step()
-    same(trained(copy.deepcopy(engine.module)), trained())
-    trains(start(engine.module))
-
-
 def test_a_replaced_parameter_is_edited_in_place_or_left():
     engine = start()
     engine.module.inner.weight = nn.Parameter(torch.ones(10, 7))
@@ -311,28 +131,6 @@ def test_a_replaced_parameter_is_edited_in_place_or_left():
         engine.module.inner.weight.data.fill_(1)
     engine.close()
     assert torch.equal(engine.module.inner.weight, torch.ones(10, 7))
-
-
-def test_backward_comes_before_close():
-    engine = start()
-    loss = loss_of(engine)
-    engine.close()
-    with told("call backward before close()"):
-        loss.backward()
-    engine = start()
-    loss_of(engine).backward()
-    engine.optimizer.step()
-    engine.close()
-    same(engine.module.state_dict(), trained())
-
-
-def test_a_tracer_gets_a_second_model():
-    engine = start()
-    with told("or a second model that has loaded engine.full_state_dict()"):
-        torch.export.export(engine.module, (DATA,))
-    second = Tiny()
-    second.load_state_dict(engine.full_state_dict())
-    assert torch.equal(torch.export.export(second, (DATA,)).module()(DATA), net()(DATA))
 
 
 def test_optimizers_step_before_the_forward():
@@ -360,18 +158,3 @@ def test_optimizers_step_before_the_forward():
     loss_of(sharded.module)
     made[1].step()
     same(whole(sharded), want)
-
-
-def test_an_average_has_a_name_of_its_own_and_is_taken_away_first(tmp_path):
-    engine = start()
-    average = zeroshard.EMA(engine, decay=0.5)
-    with told("give this one another name"):
-        zeroshard.EMA(engine, decay=0.9)
-    zeroshard.EMA(engine, decay=0.9, name="slow")
-    with average.applied(), told("call it after the block, which puts the trained values back"):
-        take_step(engine)
-    with average.applied(), told("call it after the block, which puts the trained values back"):
-        engine.save_checkpoint(tmp_path)
-    engine.save_checkpoint(tmp_path)
-    engine.zero_grad()
-    trains(engine)

@@ -19,96 +19,12 @@ from tests.remedies.told import (
 )
 
 
-def test_another_number_of_micro_batches_after_the_step():
-    engine = start(gradient_accumulation_steps=2)
-    take_step(engine)
-    for end in (engine.zero_grad, lambda: take_step(engine)):
-        with told("Call it after step() or zero_grad()"):
-            engine.set_gradient_accumulation_steps(1)
-        end()
-        engine.set_gradient_accumulation_steps(1)
-        engine.set_gradient_accumulation_steps(2)
-        take_step(engine)
-    engine.zero_grad()
-    same(whole(engine), trained())
-
-
-def test_train_batch_after_the_step():
-    for end in ("zero_grad", "step"):
-        engine = start(gradient_accumulation_steps=2, loss_fn=mean_square)
-        take_step(engine)
-        with told("end it with backward() and step(), or drop it with zero_grad()"):
-            engine.train_batch(DATA, DATA)
-        engine.zero_grad() if end == "zero_grad" else take_step(engine)
-        engine.train_batch(DATA, DATA)
-
-        def halves(model):
-            return loss_of(model, DATA[:2]) / 2 + loss_of(model, DATA[2:]) / 2
-
-        want = trained(losses=[loss_of, halves] if end == "step" else [halves])
-        for name, value in whole(engine).items():
-            torch.testing.assert_close(value, want[name], atol=1e-5, rtol=1e-4)
-
-
-def test_train_batch_counts_again():
-    engine = start(loss_fn=mean_square)
-    engine.set_gradient_accumulation_boundary(True)
-    with told("call set_gradient_accumulation_boundary(None) before it"):
-        engine.train_batch(DATA, DATA)
-    engine.set_gradient_accumulation_boundary(None)
-    engine.train_batch(DATA, DATA)
-    same(whole(engine), trained())
-
-
-def test_an_optimizer_is_given_to_initialize():
-    engine = start(optimizer=None, loss_fn=mean_square)
-    for call in (lambda: engine.train_batch(DATA, DATA), engine.step):
-        with told("needs an optimizer: give one to zeroshard.initialize"):
-            call()
-    with told("needs an optimizer: give one to zeroshard.initialize"):
-        engine.full_optimizer_state("gain")
-    engine.close()
-    trains(start(engine.module))
-
-
-def test_a_loss_function_is_given():
-    engine = start()
-    with told("train_batch() needs loss_fn= at initialize"):
-        engine.train_batch(DATA)
-    engine = start(loss_fn=mean_square)
-    engine.train_batch(DATA, DATA)
-    same(whole(engine), trained())
-
-
 def test_the_number_of_batches_is_given():
     engine = start(loss_fn=mean_square)
     with told("expected num_batches, as generator has no length"):
         engine.train_batches((DATA, DATA) for _ in range(2))
     engine.train_batches(((DATA, DATA) for _ in range(2)), num_batches=2)
     same(whole(engine), trained(losses=[loss_of] * 2))
-
-
-def test_the_engine_steps_in_float16():
-    engine = start(precision={"param_dtype": "float16", "loss_scale": 8.0})
-    with told("call engine.backward(loss), not loss.backward()"):
-        loss_of(engine).backward()
-    engine.zero_grad()
-    engine.backward(loss_of(engine))
-    with told("call engine.step(), not optimizer.step()"):
-        engine.optimizer.step()
-    before = whole(engine)
-    engine.step()
-    assert engine.skipped_steps == 0
-    assert any(not torch.equal(value, before[name]) for name, value in whole(engine).items())
-
-
-def test_nonfinite_gradients_are_left_out_by_the_engine():
-    engine = start(nonfinite="skip")
-    engine.backward(loss_of(engine))
-    with told("call engine.step(), not optimizer.step()"):
-        engine.optimizer.step()
-    engine.step()
-    same(whole(engine), trained())
 
 
 def test_clipping_needs_no_closure():

@@ -1,7 +1,6 @@
 """Remedies in errors of several ranks, of pipelines and of divided layers are followed, and they work."""
 
 import copy
-import functools
 import traceback
 from pathlib import Path
 
@@ -9,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD
-from torch.utils.data import DistributedSampler, TensorDataset
 
 import zeroshard
 from tests.distributed.models import Tiny
@@ -54,24 +51,6 @@ def follow(folder, names=()):
 
 def test_the_remedies_work_on_two_ranks(ranks, tmp_path):
     assert ranks(2, follow, str(tmp_path), timeout=120) == ["", ""]
-
-
-@case
-def a_parameter_is_used_where_it_is_whole(folder):
-    class Encodes(Tiny):
-        def encode(self, x):
-            return self.inner(x)
-
-    torch.manual_seed(0)
-    model = Encodes()
-    want = model.encode(DATA)
-    engine = start(model)
-    with told("inside a method that was given to engine.register_forward_method(name)"):
-        engine.module.encode(DATA)
-    with engine.unsharded(engine.module.inner):
-        assert torch.equal(engine.module.inner(DATA), want)
-    engine.register_forward_method("encode")
-    assert torch.equal(engine.encode(DATA), want)
 
 
 @case
@@ -126,46 +105,6 @@ def a_loss_scale_is_that_of_the_engine(folder):
 
 
 @case
-def norms_and_whole_parameters_are_for_attached_optimizers(folder):
-    engine = start(optimizer=None)
-    loss_of(engine).backward()
-    with told("Hand the optimizer to zeroshard.initialize, or to attach() of what zeroshard.shard returns"):
-        zeroshard.optim.LAMB(engine.parameters(), lr=1e-2).step()
-    engine.zero_grad()
-    sharded = zeroshard.shard(net())
-    optimizer = zeroshard.optim.LAMB(sharded.module.parameters(), lr=1e-2)
-    sharded.attach(optimizer)
-    loss_of(sharded.module).backward()
-    optimizer.step()
-    want = trained(optimizer=lambda parameters: zeroshard.optim.LAMB(parameters, lr=1e-2))
-    for name, value in whole(sharded).items():
-        torch.testing.assert_close(value, want[name], atol=1e-6, rtol=1e-5)
-
-
-@case
-def a_gradient_is_dropped_on_all_ranks(folder):
-    engine = start()
-    engine.backward(loss_of(engine))
-    if dist.get_rank() == 1:
-        engine.module.gain.grad = None
-    with told("Drop p.grad on all ranks alike"):
-        engine.full_gradient("gain")
-    engine.module.gain.grad = None
-    assert engine.full_gradient("gain") is None
-
-
-@case
-def a_whole_gradient_is_given_by_name(folder):
-    model = net()
-    loss_of(model).backward()
-    engine = start()
-    with told("To give the whole gradient, call engine.set_full_gradient(name, gradient) on all ranks"):
-        engine.module.inner.weight.grad = model.inner.weight.grad
-    engine.set_full_gradient("inner.weight", model.inner.weight.grad)
-    assert torch.equal(engine.full_gradient("inner.weight"), model.inner.weight.grad)
-
-
-@case
 def whole_values_are_loaded_under_unsharded(folder):
     torch.manual_seed(3)
     values = Tiny().state_dict()
@@ -178,53 +117,6 @@ def whole_values_are_loaded_under_unsharded(folder):
     model = net()
     model.load_state_dict(values)
     same(whole(start(model)), values)
-
-
-@case
-def a_checkpoint_follows_a_backward_under_no_sync(folder):
-    for end in ("step", "zero_grad"):
-        engine = start()
-        with engine.no_sync():
-            loss_of(engine).backward()
-        with told("Take the step first, or drop the gradients with zero_grad()"):
-            engine.save_checkpoint(folder, tag="refused")
-        engine.step() if end == "step" else engine.zero_grad()
-        engine.save_checkpoint(folder, tag=end)
-        other = start()
-        other.load_checkpoint(folder)
-        same(whole(other), trained(losses=[loss_of] * (end == "step")))
-
-
-@case
-def a_mesh_has_names_that_are_known(folder):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts"))
-    with told("rename its axes, or give one of them: mesh['name']"):
-        zeroshard.shard(net(), mesh=mesh)
-    for known in (
-        init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_replicate", "dp_shard")),
-        mesh["parts"],
-    ):
-        sharded = zeroshard.shard(net(), mesh=known)
-        same(whole(sharded), net().state_dict())
-
-
-@case
-def micro_batches_are_repeated_after_a_failed_backward(folder):
-    def fail(*_):
-        raise KeyError
-
-    engine = start(stage=2)
-    loss_of(engine).backward()
-    handle = engine.module.inner.register_full_backward_pre_hook(fail)
-    with pytest.raises(KeyError):
-        engine.backward(loss_of(engine))
-    handle.remove()
-    with told("call zero_grad() and repeat the micro-batches since the last step"):
-        engine.step()
-    engine.zero_grad()
-    trains(engine)
 
 
 @case
@@ -275,95 +167,6 @@ def pipes(engine, model=None, **options):
 
 
 @case
-def a_pipeline_takes_whole_batches(folder):
-    engine = pipelined()
-    for call in (lambda: engine.backward(torch.ones(())), lambda: engine.step()):
-        with told("engine.train_batch(inputs, targets) takes a whole step"):
-            call()
-    with told("call engine.train_batch(inputs, targets) or engine.eval_batch(inputs, targets) on all ranks"):
-        engine(WIDE)
-    torch.testing.assert_close(engine.eval_batch(WIDE, WIDE).double(), loss_of(blocks(), WIDE).detach())
-    pipes(engine)
-
-
-@case
-def a_pipeline_makes_its_optimizer(folder):
-    model = blocks()
-    with told("expected a callable that makes the optimizer from the parameters of this rank's part"):
-        pipelined(model, adamw(model.parameters()))
-    pipes(pipelined(model))
-
-
-@case
-def a_pipeline_has_a_whole_model(folder):
-    model = blocks()
-    pipelined(model)
-    with told("a part of one, which an engine has taken out of it: build the model again"):
-        pipelined(model)
-    pipes(pipelined(blocks()))
-
-
-@case
-def a_pipeline_of_another_structure_is_traced(folder):
-    data = TensorDataset(WIDE, WIDE)
-
-    def two():
-        torch.manual_seed(0)
-        return Tiny(2).double()
-
-    with told("pipeline.trace=True cuts models of other structures"):
-        pipelined(two())
-    config = {
-        "mesh": {"pp": 2},
-        "micro_batch_size": 2,
-        "pipeline": {"num_microbatches": 2, "trace": True, "split": ["blocks.1"]},
-    }
-    with told("expected training_data at initialize: its first samples trace the model"):
-        zeroshard.initialize(two(), adamw, config, loss_fn=mean_square)
-    engine = zeroshard.initialize(two(), adamw, config, training_data=data, loss_fn=mean_square).engine
-    pipes(engine, two())
-
-
-@case
-def a_split_names_blocks_of_the_model(folder):
-    with told("expected 1 names, which begin all but the first of 2 chunks"):
-        pipelined(balance="time", split=["1", "2"])
-    with told("expected blocks from '0' to '3', got '9'"):
-        pipelined(balance="time", split=["9"])
-    pipes(pipelined(balance="time", split=["1"]))
-
-
-@case
-def an_asynchronous_pipeline_has_weights_of_its_own(folder):
-    def tied():
-        model = blocks()
-        model[3][0].weight = model[0][0].weight
-        return model
-
-    with told("they step at different times. Give each its own"):
-        pipelined(tied(), schedule="pb")
-    pipelined(schedule="pb").train_batch(WIDE, WIDE)
-    pipes(pipelined(tied()), tied())
-
-
-@case
-def corrections_and_predictions_have_optimizers_that_they_know(folder):
-    with told("expected torch.optim.SGD with momentum, whose update is the sum that it compensates"):
-        pipelined(schedule="pb", correction="spike")
-    with told("'rescale' works with every optimizer"):
-        pipelined(schedule="pb", correction="spike")
-    pipelined(schedule="pb", correction="rescale").train_batch(WIDE, WIDE)
-    momentum = functools.partial(SGD, lr=0.01, momentum=0.9)
-    pipelined(None, momentum, schedule="pb", correction="spike").train_batch(WIDE, WIDE)
-    lamb = functools.partial(zeroshard.optim.LAMB, lr=0.01)
-    for weights in ("predict", "lwp"):
-        with told("'estimate' and 'lwp-weights' work with every optimizer"):
-            pipelined(None, lamb, schedule="pb", weights=weights)
-    for weights in ("estimate", "lwp-weights"):
-        pipelined(None, lamb, schedule="pb", weights=weights).train_batch(WIDE, WIDE)
-
-
-@case
 def an_asynchronous_pipeline_has_no_checkpoints_or_keeps_weights(folder):
     """One rank alone raises the error, in tests/parallel/pipeline/asynchronous/test_endings.py."""
     from torch.utils.checkpoint import checkpoint
@@ -381,19 +184,6 @@ def an_asynchronous_pipeline_has_no_checkpoints_or_keeps_weights(folder):
         pipelined(built(), schedule="pb", weights=weights).train_batch(WIDE, WIDE)
 
 
-class Pair(nn.Module):
-    """Two layers that can be divided, [n, 7] -> [n, 7]."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(7, 8), nn.Linear(8, 7)
-        self.double()
-
-    def forward(self, x):
-        return self.down(self.up(x).tanh())
-
-
 def divided(model, plan, **config):
     return zeroshard.initialize(model, adamw, {"mesh": {"tp": 2}, **config}, tp_plan=plan).engine
 
@@ -404,33 +194,6 @@ def divides(engine, model):
     want = trained(model, losses=[lambda model: loss_of(model, WIDE)])
     for name, value in whole(engine).items():
         torch.testing.assert_close(value, want[name], rtol=1e-9, atol=1e-12)
-
-
-@case
-def a_model_without_a_plan_gets_one(folder):
-    with told("give tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', ...}"):
-        divided(Pair(), None)
-    with told("no module of the model is called"):
-        divided(Pair(), {"layers.*.up": "colwise"})
-    divides(divided(Pair(), {"up": "colwise", "down": "rowwise"}), Pair())
-
-
-@case
-def tensor_ranks_have_the_same_batch(folder):
-    engine = divided(Pair(), {"up": "colwise", "down": "rowwise"})
-    batch = WIDE[list(DistributedSampler(WIDE))]
-    with told("DistributedSampler(data, num_replicas=world_size // 2, rank=rank // 2)"):
-        engine(batch)
-    batch = WIDE[list(DistributedSampler(WIDE, num_replicas=2 // 2, rank=dist.get_rank() // 2))]
-    torch.testing.assert_close(engine(batch), Pair()(batch))
-
-
-@case
-def a_divided_model_is_called_outside_of_unsharded(folder):
-    engine = divided(Pair(), {"up": "colwise", "down": "rowwise"})
-    with engine.unsharded(), told("call the model outside of it"):
-        engine.module.up(WIDE)
-    divides(engine, Pair())
 
 
 @case

@@ -73,7 +73,6 @@ OPTIMIZERS = {
     "LARS": over(LARS, lr=1e-2),
     "Muon": lambda model: Muon(muon_groups(model)),
     "bitsandbytes": over(bitsandbytes.optim.AdamW8bit, lr=1e-2, min_8bit_size=256),
-    "AdEMAMix": over(bitsandbytes.optim.AdEMAMix, lr=1e-2),
 }
 
 

@@ -12,7 +12,7 @@ import warnings
 
 import torch
 
-from tests.optim.eightbit.test_bfloat16 import SETTINGS
+from tests.optim.eightbit.cases import SETTINGS
 from zeroshard.optim.eightbit import kernels, kernels_gpu
 from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, codebook
 from zeroshard.optim.eightbit.rules import LAMB_RULE, LARS_RULE

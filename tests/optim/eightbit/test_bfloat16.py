@@ -3,20 +3,13 @@
 import pytest
 import torch
 
+from tests.optim.eightbit.cases import SETTINGS
 from zeroshard.optim.eightbit import step as steps
 from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, codebook
-from zeroshard.optim.eightbit.rules import ADAGRAD, ADAM, ADEMAMIX, LION, RMSPROP, SGD
+from zeroshard.optim.eightbit.rules import ADAM
 from zeroshard.stepping import rounding
 from zeroshard.stepping.rounding import Bits, Rounding
 
-SETTINGS = {
-    ADAM: {"betas": (0.8, 0.95), "eps": 1e-6},
-    LION: {"betas": (0.9, 0.99)},
-    SGD: {"momentum": 0.7},
-    RMSPROP: {"alpha": 0.9, "eps": 1e-6},
-    ADAGRAD: {"eps": 1e-6},
-    ADEMAMIX: {"betas": (0.8, 0.95, 0.99), "eps": 1e-6, "alpha": 3.0, "t_alpha": 3, "t_beta3": 3},
-}
 CASES = (
     (4096, 0, False, 0.0),
     (5003, 256, False, 0.1),

@@ -111,16 +111,3 @@ def test_small_parameters_have_float32_states_and_the_threshold_can_be_set_for_a
     name = next(iter(optimizer.rule.states))
     dtypes = [optimizer.state[p][name].dtype for p in (small, large, chosen)]
     assert dtypes == [torch.float32, torch.uint8, torch.float32]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bad_number_is_refused_also_in_a_group(kind):
-    parameter = nn.Parameter(torch.ones(2))
-    for options, text in (
-        ({"min_8bit_size": 0.5}, "min_8bit_size: expected an integer >= 0, got 0.5"),
-        ({"weight_decay": -1.0}, "weight_decay: expected a finite number >= 0"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            KINDS[kind]([parameter], **({"lr": 0.1} | options))
-        with pytest.raises(ValueError, match=text):
-            KINDS[kind]([{"params": [parameter]} | options], lr=0.1)

@@ -1,5 +1,6 @@
 """Runs of small language models over pipeline ranks, and the same in one process."""
 
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -131,10 +132,17 @@ def plain(name, numbers, max_norm=0.5, make=sgd):
     return losses, norms, {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def start(name, config, make=sgd, seed=0):
+def config_of(layout, stage=3, **more):
+    _, mesh, pipeline = LAYOUTS[layout]
+    return {"stage": stage, "mesh": mesh, **({"pipeline": pipeline} if pipeline else {}), **more}
+
+
+def start(model, config, make=sgd, seed=0):
+    """An engine over a model, or over one of a name."""
     if "split" not in config.get("pipeline", {"split": ()}):  # a cut that does not depend on measured times
         config = config | {"pipeline": {"balance": "memory", **config["pipeline"]}}
-    return zeroshard.initialize(build(name, seed), make, {"clip_grad_norm": 0.5, **config}).engine
+    model = build(model, seed) if isinstance(model, str) else model
+    return zeroshard.initialize(model, make, {"clip_grad_norm": 0.5, **config}).engine
 
 
 def train(engine, numbers, rows=BATCH):
@@ -152,6 +160,27 @@ def parameters_of(engine):
     with engine.unsharded():
         named = engine.module.named_parameters(remove_duplicate=False)
         return {name: parameter.detach().clone() for name, parameter in named}
+
+
+def run(name, config, numbers=range(3), make=sgd):
+    """Losses, gradient norms and parameters of this rank after these steps."""
+    engine = start(name, config, make)
+    found = (*train(engine, numbers), parameters_of(engine))
+    engine.close(restore=False)
+    return found
+
+
+def agree(found, want, *, rel=1e-6, absolute=1e-6):
+    """Compare what all ranks have with the losses, norms and parameters of one process."""
+    want_losses, want_norms, values = want
+    names = set()
+    for losses, norms, state in found:
+        assert losses == pytest.approx(want_losses, rel=rel)
+        assert norms == pytest.approx(want_norms, rel=rel)
+        names |= state.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, values[name].detach(), rtol=0, atol=absolute, msg=name)
+    assert names == values.keys()
 
 
 def bits(name, schedules, options):

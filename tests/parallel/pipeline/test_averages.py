@@ -5,15 +5,13 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard
-from tests.parallel.pipeline.runs import LAYOUTS, adamw, start, train
+from tests.parallel.pipeline.runs import LAYOUTS, adamw, config_of, start, train
 
 DECAY = 0.8
 
 
 def begin(layout, name, stage, seed=0):
-    _, mesh, pipeline = LAYOUTS[layout]
-    config = {"stage": stage, "mesh": mesh} | ({"pipeline": pipeline} if pipeline else {})
-    return start(name, config, adamw, seed)
+    return start(name, config_of(layout, stage), adamw, seed)
 
 
 def averaged(folder, layout, name, stage):
@@ -57,8 +55,6 @@ def load(folder, layout, name, stage):
     [
         ("pp 2", "1x1x1", "tied gpt"),
         pytest.param("pp 2 x tp 2", "pp 2", "llama", marks=pytest.mark.long),
-        pytest.param("1x1x1", "pp 2 x tp 2", "tied llama", marks=pytest.mark.long),
-        pytest.param("pp 2 x dp 2", "tp 4", "tied llama", marks=pytest.mark.long),
     ],
 )
 def test_averages_of_parts_are_those_of_torch_and_load_at_other_layouts(ranks, tmp_path, before, after, name):

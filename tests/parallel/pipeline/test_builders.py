@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules as torchs
 
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.runner import room_for_sends
-from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, with_recompute, zbv
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, with_recompute
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 
 
@@ -136,13 +136,6 @@ def test_makespans_are_those_of_the_papers(num_ranks: int, num_microbatches: int
         assert length("zbv", num_ranks, num_microbatches, 2).makespan == work + hops / 2
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_a_rank_of_zbv_waits_for_nothing_once_it_has_begun(num_ranks: int) -> None:
-    timeline = simulate(zbv(num_ranks, 2 * num_ranks + 3), ActionCosts())
-    for spans in timeline.spans:
-        assert all(before.end == after.start for before, after in pairwise(spans))
-
-
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 3), (4, 1), (4, 3), (4, 8), (8, 32)])
 def test_the_activations_in_flight_are_those_of_the_papers(num_ranks: int, num_microbatches: int) -> None:
     def held(name: str) -> tuple[int, ...]:
@@ -157,16 +150,6 @@ def test_the_activations_in_flight_are_those_of_the_papers(num_ranks: int, num_m
 
 
 # ---------------------------------------------------------------------------------------- recompute
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "num_microbatches", "varuna", "gpipe"), [(4, 5, 27, 28), (4, 8, 39, 40), (8, 32, 147, 148)]
-)
-def test_varuna_is_one_forward_shorter_than_gpipe_that_recomputes(
-    num_ranks: int, num_microbatches: int, varuna: int, gpipe: int
-) -> None:
-    assert length("varuna", num_ranks, num_microbatches).makespan == varuna
-    assert length("gpipe", num_ranks, num_microbatches, recompute=True).makespan == gpipe
 
 
 def test_gpipe_recomputes_all_but_the_last_microbatch_and_goes_back_from_it() -> None:
@@ -219,29 +202,6 @@ def test_varunas_rules_hold_on_every_rank(costs: ActionCosts) -> None:
                 forward = actions[backward - 2]
                 began = ends[forward] - costs.of(forward)
                 assert forward.kind is not Kind.FORWARD or began < arrived
-
-
-@pytest.mark.parametrize(
-    ("costs", "num_forwards"),
-    [
-        (ActionCosts(), 3),
-        (ActionCosts(recompute=2), 2),
-        (ActionCosts(transfer=0.5), 4),
-        (ActionCosts(backward_weight=4), 6),
-    ],
-)
-def test_forwards_fill_the_time_until_a_recompute_has_to_begin_for_the_gradient(
-    costs: ActionCosts, num_forwards: int
-) -> None:
-    """On rank 0 of 2, by hand, with F = R = 1 and B = 2.
-
-    Rank 1 runs 1F0 from 1 to 2 and 1B0 from 2 to 4. So 0R0 begins at 3 and ends at 4, and 0F0, 0F1 and 0F2
-    come before. A recompute of 2 begins at 2. With transfers of 0.5, the gradient arrives at 5. If a backward
-    takes 5, it arrives at 7.
-    """
-    first = build_schedule("varuna", 2, 8, costs=costs).lists[0]
-    expected = [*(f"0F{microbatch}" for microbatch in range(num_forwards)), "0R0", "0B0"]
-    assert [str(action) for action in first[: num_forwards + 2]] == expected
 
 
 @pytest.mark.parametrize(

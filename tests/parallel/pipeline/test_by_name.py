@@ -4,14 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel.pipeline.runs import LAYOUTS, adamw, build, plain, start, tokens_of, train
+from tests.parallel.pipeline.runs import LAYOUTS, adamw, build, config_of, plain, start, tokens_of, train
 
 EMBEDDING, HEAD = "transformer.wte.weight", "lm_head.weight"
 
 
 def begin(layout, stage=3, make=adamw):
-    _, mesh, pipeline = LAYOUTS[layout]
-    return start("tied gpt", {"stage": stage, "mesh": mesh, "pipeline": pipeline}, make)
+    return start("tied gpt", config_of(layout, stage), make)
 
 
 def read(layout):
@@ -26,8 +25,7 @@ def read(layout):
     return found
 
 
-@pytest.mark.long_where(layout=["pp 2 x dp 2", "pp 2 x tp 2"])
-@pytest.mark.parametrize("layout", ["pp 2", "pp 2 x dp 2", "pp 2 x tp 2"])
+@pytest.mark.parametrize("layout", ["pp 2", pytest.param("pp 2 x tp 2", marks=pytest.mark.long)])
 def test_every_rank_reads_parameters_and_states_of_all_parts(ranks, layout):
     _, _, want = plain("tied gpt", range(2), make=adamw)
     model = build("tied gpt")

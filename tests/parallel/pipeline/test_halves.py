@@ -3,18 +3,15 @@
 import peft
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import zeroshard
 from tests.parallel.pipeline.runs import (
-    GPT2,
     LENGTH,
     VOCABULARY,
     llama,
     mixtral,
-    rows_of,
-    tied_gpt,
+    train_plainly,
 )
 from zeroshard.parallel.pipeline.weights import Waiting
 
@@ -33,15 +30,8 @@ class Twice(nn.Module):
         return x + self.drop(self.outer(nn.functional.gelu(self.inner(torch.tanh(self.inner(self.norm(x)))))))
 
 
-def sequence(dropout=0.0):
+def sequence(dropout=0.2):
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Twice(dropout) for _ in range(5)), nn.LayerNorm(WIDTH))
-
-
-def partly_frozen():
-    model = llama()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("mlp" not in name and "layers.2" not in name and "embed" not in name)
-    return model
 
 
 def adapted():
@@ -49,19 +39,9 @@ def adapted():
     return peft.inject_adapter_in_model(lora, llama())  # add_adapter of transformers wants a newer peft
 
 
-def gpt2(**options):
-    config = transformers.GPT2Config(**GPT2, **options, tie_word_embeddings=False)
-    return transformers.GPT2LMHeadModel(config)
-
-
 MODELS = {
     "Llama": llama,
-    "GPT-2": lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-    "tied GPT-2": tied_gpt,
-    "GPT-2 with dropout": gpt2,
     "sequence": sequence,
-    "sequence with dropout": lambda: sequence(0.2),
-    "partly frozen Llama": partly_frozen,
     "Llama with adapters": adapted,
     "Mixtral": mixtral,
 }
@@ -76,13 +56,13 @@ def sgd(parameters):
     return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.05, momentum=0.9)
 
 
-def batch_of(kind, number, num_ranks):
-    """The batch of all ranks, with one sample a micro-batch."""
-    generator, size = torch.Generator().manual_seed(number), NUM * num_ranks
-    if "sequence" in kind:
-        x = torch.randn(size, LENGTH, WIDTH, generator=generator).double()
+def batch_of(kind, number):
+    """One sample a micro-batch."""
+    generator = torch.Generator().manual_seed(number)
+    if kind == "sequence":
+        x = torch.randn(NUM, LENGTH, WIDTH, generator=generator).double()
         return x, x.flip(1)
-    tokens = torch.randint(VOCABULARY, (size, LENGTH), generator=generator)
+    tokens = torch.randint(VOCABULARY, (NUM, LENGTH), generator=generator)
     return {"input_ids": tokens}, tokens
 
 
@@ -90,40 +70,22 @@ def square(output, targets):
     return (output - targets).square().mean()
 
 
-def plain(kind, num_ranks):
-    """Train in one process; gradients of the ranks' parts of a batch are averaged.
+def plain(kind):
+    """Train in one process.
 
     A rank of the tests runs it, with as many threads as the others: sums of a norm are cut among threads.
     """
     model = build(kind)
-    optimizer = sgd(model.parameters())
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for number in range(STEPS):
-        batch, sums = batch_of(kind, number, num_ranks), []
-        for rank in range(num_ranks):
-            inputs, targets = (rows_of(value, num_ranks, rank) for value in batch)
-            for place in range(NUM):
-                piece, target = rows_of(inputs, NUM, place), rows_of(targets, NUM, place)
-                whole = isinstance(piece, dict)
-                loss = model(**piece, labels=target).loss if whole else square(model(piece), target)
-                (loss / NUM).backward()
-            sums.append([parameter.grad / num_ranks for parameter in trained])
-            optimizer.zero_grad()
-        for parameter, *gradients in zip(trained, *sums, strict=True):
-            parameter.grad = torch.stack(gradients).sum(0)
-        optimizer.step()
-        optimizer.zero_grad()
+    train_plainly(model, [batch_of(kind, number) for number in range(STEPS)], make=sgd, num=NUM)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def trained(kind, config):
-    loss_fn = square if "sequence" in kind else None
+    loss_fn = square if kind == "sequence" else None
     engine = zeroshard.initialize(build(kind), sgd, config, loss_fn=loss_fn).engine
     torch.manual_seed(5)
     for number in range(STEPS):
-        batch = batch_of(kind, number, engine.dp_world_size)
-        inputs, targets = (rows_of(value, engine.dp_world_size, engine.dp_rank) for value in batch)
-        engine.train_batch(inputs, targets)
+        engine.train_batch(*batch_of(kind, number))
     with engine.unsharded():
         state = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
     engine.close(restore=False)
@@ -145,32 +107,18 @@ def joined(found):
     return {name: value for state in found for name, value in state.items()}
 
 
-@pytest.mark.long_where(kind=["GPT-2"])
-@pytest.mark.long_where(kind=["Llama"], schedule=["zb-h1"])
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.long_where(schedule=["gpipe", "1f1b", "interleaved"])
-@pytest.mark.parametrize(("num_ranks", "stage"), [(2, 3), (4, 0), (4, 2)])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
-@pytest.mark.parametrize("kind", ["Llama", "GPT-2", "sequence"])
-def test_all_schedules_have_the_bits_of_one_process(ranks, kind, schedule, num_ranks, stage):
-    found = ranks(num_ranks, trained, kind, pipelined(schedule, stage, mesh={"pp": 2}))
-    require_bits(found, *ranks(1, plain, kind, num_ranks // 2))
-
-
-@pytest.mark.long_where(schedule=["zb-h1"])
 @pytest.mark.long_where(kind=["Mixtral", "Llama with adapters"])
-@pytest.mark.parametrize("stage", [3])
-@pytest.mark.parametrize("schedule", ["zb-h1", "zbv"])
-@pytest.mark.parametrize("kind", ["partly frozen Llama", "Llama with adapters", "Mixtral"])
-def test_frozen_layers_adapters_and_experts_train_by_divided_backwards(ranks, kind, schedule, stage):
-    found = ranks(2, trained, kind, pipelined(schedule, stage, mesh={"pp": 2}))
-    require_bits(found, *ranks(1, plain, kind, 1))
+@pytest.mark.parametrize("kind", ["Llama", "Llama with adapters", "Mixtral"])
+def test_divided_backwards_have_the_bits_of_one_process(ranks, kind):
+    """The fuzz draws other models and schedules, within the rounding of float64."""
+    found = ranks(2, trained, kind, pipelined("zbv", 3, mesh={"pp": 2}))
+    require_bits(found, *ranks(1, plain, kind))
 
 
-@pytest.mark.long_where(kind=["GPT-2 with dropout"])
-@pytest.mark.parametrize("kind", ["sequence with dropout", "GPT-2 with dropout"])
-def test_divided_backwards_draw_no_random_numbers(ranks, kind):
-    want, found = (ranks(2, trained, kind, pipelined(name, 3, mesh={"pp": 2})) for name in ("1f1b", "zb-h1"))
+def test_divided_backwards_draw_no_random_numbers(ranks):
+    want, found = (
+        ranks(2, trained, "sequence", pipelined(name, 3, mesh={"pp": 2})) for name in ("1f1b", "zb-h1")
+    )
     require_bits(found, joined(want))
 
 
@@ -185,8 +133,5 @@ def num_waiting(mesh):
     return len(noted) / (STEPS * NUM)
 
 
-@pytest.mark.long_where(mesh=[{"pp": 2, "tp": 2}])
-@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "tp": 2}])
-def test_the_weight_gradients_of_all_linear_layers_wait(ranks, mesh):
-    first, last = ranks(2 * mesh.get("tp", 1), num_waiting, mesh)[:: mesh.get("tp", 1)]
-    assert (first, last) == (2 * 7, 2 * 7 + 1)
+def test_the_weight_gradients_of_all_linear_layers_wait(ranks):
+    assert ranks(4, num_waiting, {"pp": 2, "tp": 2})[::2] == [2 * 7, 2 * 7 + 1]

@@ -12,7 +12,6 @@ from tests.stores.late import stepped_late
 
 CASES = {
     "two chunks": ("tied llama", "interleaved", {"recompute": "unit", "clip_grad_norm": 0.5}),
-    "kept": ("tied llama", "interleaved", {"reshard_after_forward": False}),
     "recomputed": ("tied gpt", RECOMPUTED, {}),
     "left out": ("tied gpt", "gpipe", {"nonfinite": "skip"}),
     "asynchronous": ("llama", "pb", {}),

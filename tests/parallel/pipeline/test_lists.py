@@ -86,20 +86,6 @@ def test_a_message_that_overtakes_in_the_receivers_list_waits_in_its_memory() ->
     assert [str(transfer.action) for transfer in first.receives] == ["0F0", "0F1"]
 
 
-def test_halves_of_a_backward_send_the_gradient_after_the_first_half() -> None:
-    schedule = build_schedule("zb-h1", 2, 1)
-    sends = [(str(each.action), len(each.sends)) for each in plan_exchanges(schedule)[1]]
-    assert sends == [("1F0", 0), ("1I0", 1), ("1W0", 0)]
-
-
-def test_nothing_is_sent_between_two_chunks_of_a_rank() -> None:
-    exchanges = plan_exchanges(build_schedule("zbv", 2, 1))
-    (middle,) = [each for each in exchanges[1] if each.action == Action(Kind.FORWARD, 1, 0)]
-    assert len(middle.receives) == 1
-    assert not middle.sends
-    assert not any(plan_transfers(build_schedule("interleaved", 1, 4, 3)))
-
-
 # ----------------------------------------------------------------------------------------------- the sharding
 
 

@@ -3,10 +3,8 @@
 from collections import Counter
 
 import pytest
-import torch
 
 from tests.parallel.pipeline.runs import MODELS, compare_bits, llama, start, train
-from tests.parallel.pipeline.test_habits import run
 from zeroshard.parallel.pipeline.actions import END_BACKWARD, Action, Kind, Schedule, frozen
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.training import PipelineTraining
@@ -58,8 +56,7 @@ EARLY = [
 
 
 @pytest.mark.long_where(schedule=["1f1b", "interleaved"])
-@pytest.mark.long_where(stage=[0, 2])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize(("schedule", "num_microbatches", "first", "last"), EARLY)
 def test_the_units_of_a_chunk_are_reduced_with_it_and_the_root_at_last(
     ranks, schedule, num_microbatches, first, last, stage
@@ -99,37 +96,18 @@ def with_reduces(name, behind):
     return str(Schedule(schedule.placement, 4, frozen(lists)))
 
 
-@pytest.mark.long_where(name=["tied gpt", "llama", "tied llama", "mixtral"])
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "name", "options"),
     [
-        (4, "tied gpt", {"stage": 3}),
         (4, "llama", {"stage": 2, "precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}}),
         (6, "tied llama", {"stage": 1, "precision": {"param_dtype": "bf16", "main_dtype": "bf16"}}),
-        (6, "mixtral", {"stage": 0}),
     ],
 )
 def test_all_places_of_a_reduce_give_the_same_bits(ranks, num_ranks, name, options):
     """With a reduce at the end of the list, nothing is reduced before the last backward of the rank."""
     own = [with_reduces("zbv", None), with_reduces("zbv", 2), with_reduces("interleaved", 1)]
     compare_bits(ranks, num_ranks, name, ["1f1b", "interleaved", "zb-h1", "zbv", *own], options)
-
-
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_block_that_several_chunks_share_is_reduced_when_all_have_ended(ranks, stage):
-    want = ranks(4, run, "one block", "1f1b", stage)
-    for (losses, state), (want_losses, wanted) in zip(
-        ranks(4, run, "one block", "interleaved", stage), want, strict=True
-    ):
-        assert losses == pytest.approx(want_losses, rel=1e-6)
-        for value in state.values():
-            torch.testing.assert_close(value, next(v for v in wanted.values() if v.shape == value.shape))
-
-
-def test_without_data_parallel_ranks_there_is_nothing_to_start_ahead(ranks):
-    for _, under_way in ranks(2, reductions, "interleaved", 2, "llama", {"stage": 2}):
-        assert not any(under_way.values())
 
 
 # ---------------------------------------------------------------------------------------- gathers

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.parallel.pipeline.random_schedules import schedules
-from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, needed_actions, parse_schedule
+from zeroshard.parallel.pipeline.actions import Action, Schedule, needed_actions, parse_schedule
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
@@ -175,20 +175,6 @@ def test_1f1b_needs_one_buffer_because_neighbours_send_to_each_other_at_once() -
     assert simulate(schedule, max_unreceived=1).makespan == 9
 
 
-def test_a_send_that_waits_delays_its_rank() -> None:
-    # Rank 1 takes 3 for a forward. Rank 0 sends at 1 and 2; the second send waits until rank 1 receives at 4.
-    schedule = parse_schedule("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2")
-    costs = PerChunk()
-    starts = {
-        k: [span.start for span in simulate(schedule, costs, max_unreceived=k).spans[0]][:3]
-        for k in (None, 1, 0)
-    }
-    assert starts == {None: [0, 1, 2], 1: [0, 1, 2], 0: [0, 1, 4]}
-    # With a transfer of 1: under way from 1 to 2, then rank 1 computes up to 5, so again from 5 to 6.
-    spans = simulate(schedule, PerChunk(transfer=1), max_unreceived=0).spans
-    assert [span.start for span in spans[0]][:3] == [0, 2, 6]
-
-
 def makespan(schedule: Schedule, room: int) -> float:
     """The makespan with bounded buffers; infinite for a deadlock."""
     try:
@@ -208,8 +194,3 @@ def test_more_room_is_never_slower_and_room_for_all_is_as_no_limit(schedule: Sch
 def test_the_number_of_buffers_is_checked() -> None:
     with pytest.raises(ValueError, match="max_unreceived: expected at least 0 or None, got -1"):
         simulate(parse_schedule(TWO), max_unreceived=-1)
-
-
-def test_a_step_is_allowed_anywhere() -> None:
-    schedule = changed("0B0,", "0B0,STEP,")
-    assert simulate(schedule, ActionCosts(step=1)).spans[0][3].action == Action(Kind.STEP, None, None)

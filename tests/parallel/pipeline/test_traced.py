@@ -137,7 +137,6 @@ def trained(split, options):
 
 FOUR = ["inner.layers.0", "inner.layers.2", "head"]
 CASES = {
-    "two chunks": (2, ["inner.layers.2"], {}),
     "in a block": (2, ["inner.layers.1.norm"], {}),
     "two copies": (4, ["inner.layers.2"], {"copies": 2}),
     "four chunks": (2, FOUR, {"pipeline": {"schedule": "interleaved"}}),
@@ -146,15 +145,12 @@ CASES = {
 }
 
 
-@pytest.mark.long_where(stage=[1])
 @pytest.mark.long_where(case=["in a block", "halves", "two copies", "recomputed"])
-@pytest.mark.long_where(case=["two chunks"], stage=[3])
-@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_a_traced_model_trains_as_in_one_process(ranks, case, stage):
+def test_a_traced_model_trains_as_in_one_process(ranks, case):
     num_ranks, split, options = CASES[case]
     want_losses, want = plain()
-    names, found = set(), ranks(num_ranks, trained, split, {"stage": stage, **options})
+    names, found = set(), ranks(num_ranks, trained, split, {"stage": 3, **options})
     for losses, state, _ in found:
         assert losses == pytest.approx(want_losses, rel=1e-6)
         names |= state.keys()
@@ -246,7 +242,6 @@ def wrong():
     sample = SampleBatch((), batch_of(0)[0])
     texts = {
         "name": message(trace, build(), sample, ["inner.layer.2"]),
-        "number": message(start, ["inner.layers.1", "inner.layers.2"]),
         "output": message(trace, TwoOutputs().double(), sample, ["inner.layers.2"]),
         "unit": message(start, ["inner.layers.2"], units=["Inner"]),
     }
@@ -266,7 +261,7 @@ class TwoOutputs(Model):
 def test_mistakes_are_told(ranks):
     for texts in ranks(2, wrong):
         assert "got 'inner.layer.2', which the model lacks" in texts["name"]
-        assert "expected 1 names, which begin all but the first of 2 chunks, got 2" in texts["number"]
+
         assert "expected a model that returns one tensor" in texts["output"]
         assert "whose forward is never called" in texts["unit"]
         assert "expected arguments as those that were traced" in texts["shape"]

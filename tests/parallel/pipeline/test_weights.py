@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from zeroshard.parallel.pipeline.weights import Products, Waiting
@@ -78,8 +77,8 @@ def compare(model, compute, *others):
     return early
 
 
-@pytest.mark.long_where(dtype=[torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.long_where(dtype=[torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs_input", [True, False])
 @pytest.mark.parametrize(("kind", "values"), CASES)
 def test_the_halves_give_the_bits_of_a_whole_backward(kind, values, needs_input, dtype):
@@ -214,16 +213,6 @@ def kept_bytes(waiting):
     return sum(storage.nbytes() for storage in kept)
 
 
-def test_nothing_waits_outside_of_a_forward_that_is_asked_for_it():
-    model, x = block()
-    products, waiting = Products(model, Changes()), Waiting()
-    with products.deferring(waiting), torch.no_grad():
-        model(x)
-    assert not kept_bytes(waiting)
-    loss_of(model, x).backward()
-    assert model.last.weight.grad is not None
-
-
 def test_an_exception_ends_the_wait():
     model, x = block()
     products = Products(model, Changes())
@@ -231,22 +220,6 @@ def test_an_exception_ends_the_wait():
         model(x[..., 1:])
     loss_of(model, x).backward()
     assert model.last.weight.grad is not None
-
-
-def test_the_two_halves_multiply_as_much_as_a_whole_backward():
-    model, x = block()
-    x.requires_grad_()
-    loss = loss_of(model, x)
-    with FlopCounterMode(display=False) as whole:
-        loss.backward()
-    changes, waiting = Changes(), Waiting()
-    with Products(model, changes).deferring(waiting):
-        loss = loss_of(model, x)
-        with FlopCounterMode(display=False) as first:
-            loss.backward()
-    with FlopCounterMode(display=False) as second:
-        waiting.compute()
-    assert first.get_total_flops() == second.get_total_flops() == whole.get_total_flops() / 2
 
 
 def test_operands_live_until_the_second_half_and_no_longer():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,8 +11,7 @@ from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.pipeline import WEIGHTS as NAMES
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.method import compensate
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
+from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live, kept_versions
 from zeroshard.parallel.pipeline.schedules import (
     SCHEDULES,
     build_schedule,
@@ -93,44 +91,6 @@ def test_full_lists_cross_as_many_steps_as_long_ones(p: int, k: int, synchronous
         assert full.most_crossed(s) == long.most_crossed(s) == -(-(p - 1 - s) // k)
 
 
-@given(st.integers(2, 6), st.integers(0, 6), st.integers(1, 30))
-def test_two_versions_are_enough_from_p_micro_batches_a_step_on(p: int, more: int, m: int) -> None:
-    """Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", section 3.1."""
-    ages = Ages(steady(p, m, p + more))
-    uses = WEIGHTS["double"](ages)
-    assert max(count_live(ages, uses)) <= 2
-    for action, use in uses.items():
-        assert action.microbatch is not None
-        assert use == Use(max(action.microbatch // (p + more) - 1, 0))
-
-
-@given(DEPTHS, SIZES)
-def test_vertical_keeps_the_version_of_the_first_stage_everywhere(p: int, m: int) -> None:
-    ages = Ages(steady(p, m))
-    uses = WEIGHTS["vertical"](ages)
-    for action, use in uses.items():
-        assert action.microbatch is not None
-        assert use.version == max(0, action.microbatch - (p - 1))
-        assert use.version <= ages.before[action]
-    if m >= 2 * p - 1:
-        assert count_live(ages, uses) == (p,) * p
-
-
-@given(DEPTHS, SIZES)
-def test_horizons_are_those_of_spectrain(p: int, m: int) -> None:
-    """Chen et al. 2018, section 3.2: floor(k / 2) from a backward, n - 1 - k more from a forward.
-
-    The first and the last micro-batches of a list meet fewer steps.
-    """
-    ages = Ages(steady(p, m))
-    for k in range(p):
-        for microbatch in range(m):
-            back = min(microbatch + k // 2, m)
-            forward, backward = Action(Kind.FORWARD, k, microbatch), Action(Kind.BACKWARD, k, microbatch)
-            assert ages.round_trips[backward] == back - microbatch
-            assert ages.round_trips[forward] == back - max(0, microbatch - (p - 1 - k))
-
-
 @given(DEPTHS, SIZES, st.integers(1, 4))
 def test_a_bound_of_crossed_steps_is_kept(p: int, m: int, bound: int) -> None:
     per_step = max(1, -(-(p - 1) // bound))
@@ -207,36 +167,3 @@ def test_synchronous_steps_beyond_a_list_make_no_other_list() -> None:
     found = [count_synchronous(config, 4, taken) for taken in (0, 4, 996, 998, 1000, 1004)]
     assert found == [4, 4, 4, 2, 0, 0]
     assert schedule_of(config, 4, 0) is schedule_of(config, 4, 996)
-
-
-# -------------------------------------------------------------------------------- spike compensation
-
-
-@given(st.floats(0, 0.99), st.integers(0, 6), st.integers(1, 40))
-def test_spike_compensation_is_undelayed_descent_without_the_gradients_to_come(
-    momentum: float, delay: int, num_steps: int
-) -> None:
-    """For fixed gradients: Kosson et al. 2021, "Pipelined Backpropagation at Scale", section 3.2.
-
-    The gradients of steps 0 to n - 1 arrive `delay` steps late. Undelayed momentum SGD over n steps, in which
-    the last `delay` gradients are zero, gives the same weights.
-    """
-    generator = torch.Generator().manual_seed(num_steps)
-    gradients = torch.randn(num_steps, dtype=torch.float64, generator=generator)
-    lr = 0.1
-    weights, velocity = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for step in range(num_steps):
-        arrived = gradients[step - delay] if step >= delay else torch.zeros((), dtype=torch.float64)
-        velocity = momentum * velocity + arrived
-        weights = weights - lr * velocity
-        compensate(weights, velocity, arrived, lr, momentum, delay)
-    undelayed, v = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for step in range(num_steps):
-        v = momentum * v + (gradients[step] if step < num_steps - delay else 0.0)
-        undelayed = undelayed - lr * v
-    assert weights.item() == pytest.approx(undelayed.item(), abs=1e-10)
-
-
-def test_without_a_delay_there_is_nothing_to_compensate() -> None:
-    weights, velocity, gradient = torch.ones(3), torch.full((3,), 2.0), torch.full((3,), 5.0)
-    assert torch.equal(compensate(weights, velocity, gradient, 0.1, 0.9, 0), torch.ones(3))

@@ -26,12 +26,6 @@ KEYS = (
 )
 
 
-def test_kept_versions_go_together_with_recomputation_and_compilation() -> None:
-    for weights in ("stash", "vertical", "double"):
-        config_of("pb", weights=weights, recompute="unit", microbatches_per_step=4)
-        config_of("pb", weights=weights, compile=True, microbatches_per_step=4)
-
-
 # ---------------------------------------------------------------------------------------- estimates
 
 

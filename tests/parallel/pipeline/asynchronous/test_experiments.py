@@ -36,15 +36,12 @@ def executed(num_stages, method, maker, numbers, num):
     return losses, dict(model.named_parameters())
 
 
-@pytest.mark.long_where(name=["pipedream", "pipemare"])
-@pytest.mark.long_where(name=[name for name in METHODS if name not in ("pipedream", "2bw", "pipemare")])
-@pytest.mark.long_where(num_stages=[2])
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.long_where(name=[name for name in METHODS if name != "2bw"])
 @pytest.mark.parametrize("name", METHODS)
-def test_the_experiments_train_as_the_history_of_weights_says(name, num_stages):
-    _, method, maker = method_of(name, num_stages)
-    want_losses, want, _ = expected(num_stages, method, maker, (0, 1), 30)
-    losses, parameters = executed(num_stages, method, maker, (0, 1), 30)
+def test_the_experiments_train_as_the_history_of_weights_says(name):
+    _, method, maker = method_of(name, 4)
+    want_losses, want, _ = expected(4, method, maker, (0, 1), 30)
+    losses, parameters = executed(4, method, maker, (0, 1), 30)
     assert losses == pytest.approx(want_losses, rel=1e-12)
     for key, value in parameters.items():
         torch.testing.assert_close(value, want[key], rtol=0, atol=1e-12, msg=key)
@@ -67,18 +64,6 @@ def case(task, ranks, method):
     )
 
 
-@pytest.mark.long_where(task=["digits"])
-@pytest.mark.parametrize("task", ["digits", "text"])
-def test_synchronous_runs_are_the_same_at_every_depth_and_differ_in_time(task):
-    whole, *rows = (train(case(task, *one)) for one in ((1, "1f1b"), (2, "gpipe"), (4, "1f1b")))
-    for row in rows:
-        assert row["train_loss"] == whole["train_loss"]
-        assert row["looks"][-1]["loss"] == whole["looks"][-1]["loss"]
-    # A step of 8 micro-batches on n ranks takes (8 + n - 1) forwards and backwards of 8 / n blocks.
-    for ranks, row in zip((1, 2, 4), (whole, *rows), strict=True):
-        assert row["makespan"] == 5 * 3 * (8 + ranks - 1) * 8 / ranks
-
-
 @pytest.mark.long
 def test_the_weights_that_are_kept_are_those_of_the_papers():
     found = {}
@@ -93,14 +78,6 @@ def test_the_weights_that_are_kept_are_those_of_the_papers():
         "2bw": [2, 2, 2, 2],  # Narayanan et al. 2021, section 3.1
         "pipemare": [2, 2, 2, 1],  # the mean of changes; the last rank has no delay
     }
-
-
-def test_a_run_gives_the_process_its_settings_back():
-    smallest = torch.tensor(5e-324, dtype=torch.float64)
-    before = torch.get_num_threads(), torch.backends.mkldnn.enabled
-    train(case("text", 2, "pb"))
-    assert (torch.get_num_threads(), torch.backends.mkldnn.enabled) == before
-    assert smallest * 1 > 0  # numbers below the normal ones are not rounded to zero
 
 
 def test_a_run_that_diverges_ends_and_tells_when():

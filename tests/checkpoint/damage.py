@@ -1,0 +1,115 @@
+"""A run beside an undisturbed twin, and checkpoints with damaged or crafted files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+import zeroshard
+from tests.distributed.training import build, start, token_loss
+from zeroshard.checkpoint.files import MANIFEST
+from zeroshard.checkpoint.values import read_values, to_files
+
+
+class Run:
+    """An engine, and what a run has that was never disturbed."""
+
+    def __init__(self, **config: Any) -> None:
+        self.engine, self.optimizer = start(build("tied GPT"), stage=3, **config)
+        self._twin, self._twins_optimizer = start(build("tied GPT"), stage=3)
+        self._step = 0
+
+    def train(self) -> None:
+        """One step, which must be that of the undisturbed run."""
+        for engine in (self.engine, self._twin):
+            engine.zero_grad()
+            engine.backward(token_loss(engine, self._step))
+            engine.step()
+        self._step += 1
+        self.check()
+
+    def check(self) -> None:
+        """Raise if anything differs from the undisturbed run."""
+        got, want = bits(self.engine, self.optimizer), bits(self._twin, self._twins_optimizer)
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert torch.equal(got[name], value), name
+
+
+def bits(engine: zeroshard.Engine, optimizer: Optimizer) -> dict[str, Tensor]:
+    """All of this rank's slices, states and counters."""
+    found = {"step": torch.tensor(engine.global_step)}
+    for name, parameter in engine.named_parameters():
+        found[name] = parameter.detach()
+        found |= {f"{name}/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    return found
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    """What it raises, which must be the same on all ranks, and of the kinds that users are told of."""
+    try:
+        call()
+        text = "nothing was raised"
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert len(set(texts)) == 1, texts
+    return text
+
+
+Damage = Callable[[Path], None]
+
+
+def damaged(good: Path, damage: Damage, name: str) -> Path:
+    """A copy of a folder with one damaged file; collective."""
+    bad = good.parent / "bad"
+    if dist.get_rank() == 0:
+        shutil.rmtree(bad, ignore_errors=True)
+        shutil.copytree(good, bad)
+        damage(bad / name)
+    dist.barrier()
+    return bad
+
+
+PART = "__0_0.distcp"
+
+
+Edit = Callable[[Any], Any]
+
+
+def refit(directory: Path, edit: Edit = lambda content: content) -> None:
+    """Write the manifest again: sizes and checksums of the files as they are now, changed by `edit`."""
+    content = json.loads((directory / MANIFEST).read_bytes())["content"]
+    for name in content["files"]:
+        data = (directory / name).read_bytes()
+        content["files"][name] = {"num_bytes": len(data), "crc32": zlib.crc32(data)}
+    content = edit(content) or content
+    outer = {"crc32": zlib.crc32(json.dumps(content, sort_keys=True).encode()), "content": content}
+    (directory / MANIFEST).write_text(json.dumps(outer))
+
+
+def edit_manifest(change: Edit) -> Callable[[Path], None]:
+    return lambda directory: refit(directory, change)
+
+
+def edit_values(change: Edit) -> Callable[[Path], None]:
+    """Other values, written as a save does."""
+
+    def craft(directory: Path) -> None:
+        values = read_values(directory)
+        change(values)
+        for name, data in to_files(values).items():
+            (directory / name).write_bytes(data)
+        refit(directory)
+
+    return craft
