@@ -211,10 +211,7 @@ def test_embeddings_are_resized_before_initialize_or_after_close(stage):
     engine = zeroshard.initialize(model, config={"stage": stage}).engine
     with pytest.raises(RuntimeError, match=r"call it before initialize, or after engine.close\(\)"):
         model.resize_token_embeddings(VOCABULARY + 3)
-    with (
-        pytest.raises((ValueError, RuntimeError), match=r"shape|replaced"),
-        engine.unsharded(write_back=True),
-    ):
+    with pytest.raises(RuntimeError, match="was added to a sharded"), engine.unsharded(write_back=True):
         model.resize_token_embeddings(VOCABULARY + 3)
     engine = zeroshard.initialize(llama(), config={"stage": stage}).engine
     engine.close()
