@@ -173,7 +173,7 @@ def test_layers_that_sharding_would_change_are_built_without():
 
 
 def test_units_are_the_classes_that_have_a_forward():
-    with told("name the modules inside, or their class (Sequential) or the name of the module around it"):
+    with told("name the class of the modules inside (Sequential), or of the module around it"):
         start(units=["ModuleList"])
     trains(start(units=["Sequential"]))
     trains(start(units=["Tiny"]))
