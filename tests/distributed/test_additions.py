@@ -69,8 +69,12 @@ def test_what_is_added_to_a_sharded_model_is_refused_and_to_a_closed_one_is_not(
         assert not (found + differences(f"stage {stage}", got, want))
 
 
+def itself(shown):
+    return shown
+
+
 @pytest.mark.parametrize("is_inside", [False, True])
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda shown: shown])
+@pytest.mark.parametrize("make", [copy.deepcopy, itself])
 @on_ranks(1)
 def test_a_shown_parameter_in_another_module_and_a_copy_are_additions_too(make, is_inside):
     engine, optimizer = start(build(), "SGD", stage=3)

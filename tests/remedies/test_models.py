@@ -54,7 +54,7 @@ def test_gradient_hooks_are_registered_after_initialize():
 
 
 def test_units_are_the_classes_that_have_a_forward():
-    with told("name the modules inside, or their class (Sequential) or the name of the module around it"):
+    with told("name the class of the modules inside (Sequential), or of the module around it"):
         start(units=["ModuleList"])
     trains(start(units=["Sequential"]))
     trains(start(units=["Tiny"]))

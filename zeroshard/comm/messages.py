@@ -141,7 +141,13 @@ class Messages:
         if self._axis.exchanges or on_host:
             self._axis.waits.wait_for(works, label, POINT_TO_POINT)
             return
-        self._axis.start(lambda **_: [work.wait() for work in filter(None, works)], label)
+
+        def wait_on_stream(*, async_op: bool) -> None:
+            for work in works:
+                assert work is not None, "this rank is a member of the group"
+                work.wait()
+
+        self._axis.start(wait_on_stream, label)
 
     def transfer(
         self,
