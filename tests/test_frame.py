@@ -246,7 +246,7 @@ BELOW = {"codec", "config", "internals", "plan", "tables", "version"}
 # The parts of the engine that extras look into. The list may only become shorter.
 LOOKED_INTO = {
     "cli/checkpoints": {"checkpoint", "hf"},
-    "cli/doctor": {"agreement", "comm", "memory", "stores"},
+    "cli/doctor": {"comm", "memory"},
     "cli/pipelines": {"parallel"},
     "cli/planning": {"hf", "memory", "sharded"},
     "integrations/transformers": {"forwards"},

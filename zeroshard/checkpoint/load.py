@@ -46,7 +46,7 @@ from zeroshard.comm.collectives import on_all
 from zeroshard.data.loader import GivenLoader, parse_place
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.adopted import from_common
-from zeroshard.optim.eightbit.rule import rule_named
+from zeroshard.optim.eightbit.rules import rule_named
 from zeroshard.parallel.pipeline.asynchronous.method import noted_change
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.parameters.state import IN_BATCH, Moment

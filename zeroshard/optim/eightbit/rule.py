@@ -109,11 +109,11 @@ class Rule:
             raise ValueError(f"states: expected 1 to 3, got {len(self.states)}")
         if any(step.argrepr in {"/", "/="} for step in get_instructions(self.update)):
             raise ValueError("update: expected quotient(a, b), which is exact on any device, got a / b")
-        if taken := [name for name in self.optimizers if name in _RULES]:
+        if taken := [name for name in self.optimizers if name in RULES]:
             raise ValueError(f"optimizers: expected those that have no rule yet, got {taken[0]!r}")
         if self.operator in rules_by_operator():
             raise ValueError(f"operator: expected one that has no rule yet, got {self.operator!r}")
-        _RULES.update(dict.fromkeys(self.optimizers, self))
+        RULES.update(dict.fromkeys(self.optimizers, self))
 
     def numbers(self, settings: Mapping[str, Any], step: int) -> Numbers:
         """The numbers of a step.
@@ -136,18 +136,13 @@ class Rule:
         )
 
 
-_RULES: dict[str, Rule] = {}
+RULES: dict[str, Rule] = {}
 """Every rule by each of its `optimizers`."""
-
-
-def rule_named(name: str | None) -> Rule | None:
-    """The rule of an optimizer's class, such as PagedAdamW8bit; None where no rule has its states."""
-    return _RULES.get((name or "").removeprefix("Paged").removesuffix("8bit").removesuffix("32bit"))
 
 
 def rules_by_operator() -> dict[str, Rule]:
     """The rules that bitsandbytes has too, by its names for them."""
-    return {rule.operator: rule for rule in _RULES.values() if rule.operator is not None}
+    return {rule.operator: rule for rule in RULES.values() if rule.operator is not None}
 
 
 def root(x: Tensor) -> Tensor:

@@ -16,7 +16,17 @@ from torch.optim.optimizer import ParamsT
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.base import BlockwiseOptimizer, ElementWise8bit, Params
 from zeroshard.optim.eightbit.blocks import MIN_8BIT_SIZE
-from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule, Scalars, Tensors, quotient, root, sign
+from zeroshard.optim.eightbit.rule import (
+    RULES,
+    SIGNED,
+    UNSIGNED,
+    Rule,
+    Scalars,
+    Tensors,
+    quotient,
+    root,
+    sign,
+)
 from zeroshard.optim.layerwise import LAMB, LARS, GroupStep, LayerWise
 from zeroshard.optim.ranges import betas_range
 
@@ -354,3 +364,8 @@ class LARS8bit(TrustRatio8bit, LARS):
         ratios = torch.stack(part.trust).tolist() if part.trust else [1.0] * len(parameters)
         for parameter, grad, ratio in zip(parameters, part.measured, ratios, strict=True):
             self._step_by_rule(parameter, blocks.flat(grad), {**group, "lr": group["lr"] * ratio})
+
+
+def rule_named(name: str | None) -> Rule | None:
+    """The rule of an optimizer's class, such as PagedAdamW8bit; None where no rule has its states."""
+    return RULES.get((name or "").removeprefix("Paged").removesuffix("8bit").removesuffix("32bit"))
