@@ -29,7 +29,8 @@ from tests.parallel.runs import (
     loss_of,
     plain,
 )
-from zeroshard.parallel.tensor.division import match
+from zeroshard.parallel.tensor.division import plan_division
+from zeroshard.plan.units import find_units
 
 LAYERS = ["q", "k", "v", "out", "up", "down"]
 
@@ -192,8 +193,9 @@ def patched_adapter(model, *, hooks):
 def test_adapters_with_code_of_the_user_are_refused(hooks):
     """`test_own_forwards.py` follows the error."""
     what = "hooks" if hooks else "a forward of its own"
+    model = patched_adapter(adapted(0), hooks=hooks)
     with pytest.raises(ValueError, match=rf"blocks\.0\.up' is a Linear with {what}, which would get a part"):
-        match(patched_adapter(adapted(0), hooks=hooks), behind(PLAN), 2)
+        plan_division(model, find_units(model, None), behind(PLAN), 2)
 
 
 @pytest.mark.parametrize(
