@@ -271,9 +271,8 @@ def test_each_package_that_a_module_imports_is_required_or_in_an_extra(trees: Tr
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
     known = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in (*project["dependencies"], *extras)}
     roots = {name.partition(".")[0] for tree in trees.values() for name in imported(tree)}
-    # The file systems of Ray, and what torch brings for NVIDIA's GPUs.
-    with_them = {"pyarrow", "triton"}
-    assert roots - known - set(sys.stdlib_module_names) - {"zeroshard"} == with_them
+    # What torch brings for NVIDIA's GPUs.
+    assert roots - known - set(sys.stdlib_module_names) - {"zeroshard"} == {"triton"}
 
 
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")

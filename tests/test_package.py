@@ -41,7 +41,7 @@ def test_the_smoke_test_knows_each_package_that_the_import_of_a_module_needs() -
                 names.add(node.names[0].name.partition(".")[0])
             elif isinstance(node, ast.ImportFrom):
                 names.add(str(node.module).partition(".")[0])
-    known = {"torch", "numpy", "psutil", "rich", "zeroshard", "pyarrow", "triton"} | OPTIONAL
+    known = {"torch", "numpy", "psutil", "rich", "zeroshard", "triton"} | OPTIONAL
     assert names - sys.stdlib_module_names <= known
 
 
@@ -94,7 +94,7 @@ def test_an_extra_that_a_message_names_brings_the_packages_that_it_says_are_need
         brought = {re.match(r"[\w.-]+", line)[0] for line in requirements(PROJECT, extras.split(","))}  # type: ignore[index]
         assert brought >= set(packages), text
     named = {text.split("zeroshard[")[1].split("]")[0] for text in found}
-    assert named == {"hf", "hf,lora", "hf,eightbit", "eightbit"}
+    assert named == {"hf", "eightbit"}
 
 
 def test_each_extra_that_a_page_names_is_there() -> None:

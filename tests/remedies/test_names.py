@@ -57,7 +57,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 KINDS = {
     r"\bengine\.(\w+)\(": (lambda name: hasattr(Engine, name), 60),
     r"\bzeroshard\.(?!toml\b)((?:optim\.|data\.)?\w+)": (exists, 25),
-    r"zeroshard\[(\w+)\]": (EXTRAS.__contains__, 3),
+    r"zeroshard\[(\w+)\]": (EXTRAS.__contains__, 2),
     r"\bConfig\((\w+)=": (keys(Config).__contains__, 8),
     r"\bPrecision\((\w+)=": (keys(Precision).__contains__, 1),
     **{
