@@ -88,7 +88,10 @@ class Averages:
 
     @property
     def parameters(self) -> dict[ShardedParameter, Tensor]:
-        """The average of this rank's slice of each trained parameter, [n]; the host waits for updates."""
+        """The average of this rank's slice of each trained parameter, [n], to be read before the next step.
+
+        The host waits for updates that are under way.
+        """
         self._runtime.state.look()
         self._pieces.wait()
         return {

@@ -301,7 +301,12 @@ def _no_wait_for_gradients_that_land(bench: Bench, patch: pytest.MonkeyPatch) ->
 
 @_must_show(
     Kind.RACE,
-    scenarios=("host_read_in_backward", "host_backward_fails", "parameters_on_host_gradients_read_once"),
+    scenarios=(
+        "host_read_in_backward",
+        "host_backward_fails",
+        "parameters_on_host_gradients_read_once",
+        "host_gradients_are_held",
+    ),
 )
 def _no_wait_for_a_look(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Somebody reads values that a backward has stepped, or its gradients, before they are at rest."""

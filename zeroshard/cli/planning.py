@@ -72,6 +72,8 @@ class _Tried(NamedTuple):
         recomputed = ["recompute"] if self.config.recompute == "unit" else []
         tiers = zip(("optimizer", "parameters"), self.tiers, strict=True)
         offloaded = [f"{name}={tier}" for name, tier in tiers if tier != "none"]
+        if share := self.config.offload.device_fraction:
+            offloaded.append(f"device_fraction={share:g}")
         return ", ".join([f"stage {self.config.stage}", f"{self.bits}-bit states", *recomputed, *offloaded])
 
 
@@ -89,7 +91,27 @@ def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOpti
                 config = replace(base, recompute=recompute, offload=offload)
             except ValueError:  # the config rules some tiers out
                 continue
-            yield _Tried(config, bits, counted.on(options.ranks, config, optimizer_bits=bits))
+            for each in _shares_on_device(config):
+                found = counted.on(options.ranks, each, optimizer_bits=bits)
+                if _has_room(found, options):
+                    break
+            yield _Tried(each, bits, found)
+
+
+def _shares_on_device(config: Config) -> Iterator[Config]:
+    """Yield a config with less and less of what is on the host left on the device, at last with none."""
+    offload = config.offload
+    if offload.optimizer == "cpu":  # with all parameters on the device it is another setting
+        for tenths in range(9 if offload.parameters == "none" else 4, 0, -1):
+            yield replace(config, offload=replace(offload, device_fraction=tenths / 10))
+    yield config
+
+
+def _has_room(found: Estimate, options: EstimateOptions) -> bool:
+    """True if a rank, and its node, have the memory of an estimate."""
+    per_node = min(options.ranks, _RANKS_PER_NODE)
+    far = per_node * found.host <= options.host and per_node * found.nvme <= options.nvme
+    return far and found.peak <= SHARE * (options.memory or 0)
 
 
 _NO_BREAK = "\u00a0"  # keeps a number and its unit on one line
@@ -173,17 +195,10 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions) -> str:
     """Return the settings that fit, as a table."""
-    device, per_node = SHARE * (options.memory or 0), min(options.ranks, _RANKS_PER_NODE)
     limit = f"{SHARE:.0%} of {format_bytes(options.memory or 0)}"
     tried = sorted(_settings(counted, configs, options), key=lambda one: one.cost)
     # Settings with the same bytes and costs are one: stage 2 of a step with one micro-batch is stage 1.
-    fits = {
-        (one.estimate, *one.cost): one
-        for one in reversed(tried)
-        if one.estimate.peak <= device
-        and per_node * one.estimate.host <= options.host
-        and per_node * one.estimate.nvme <= options.nvme
-    }
+    fits = {(one.estimate, *one.cost): one for one in reversed(tried) if _has_room(one.estimate, options)}
     if not fits:
         nearest = min(tried, key=lambda one: one.estimate.peak)
         need = f"{format_bytes(nearest.estimate.peak)} with {nearest}"

@@ -109,13 +109,20 @@ class LateSteps:
             self._finish_steps()
         return True
 
+    def position(self, groups: Sequence[Sequence[Tensor]]) -> int:
+        """The place in the order of forwards of the unit of a part; -1 for others."""
+        first, runtime = next(p for group in groups for p in group), self._runtime()
+        units = () if runtime is None else runtime.units
+        name = getattr(first, "unit_name", None)
+        return next((unit.position for unit in units if unit.name == name), -1)
+
     def wait_later(self, wait: Step) -> bool:
-        """Let the host wait for stepped values when somebody looks; False if that may be unseen, too."""
+        """Let the host wait for values when somebody looks; False if a look may be unseen, too."""
         state = self._state
         if Moment.BATCH in state.moments:
             return False
         self._waits[wait], state.before_look = None, self.finish
-        return state.gives_memory is not None
+        return state.gives_memory is not None and not state.has_shown_gradients
 
     def _may_wait(self) -> bool:
         """True if nobody looks unseen, and no backwards are under way."""
@@ -132,10 +139,11 @@ class LateSteps:
     def _settle(self) -> None:
         self._finish_steps()  # with gradients that are not scaled
         if (factor := self._factor) is not None:
-            self._wait()
             present = [g for p, g in self._unscaled if g is not None and gradient_of(p) is g]
             self._unscaled, self._factor = [], None
-            scale_(present, factor)
+            if present:
+                self._wait()
+                scale_(present, factor)
 
     def finish(self) -> None:
         """Take the steps that are left, end the step, and wait for its values."""

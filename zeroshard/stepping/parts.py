@@ -177,6 +177,8 @@ class StepByParts:
             self.late.watch(optimizer)  # before twins share the states
         units = self._unit_of
         divided = _divide(optimizer, units, lambda p: p not in units or gradient_of(p) is not None)
+        if self.late is not None:  # so no rank waits for others in the step, whatever the order
+            divided.sort(key=self.late.position)
         parts = [
             [p for group in groups for p in only_sharded(group) if gradient_of(p) is not None]
             for groups in divided
@@ -270,7 +272,7 @@ def _divide(
         for p in filter(is_chosen, group["params"]):
             groups = parts.setdefault(unit_of.get(p, _OTHERS), [[] for _ in optimizer.param_groups])
             groups[number].append(p)
-    return [parts[number] for number in sorted(parts)]  # of the root first, as forwards use them
+    return [parts[number] for number in sorted(parts)]
 
 
 def is_known(optimizer: Optimizer) -> bool:

@@ -218,7 +218,7 @@ class _Block:
         pieces = self._pieces
         travel = self.main and pieces.tier is Tier.HOST and streams.has_streams(pieces.memory.device)
         found = [gradients[p] for p in self._span_of if travel and p in gradients]
-        self._brought = [(one, one[self._own].view(torch.uint8)) for one in found if one.is_contiguous()]
+        self._brought = [(one, one[self._own].view(torch.uint8)) for one in found if one.stride() == (1,)]
 
     def sources(self, piece: Piece) -> list[tuple[Tensor, slice]]:
         """As `places`, and gradients; main parameters come from where they are gathered, if they are."""

@@ -739,17 +739,71 @@ for _name, _early in (("", {}), ("_in_backward", _EARLY)):
 @scenario(num_ranks=1)
 def host_waits_for_nothing(bench: Bench) -> None:
     """Once there are states, no step lets the host wait, until a look."""
-    for parameters, early in (("none", None), ("none", True), ("cpu", True), ("cpu", None)):
+    ways = (
+        ("none", None, None),
+        ("none", True, None),
+        ("cpu", True, None),
+        ("cpu", None, None),
+        ("cpu", None, 0.01),
+    )
+    for parameters, early, limit in ways:
         offload = {**HOST, "parameters": parameters, "step_in_backward": early}
-        bench.start(bench.gpt(3), stage=3, precision=NARROW, offload=offload)
+        bench.start(bench.gpt(3), stage=3, precision=NARROW, offload=offload, clip_grad_norm=limit)
         plainly(bench, 2)
         with _host_waits() as waits, _fetched_alone(bench) as alone:
             plainly(bench, 2)
-            assert not waits, (parameters, early, waits)
+            assert not waits, (parameters, early, limit, waits)
             assert not alone, (parameters, early, alone)
             with bench.trace.syncs_allowed():
                 next(iter(bench.engine.parameters())).norm()
             assert "pieces.py" in waits
+
+
+@scenario(num_ranks=1, may_sync=("stores/pieces.py", "stores/landing.py"))
+def host_gradients_are_held(bench: Bench) -> None:
+    """Gradients that somebody holds are written after a step, and read after a backward that adds to them."""
+    engine = bench.start(bench.gpt(3), stage=3, precision=NARROW, offload=_WHOLE)
+    plainly(bench, 2)
+    for number in range(3):
+        bench.loss(number).backward()
+        with bench.trace.syncs_allowed():
+            held = [p.grad for p in engine.parameters()]
+        if number != 1:
+            engine.optimizer.step()
+            for gradient in held:
+                gradient.zero_()
+    bench.loss(4).backward()
+    assert all(gradient.isfinite().all() for gradient in held)
+
+
+class _Reversed(nn.Module):
+    """Calls its blocks in another order than it has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 32), nn.Linear(32, 7)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = x + block(x)
+        return x
+
+
+@scenario()
+def host_read_in_order_of_use(bench: Bench) -> None:
+    """Values of a step that waits are read ahead in the order of forwards."""
+    bench.start(_Reversed(), stage=3, units=["Sequential"], precision=NARROW, offload=_WHOLE)
+    bench.train_on(3)
+    ahead: list[bool] = []
+
+    def noted(pieces: HostPieces, parcel: Any, fetch: Callable[..., Any] = HostPieces.fetch) -> Any:
+        ahead.append(any(parcel is one for one, _ in pieces._ahead))
+        return fetch(pieces, parcel)
+
+    with mock.patch.object(HostPieces, "fetch", noted):
+        bench.train_on(2)
+    assert ahead
+    assert all(ahead), ahead
 
 
 @contextmanager
