@@ -21,7 +21,7 @@ from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, start_world
 from zeroshard.comm.mesh import Axes
 from zeroshard.config.sections import Config, Loader
-from zeroshard.data.loader import EpochLoader, GivenLoader, is_loader, warn_of_same_samples
+from zeroshard.data.loader import EpochLoader, GivenLoader, is_loader, refuse_generators, warn_of_same_samples
 from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
 from zeroshard.lazy.deferred import has_memory
@@ -240,6 +240,7 @@ def _check_loader(loader: Any, collate_fn: Any, config: Config) -> None:
             f"{name} with collate_fn, micro_batch_size or a section loader, which only the DataLoader of a "
             "Dataset follows: expected them in the arguments of your DataLoader"
         )
+    refuse_generators(loader)
 
 
 def _build_loader(

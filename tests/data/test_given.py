@@ -8,10 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
 
 import zeroshard
-from zeroshard.data.loader import EpochLoader, GivenLoader
+from zeroshard.data.loader import EpochLoader, GivenLoader, refuse_generators
 
 CPU = torch.device("cpu")
 
@@ -334,6 +341,19 @@ def test_a_place_of_an_older_checkpoint_is_taken_or_the_next_epoch_begins():
     with pytest.warns(UserWarning, match="expected a loader without a state of its own.* start of epoch 1"):
         resumed.load_state_dict(old | {"own": None})
     assert resumed.num_epochs == 1
+
+
+def test_a_generator_of_the_loader_or_its_sampler_is_refused():
+    generator, data = torch.Generator(), Numbers(4)
+    sampler = RandomSampler(data, generator=generator)
+    for options in (
+        {"shuffle": True, "generator": generator},
+        {"sampler": sampler},
+        {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)},
+    ):
+        with pytest.raises(ValueError, match="with a generator of its own would draw another order"):
+            zeroshard.initialize(nn.Linear(1, 1), None, {}, training_data=stateful(data, **options))
+    refuse_generators(stateful(data, shuffle=True))
 
 
 class Unsaved(Counted):

@@ -88,6 +88,13 @@ def test_a_classifier_over_t5_trains_as_in_one_process(ranks):
     compare(found, plain(sgd, kind=kind, steps=2), losses=1e-6, norms=1e-5, values=1e-6)
 
 
+def test_latent_attention_is_refused():
+    attention = nn.ModuleDict({"q_proj": nn.Linear(8, 8)})
+    attention.qk_rope_head_dim = 2
+    with pytest.raises(ValueError, match=r"'self_attn\.q_proj' is in latent attention, which is not divided"):
+        match(nn.ModuleDict({"self_attn": attention}), {"*.q_proj": "colwise"}, 2)
+
+
 # ----------------------------------------------------------------------------------------------- experts
 
 

@@ -143,6 +143,8 @@ def stepped_by_two():
     parameters = list(sharded.module.parameters())
     optimizers = [torch.optim.SGD(part, lr=0.1) for part in (parameters[:3], parameters[3:])]
     sharded.attach(*optimizers)
+    with pytest.raises(TypeError, match="has no schedule"):
+        zeroshard.profile(sharded, schedule=None).__enter__()
     with zeroshard.profile(sharded) as profile:
         for number in range(2):
             square_loss(sharded.module, number).backward()

@@ -76,7 +76,7 @@ def test_gradients_of_gradients_need_no_transform():
     assert torch.equal(slopes(engine), slopes(net()))
 
 
-def test_parametrizations_are_undone_in_the_block_or_added_before():
+def test_pruning_is_undone_in_the_block_and_parametrizations_are_added_before():
     from torch.nn.utils import parametrize, prune
 
     class Doubled(nn.Module):
@@ -84,7 +84,7 @@ def test_parametrizations_are_undone_in_the_block_or_added_before():
             return 2 * weight
 
     engine = start()
-    words = "and undo parametrizations and pruning in the same block"
+    words = "and undo pruning in the same block"
     with told(words), engine.unsharded():
         prune.l1_unstructured(engine.module.inner, "weight", amount=0.5)
     engine = start()

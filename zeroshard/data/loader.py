@@ -213,13 +213,31 @@ def is_loader(value: Any) -> bool:
     return isinstance(value, Iterable) and has_state and not isinstance(value, Dataset)
 
 
-def warn_of_same_samples(loader: Any, num_ranks: int) -> None:
-    """Warn if a loader over a Dataset takes all its samples on each of several data-parallel ranks."""
+def _samplers_of(loader: Any) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     if batch_sampler is None:
-        samplers = [getattr(loader, "sampler", None)]
-    else:
-        samplers = [batch_sampler, getattr(batch_sampler, "sampler", None)]
+        return [getattr(loader, "sampler", None)]
+    return [batch_sampler, getattr(batch_sampler, "sampler", None)]
+
+
+def refuse_generators(loader: Any) -> None:
+    """Refuse a loader whose order a generator of its own draws: the state of that is not saved.
+
+    Raises:
+        ValueError: the loader or a sampler has one.
+    """
+    for part in (loader, getattr(loader, "sampler", None), *_samplers_of(loader)):
+        keeps_it = part is not loader and type(part).__module__.startswith("torchdata.")  # in its state
+        if isinstance(getattr(part, "generator", None), Generator) and not keeps_it:
+            raise ValueError(
+                f"training_data: a {type(part).__name__} with a generator of its own would draw another "
+                "order after a resume: leave it out, or give the loader a DistributedSampler with a seed"
+            )
+
+
+def warn_of_same_samples(loader: Any, num_ranks: int) -> None:
+    """Warn if a loader over a Dataset takes all its samples on each of several data-parallel ranks."""
+    samplers = _samplers_of(loader)
     if num_ranks > 1 and all(map(_takes_all_samples, samplers)):
         warn_user(
             f"training_data: the {type(samplers[-1]).__name__} of this {type(loader).__name__} takes all "
@@ -382,6 +400,8 @@ def parse_place(state: Any) -> _LoaderPosition:
     """Return the place in a state. Raises an error if it is not as `GivenLoader.state_dict` makes it."""
     if isinstance(state, Mapping) and "num_batches" in state:  # of checkpoints until November 2026
         random, own = state.get("random"), state.get("own")
+        if isinstance(random, list) and len(random) > 1:  # of samplers, too
+            own, state = None, {**state, "is_over": False}
         kept = {name: state.get(name) for name in ("epoch", "length")}
         is_over = state.get("is_over" if own is None else "has_ended")
         first = next(iter(random), None) if isinstance(random, list) else random

@@ -69,7 +69,7 @@ def save_pretrained(
         RuntimeError: rank 0 could not write; all ranks tell the reason.
     """
     runtime = engine._runtime
-    _check_removals(runtime)
+    runtime.check_removals()
     how = Format(dtype=dtype, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
     if dequantize and not merge_adapters and has_adapters(engine.module):
         raise ValueError(
@@ -111,24 +111,8 @@ def named_full_parameters(
     runtime = engine._runtime
     runtime.wait()
     _check_moment(runtime, runtime.state.num_changes)
-    _check_removals(runtime)
+    runtime.check_removals()
     return _stream(runtime, chosen, merging_of(runtime) if merge_adapters else None, to_all=True)
-
-
-def _check_removals(runtime: Runtime) -> None:
-    """Refuse files of a model that lacks layers which were sharded: these would stand in the files.
-
-    Raises:
-        RuntimeError: the name of the first parameter whose layers have all left the model.
-    """
-    inside = set(runtime.module.modules())
-    for buffer in runtime.buffers:
-        for original in buffer.originals:
-            if not any(owner in inside for owner, _ in original.owners):
-                raise RuntimeError(
-                    f"'{original.fqn}' is sharded, and its layer was taken out of the model: call "
-                    "engine.close() on all ranks, take it out, and initialize again"
-                )
 
 
 def merging_of(runtime: Runtime) -> Merging | None:

@@ -63,8 +63,8 @@ def from_pretrained(
     if getattr(model_config, "quantization_config", None) is not None:
         raise ValueError(
             f"'{path}' has codes of quantized weights: expected a folder without, from which each rank "
-            "quantizes its own part by quantization_config=. Or load the codes on each rank by "
-            "from_pretrained of transformers, and give initialize that model"
+            "quantizes its own part by quantization_config=. Or load codes of bitsandbytes on "
+            "each rank by from_pretrained of transformers, and give initialize that model"
         )
     dtype = _resolve_dtype(asked or torch_dtype or "auto", model_config, tensors)
     build = getattr(auto_class, "from_config", None) or auto_class._from_config

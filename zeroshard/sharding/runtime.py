@@ -111,6 +111,7 @@ class Runtime:
             unit.slots.check()
             unit.check_edits()
         self.check_additions()
+        self.check_removals()
 
     def check_additions(self) -> None:
         """Refuse parameters that came into the model after sharding, before a step or a save misses them.
@@ -128,6 +129,20 @@ class Runtime:
                     f"'{path + '.' if path else ''}{name}' was added to a sharded model: it would not be "
                     "sharded, not be saved, and train differently on each rank. Add it before initialize; or "
                     "call engine.close() on all ranks, add it, and initialize again"
+                )
+
+    def check_removals(self) -> None:
+        """Refuse to read or save a model that lacks layers which were sharded.
+
+        Raises:
+            RuntimeError: the name of the first parameter whose layers have all left the model.
+        """
+        inside = set(self.module.modules())
+        for original in (original for buffer in self.buffers for original in buffer.originals):
+            if not any(owner in inside for owner, _ in original.owners):
+                raise RuntimeError(
+                    f"'{original.fqn}' is sharded, and its layer was taken out of the model: call "
+                    "engine.close() on all ranks, take it out, and initialize again"
                 )
 
     def check_edits(self) -> None:

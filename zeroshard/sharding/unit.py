@@ -187,9 +187,9 @@ class Slots:
                     f"'{unsharded.fqn}' was replaced, tied or removed after initialize: its module now has a "
                     f"{type(current).__name__}, which would be neither sharded nor trained. Assign, tie and "
                     "remove parameters before initialize, or edit them in place under "
-                    "engine.unsharded(write_back=True), and undo parametrizations and pruning in the same "
-                    "block. For torch.func.functional_call with other parameters use a model that is not "
-                    "sharded. engine.close(restore=False) gives the model up"
+                    "engine.unsharded(write_back=True), and undo pruning in the same block; parametrizations "
+                    "come and go before initialize. For torch.func.functional_call with other parameters use "
+                    "a model that is not sharded. engine.close(restore=False) gives the model up"
                 )
 
     def _check_shown(self) -> None:

@@ -177,8 +177,6 @@ def sections_of(name: str, parent: nn.Module, size: int, *, is_outputs: bool) ->
 
 def _head_of(parent: nn.Module) -> int | None:
     """The size of a head in an attention layer."""
-    if hasattr(parent, "qk_rope_head_dim"):  # latent attention, whose heads have several sizes
-        return None
     return next((head for head in (getattr(parent, attribute, None) for attribute in _SIZES) if head), None)
 
 
@@ -194,7 +192,15 @@ def with_heads(style: LayerPlan, name: str, module: Any, parent: nn.Module, num_
 
     Under grouped-query attention (Ainslie et al. 2023) there may be fewer heads of keys and values than
     ranks. Then several ranks use the same one.
+
+    Raises:
+        ValueError: it is in latent attention, where parts of keys belong to all heads.
     """
+    if hasattr(parent, "qk_rope_head_dim"):
+        raise ValueError(
+            f"tp_plan: '{name}' is in latent attention, which is not divided: leave the layers of "
+            f"{type(parent).__name__} out of the plan"
+        )
     if style.sections or style.way in _WITHOUT_HEADS or not is_linear(module):
         return style
     is_outputs = style.way is not Split.ROWS
