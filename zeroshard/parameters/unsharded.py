@@ -102,8 +102,8 @@ class ShownParameter(UnshardedParameter):
     def _refuse_gradient(self, *_: object) -> NoReturn:
         raise RuntimeError(
             f"engine.unsharded() shows no gradient of '{self.fqn}': read engine.full_gradient(name), or call "
-            "engine.set_full_gradient(name, gradient), on all ranks and outside of the block. Move and cast a "
-            "model before initialize"
+            "engine.set_full_gradient(name, gradient), on all ranks and outside of the block. Move and cast "
+            "a model before initialize"
         )
 
     grad = property(_refuse_gradient, _refuse_gradient)

@@ -109,12 +109,10 @@ class LateSteps:
             self._finish_steps()
         return True
 
-    def position(self, groups: Sequence[Sequence[Tensor]]) -> int:
-        """The place in the order of forwards of the unit of a part; -1 for others."""
-        first, runtime = next(p for group in groups for p in group), self._runtime()
-        units = () if runtime is None else runtime.units
-        name = getattr(first, "unit_name", None)
-        return next((unit.position for unit in units if unit.name == name), -1)
+    def positions(self) -> dict[str, int]:
+        """The place of each unit in the order of forwards."""
+        runtime = self._runtime()
+        return {} if runtime is None else {unit.name: unit.position for unit in runtime.units}
 
     def wait_later(self, wait: Step) -> bool:
         """Let the host wait for values when somebody looks; False if a look may be unseen, too."""

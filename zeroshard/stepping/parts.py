@@ -177,17 +177,17 @@ class StepByParts:
             self.late.watch(optimizer)  # before twins share the states
         units = self._unit_of
         divided = _divide(optimizer, units, lambda p: p not in units or gradient_of(p) is not None)
-        if self.late is not None:  # so no rank waits for others in the step, whatever the order
-            divided.sort(key=self.late.position)
-        parts = [
-            [p for group in groups for p in only_sharded(group) if gradient_of(p) is not None]
-            for groups in divided
+        work = [
+            (g, [p for one in g for p in only_sharded(one) if gradient_of(p) is not None]) for g in divided
         ]
-        gradients = {p: g for part in parts for p in part if (g := gradient_of(p)) is not None}
+        if self.late is not None:  # so no rank waits for others in the step, whatever the order
+            positions = self.late.positions()
+            work.sort(key=lambda one: positions.get(one[1][0].unit_name, -1) if one[1] else -1)
+        gradients = {p: g for _, part in work for p in part if (g := gradient_of(p)) is not None}
         for home in self._homes:
-            home.expect(parts, gradients)
-        twins = [twin_of(optimizer, groups) if units else optimizer for groups in divided]
-        pairs = zip(twins, parts, strict=True)
+            home.expect([part for _, part in work], gradients)
+        twins = [twin_of(optimizer, groups) if units else optimizer for groups, _ in work]
+        pairs = zip(twins, (part for _, part in work), strict=True)
         steps = [(part, functools.partial(self._step_part, twin, part)) for twin, part in pairs]
         num_ahead, self._num_ahead = self._num_ahead, 0
         if self.late is None or num_ahead or not self.late.take(steps, self._end_step, self.wait):
