@@ -18,9 +18,9 @@ from tests.optim.eightbit.reference import Reference
 from tests.optim.eightbit.reference import root as exact_root
 from zeroshard.optim import AdamW8bit
 from zeroshard.optim.adopted import check_optimizer
-from zeroshard.optim.eightbit import rule as rules
 from zeroshard.optim.eightbit.base import ElementWise8bit
 from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule, quotient, root
+from zeroshard.optim.eightbit.rules import rule_named
 
 # ------------------------------------------------------------------------------------------------ the rule
 
@@ -135,8 +135,8 @@ def test_an_optimizer_has_one_rule_and_a_rule_some_states():
             Rule(optimizers=("Many",), states=dict.fromkeys("abcd"[:number], SIGNED), **fields)
     with pytest.raises(ValueError, match=r"update: expected quotient\(a, b\).*, got a / b"):
         Rule(optimizers=("Many",), states={"m": SIGNED}, scalars=TOY.scalars, update=lambda p, *_: p / 2)
-    assert rules.rule_named("PagedToy8bit") is TOY
-    assert rules.rule_named("Many") is None
+    assert rule_named("PagedToy8bit") is TOY
+    assert rule_named("Many") is None
 
 
 # ------------------------------------------------------------------------------- over ranks, in checkpoints
