@@ -69,7 +69,7 @@ def test_a_save_in_the_background_holds_the_values_of_the_call(tmp_path):
     has_trained, write_part = threading.Event(), saving.write_part
 
     def write_later(*args):
-        assert has_trained.wait(30)
+        assert has_trained.wait(55)
         return write_part(*args)
 
     with mock.patch.object(saving, "write_part", write_later):

@@ -247,6 +247,10 @@ class _RangeRecorder:
             delattr(holder, verb)
         self._waiting.close()
         self._phase.close()
+        # An exchange that ends after torch's profiler (2.11 to 2.14) would write into memory that is freed.
+        for unit in self._runtime.units:
+            if unit.state is UnitState.GATHERING:
+                unit.wait()
 
     def _replace(self, holder: Any, verb: str, text: str, is_idle: Callable[[Any], bool]) -> None:
         call = getattr(holder, verb)
