@@ -30,9 +30,9 @@ ROOT = Path(__file__).parents[1]
 # Upper limits. A number falls, in the commit that makes the count fall. It rises only by what a feature was
 # granted, in the commit of that feature; every other change that needs more takes it from elsewhere first.
 BUDGETS = {
-    "lines of code of the package": 24087,
+    "lines of code of the package": 24083,
     "statements of the package": 19760,
-    "tokens of the package": 230721,
+    "tokens of the package": 230695,
     "lines of code of the core": 8048,
     "statements of the core": 6966,
     "tokens of the core": 75125,

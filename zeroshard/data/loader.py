@@ -220,13 +220,17 @@ def _samplers_of(loader: Any) -> list[Any]:
     return [batch_sampler, getattr(batch_sampler, "sampler", None)]
 
 
+def _parts_of(loader: Any) -> tuple[Any, ...]:
+    return loader, getattr(loader, "sampler", None), *_samplers_of(loader)
+
+
 def refuse_generators(loader: Any) -> None:
     """Refuse a loader whose order a generator of its own draws: the state of that is not saved.
 
     Raises:
         ValueError: the loader or a sampler has one.
     """
-    for part in (loader, getattr(loader, "sampler", None), *_samplers_of(loader)):
+    for part in _parts_of(loader):
         keeps_it = part is not loader and type(part).__module__.startswith("torchdata.")  # in its state
         if isinstance(getattr(part, "generator", None), Generator) and not keeps_it:
             raise ValueError(
@@ -322,13 +326,7 @@ class GivenLoader:
             self._place = replace(place, is_over=True)
 
     def _tell_epoch(self, epoch: int) -> None:
-        batch_sampler = getattr(self.loader, "batch_sampler", None)
-        samplers = (
-            getattr(self.loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-        )
-        parts: tuple[Any, ...] = self.loader, *samplers, getattr(self.loader, "dataset", None)
+        parts = *_parts_of(self.loader), getattr(self.loader, "dataset", None)
         for part in parts:
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
