@@ -160,7 +160,7 @@ def engine_storages(engine: Any) -> set[int]:
             found += [
                 buffer.main,
                 buffer.full,
-                getattr(buffer.source.copy, "values", None),
+                getattr(buffer.store.copy, "values", None),
                 *(p.grad for p in buffer.unsharded),
             ]
         for gradients in unit.gradients:

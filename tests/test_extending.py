@@ -70,7 +70,7 @@ def losses_of_weights_in_files(folder: Path) -> tuple[list[float], set[int]]:
     engine.step()
     for is_old in (True, False):
         for buffer, store in stores.items():
-            buffer.source.use(store if is_old else None)
+            buffer.store.use(store if is_old else None)
         with torch.no_grad():
             losses.append(loss_of(engine))
     engine.close(restore=False)

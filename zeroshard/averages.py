@@ -26,7 +26,6 @@ from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Moment
 from zeroshard.plan import pieces
 from zeroshard.plan.layout import Span
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.stores.pieces import Piece, pieces_for
@@ -62,16 +61,18 @@ class Averages:
         self.buffers: dict[str, Tensor] = {}
         """The copies of the model's buffers, by name; those that a checkpoint leaves out, too."""
         trained = [buffer for buffer in runtime.buffers if buffer.trainable]
-        tiers = [buffer.plan.state_tier for buffer in trained]
-        self._pieces = pieces_for(tiers, context.memory, context.streams)
+        plans = [buffer.plan for buffer in trained]
+        self._pieces = pieces_for(plans, context.memory, context.streams)
         weakref.finalize(self, self._pieces.end_copies).atexit = False
         with torch.inference_mode(False):
             for buffer in trained:
                 dtype = torch.promote_types(buffer.main.dtype, torch.float32)
-                values = context.memory.empty(buffer.main.numel(), dtype, buffer.plan.state_tier)
-                self._values[buffer] = Store(values, context.memory)
-                is_near = buffer.plan.state_tier is Tier.DEVICE
-                spans = [] if is_near else pieces.cut(values.numel(), pieces.NEAR_BYTES // values.itemsize)
+                tier = buffer.plan.state_tier
+                values = context.memory.empty(buffer.main.numel(), dtype, tier)
+                self._values[buffer] = store = Store(values, context.memory, tier)
+                spans = (
+                    [] if store.is_near else pieces.cut(values.numel(), pieces.NEAR_BYTES // values.itemsize)
+                )
                 self._ranges[buffer] = [_Range(span, values, self._pieces.alignment) for span in spans]
             self.begin_anew()
 
@@ -129,7 +130,7 @@ class Averages:
 
     def _update(self, buffer: FlatBuffer, weight: float) -> None:
         """Update the averages of a buffer on the device that computes."""
-        buffer.source.await_stepped()
+        buffer.store.await_stepped()
         ranges = self._ranges[buffer]
         if not ranges:
             values = self._values[buffer].values
@@ -151,12 +152,11 @@ class Averages:
             averages: of the range, where it is computed.
         """
         main = buffer.main.detach()[span.slice]
-        values = Store(main, self._runtime.context.memory)
         if weight == 1.0:
-            buffer.source.load(values, averages)  # edits of main parameters wait for it
+            buffer.store.load(averages, span.start)  # edits of main parameters wait for it
             return
-        if buffer.plan.main_tier is not Tier.DEVICE:
-            buffer.source.load(values, main := torch.empty_like(averages))
+        if not buffer.store.is_near:
+            buffer.store.load(main := torch.empty_like(averages), span.start)
         # Parameter by parameter, as torch does it: kernels may compute the last elements of a tensor in
         # another way than the others. Slices and ranges begin at blocks, so their last elements are the same.
         parts = [
@@ -206,16 +206,16 @@ class Averages:
                     self._write(trained, buffers)
 
     def _copy_of_main(self, buffer: FlatBuffer) -> Store:
-        memory, main = self._runtime.context.memory, buffer.source.store
-        store = Store(memory.empty(main.values.numel(), main.values.dtype, buffer.plan.main_tier), memory)
-        main.load(store.values)
+        memory, main, tier = self._runtime.context.memory, buffer.main, buffer.plan.main_tier
+        store = Store(memory.empty(main.numel(), main.dtype, tier), memory, tier)
+        buffer.store.load(store.values)
         return store
 
     @torch.no_grad()
     def _write(self, parameters: Iterable[Store], buffers: Mapping[str, Tensor]) -> None:
         runtime = self._runtime
         for buffer, store in zip(self._values, parameters, strict=True):
-            buffer.source.write(store.values)
+            buffer.store.write(store.values)
         for name, value in runtime.module.named_buffers():
             if name in buffers and buffers[name].shape == value.shape:
                 value.copy_(buffers[name])

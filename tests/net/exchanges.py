@@ -235,8 +235,8 @@ EXCHANGES = (
         name="the_copy_of_a_few_ranks_is_stale",
         says="A backward gathers among a few ranks from a copy that was made before the last step.",
         file="zeroshard/sharding/buffer.py",
-        find="            self.keep_second(False)\n            self.source.follow()",
-        replace="            self.source.follow()",
+        find="            self.keep_second(False)\n            self.store.follow()",
+        replace="            self.store.follow()",
         tests=("test_a_second_copy_is_never_stale",),
     ),
 )

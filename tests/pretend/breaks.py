@@ -26,13 +26,13 @@ from zeroshard.comm.watch.status import GATHER
 from zeroshard.forwards.activations import HostCopy
 from zeroshard.parallel.pipeline import training
 from zeroshard.sharding import buffer, runtime
-from zeroshard.sharding.buffer import Source
+from zeroshard.sharding.buffer import MainStore
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping import stored
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stores.files import Swap
+from zeroshard.stores.gradients import HostGradients
 from zeroshard.stores.host import HostBuffer
-from zeroshard.stores.landing import Landing
 from zeroshard.stores.pieces import HostPieces, Piece
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
@@ -199,7 +199,7 @@ def _activations_go_under_their_copies(bench: Bench, patch: pytest.MonkeyPatch) 
 @_must_show(Kind.RACE, scenarios=("parameters_on_host_gradients_read_once",))
 def _no_wait_for_gradients_on_the_host(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Somebody reads gradients while they are copied to the host."""
-    patch.setattr(Landing, "wait", lambda landing: None)
+    patch.setattr(HostGradients, "wait", lambda store: None)
 
 
 @_must_show(Kind.RACE, scenarios=("host_stage3", "host_stepped_in_backward", "host_in_pieces"))
@@ -236,7 +236,7 @@ def _no_wait_after_a_step_that_failed(bench: Bench, patch: pytest.MonkeyPatch) -
 @_must_show(Kind.RACE, scenarios=("stepped_in_backward_evaluated",))
 def _no_wait_of_gathers_for_stepped_values(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A unit is gathered while its stepped values are copied to the device."""
-    patch.setattr(Source, "await_stepped", lambda buffer: None)
+    patch.setattr(MainStore, "await_stepped", lambda buffer: None)
 
 
 @_must_show(Kind.REUSE, scenarios=("host_stage3_bf16", "host_stage1_bf16"))
@@ -257,13 +257,13 @@ def _no_wait_for_older_gradients(bench: Bench, patch: pytest.MonkeyPatch) -> Non
 )
 def _no_wait_before_the_host_writes(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The host changes main parameters while gathers copy them to the device."""
-    patch.setattr(Source, "await_copies", lambda buffer: None)
+    patch.setattr(MainStore, "await_copies", lambda buffer: None)
 
 
 @_must_show(Kind.RACE, scenarios=("parameters_on_host_in_pieces",))
 def _a_step_hides_what_is_copied_along_with_it(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """The host casts main parameters after each step, though the step has written the cast ones, too."""
-    patch.setattr(Source, "count_step", Source.changed)
+    patch.setattr(MainStore, "count_step", MainStore.changed)
     patch.setattr(buffer, "mark_here", lambda device: Mark(None))
 
 
@@ -285,9 +285,9 @@ def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios:
 
 
 _HOST = ("parameters_on_host_kept", "host_edited")
-_no_wait_in("_await_gathers", Source, "await_copies", Kind.RACE, *_HOST)
-# Three more calls of await_copies, in Source.release, Edits and EarlySteps, are not needed as the engine is
-# now, so nothing shows their absence. Steps hold main parameters until the streams have ended. Before an edit
+_no_wait_in("_await_gathers", MainStore, "await_copies", Kind.RACE, *_HOST)
+# Three more calls of await_copies, in MainStore.release, Edits and EarlySteps, are not needed as the engine
+# is now, so nothing shows their absence. Steps hold main parameters until the streams have ended. Before an edit
 # in a forward is kept, the host waits for a copy of the edited values on compute. Before a unit is stepped in
 # the backward, it waits for the gradient's copy, which began after all compute so far. In both cases compute
 # had waited for the gathers of the unit: it has computed with them.
@@ -296,7 +296,7 @@ _no_wait_in("_await_gathers", Source, "await_copies", Kind.RACE, *_HOST)
 @_must_show(Kind.RACE, scenarios=("parameters_on_host", "host_stage3_bf16", "fraction_stage3_clip"))
 def _no_wait_for_gradients_that_land(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """A step reads gradients on the host while they are still copied there."""
-    patch.setattr(Landing, "follow", lambda landing: None)
+    patch.setattr(HostGradients, "follow", lambda store: None)
 
 
 @_must_show(
@@ -348,8 +348,8 @@ def _no_wait_for_copies_that_nobody_needs(bench: Bench, patch: pytest.MonkeyPatc
 def _no_wait_at_the_end(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """An engine goes, and the memory of the host with it, while copies are under way."""
     patch.setattr(runtime, "mark_here", lambda device: Mark(None))
-    patch.setattr(Source, "await_copies", lambda buffer: None)
-    patch.setattr(Landing, "wait", lambda landing: None)
+    patch.setattr(MainStore, "await_copies", lambda buffer: None)
+    patch.setattr(HostGradients, "wait", lambda store: None)
 
 
 # -- orders --------------------------------------------------------------------------------------------------

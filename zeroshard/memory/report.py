@@ -175,7 +175,7 @@ def measure(
 ) -> MemoryReport:
     """Add up the storages of parameters, scales, gradients, optimizer states, averages, each once."""
     context = runtime.context
-    kept = (copy.values for b in runtime.buffers if (copy := b.source.copy) is not None)
+    kept = (copy.values for b in runtime.buffers if (copy := b.store.copy) is not None)
     resident = (b.full for b in runtime.buffers if b.is_resident)
     parameters = _by_tier([*(b.main for b in runtime.buffers), *kept, *resident], context.memory)
     gradients = _by_tier((p.grad for p in runtime.parameters if p.grad is not None), context.memory)

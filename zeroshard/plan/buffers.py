@@ -111,6 +111,16 @@ class BufferPlan:
         return self.main_dtype if self.is_packed else torch.promote_types(self.main_dtype, torch.float32)
 
     @property
+    def travels(self) -> bool:
+        """True if its optimizer states rest elsewhere than on the device that computes."""
+        return self.state_tier is not Tier.DEVICE
+
+    @property
+    def is_in_files(self) -> bool:
+        """True if its optimizer states rest in files."""
+        return self.state_tier is Tier.DISK
+
+    @property
     def shows_versions(self) -> bool:
         """True if other values than the main parameters can be shown in the place of them, without a copy."""
         return self.is_resident and self.main_tier is Tier.DEVICE and not self.gathers

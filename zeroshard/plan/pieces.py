@@ -10,7 +10,6 @@ from itertools import pairwise
 
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.layout import BLOCK, Span, round_up
-from zeroshard.plan.tiers import Tier
 
 NEAR_BYTES = 64 << 20
 """The most bytes of main parameters, or of averages, that travel together for a step."""
@@ -26,7 +25,7 @@ def near_parts(plan: BufferPlan) -> list[range]:
 
     Parts are the same on all ranks. One with more than `most_elements` is one parameter, which is cut.
     """
-    if plan.state_tier is Tier.DEVICE or not plan.trainable:
+    if not (plan.travels and plan.trainable):
         return []
     sizes, most = slice_sizes(plan), most_elements(plan)
     starts, so_far = [0], 0

@@ -230,7 +230,8 @@ class _RangeRecorder:
                     self._replace(gradients, verb, f"reduce of {unit.described}", _never)
             # The streams of an accelerator copy during compute, which notes nothing of it.
             for buffer in unit.buffers if runtime.context.device.type == "cpu" else ():
-                self._replace(buffer.source, "load", f"copy of {unit.described}", _never)
+                for verb in ("begin", "follow"):
+                    self._replace(buffer.store, verb, f"copy of {unit.described}", _never)
         after_step = runtime.after_step
 
         def count(stepped: Any = (), is_last: bool = True) -> None:

@@ -30,14 +30,13 @@ from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.exchange import Exchange
 from zeroshard.plan.layout import Span
 from zeroshard.plan.originals import Original, counts
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.context import Context
 from zeroshard.stores.storage import allocate, release
 from zeroshard.stores.store import Store, Values
 
 
-class Source:
-    """The main parameters of one buffer, their copy, and who has the values of them.
+class MainStore(Store):
+    """The main parameters of one buffer, and what gathers start from: these, a copy of them, or other values.
 
     Args:
         main: the main parameters.
@@ -47,9 +46,8 @@ class Source:
     """
 
     def __init__(self, main: Tensor, plan: BufferPlan, unsharded: Tensor | None, context: Context) -> None:
+        super().__init__(main, context.memory, plan.main_tier)
         self._plan, self._context = plan, context
-        self.store = Store(main, context.memory)
-        """The main parameters."""
         self._copies: list[Mark] = []
         """The ends of copies out of host memory, which the host must not write to before."""
         self._stepped: Mark | None = None
@@ -62,9 +60,9 @@ class Source:
             memory = unsharded
             if memory is None:
                 memory = context.memory.empty(main.numel(), plan.compute_dtype, plan.copy_tier)
-                self.load(self.store, memory)
-            self.copy = Store(memory, context.memory)
-        self._copied = self.store.version
+                self.load(memory)
+            self.copy = Store(memory, context.memory, plan.copy_tier)
+        self._copied = self.version
         """The version of main parameters that `copy` has."""
         self.filled: Hashable = self._copied
         """The version of the values that unsharded parameters have; None: they are no such values."""
@@ -73,13 +71,13 @@ class Source:
     # -- values ---------------------------------------------------------------------------------------
 
     @property
-    def version(self) -> Hashable:
+    def gathered(self) -> Hashable:
         """The version of the values that the next gather starts from."""
-        return (self._used or self.store).version
+        return (self._used or self).version
 
     def changed(self) -> None:
         """Note that main parameters were written, perhaps by kernels and files, or unsharded ones edited."""
-        self.store.changed()
+        super().changed()
         self.filled = None
 
     def use(self, values: Values | None = None) -> None:
@@ -88,11 +86,11 @@ class Source:
 
     def write(self, values: Tensor) -> None:
         """Write main parameters, [n] of any dtype on any device; the host waits: it may read them at once."""
-        self.store.store(values)
+        self.store(values)
         mark_here(self._context.device).synchronize()
 
     def stepped(self, values: Tensor, start: int) -> None:
-        """Note that main parameters were written while they were on another tier.
+        """Note that main parameters were written while they were elsewhere.
 
         Args:
             values: main parameters where they are now, all or some of them. The current stream copies them.
@@ -101,8 +99,8 @@ class Source:
         is_in_use = self._plan.is_resident and self._context.state.phase is Phase.BACKWARD
         if self.copy is not None and not is_in_use:
             self.copy.store(values, start)
-            if values.numel() == self.store.values.numel():
-                self._copied = self.store.version
+            if values.numel() == self.values.numel():
+                self._copied = self.version
         self._change(has_copied=not is_in_use)
         self._stepped = mark_here(self._context.device)
 
@@ -112,16 +110,16 @@ class Source:
 
     def _change(self, *, has_copied: bool) -> None:
         """Note that main parameters were written, and whether `copy` gets the same values along with them."""
-        is_current = has_copied and self._copied == self.store.version
+        is_current = has_copied and self._copied == self.version
         self.changed()
         if is_current:
-            self._copied = self.store.version
+            self._copied = self.version
 
     # -- gathers --------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
         """Let the system read the values that the next gather starts from, if they lie in files."""
-        (self.copy or self.store).prefetch()
+        super().prefetch() if self.copy is None else self.copy.prefetch()
 
     def check(self) -> None:
         """Check the values that a gather starts from.
@@ -129,8 +127,10 @@ class Source:
         Raises:
             RuntimeError: they are lost; the message names their file.
         """
-        copy = self.copy if self._copied == self.store.version else None
-        (copy or self.store).check()
+        if self.copy is not None and self._copied == self.version:
+            self.copy.check()
+        else:
+            super().check()
 
     def await_stepped(self) -> None:
         """Let the current stream wait for the copy of stepped values, which another stream may do."""
@@ -140,12 +140,12 @@ class Source:
 
     def follow(self) -> None:
         """Note that the present values are gathered; copy main parameters that were written into `copy`."""
-        if self.copy is not None and self._copied != self.store.version:
-            if self._plan.copy_tier is not Tier.DEVICE:  # the host copies: stepped values are to be there
+        if self.copy is not None and self._copied != self.version:
+            if not self.copy.is_near:  # the host copies: stepped values are to be there
                 mark_here(self._context.device).synchronize()
-            self.load(self.store, self.copy.values)
-            self._copied = self.store.version
-        self.filled = self.version
+            self.load(self.copy.values)
+            self._copied = self.version
+        self.filled = self.gathered
 
     def begin(self, own: Tensor) -> Tensor:
         """Return the values that a gather starts from, in `own` unless it can read them where they are.
@@ -153,17 +153,29 @@ class Source:
         Args:
             own: this rank's part of the unsharded parameters.
         """
-        values = self._used or self.copy or self.store
+        values = self._used or self.copy or self
         if isinstance(values, Store):
-            at_rest = self._plan.copy_tier or self._plan.main_tier
-            is_near = values.values.dtype == own.dtype and at_rest is Tier.DEVICE
-            if (values is self.copy and self._plan.is_resident) or (is_near and self._plan.is_partial):
+            is_readable = self._plan.is_partial and values.is_near and values.values.dtype == own.dtype
+            if is_readable or (values is self.copy and self._plan.is_resident):
                 return values.values.detach()
-        self.load(values, own)
+        values.load(own)
+        if values is not self:
+            self._note_copy()
         del self._copies[:-1]  # this stream has begun after them
         return own
 
     # -- copies ---------------------------------------------------------------------------------------
+
+    def load(self, out: Tensor, start: int = 0) -> None:
+        """Copy main parameters from an element on, as a store does; writes by the host wait for it."""
+        super().load(out, start)
+        self._note_copy()
+
+    def _note_copy(self) -> None:
+        mark = Mark(None) if self.is_near else mark_here(self._context.device)
+        if mark.event is not None:
+            self._copies.append(mark)
+            self._context.state.reads_main = True
 
     def await_copies(self) -> None:
         """Let the host wait for the copies out of host memory, before it writes there."""
@@ -176,20 +188,11 @@ class Source:
         for mark in self._copies:
             mark.wait()
 
-    def load(self, values: Values, out: Tensor) -> None:
-        """Load main parameters, or what is used for them; note it if they lie on the host."""
-        values.load(out)
-        if self._plan.main_tier is not Tier.DEVICE:
-            mark = mark_here(self._context.device)
-            if mark.event is not None:
-                self._copies.append(mark)
-                self._context.state.reads_main = True
-
     def release(self) -> None:
         """Drop all values; tensors that others hold keep theirs."""
         self.await_stepped()
         self.await_copies()
-        self.store.values, self.copy, self._used = self.store.values.new_empty(0), None, None
+        self.values, self.copy, self._used = self.values.new_empty(0), None, None
 
 
 class FlatBuffer:
@@ -223,7 +226,7 @@ class FlatBuffer:
         """True if each rank has read its own part of the first values; else they are rank 0's values."""
         self.full, main = self._read() if self.is_read else self._take_over()
         own = self.full.detach()[self.main_span.slice] if self.is_resident else None
-        self.source = Source(main, plan, own, context)
+        self.store = MainStore(main, plan, own, context)
         """The main parameters, where gathers start."""
         pairs = [self._make_pair(index, view) for index, view in enumerate(self.views(self.full))]
         self.sharded = tuple(sharded for sharded, _ in pairs)
@@ -253,7 +256,7 @@ class FlatBuffer:
     @property
     def main(self) -> Tensor:
         """[shard] or [total], main dtype: the main parameters."""
-        return self.source.store.values
+        return self.store.values
 
     def _make_pair(self, index: int, view: Tensor) -> tuple[ShardedParameter, UnshardedParameter]:
         """Retire an original; make its sharded and unsharded parameter, with the user's attributes."""
@@ -312,7 +315,7 @@ class FlatBuffer:
     @property
     def is_stale(self) -> bool:
         """True if main parameters changed since `full` was filled from them."""
-        return not self.is_alias_of_all and self.source.filled != self.source.version
+        return not self.is_alias_of_all and self.store.filled != self.store.gathered
 
     @property
     def gathered_main(self) -> Tensor | None:
@@ -320,8 +323,8 @@ class FlatBuffer:
 
         The caller knows that there are gathered values.
         """
-        plan, source = self.plan, self.source
-        is_same = plan.compute_dtype == plan.main_dtype and source.filled == source.store.version
+        plan, store = self.plan, self.store
+        is_same = plan.compute_dtype == plan.main_dtype and store.filled == store.version
         return self.full.detach()[self.main_span.slice] if is_same else None
 
     @property
@@ -363,10 +366,10 @@ class FlatBuffer:
         Returns:
             The exchange that fills the rest, with this label; None if there is none.
         """
-        self.source.await_stepped()
+        self.store.await_stepped()
         if self.is_stale:
             self.keep_second(False)
-            self.source.follow()
+            self.store.follow()
         if self.is_alias_of_all:
             return None
         axes = self._context.axes
@@ -377,7 +380,7 @@ class FlatBuffer:
             exchange: Exchange | None = self.plan.regathers[0]
             own = self._second
         else:
-            own = self.source.begin(self.full[self.main_span.slice])
+            own = self.store.begin(self.full[self.main_span.slice])
             (exchange,) = self.plan.gathers or (None,)
         return axes[exchange.axis].all_gather(self.full, own, tag=self.tag, label=label) if exchange else None
 
@@ -406,7 +409,7 @@ class FlatBuffer:
     def release(self) -> None:
         """Drop all values; tensors that others hold keep theirs."""
         self.keep_second(False)
-        self.source.release()
+        self.store.release()
         self.full = self.main
         self.sharded, self.unsharded, self.originals = (), (), ()
         self.versions, self._starts = [], []
@@ -419,7 +422,7 @@ class FlatBuffer:
         """
         whole = torch.empty(self.layout.total, dtype=self.main.dtype, device=self._context.device)
         own = whole[self.main_span.slice]
-        self.source.load(self.source.store, own)
+        self.store.load(own)
         if self.is_partial:
             label = f"all-gather of the main parameters of {self.describe()}"
             self._context.axes.dp_shard.all_gather(whole, own, tag=self.tag, label=label).wait()

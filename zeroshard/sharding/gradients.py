@@ -15,13 +15,12 @@ A plan without exchanges needs no flat buffer: its gradients count as reduced wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from contextlib import nullcontext
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm import moves, streams
+from zeroshard.comm import moves
 from zeroshard.comm.collectives import Handle
 from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.status import REDUCE
@@ -29,10 +28,9 @@ from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
 from zeroshard.parameters.state import Moment
 from zeroshard.plan.exchange import Collective, Exchange
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context
-from zeroshard.stores.landing import Landing
+from zeroshard.stores.gradients import GradientStore
 
 
 class GradientState(Enum):
@@ -53,6 +51,9 @@ _MOVES = {
 }
 
 
+_NEAR = GradientStore()
+
+
 class Gradients:
     """Pack, walk through the exchanges of the plan, deliver.
 
@@ -60,10 +61,10 @@ class Gradients:
         buffer: the buffer of the parameters.
         context: the objects that all buffers share.
         pool: the buffers that gradients are packed into.
-        landing: the memory of gradients on the host.
+        store: where reduced gradients wait for their step.
     """
 
-    def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool, landing: Landing) -> None:
+    def __init__(self, buffer: FlatBuffer, context: Context, pool: BufferPool, store: GradientStore) -> None:
         self.buffer, self._context, self._pool, self._tag = buffer, context, pool, buffer.tag + 1
         plan, num = buffer.plan, len(buffer.sharded)
         self._reduce_dtype = plan.reduce_dtype
@@ -73,19 +74,17 @@ class Gradients:
         self._own_slices = [buffer.sharded_span(index).slice for index in range(num)]
         self._gaps = tuple(gap.slice for gap in buffer.layout.gaps)
         """The padding of `flat`."""
-        leaves = plan.main_tier is not Tier.DEVICE and streams.has_streams(context.device)
-        self.landing = landing if leaves else None
-        """The host memory of gradients that leave the device; None if they do not."""
-        packed = range(num) if plan.reductions or self.landing is not None else ()
+        self.store = self._target = store
+        """Where gradients wait for their step; and where they go now: a backward that steps keeps them."""
+        packed = range(num) if plan.reductions or not store.is_near else ()
         self._slices = [buffer.layout.parameter(index).slice for index in packed]
         """The places of gradients in the flat buffer; none if they need no such buffer."""
         self.noted: tuple[Tensor, list[tuple[int, int]]] | None = None
         """The sum of squares of the `p.grad` that were set last, if the device took it, and `_places`."""
         self._unscale = 1.0
         """One over the loss scale."""
-        self.is_kept = self._stays = False
-        """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits; and while
-        gradients stay on the device, which steps with them in this backward."""
+        self.is_kept = False
+        """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits."""
         self._reset()
 
     def _reset(self) -> None:
@@ -130,7 +129,7 @@ class Gradients:
             self._unscale = 1.0 / scale
         self._defer, plan = defer, self.buffer.plan
         self.is_kept = more and not defer and plan.wide_dtype != plan.main_dtype
-        self._stays = steps and self.landing is not None
+        self._target = _NEAR if steps and not self.store.is_near else self.store
         self.missing = set(range(len(self.used)))
 
     def pack(self, index: int, gradient: Tensor) -> None:
@@ -329,27 +328,28 @@ class Gradients:
         """
         if self._unscale != 1.0:  # only now: a reduce dtype of float16 needs the scale as well
             result.mul_(self._unscale)
-        own, dtype, landing = self._own_slices, self._sum_dtype, None if self._stays else self.landing
+        own, dtype, target = self._own_slices, self._sum_dtype, self._target
+        comes = target is not self.store
         sums = {index: total for index in range(len(own)) if (total := self._sum_of(index)) is not None}
         # Sums that were kept in more bits are replaced at last, and for a step here those of the host.
-        new = {at for at in range(len(own)) if self._stays or at not in sums or sums[at].dtype is not dtype}
-        with nullcontext() if landing is None else landing.beside(result):
+        new = {at for at in range(len(own)) if comes or at not in sums or sums[at].dtype is not dtype}
+        with target.beside(result):
             for index, total in sums.items():
-                if landing is None and index not in new:
+                if target.is_near and index not in new:
                     total.add_(result[own[index]])
                 else:
                     result[own[index]].add_(moves.to_device(total, result.device))
-            if self._stays:
+            if comes:
                 set_gradients((self.buffer.sharded[index], None) for index in sums)
-            if new or landing is not None:
+            if new or not target.is_near:
                 result = result.to(dtype)
-            if landing is not None:
+            if not target.is_near:
                 if not (self.is_kept or dtype is torch.float64):
                     counted = [result[part][self.buffer.counted(index)] for index, part in enumerate(own)]
                     self._squares = foreach_sum_of_squares(counted).sum()  # those of float64 overflow
                 for index in sums.keys() - new:
                     sums[index].copy_(result[own[index]], non_blocking=True)
-                result = landing.land(result) if new else result
+            result = target.store(result) if new else result
         self._reduced.update((index, result[own[index]]) for index in new)
 
     def deliver(self, used: list[bool]) -> None:
@@ -361,24 +361,23 @@ class Gradients:
         self.complete()
         self._move(GradientState.EMPTY)
         if not self.is_kept:
-            if self._stays and self.landing is not None:
-                for index, part in self._reduced.items():  # of a unit that was not stepped
-                    with self.landing.beside(part):
-                        self._reduced[index] = self.landing.land(part)
+            for index, part in self._reduced.items() if self._target is not self.store else ():
+                with self.store.beside(part):  # of a unit that was not stepped
+                    self._reduced[index] = self.store.store(part)
             self.used = used
             self.hand_over()
             self.used = [False] * len(used)
 
     def hand_over(self, chosen: Set[ShardedParameter] | None = None) -> None:
-        """Set `p.grad` of parameters that were used, or add to it; the device follows those that land.
+        """Set `p.grad` of parameters that were used, or add to it; the device follows copies to the host.
 
         Args:
             chosen: parameters whose unit is stepped before the end of the backward; None: all of the buffer.
         """
-        if self.landing is not None:
-            self.landing.follow()
-            if not self._context.state.wait_later(self.landing.wait):
-                self.landing.wait()
+        if not self.store.is_near:
+            self.store.follow()
+            if not self._context.state.wait_later(self.store.wait):
+                self.store.wait()
         squares, dtype, adds = self._squares, self.buffer.plan.main_dtype, False
         self.noted = self._squares = None
         new: list[tuple[ShardedParameter, Tensor]] = []
@@ -388,8 +387,8 @@ class Gradients:
             gradient = self._reduced.pop(index)  # nobody else is to keep its memory
             if self.used[index]:
                 before = gradient_of(parameter)
-                if self.landing is not None and (before is not None or gradient.dtype is not dtype):
-                    self.landing.wait()  # the host computes
+                if before is not None or gradient.dtype is not dtype:
+                    self.store.wait()  # the host may compute
                 if gradient.dtype is not dtype:  # a sum that was kept has more bits
                     gradient = gradient.to(dtype)
                 if before is None:

@@ -25,7 +25,6 @@ from zeroshard.parameters.state import Moment, Phase
 from zeroshard.parameters.unsharded import UnshardedParameter
 from zeroshard.plan.names import Cast
 from zeroshard.plan.originals import computes_in_own_dtype
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.passes import Passes, closed_error
@@ -63,7 +62,7 @@ class Runtime:
         self.state.drop_gradient = lambda parameter: (call := drop()) is not None and call(parameter)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
         # Not the context: a step that waits is in its state, and leads back here.
-        is_offloaded = any(buffer.plan.state_tier is not Tier.DEVICE for buffer in self.buffers)
+        is_offloaded = any(buffer.plan.travels for buffer in self.buffers)
         device = context.device if is_offloaded else None
         weakref.finalize(self, _drain, context.axes, context.streams, device).atexit = False
 
@@ -156,7 +155,7 @@ class Runtime:
         """The main parameters of buffers, None: of all, were written; `refresh` gathers them again."""
         self.state.num_changes += 1
         for buffer in self.buffers if buffers is None else buffers:
-            buffer.source.changed()
+            buffer.store.changed()
 
     def finish_gathers(self) -> None:
         """Wait for the gathers that read main parameters, before these change; on the host, it waits."""
@@ -169,7 +168,7 @@ class Runtime:
             if unit.state is UnitState.GATHERING:
                 unit.wait()
         for buffer in buffers:
-            buffer.source.await_copies()
+            buffer.store.await_copies()
 
     def before_step(self) -> None:
         """Make the gradients ready for an optimizer: reduce what was deferred.
@@ -195,7 +194,7 @@ class Runtime:
         self.state.num_changes += 1
         for buffer in self.buffers:
             if buffer.trainable:
-                buffer.source.count_step()
+                buffer.store.count_step()
         # In its lists an asynchronous pipeline chooses the values of a backward.
         if Moment.BATCH not in self.state.moments:
             for buffer in self.buffers:

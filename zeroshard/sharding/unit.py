@@ -281,7 +281,7 @@ class Unit:
         self.step_under_way()
         needed = [buffer for buffer in self.buffers if buffer.is_stale or not buffer.is_resident]
         for buffer in needed:
-            buffer.source.check()
+            buffer.store.check()
         self._move(UnitState.GATHERING)
         with torch.no_grad(), self._stream.after_compute():
             begun = [buffer.begin_gather(f"all-gather of {self.described}") for buffer in needed]
@@ -291,7 +291,7 @@ class Unit:
         """Let the system read what the next gather starts from, if it lies in files."""
         if self.state is UnitState.SHARDED:
             for buffer in self.buffers:
-                buffer.source.prefetch()
+                buffer.store.prefetch()
 
     def wait(self) -> None:
         """Let compute wait for the full parameters; start their gather if nobody has."""
@@ -430,7 +430,7 @@ def _refuse_edits(buffers: Iterable[FlatBuffer], moved: Container[FlatBuffer]) -
                 set_data(parameter, view)
                 is_lost |= not equal_values(values, view)
             if is_lost:
-                buffer.source.changed()
+                buffer.store.changed()
                 lost.append(parameter.fqn)
     if lost:
         raise edit_error(lost[0])

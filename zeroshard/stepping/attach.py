@@ -28,7 +28,6 @@ from zeroshard.parameters.saved import SavedSlices
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded
 from zeroshard.parameters.state import Moment
 from zeroshard.plan import pieces
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -119,8 +118,8 @@ def _homes(
     context = runtime.context
     homes: list[Home] = []
     if travelling:
-        tiers = [buffer.plan.state_tier for _, buffer, _ in travelling]
-        pieces = pieces_for(tiers, context.memory, context.streams)
+        plans = [buffer.plan for _, buffer, _ in travelling]
+        pieces = pieces_for(plans, context.memory, context.streams)
         parts = [
             (unit, buffer, indices, pieces_of(buffer, indices) if is_divisible(optimizer) else [None])
             for unit, buffer, indices in travelling
@@ -149,7 +148,7 @@ def _travelling(runtime: Runtime, optimizer: Optimizer) -> list[Travelling]:
     filled = [(unit, buffer) for unit in runtime.units for buffer in unit.buffers if buffer.main.numel()]
     if is_known(optimizer):
         return [(unit, b, indices) for unit, b in filled for indices in pieces.near_parts(b.plan)]
-    if any(b.trainable and b.plan.state_tier is Tier.DISK for b in runtime.buffers):
+    if any(b.trainable and b.plan.is_in_files for b in runtime.buffers):
         raise ValueError(
             f"offload.optimizer='nvme': expected an optimizer of torch, zeroshard or bitsandbytes, got "
             f"{type(optimizer).__qualname__} of {type(optimizer).__module__}, which may hold states that no "
@@ -163,8 +162,9 @@ def may_wait(runtime: Runtime) -> bool:
     setting, trained = runtime.context.setting, [b.plan for b in runtime.buffers if b.trainable]
     if setting.weights not in NEWEST_WEIGHTS:
         return False
-    travels = any(plan.state_tier is not Tier.DEVICE for plan in trained)
-    return travels and not any(plan.is_resident and plan.gathers for plan in trained)
+    return any(plan.travels for plan in trained) and not any(
+        plan.is_resident and plan.gathers for plan in trained
+    )
 
 
 class _StepGroup:

@@ -122,7 +122,9 @@ def own_gradients(runtime: Runtime, order: float = 2.0) -> list[Tensor]:
         for gradients in unit.gradients
         if order == 2.0 and (squares := gradients.noted_squares()) is not None
     }
-    if any(one.landing and one.buffer not in notes for unit in runtime.units for one in unit.gradients):
+    if any(
+        not one.store.is_near and one.buffer not in notes for unit in runtime.units for one in unit.gradients
+    ):
         runtime.state.look()  # the host reads gradients that may be on their way
     tensors = [
         gradient[buffer.counted(index)]

@@ -47,7 +47,6 @@ from zeroshard.parameters.sharded import (
 )
 from zeroshard.plan import pieces
 from zeroshard.plan.layout import BLOCK, Span
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.stepping.late import LateSteps, own_states
@@ -101,7 +100,7 @@ class Home:
 
 def pieces_of(buffer: FlatBuffer, indices: range) -> Sequence[Span | None]:
     """Return the pieces of a part that is one large parameter; else [None]."""
-    if buffer.plan.state_tier is Tier.DEVICE or len(indices) > 1:
+    if len(indices) > 1:
         return [None]
     cuts = pieces.cut(buffer.sharded_span(indices[0]).size, pieces.most_elements(buffer.plan))
     return cuts if len(cuts) > 1 else [None]

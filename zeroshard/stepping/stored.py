@@ -25,7 +25,6 @@ from zeroshard.comm import streams
 from zeroshard.comm.streams import mark_here
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.plan.layout import BLOCK, Span, round_up
-from zeroshard.plan.tiers import Tier
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.unit import Unit
 from zeroshard.stepping.clipping import scale_
@@ -107,14 +106,14 @@ class StoreHome(Home):
             piece = self._pieces.fetch(block)
             stepped.state = near = block.hold(piece.memory, states, self._starts, counts)
             yield
-            source = block.buffer.source
+            store = block.buffer.store
             with torch.no_grad():
                 written = block.pack(piece.memory, near, states)
                 with self._pieces.streams.to_host.here():
-                    source.follow_copies()
+                    store.follow_copies()
                 with self._pieces.writing(written, piece):
                     if block.main:
-                        source.stepped(block.main_in(piece.memory), block.start)
+                        store.stepped(block.main_in(piece.memory), block.start)
         except BaseException:
             self._pieces.join()
             mark_here(self._pieces.memory.device).synchronize()  # it may read states and gradients there
@@ -168,8 +167,7 @@ class _Block:
         """The first element, counted in the main parameters of the buffer."""
         stop = buffer.main.numel() if is_whole else max((span.stop for span in filled), default=0)
         self._main = buffer.main[self.start : stop]
-        travels = buffer.plan.main_tier is not Tier.DEVICE
-        self.main = [self._main.data.view(torch.uint8)] if travels else []
+        self.main = [] if buffer.store.is_near else [self._main.data.view(torch.uint8)]
         """The place of the main parameters; none if they are stepped where they are."""
         self._at_rest = {p: buffer.main[span.slice] for p, span in own.items()}
         """The main parameters of each parameter, all pieces of them."""
@@ -216,7 +214,7 @@ class _Block:
     def bring(self, gradients: Mapping[ShardedParameter, Tensor]) -> None:
         """Let gradients that lie on the host travel along with the values."""
         pieces = self._pieces
-        travel = self.main and pieces.tier is Tier.HOST and streams.has_streams(pieces.memory.device)
+        travel = self.main and pieces.is_direct and streams.has_streams(pieces.memory.device)
         found = [gradients[p] for p in self._span_of if travel and p in gradients]
         self._brought = [(one, one[self._own].view(torch.uint8)) for one in found if one.stride() == (1,)]
 
@@ -224,7 +222,7 @@ class _Block:
         """As `places`, and gradients; main parameters come from where they are gathered, if they are."""
         found = self.places()
         found += zip((part for _, part in self._brought), self._spans[len(found) :], strict=True)
-        lends = self.main and self._pieces.tier is Tier.HOST
+        lends = self.main and self._pieces.is_direct
         near = self._unit.lend(self.buffer, piece.follow_read) if lends else None
         if near is not None:
             found[0] = near[self.start :][: self.size].view(torch.uint8), found[0][1]
@@ -344,9 +342,7 @@ class _Block:
         for key, value in present.items():
             starts[key] = end
             end += round_up(value.nbytes, ALIGNMENT)
-        place = self._pieces.memory.empty(
-            round_up(end, self._pieces.alignment), torch.uint8, self._pieces.tier
-        )
+        place = self._pieces.empty(round_up(end, self._pieces.alignment), torch.uint8)
         self._pieces.memory.fill(place, [(starts[key], value) for key, value in present.items()])
         self._states = [place]
         self._places = {
@@ -364,9 +360,7 @@ class _Block:
             shape, whole = (*value.shape[:-1], num), self._wholes.get(name)
             is_there = whole is not None and (whole.shape, whole.dtype) == (shape, value.dtype)
             if not self._piece.start and not (is_there and states.get(p, {}).get(name) is whole):
-                self._wholes[name] = memory.empty(math.prod(shape), value.dtype, self._pieces.tier).view(
-                    shape
-                )
+                self._wholes[name] = self._pieces.empty(math.prod(shape), value.dtype).view(shape)
             target = part_of(self._wholes[name], self._piece, size)
             if target.dim() > 1:
                 target.copy_(value)

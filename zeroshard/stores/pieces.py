@@ -24,6 +24,7 @@ from torch import Tensor
 
 from zeroshard.comm import moves, streams
 from zeroshard.comm.streams import Mark, Streams
+from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.tiers import Tier
 from zeroshard.stores import swapfile
 from zeroshard.stores.files import FileTransfer
@@ -94,7 +95,8 @@ class HostPieces:
         streams: the side streams of the engine.
     """
 
-    tier = Tier.HOST
+    is_direct = True
+    """True if values come to a piece from where they rest, and so may come from the device as well."""
     alignment = ALIGNMENT
     """A value begins at the same byte of a block of this size at rest and in a piece."""
 
@@ -220,6 +222,10 @@ class HostPieces:
         """Let the current stream wait for what was read."""
         piece.follow()
 
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return memory at rest, [size]."""
+        return self.memory.empty(size, dtype, Tier.HOST if self.is_direct else Tier.DISK)
+
     def near(self, value: Tensor) -> Tensor:
         """Return a gradient, or a state that is at no place of the store, where its parameter is stepped."""
         return moves.to_device(value, self.memory.device)
@@ -242,7 +248,7 @@ class FilePieces(HostPieces):
         streams: the side streams of the engine.
     """
 
-    tier = Tier.DISK
+    is_direct = False
     alignment = swapfile.BLOCK
 
     def __init__(self, memory: TierMemory, streams: Streams) -> None:
@@ -327,6 +333,7 @@ def _place_of_steps(device: torch.device) -> Tier:
     return Tier.DEVICE if streams.has_streams(device) else Tier.HOST
 
 
-def pieces_for(tiers: Iterable[Tier], memory: TierMemory, streams: Streams) -> HostPieces:
-    """Return pieces for values that rest on some tiers: in files, if any do, else on the host."""
-    return (FilePieces if Tier.DISK in tiers else HostPieces)(memory, streams)
+def pieces_for(plans: Iterable[BufferPlan], memory: TierMemory, streams: Streams) -> HostPieces:
+    """Return pieces for optimizer states of some buffers: in files, if any lie there, else on the host."""
+    kind = FilePieces if any(plan.is_in_files for plan in plans) else HostPieces
+    return kind(memory, streams)

@@ -164,12 +164,15 @@ class Store:
     """Values at rest.
 
     Args:
-        values: [n], memory of any tier, perhaps shown by other tensors.
+        values: [n], perhaps shown by other tensors.
         memory: the memory of the rank.
+        tier: where `values` lie.
     """
 
-    def __init__(self, values: Tensor, memory: TierMemory) -> None:
+    def __init__(self, values: Tensor, memory: TierMemory, tier: Tier = Tier.DEVICE) -> None:
         self.values, self._memory = values, memory
+        self.is_near = tier is Tier.DEVICE
+        """True if the device that computes has the values."""
         self._number, self._num_changes = next(_numbers), 0
 
     @property
@@ -193,13 +196,13 @@ class Store:
         """
         self._memory.check(self.values)
 
-    def load(self, out: Tensor) -> None:
-        """Copy the values to memory of any tier and dtype, on the current stream.
+    def load(self, out: Tensor, start: int = 0) -> None:
+        """Copy the values from an element on to memory of any tier and dtype, on the current stream.
 
         Raises:
             RuntimeError: they are lost; the message names their file.
         """
-        self._memory.copy(self.values.detach(), out)
+        self._memory.copy(self.values.detach()[start : start + out.numel()], out)
 
     def store(self, values: Tensor, start: int = 0) -> None:
         """Copy values of any tier and dtype here, from an element on, on the current stream."""

@@ -136,8 +136,8 @@ class Shared:
                 self._memory.evict(buffer.main)
             else:
                 [values] = self._messages.expect(first, label, None)()
-                buffer.source.write(values)
-                buffer.source.changed()
+                buffer.store.write(values)
+                buffer.store.changed()
         self._compare([] if optimizer is None else optimizer.param_groups)
 
     def _compare(self, param_groups: Sequence[dict[str, Any]]) -> None:

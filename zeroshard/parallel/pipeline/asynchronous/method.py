@@ -180,7 +180,7 @@ class MovedWeights(NamedTuple):
     @property
     def version(self) -> Hashable:
         """Equal where the values are the same."""
-        return self.buffer.source.store.version, self.ahead
+        return self.buffer.store.version, self.ahead
 
     @torch.no_grad()
     def load(self, out: Tensor) -> None:
@@ -211,7 +211,7 @@ class WeightsPlace:
         self._buffer, self._change, self._memory = buffer, change, memory
         self._kept: dict[int, Store] = {}
         """Older versions by their numbers."""
-        self._own, self._filled = buffer.full, buffer.source.filled
+        self._own, self._filled = buffer.full, buffer.store.filled
         """The memory in which the main parameters are shown, and the version of the values there."""
         self._moved: Store | None = None
         """The copy that is shown, in a list with actions whose weights are moved."""
@@ -228,7 +228,7 @@ class WeightsPlace:
         """Begin a list; `moves` if it has actions whose weights are moved."""
         if moves and self._buffer.plan.shows_versions:
             self._moved = Store(_copy(self._buffer), self._memory)
-            self._written = self._buffer.source.store.version, 0
+            self._written = self._buffer.store.version, 0
 
     def enter(self, use: Use, newest: int) -> None:
         """Let the units have the weights of an action.
@@ -248,7 +248,7 @@ class WeightsPlace:
         elif buffer.plan.shows_versions:
             self._show(kept)
         else:
-            buffer.source.use(moved if use.ahead and moved is not None else kept)
+            buffer.store.use(moved if use.ahead and moved is not None else kept)
 
     def step(self, newest: int, kept: Collection[int]) -> None:
         """Keep the newest version before a step, if it is used after it, and drop others that are not.
@@ -270,16 +270,16 @@ class WeightsPlace:
         self._kept, self._moved = {}, None
         if self._buffer.plan.shows_versions:
             self._show(None)
-        self._buffer.source.use()
+        self._buffer.store.use()
 
     def _show(self, values: Store | None) -> None:
         """Let parameters be views of some weights; None: of the memory that follows the main parameters."""
-        buffer, source = self._buffer, self._buffer.source
+        buffer, main = self._buffer, self._buffer.store
         if buffer.full is self._own:
-            self._filled = source.filled
-        source.use(values)
+            self._filled = main.filled
+        main.use(values)
         shown = self._own if values is None else values.values
-        source.filled = self._filled if values is None else source.version
+        main.filled = self._filled if values is None else main.gathered
         if shown is not buffer.full:
             buffer.show(shown)
 
@@ -293,7 +293,7 @@ class WeightsPlace:
         self._own = left.clone()
         buffer.show(self._own)
         if buffer.plan.is_alias:
-            buffer.source.store.values = self._own
+            buffer.store.values = self._own
             with past_guards():
                 for index, sharded in enumerate(buffer.sharded):
                     sharded.data = buffer.main[buffer.sharded_span(index).slice]

@@ -1,6 +1,7 @@
-"""Gradients leave the device, where main parameters lie elsewhere and the step comes after the backward.
+"""Where reduced gradients wait for their step: on the device that computes, or in host memory.
 
-The copies run on a stream of their own, along with the rest of the backward. At its end the device follows
+Gradients leave the device where main parameters lie elsewhere and the step comes after the backward. The
+copies run on a stream of their own, along with the rest of the backward. At its end the device follows
 them, and the host waits before somebody looks, or before it changes them. The step brings them back, part by
 part. Sums of micro-batches lie on the host. They come to the device on the same stream, which adds to them
 and sends them back, so the host adds nothing. Values of a few buffers are on their way at a time: compute
@@ -11,7 +12,7 @@ takes the sum of squares before they leave: the host would have to read all of t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -25,8 +26,29 @@ _MOST_UNDER_WAY = 2
 """Reduced gradients of flat buffers that hold memory on the device while they are copied."""
 
 
-class Landing:
-    """Host memory for the reduced gradients of all buffers, and the copies to it.
+class GradientStore:
+    """Reduced gradients that stay where they are."""
+
+    is_near = True
+    """True if the device that computes has them."""
+
+    def beside(self, values: Tensor) -> AbstractContextManager[None]:
+        """Issue work that uses `values`, a tensor of the device, where `store` is called."""
+        return nullcontext()
+
+    def store(self, values: Tensor) -> Tensor:
+        """Return `values`, [n], where they rest, to be read after `wait`; called `beside`."""
+        return values
+
+    def follow(self) -> None:
+        """Let the current stream wait until all values are at rest; their memory of the device may go."""
+
+    def wait(self) -> None:
+        """Let the host wait until all values are at rest."""
+
+
+class HostGradients(GradientStore):
+    """Reduced gradients of all buffers in host memory, and the copies to it.
 
     Memory is used again as soon as nobody else holds a view of it, for gradients of the same size: on the
     stream, copies to it come after those of its former use. So steps during the backward need the memory of a
@@ -37,9 +59,11 @@ class Landing:
         to_host: the stream of the copies.
     """
 
+    is_near = False
+
     def __init__(self, memory: TierMemory, to_host: SideStream) -> None:
         self._memory, self._to_host = memory, to_host
-        self.landed: list[Tensor] = []
+        self.places: list[Tensor] = []
         """Host memory of reduced gradients, in use or free, [num_bytes] each."""
         self._last = Mark(None)
         """The end of the last work `beside`."""
@@ -57,25 +81,18 @@ class Landing:
         finally:
             self._last = self._to_host.hold(values, most=_MOST_UNDER_WAY)
 
-    def land(self, values: Tensor) -> Tensor:
-        """Copy `values`, [n], to the host, called `beside`.
-
-        Returns:
-            The host's tensor, to be read after `wait`. Whoever holds it, or a view of it, keeps its memory
-            from other use.
-        """
-        free = (m for m in self.landed if m.nbytes == values.nbytes and count_views(m) == 1)
+    def store(self, values: Tensor) -> Tensor:
+        """Copy `values` to the host; whoever holds the result, or a view, keeps its memory from other use."""
+        free = (m for m in self.places if m.nbytes == values.nbytes and count_views(m) == 1)
         if (memory := next(free, None)) is None:
             memory = self._memory.empty(values.nbytes, torch.uint8, Tier.HOST)
-            self.landed.append(memory)
+            self.places.append(memory)
         target = memory.view(values.dtype)
         return target.copy_(values, non_blocking=True) if values.numel() else target
 
     def follow(self) -> None:
-        """Let the current stream wait until all values have landed; their memory of the device may go."""
         self._last.wait()
         self._to_host.release()
 
     def wait(self) -> None:
-        """Let the host wait until all values have landed."""
         self._last.synchronize()
