@@ -52,7 +52,7 @@ from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime, hook
 from zeroshard.sharding.unit import Unit
-from zeroshard.stores.gradients import GradientStore, HostGradients
+from zeroshard.stores.gradients import GradientStore, gradients_of_others
 from zeroshard.stores.store import TierMemory
 
 _TAG_OF_ACTIVATIONS, _TAGS_PER_BUFFER = 1, 2
@@ -114,7 +114,7 @@ def shard_over(
     _take_over_buffers(module, context)
     place_ignored(ignored, device)
     pool, near = BufferPool(device), GradientStore()
-    host = near if host_computes else HostGradients(context.memory, context.streams.to_host)
+    far = gradients_of_others(context.memory, context.streams.to_host)
     tags = _TAG_OF_ACTIVATIONS + 1
     units: list[Unit] = []
     for spec, plan in zip(specs, plans, strict=True):
@@ -123,7 +123,7 @@ def shard_over(
             buffers.append(FlatBuffer(own, originals, spec.name, tags, context))
             tags += _TAGS_PER_BUFFER
         trained = [buffer for buffer in buffers if buffer.trainable]
-        stores = [near if buffer.store.is_near else host for buffer in trained]
+        stores = [near if buffer.store.is_near else far for buffer in trained]
         gradients = [Gradients(b, context, pool, store) for b, store in zip(trained, stores, strict=True)]
         units.append(Unit(plan, spec.module, buffers, gradients, context.streams.gather))
     quantized.finish(buffer for unit in units for buffer in unit.buffers)

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from torch import nn
 
 from tests.distributed.models import Layered
 from tests.distributed.training import (
@@ -19,16 +18,10 @@ from tests.distributed.training import (
 )
 from tests.ranks import on_ranks
 
-
-class Wrapped(nn.Module):
-    """All parameters are those of one child."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Layered()
-
-    def forward(self, x):
-        return self.inner(x)
+WAYS = {
+    "the model": lambda model: model.zero_grad(),
+    "the model, to zeros": lambda model: model.zero_grad(set_to_none=False),
+}
 
 
 def set_none(model):
@@ -36,15 +29,10 @@ def set_none(model):
         parameter.grad = None
 
 
-WAYS = {
-    "the model": lambda model: model.zero_grad(),
-    "the model, to zeros": lambda model: model.zero_grad(set_to_none=False),
-    "a module that holds all": lambda model: model.inner.zero_grad(),
-    "a unit": lambda model: model.inner.blocks[0].zero_grad(),
-    "a part of a unit": lambda model: model.inner.blocks[0][2].zero_grad(),
-    "a part of a unit, to zeros": lambda model: model.inner.blocks[0][2].zero_grad(set_to_none=False),
+OTHER_WAYS = {
+    "a unit": lambda model: model.blocks[0].zero_grad(),
+    "a part of a unit, to zeros": lambda model: model.blocks[0][2].zero_grad(set_to_none=False),
     "p.grad = None": set_none,
-    "p.grad = None in a part": lambda model: set_none(model.inner.blocks[1][0]),
     "another optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
 }
 
@@ -66,15 +54,33 @@ def test_gradients_that_were_forgotten_do_not_come_back(precision):
     """
     found = []
     for name, forget in WAYS.items():
-        replica = replicate(Wrapped(), find_unused=True)
+        replica = replicate(Layered(), find_unused=True)
         two_backwards(replica, forget)
         want = flat_gradients(replica)
         for stage in STAGES:
-            engine, _ = start(Wrapped(), "SGD", stage=stage, precision=precision)
+            engine, _ = start(Layered(), "SGD", stage=stage, precision=precision)
             two_backwards(engine, forget)
             far = distances(full_gradients(engine), want)
             found += [(name, stage, p, off) for p, off in far.items() if off > (2e-2 if precision else 1e-6)]
     return found
+
+
+def forget_while_sums_wait():
+    """The error of each other way, and the gradients that are there afterwards."""
+    engine, _ = start(Layered(), "SGD", stage=1)
+    with engine.no_sync():
+        square_loss(engine, 0).backward()
+    errors = []
+    for forget in OTHER_WAYS.values():
+        with pytest.raises(RuntimeError) as caught:
+            forget(plain(engine))
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_other_ways_are_refused_while_sums_wait(ranks):
+    for errors in ranks(2, forget_while_sums_wait):
+        assert all("call zero_grad() of the engine" in error for error in errors)
 
 
 def read_with_sums():

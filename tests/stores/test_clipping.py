@@ -12,8 +12,8 @@ from torch import nn
 from tests.checkpoint import runs
 from tests.stores.tiers import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, num_notes, offload
 from zeroshard.parameters.sharded import gradient_of
-from zeroshard.sharding import gradients as sharding_gradients
 from zeroshard.stepping.clipping import global_norm
+from zeroshard.stores import gradients as stores_of_gradients
 
 # ---------------------------------------------------------------------------------------- the factor by part
 
@@ -187,7 +187,7 @@ WAYS = {
 
 def norms(config, order=2.0):
     found = []
-    with mock.patch.object(sharding_gradients, "streams", STREAMS):
+    with mock.patch.object(stores_of_gradients, "streams", STREAMS):
         engine = runs.start({"stage": 3, "clip_grad_norm": 1.0} | config)
         for way, is_noted in WAYS.items():
             way(engine)
@@ -266,7 +266,7 @@ def in_one_unit(config):
 
 def bits_in_one_unit(config, far):
     want, _ = in_one_unit(config)
-    with mock.patch.object(sharding_gradients, "streams", STREAMS):
+    with mock.patch.object(stores_of_gradients, "streams", STREAMS):
         got, notes = in_one_unit(config | far)
     same = [one is other or torch.equal(one, other) for one, other in zip(want, got, strict=True)]
     return same, notes
@@ -296,7 +296,7 @@ class Overflowing(nn.Module):
 def judged(folder, precision):
     """Which of some steps are taken."""
     config = {"stage": 3, "precision": precision, "nonfinite": "skip", **offload(folder, **FILES)}
-    with mock.patch.object(sharding_gradients, "streams", STREAMS):
+    with mock.patch.object(stores_of_gradients, "streams", STREAMS):
         engine = runs.start(config, model=Overflowing())
         taken = []
         for number, factor in enumerate((1.0, float("nan"), 1.0, float("inf"), 1.0)):

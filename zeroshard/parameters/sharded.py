@@ -172,7 +172,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         if gradient is None:
-            self.drop_sums()
+            self._refuse_sums()
         self.state.show_gradients()
         try:
             set_gradient(self, gradient)
@@ -187,7 +187,7 @@ class ShardedParameter(NotCopied, nn.Parameter):
         self.grad = None
 
     def _refuse_sums(self) -> None:
-        """Refuse a read of a gradient while sums of later micro-batches wait, which it lacks."""
+        """Refuse to read or drop a gradient while sums of later micro-batches wait, which it lacks."""
         if self.state.has_sums:
             raise RuntimeError(
                 f"p.grad of {self.describe()} lacks gradients of micro-batches that wait for a reduction: "
@@ -195,16 +195,8 @@ class ShardedParameter(NotCopied, nn.Parameter):
                 "the engine. To drop all of them, call zero_grad() of the engine, the optimizer or the model"
             )
 
-    def drop_sums(self) -> None:
-        """Drop gradients of this parameter that wait for a later reduction."""
-        if self.state.has_sums:
-            self.state.drop_gradient(self)
-
     def _answer(self, name: str, remedy: str) -> None:
         """Refuse a function of torch that takes the slice of the gradient for all of it; see `_READERS`."""
-        if not name:
-            self.drop_sums()
-            return
         self.state.refuse(f"{name}()", Moment.STEPPED)
         self._refuse_sums()
         if remedy and self.is_partial:
@@ -398,13 +390,12 @@ _READERS = {
         "_clip_grads_with_norm_": ("clip_grads_with_norm_", _CLIP),
         "clip_grad_value_": ("clip_grad_value_", ""),
         "GradScaler._unscale_grads_": ("GradScaler", _SCALE),
-        **dict.fromkeys(("Module.zero_grad", "Optimizer.zero_grad"), ("", "")),
+        **dict.fromkeys(("Module.zero_grad", "Optimizer.zero_grad"), ("zero_grad", "")),
     }.items()
     for inside in ("", ".<locals>.<listcomp>")  # of Python 3.11
 }
-"""Functions of torch that mean more by `p.grad` than this rank's slice, by their qualified names: the name
-and the remedy of a function that is refused; nothing for one that drops gradients, and passes over a `grad`
-that is None."""
+"""Functions of torch that mean more by `p.grad` than this rank's slice, by their qualified names: the name,
+and the remedy for a slice. They pass over a `grad` that is None, although sums may wait."""
 
 
 REMEDY = (

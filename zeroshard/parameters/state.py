@@ -102,8 +102,6 @@ class ModuleState:
     """How often main parameters were written: by steps, loads, and averages that were shown or taken away."""
     has_sums = False
     """True while gradients that this rank has added up wait for a later reduction, in no `p.grad` yet."""
-    drop_gradient: Callable[[Any], object]
-    """Drops these sums for one parameter; set by the runtime."""
 
     def __init__(self) -> None:
         self.moments: set[Moment] = set()

@@ -423,13 +423,6 @@ class Gradients:
             self._pool.drop(self._flat)
         self._reset()
 
-    def drop_sum(self, index: int) -> None:
-        """Drop the sum of gradients of one parameter that is not in its p.grad yet."""
-        self.used[index] = False
-        self._filled.discard(index)
-        if self._reduced.pop(index, None) is not None:
-            self._squares = None
-
     def _move(self, state: GradientState) -> None:
         if state is not self.state:
             where, now = self.buffer.unit_name, self.state

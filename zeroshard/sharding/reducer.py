@@ -434,16 +434,6 @@ class Reducer:
                 with torch.no_grad():
                     hook(parameter)
 
-    def drop_sum(self, parameter: ShardedParameter) -> None:
-        """Drop the sum of one gradient that was not reduced yet, as `p.grad = None` does."""
-        for gradients in self._all:
-            if gradients.buffer.unit_name == parameter.unit_name:
-                for index, one in enumerate(gradients.buffer.sharded):
-                    if one is parameter:
-                        self._finish()  # of reductions ahead
-                        gradients.drop_sum(index)
-                        self._late = [late for late in self._late if late[:2] != (gradients, index)]
-
     def drop_deferred(self) -> None:
         """Drop gradients that were not reduced yet, as zero_grad() does."""
         self._state.moments.discard(Moment.TAINTED)

@@ -56,10 +56,9 @@ class Runtime:
         """Modules that compute in a dtype of their own."""
         self.reducer = Reducer(units, context, pool)
         self.passes = Passes(units, context, self.reducer)
-        # Parameters call these functions, without a strong reference to the runtime.
-        finish, drop = weakref.WeakMethod(self.finish_gathers), weakref.WeakMethod(self._drop_gradient)
+        # Parameters call it, without a strong reference to the runtime.
+        finish = weakref.WeakMethod(self.finish_gathers)
         self.state.before_edit = lambda: (call := finish()) is not None and call()
-        self.state.drop_gradient = lambda parameter: (call := drop()) is not None and call(parameter)
         # An engine that is dropped may have gathers under way, into memory that goes with it.
         # Not the context: a step that waits is in its state, and leads back here.
         is_offloaded = any(buffer.plan.travels for buffer in self.buffers)
@@ -255,12 +254,6 @@ class Runtime:
         self.state.reads_main = False
         self._await_gathers(self.buffers)
         self.state.refuse(call, *refused)
-
-    def _drop_gradient(self, parameter: ShardedParameter) -> None:
-        """Drop the sum of gradients of one parameter that was not reduced yet."""
-        if not is_in_backward():
-            self.passes.recover()
-            self.reducer.drop_sum(parameter)
 
 
 def _drain(axes: Axes, streams: Streams, offloaded: torch.device | None) -> None:

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from zeroshard.comm import streams
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.plan.tiers import Tier
 from zeroshard.stores.storage import count_views
@@ -96,3 +97,8 @@ class HostGradients(GradientStore):
 
     def wait(self) -> None:
         self._last.synchronize()
+
+
+def gradients_of_others(memory: TierMemory, to_host: SideStream) -> GradientStore:
+    """Return the store of gradients whose main parameters lie elsewhere; a host that computes keeps them."""
+    return HostGradients(memory, to_host) if streams.has_streams(memory.device) else GradientStore()
