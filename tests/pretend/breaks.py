@@ -287,10 +287,10 @@ def _no_wait_in(function: str, owner: type, method: str, kind: Kind, *scenarios:
 _HOST = ("parameters_on_host_kept", "host_edited")
 _no_wait_in("_await_gathers", MainStore, "await_copies", Kind.RACE, *_HOST)
 # Three more calls of await_copies, in MainStore.release, Edits and EarlySteps, are not needed as the engine
-# is now, so nothing shows their absence. Steps hold main parameters until the streams have ended. Before an edit
-# in a forward is kept, the host waits for a copy of the edited values on compute. Before a unit is stepped in
-# the backward, it waits for the gradient's copy, which began after all compute so far. In both cases compute
-# had waited for the gathers of the unit: it has computed with them.
+# is now, so nothing shows their absence. Steps hold main parameters until the streams have ended. Before an
+# edit in a forward is kept, the host waits for a copy of the edited values on compute. Before a unit is
+# stepped in the backward, it waits for the gradient's copy, which began after all compute so far. In both
+# cases compute had waited for the gathers of the unit: it has computed with them.
 
 
 @_must_show(Kind.RACE, scenarios=("parameters_on_host", "host_stage3_bf16", "fraction_stage3_clip"))
