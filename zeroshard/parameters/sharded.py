@@ -133,6 +133,8 @@ class ShardedParameter(NotCopied, nn.Parameter):
         own_dtype: its dtype, which takes ten times as long to read from torch's own attribute.
     """
 
+    __hash__ = object.__hash__  # torch's own takes many times as long
+
     state: ModuleState
     fqn: str
     unit_name: str
@@ -166,7 +168,9 @@ class ShardedParameter(NotCopied, nn.Parameter):
             self._answer(*reader)
         elif state.has_sums and self._gradient is not None and Moment.STEPPED not in state.moments:
             self._refuse_sums()
-        state.show_gradients()
+        if state.before_look is not None:  # as `show_gradients`
+            state.before_look()
+        state.has_shown_gradients = True
         return self._gradient
 
     @grad.setter

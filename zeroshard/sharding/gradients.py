@@ -26,7 +26,6 @@ from zeroshard.comm.pool import BufferPool
 from zeroshard.comm.watch.status import REDUCE
 from zeroshard.internals.foreach import foreach_sum_of_squares
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_gradients
-from zeroshard.parameters.state import Moment
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context
@@ -83,8 +82,11 @@ class Gradients:
         """The sum of squares of the `p.grad` that were set last, if the device took it, and `_places`."""
         self._unscale = 1.0
         """One over the loss scale."""
-        self.is_kept = False
-        """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits."""
+        self.is_kept = self._copies = False
+        """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits; and while
+        gradients are copied, whose step may wait."""
+        self._sum_dtype = plan.main_dtype
+        """The dtype of reduced gradients where there is no sum yet."""
         self._reset()
 
     def _reset(self) -> None:
@@ -129,6 +131,8 @@ class Gradients:
             self._unscale = 1.0 / scale
         self._defer, plan = defer, self.buffer.plan
         self.is_kept = more and not defer and plan.wide_dtype != plan.main_dtype
+        self._sum_dtype = plan.wide_dtype if self.is_kept else plan.main_dtype
+        self._copies = self._unscale == 1.0 and not steps and self._context.state.gives_memory is not None
         self._target = _NEAR if steps and not self.store.is_near else self.store
         self.missing = set(range(len(self.used)))
 
@@ -167,22 +171,15 @@ class Gradients:
         It is cast at once: on a CPU its values are still in the cache. If its step may wait, it is copied, as
         it may be a view of the user's memory: of a gradient that was given to backward, or that a hook keeps.
         """
-        state = self._context.state
-        copies = (
-            self._unscale == 1.0 and state.gives_memory is not None and Moment.STEPPED not in state.moments
-        )
         if self._unscale != 1.0:
             # Autograd may give two parameters views of one memory: nothing is multiplied in place.
             gradient = gradient.to(self.buffer.plan.wide_dtype) * self._unscale
         if (total := self._sum_of(index)) is not None:
             total.add_(gradient)
+        elif self._copies or gradient.dtype is not self._sum_dtype:
+            self._reduced[index] = gradient.to(self._sum_dtype, copy=self._copies)
         else:
-            self._reduced[index] = gradient.to(self._sum_dtype, copy=copies)
-
-    @property
-    def _sum_dtype(self) -> torch.dtype:
-        """The dtype of reduced gradients where there is no sum yet."""
-        return self.buffer.plan.wide_dtype if self.is_kept else self.buffer.plan.main_dtype
+            self._reduced[index] = gradient
 
     def _write(self, index: int, gradient: Tensor) -> None:
         """Add a gradient to its place in the flat buffer."""

@@ -119,9 +119,8 @@ class Runtime:
         """
         for path, module in self.module.named_modules():
             for name, parameter in module._parameters.items():
-                if parameter is None or parameter in self.ignored:
-                    continue
-                if isinstance(parameter, _OURS) and parameter.fqn:  # a copy of a shown one has no name
+                is_ours = isinstance(parameter, _OURS) and parameter.fqn  # a copy of a shown one has no name
+                if is_ours or parameter is None or parameter in self.ignored:
                     continue
                 raise RuntimeError(
                     f"'{path + '.' if path else ''}{name}' was added to a sharded model: it would not be "
