@@ -7,17 +7,9 @@ costs W / N on each of its N data-parallel ranks, if these divide the main param
     at a step          the version before it is kept, if an action after it uses that
     at the next steps  it is dropped when no action after them uses it
 
-The lists of `uses.py` show which versions that are. Each buffer has its own place, from which its units read.
-Its plan says in which of two ways:
-
-gathered    a version is this rank's shard. The units gather it before each forward and backward, in the place
-            of the main parameters, and free it after that. Weights that are moved along a direction are
-            computed for each gather, and at stage 3 for each use by a rank that gathers nothing
-shown       a version is whole, as nothing is gathered. The parameters are views of it, without a copy. If
-            later actions use the weights before a step, the step writes to new memory, and the old memory
-            becomes a version. Weights that are moved are in one copy, which all actions read, and which is
-            written where they differ. The weights of a forward and its backward share memory, so autograd
-            finds the new ones
+The lists of `uses.py` show which versions that are. Units gather a version before each forward and backward,
+in the place of the main parameters, and free it after that; where all ranks have the whole weights, they copy
+it. Weights that are moved along a direction are computed for each gather.
 
 The directions along which weights are moved: the change that one step is taken to make; their arithmetic.
 
@@ -44,7 +36,6 @@ from torch.optim import Optimizer
 from zeroshard.config.pipeline import KEPT_WEIGHTS, NEWEST_WEIGHTS, NOTED_CHANGES
 from zeroshard.config.sections import Config
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.internals.dispatch import past_guards
 from zeroshard.parallel.pipeline.actions import Action, Schedule
 from zeroshard.parallel.pipeline.asynchronous.ages import Ages
 from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
@@ -186,9 +177,6 @@ class MovedWeights(NamedTuple):
     def load(self, out: Tensor) -> None:
         """Write them to memory like the main parameters, perhaps of another dtype."""
         main = self.buffer.main.detach()
-        if not self.ahead:
-            out.copy_(main)
-            return
         target = out if out.dtype == main.dtype else main.clone()  # padding too
         for index, parameter in enumerate(self.buffer.sharded):
             span = self.buffer.sharded_span(index).slice
@@ -199,7 +187,7 @@ class MovedWeights(NamedTuple):
 
 
 class WeightsPlace:
-    """The weights of one buffer, and the way in which the units get them; see the head of this file.
+    """The versions of one buffer, from which its units read; see the head of this file.
 
     Args:
         buffer: the buffer.
@@ -211,24 +199,11 @@ class WeightsPlace:
         self._buffer, self._change, self._memory = buffer, change, memory
         self._kept: dict[int, Store] = {}
         """Older versions by their numbers."""
-        self._own, self._filled = buffer.full, buffer.source.filled
-        """The memory in which the main parameters are shown, and the version of the values there."""
-        self._moved: Store | None = None
-        """The copy that is shown, in a list with actions whose weights are moved."""
-        self._written: Hashable = None
-        """The version of the values in the copy."""
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all weights here other than the main parameters."""
-        kept = sum(store.values.nbytes for store in self._kept.values())
-        return kept + (0 if self._moved is None else self._moved.values.nbytes)
-
-    def begin(self, *, moves: bool) -> None:
-        """Begin a list; `moves` if it has actions whose weights are moved."""
-        if moves and self._buffer.plan.shows_versions:
-            self._moved = Store(_copy(self._buffer), self._memory)
-            self._written = self._buffer.source.store.version, 0
+        """The bytes of the versions other than the main parameters."""
+        return sum(store.values.nbytes for store in self._kept.values())
 
     def enter(self, use: Use, newest: int) -> None:
         """Let the units have the weights of an action.
@@ -237,67 +212,22 @@ class WeightsPlace:
             use: the weights.
             newest: the number of the newest version.
         """
-        buffer, change = self._buffer, self._change
-        kept = None if use.version in (None, newest) else self._kept[use.version]
-        moved = None if change is None else MovedWeights(buffer, change, use.ahead)
-        if self._moved is not None and moved is not None:
-            if self._written != moved.version:
-                moved.load(self._moved.values)
-                self._written = moved.version
-            self._show(self._moved)
-        elif buffer.plan.shows_versions:
-            self._show(kept)
+        if use.ahead and self._change is not None:
+            self._buffer.source.use(MovedWeights(self._buffer, self._change, use.ahead))
         else:
-            buffer.source.use(moved if use.ahead and moved is not None else kept)
+            self._buffer.source.use(None if use.version in (None, newest) else self._kept[use.version])
 
     def step(self, newest: int, kept: Collection[int]) -> None:
-        """Keep the newest version before a step, if it is used after it, and drop others that are not.
-
-        Where units stay gathered, the main parameters are shown: a step may call hooks of the user.
-        """
-        buffer = self._buffer
-        if buffer.plan.shows_versions:
-            self._show(None)
+        """Keep the newest version before a step, if it is used after it, and drop others that are not."""
         for version in self._kept.keys() - kept:
             del self._kept[version]
         if newest in kept:
-            # Graphs have the memory of a buffer that shows versions, if an action has read it.
-            is_read = buffer.plan.shows_versions and not buffer.is_stale
-            self._kept[newest] = Store(self._detach() if is_read else _copy(buffer), self._memory)
+            self._kept[newest] = Store(_copy(self._buffer), self._memory)
 
     def end(self) -> None:
         """Let the units have the main parameters again."""
-        self._kept, self._moved = {}, None
-        if self._buffer.plan.shows_versions:
-            self._show(None)
+        self._kept = {}
         self._buffer.source.use()
-
-    def _show(self, values: Store | None) -> None:
-        """Let parameters be views of some weights; None: of the memory that follows the main parameters."""
-        buffer, source = self._buffer, self._buffer.source
-        if buffer.full is self._own:
-            self._filled = source.filled
-        source.use(values)
-        shown = self._own if values is None else values.values
-        source.filled = self._filled if values is None else source.version
-        if shown is not buffer.full:
-            buffer.show(shown)
-
-    @torch.no_grad()
-    def _detach(self) -> Tensor:
-        """Go on in new memory with the same values; return the memory so far, which graphs may read.
-
-        So a step changes nothing that was computed before it.
-        """
-        buffer, left = self._buffer, self._own
-        self._own = left.clone()
-        buffer.show(self._own)
-        if buffer.plan.is_alias:
-            buffer.source.store.values = self._own
-            with past_guards():
-                for index, sharded in enumerate(buffer.sharded):
-                    sharded.data = buffer.main[buffer.sharded_span(index).slice]
-        return left
 
 
 @torch.no_grad()
@@ -509,11 +439,7 @@ class AsynchronousMethod:
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         self._has_begun = False
         self._looked_at.clear()
-        moves = any(use.ahead for use in self._delays.uses.values())
         try:
-            for place in self._places:
-                place.begin(moves=moves)
-            self._note_peak()
             yield
         except BaseException:
             if self._has_begun:
