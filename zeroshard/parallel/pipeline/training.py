@@ -399,7 +399,10 @@ class PipelineTraining:
     # -- the runner calls -----------------------------------------------------------------------------
 
     def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Compute a chunk; see `Chunks`."""
+        """Compute a chunk.
+
+        The first one gets no inputs and takes the micro-batch's; the last one returns its loss alone.
+        """
         again = self._buffers_kept() if self._action.kind is Kind.RECOMPUTE else nullcontext()
         with running_part(self._runtime, (chunk, microbatch), self._units[chunk]), again:
             return self._compute(chunk, microbatch, inputs)
@@ -437,7 +440,7 @@ class PipelineTraining:
         return [loss * self._factor]
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
-        """Run the backward of a chunk, or a half; the last one reduces the units that end with it."""
+        """Run the backward of a chunk, or a half; the last one before a step reduces what ends with it."""
         reducer, has_more = self._runtime.reducer, self._action not in self._runner.ends
         self._shared.chunk = chunk
         name = chunk, self._action.microbatch
@@ -463,7 +466,7 @@ class PipelineTraining:
         return self._own_units[chunk]
 
     def deferring(self, waiting: Waiting) -> AbstractContextManager[None]:
-        """Leave weight gradients to the second half of a backward; see `Chunks`."""
+        """Leave weight gradients of forwards and backwards inside to `waiting`; see `Products.deferring`."""
         if self._products is None:
             self._products = Products(self._runtime.module, self._runtime.changes)
         return self._products.deferring(waiting)
@@ -485,7 +488,7 @@ class PipelineTraining:
             self._runtime.reducer.start_ahead(self._own_units[action.chunk])
 
     def enter(self, action: Action) -> None:
-        """Note the action that begins."""
+        """Note the action that begins, for messages about a rank that is lost."""
         self._action = action
         self._runtime.here.action = f"{action} of pipeline rank {self._messages.rank}"
         if self.method is not None and self._take_step is not None:
