@@ -55,7 +55,7 @@ def test_a_loss_of_parts_is_an_error_at_the_first_step(ranks):
     [
         ([("up", "colwise")], "tp_plan: expected words by pattern, {'layers.*.up': 'colwise', ...}, got [("),
         ({}, "tp_plan: expected words by pattern, {'layers.*.up': 'colwise', ...}, got {}"),
-        ({"up": ["colwise"]}, "got {'up': ['colwise']}"),
+        ({"up": ["colwise"]}, "got ['colwise'] for 'up'"),
         ({"up": "columns"}, "got 'columns' for 'up'"),
     ],
 )

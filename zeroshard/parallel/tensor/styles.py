@@ -104,7 +104,7 @@ class LayerPlan:
             return given
         try:
             return LayerPlan(Split(_ALIASES.get(given, given)))
-        except ValueError:
+        except (ValueError, TypeError):  # a list cannot be looked up
             words = ", ".join(way.value for way in Split)
             raise ValueError(f"tp_plan: expected one of {words}, got {given!r} for '{pattern}'") from None
 
