@@ -189,8 +189,3 @@ def test_more_room_is_never_slower_and_room_for_all_is_as_no_limit(schedule: Sch
     assert makespan(schedule, room) >= makespan(schedule, room + 1) >= free.makespan
     messages = 2 * schedule.num_microbatches * schedule.num_chunks
     assert simulate(schedule, max_unreceived=messages) == free
-
-
-def test_the_number_of_buffers_is_checked() -> None:
-    with pytest.raises(ValueError, match="max_unreceived: expected at least 0 or None, got -1"):
-        simulate(parse_schedule(TWO), max_unreceived=-1)
