@@ -21,10 +21,6 @@ Layers of a plan that peft has wrapped in LoRA: the layer inside and its two sma
     columns    W and B are cut by their outputs; A is whole, and so is A x
     rows       W and A are cut by their inputs; the summands of A x are added up, and B is whole
 
-Where norms work on a part of the sequence, so do the matrices that are whole: A takes the part of x that the
-norm gave, and A x is gathered for B; or the sum of A x is split, and B gives a part of y. Each rank has
-summands of their gradients then.
-
 Only r numbers a token are exchanged more. Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large
 Language Models", section 4.1.
 
@@ -142,8 +138,6 @@ class _Twin(NamedTuple):
     """The second result of the gather."""
     version: int
     """The version of the memory of both results then."""
-    part: Tensor
-    """This rank's part before the gather."""
 
 
 def _twin_of(value: Tensor) -> _Twin | None:
@@ -204,13 +198,8 @@ class Regions:
             return part
         whole, twin = _Gathered.apply(part, over, label)
         if not whole.is_inference():  # else it has no version, and no gradient
-            setattr(whole, _TWIN, _Twin(twin, whole._version, part))
+            setattr(whole, _TWIN, _Twin(twin, whole._version))
         return cast(Tensor, whole)
-
-    def part_of(self, value: Tensor, over: Activations, label: str) -> Tensor:
-        """Return this rank's part of a whole value: the part that was gathered, if it was."""
-        twin = _twin_of(value) if self.are_divided else None
-        return self.split(value, over, label) if twin is None else twin.part
 
 
 def copied(value: Tensor, over: Activations, label: str) -> Tensor:
@@ -377,10 +366,10 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
         by_sequence: True if norms work on a part of the sequence.
 
     Raises:
-        ValueError: a layer of the plan has an adapter of another kind, or shares its heads between ranks.
+        ValueError: a layer of the plan has an adapter of another kind, or shares its heads between ranks; or
+            norms work on a part of the sequence.
     """
     inside: dict[str, str | LayerPlan] = {}
-    whole = Split.SUMMED if by_sequence else Split.REPLICATE
     for name, module in model.named_modules():
         pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), None)
         base = getattr(module, "base_layer", None)
@@ -389,6 +378,11 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
         style = LayerPlan.of(plan[pattern], pattern)
         if style.way is Split.REPLICATE:
             continue
+        if by_sequence:
+            raise ValueError(
+                f"tp_plan: '{name}' has an adapter; expected none where norms work on parts of the sequence: "
+                "set mesh.sequence=False, and leave 'sequence' out of the plan"
+            )
         if hasattr(module, "parameter_name"):
             raise ValueError(
                 f"tp_plan: '{name}' has an adapter of its parameter '{module.parameter_name}', as of "
@@ -399,7 +393,7 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
         _check_adapter(name, module, base, style)
         inside |= {name: "replicate", f"{name}.base_layer": style}
         cut, other = ("lora_A", "lora_B") if style.way in BY_ROWS else ("lora_B", "lora_A")
-        inside |= {f"{name}.{cut}.*": style, f"{name}.{other}.*": whole.value}
+        inside |= {f"{name}.{cut}.*": style, f"{name}.{other}.*": "replicate"}
         inside[f"{name}.*"] = "replicate"  # a pattern with * at its end fits the rest of the adapter
     return inside | {pattern: style for pattern, style in plan.items() if pattern not in inside}
 
@@ -427,31 +421,3 @@ def around(model: nn.Module, name: str) -> tuple[nn.Module | None, nn.Module]:
     if name != f"{holder}.base_layer":
         return None, module
     return module, model.get_submodule(holder.rpartition(".")[0])
-
-
-def adapt_regions(layers: Iterable[Divided], regions: Regions, over: Activations, changes: Changes) -> None:
-    """Have the adapters of layers that are divided by columns work on a part of the sequence.
-
-    Dropout inside of blocks draws numbers of this rank, so it takes the part. Outside of them it draws the
-    same numbers on all ranks, so it takes all of the input.
-    """
-    layers = list(layers)
-    inside = {module for block in blocks_of(layers) for module in block.modules()}
-
-    def of_input(take: Callable[[Tensor, Activations, str], Tensor], label: str) -> Callable[..., Tensor]:
-        return lambda module, args: take(args[0], over, label)
-
-    def of_output(label: str) -> Callable[..., Tensor]:
-        return lambda module, args, output: regions.split(output, over, label)
-
-    for layer in layers:
-        adapter, label = layer.adapter, layer.name
-        if adapter is None or layer.style.way in BY_ROWS:
-            continue
-        for dropout in adapter.get_submodule("lora_dropout").children():
-            if layer.module in inside:
-                changes.hook(dropout.register_forward_pre_hook(of_input(regions.part_of, label)))
-            else:
-                changes.hook(dropout.register_forward_hook(of_output(label)))
-        for matrix in adapter.get_submodule("lora_B").children():
-            changes.hook(matrix.register_forward_pre_hook(of_input(regions.gather, label)))
