@@ -16,8 +16,6 @@ from tests.parallel.pipeline.asynchronous.runs import (
     assert_same,
     batch_of,
     begin,
-    compare,
-    expected,
     finish,
     method_of,
     model_of,
@@ -30,12 +28,6 @@ from tests.parallel.pipeline.asynchronous.runs import (
 from zeroshard.parallel.pipeline.schedules import steady
 
 MEAN, LAST = "mean_of_changes", "last_change"
-
-
-def test_a_list_of_the_user_trains_with_the_weights_that_he_names(ranks):
-    own = {"schedule": str(steady(2, 6)), "weights": "stash"}
-    for found, want in ranks(2, runs, ((own,), {}), (({"schedule": "pipedream"},), {})):
-        assert_same(found.state, want.state)
 
 
 # --------------------------------------------------------------------------------------- checkpoints
@@ -323,10 +315,6 @@ def autocast():
     ):
         train(engine, [0])
     return finish(engine, train(engine, [0]))
-
-
-def test_autocast_is_refused_and_training_goes_on(ranks):
-    compare(ranks(2, autocast), expected(2, Method("stash", 1), "sgd", (0,), 6))
 
 
 # ------------------------------------------------------------------------------------ batches in a row
