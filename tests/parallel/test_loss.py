@@ -18,7 +18,7 @@ from tests.parallel.runs import Kind, compare, divided, plain
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.activations import Activations
-from zeroshard.parallel.tensor.losses import DividedLogits, cross_entropy, divided_cross_entropy, embed
+from zeroshard.parallel.tensor.losses import Classes, DividedLogits, cross_entropy, embed
 from zeroshard.plan.layout import Span
 
 BATCH, LENGTH = 4, 12
@@ -264,17 +264,19 @@ def edges():
     own, targets = Span(4 * rank, 4 * rank + 4), torch.tensor([1, 5, 6, 7, 0])
     part = logits[:, own.slice].clone().requires_grad_()
     whole = logits.clone().requires_grad_()
-    loss, want = divided_cross_entropy(part, targets, own, over), F.cross_entropy(whole, targets)
+    head = nn.Module()
+    head._classes_of_rank = Classes(own, over, "head")
+    loss, want = cross_entropy(part, targets, head), F.cross_entropy(whole, targets)
     assert sum(counter.calls.values()) == 1
     loss.backward()
     want.backward()
     torch.testing.assert_close(loss, want)
     torch.testing.assert_close(part.grad, whole.grad[:, own.slice])
     nothing = torch.full_like(targets, -100)  # where no row counts, as in torch
-    assert divided_cross_entropy(part, nothing, own, over).isnan()
-    assert divided_cross_entropy(part, nothing, own, over, reduction="sum") == 0
+    assert cross_entropy(part, nothing, head).isnan()
+    assert cross_entropy(part, nothing, head, reduction="sum") == 0
     with pytest.raises(ValueError, match="reduction: expected 'mean', 'sum' or 'none', got 'max'"):
-        divided_cross_entropy(part, targets, own, over, reduction="max")
+        cross_entropy(part, targets, head, reduction="max")
     table = torch.ones(4, 3)
     for token in (8, -1):
         with pytest.raises(IndexError, match=f"'tokens': expected tokens in .*, got {token}"):
