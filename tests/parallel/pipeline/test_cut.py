@@ -120,12 +120,15 @@ def test_names_begin_new_chunks(split, schedule, num_microbatches, runs):
 @pytest.mark.parametrize(
     ("split", "schedule", "text"),
     [
-        (["layers.3"], "1f1b", "expected blocks from '0' to '4', got 'layers.3'"),
-        (["0"], "1f1b", "expected blocks after '0', which begins the first chunk"),
-        (["2", "3"], "1f1b", "expected 1 names, which begin all but the first of 2 chunks, got 2: 2, 3"),
-        ([], "1f1b", "expected 1 names, which begin all but the first of 2 chunks, got 0"),
-        (["3", "2", "4"], "interleaved", "in the order of the model, each once, got 3, 2, 4"),
-        (["2", "2", "4"], "interleaved", "in the order of the model, each once, got 2, 2, 4"),
+        (
+            ["layers.3"],
+            "1f1b",
+            "expected 1 blocks that begin all but the first of 2 chunks, after '0'",
+        ),
+        (["0"], "1f1b", "in the order of the model, got 1: 0"),
+        (["2", "3"], "1f1b", "got 2: 2, 3"),
+        (["3", "2", "4"], "interleaved", "got 3: 3, 2, 4"),
+        (["2", "2", "4"], "interleaved", "got 3: 2, 2, 4"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(split, schedule, text):
