@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import pytest
 from hypothesis import given
 
 from tests.parallel.pipeline.random_schedules import schedules
@@ -17,7 +16,6 @@ from zeroshard.parallel.pipeline.actions import (
     needed_actions,
     parse_schedule,
     plan_exchanges,
-    reduced_apart,
     with_sharding,
     without_steps,
 )
@@ -123,29 +121,6 @@ def test_the_steps_that_were_added_are_those_of_the_batch(schedule: Schedule) ->
     flushed = without_steps(sharded)
     assert [(*own, Action(Kind.STEP, None, None)) for own in flushed.lists] == list(sharded.lists)
     assert without_steps(flushed) == flushed
-
-
-@given(schedules())
-def test_the_reduces_that_were_added_follow_the_last_backward_at_once(schedule: Schedule) -> None:
-    assert not any(map(reduced_apart, with_sharding(schedule).lists))
-
-
-@pytest.mark.parametrize(
-    ("text", "chunks"),
-    [
-        ("0F0,1F0,1B0,0B0", []),
-        ("0F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD", []),
-        ("0F0,1F0,1B0,1RESHARD,1REDUCE_GRAD,0B0", []),
-        ("0F0,1F0,1B0,0B0,1REDUCE_GRAD,0REDUCE_GRAD", [1]),
-        ("0F0,1F0,1B0,0I0,1REDUCE_GRAD,0W0", [1]),
-        ("0F0,1F0,1B0,0F1,1F1,1REDUCE_GRAD,1B1,0B0,0B1", []),  # no gradient may follow the reduce that counts
-        ("0F0,1F0,1B0,0F1,1F1,1REDUCE_GRAD,1B1,0B0,0B1,1REDUCE_GRAD", [1]),
-    ],
-)
-def test_a_chunk_is_reduced_apart_if_others_compute_before_its_last_reduce(
-    text: str, chunks: list[int]
-) -> None:
-    assert sorted(reduced_apart(parse_schedule(text).lists[0])) == chunks
 
 
 # -------------------------------------------------------------------------------------- activations in flight

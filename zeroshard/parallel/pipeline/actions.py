@@ -403,21 +403,6 @@ def without_steps(schedule: Schedule) -> Schedule:
     return schedule.with_lists([a for a in actions if a.kind is not Kind.STEP] for actions in schedule.lists)
 
 
-def reduced_apart(actions: Sequence[Action]) -> frozenset[int]:
-    """Return the chunks whose last reduce does not follow their last backward at once: others compute first.
-
-    Args:
-        actions: the list of a pipeline rank.
-    """
-    ends = {action.chunk: index for index, action in enumerate(actions) if action.kind in END_BACKWARD}
-    reduces = {action.chunk: index for index, action in enumerate(actions) if action.kind is Kind.REDUCE}
-    return frozenset(
-        chunk
-        for chunk, end in ends.items()
-        if chunk is not None and any(action.is_compute for action in actions[end + 1 : reduces.get(chunk, 0)])
-    )
-
-
 def backwards_by_step(actions: Sequence[Action]) -> list[list[Action]]:
     """Return the ends of backwards before each step of a list, and those after the last step."""
     groups: list[list[Action]] = [[]]

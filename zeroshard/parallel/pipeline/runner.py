@@ -38,7 +38,6 @@ from zeroshard.parallel.pipeline.actions import (
     ends_of_chunks,
     ends_of_steps,
     plan_exchanges,
-    reduced_apart,
 )
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.parallel.pipeline.weights import Waiting
@@ -90,8 +89,6 @@ class Runner:
         self._halved = {action.place for action in actions if action.kind is Kind.INPUT_GRADIENT}
         self.ends = ends_of_steps(actions)
         """The last backward before each step, with the number of its backwards."""
-        self.apart = reduced_apart(actions)
-        """The chunks whose reductions begin with an action of their own."""
         self._ends = ends_of_chunks(actions)
         self._trained = {action.chunk for action in self._ends}
         """The chunks that have backwards."""
