@@ -165,26 +165,6 @@ def test_a_model_with_dropout_trains_as_one_process_with_the_same_masks(
         torch.testing.assert_close(value, want[name], rtol=0, atol=1e-10, msg=name)
 
 
-def test_ranks_drop_the_same_of_whole_values_and_other_elements_of_parts(ranks):
-    found = ranks(4, trained, {"stage": 1, "mesh": {"tp": 2}}, 2)
-    by_place = {rank["place"]: rank for rank in found}
-    for name in found[0]["masks"]:
-        is_part = name.rpartition(".")[2] in PARTS
-        for number in range(2):
-            first, second, other_batch, _ = (
-                by_place[place]["masks"][name][number] for place in ((0, 0), (0, 1), (1, 0), (1, 1))
-            )
-            assert torch.equal(first, second) != is_part, name
-            assert not torch.equal(first, other_batch), name
-        assert not torch.equal(*found[0]["masks"][name]), name
-    masks = found[0]["masks"]
-    assert not torch.equal(masks["blocks.0.of_hidden"][0], masks["blocks.1.of_hidden"][0])
-    for batch in (0, 1):
-        first, second = (by_place[batch, rank]["replicated"] for rank in (0, 1))
-        assert first.keys() == second.keys() != set()
-        assert all(torch.equal(value, second[name]) for name, value in first.items())
-
-
 def gradients_of_losses(kind, compiles=False, **config):
     """The gradients of two micro-batches; masks are drawn in the second run of a forward, too."""
     model = build(0)

@@ -18,7 +18,7 @@ from tests.parallel.runs import Kind, compare, divided, plain
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.activations import Activations
-from zeroshard.parallel.tensor.losses import Classes, DividedLogits, cross_entropy, embed
+from zeroshard.parallel.tensor.losses import Classes, cross_entropy, embed
 from zeroshard.plan.layout import Span
 
 BATCH, LENGTH = 4, 12
@@ -93,30 +93,6 @@ def test_logits_are_gathered_unless_a_loss_is_computed_in_training(ranks):
     for found in ranks(2, logits_of_ranks):
         for got, want in found:
             torch.testing.assert_close(got, want, **CLOSE)
-
-
-def gathered_by_a_plan():
-    plan = dict(build("Llama").tp_plan)
-    assert plan["lm_head"] == "colwise_gather_output"
-    engine = sharded(build("Llama").train(), {"stage": 1, "mesh": {"tp": 2}}, plan)
-    outputs = engine(**batches()[1])
-    found = outputs.logits.detach(), outputs.loss.item()
-    engine.close(restore=False)
-    engine = sharded(
-        build("Llama").train(), {"stage": 1, "mesh": {"tp": 2}}, plan | {"lm_head": "colwise_loss"}
-    )
-    outputs = engine(**batches()[1])
-    assert isinstance(outputs.logits, DividedLogits)
-    assert outputs.loss.item() == pytest.approx(found[1], rel=1e-6)
-    engine.close(restore=False)
-    return found
-
-
-def test_a_plan_of_the_user_says_if_logits_are_gathered(ranks):
-    want = build("Llama").train()(**batches()[1])
-    for logits, loss in ranks(2, gathered_by_a_plan):
-        torch.testing.assert_close(logits, want.logits, **CLOSE)
-        assert loss == pytest.approx(want.loss.item(), rel=1e-6)
 
 
 class Another(transformers.LlamaForCausalLM):

@@ -7,8 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.parallel.models import BATCH, GPT2, LENGTH, T5, VOCABULARY, build
-from tests.parallel.runs import Kind, compare, divided, plain
+from tests.parallel.models import GPT2, T5, build
 from zeroshard.parallel.tensor.division import match, plan_of
 from zeroshard.parallel.tensor.styles import sections_of, set_counts
 from zeroshard.plan.cuts import heads
@@ -64,28 +63,6 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers():
     text = "'transformer.h.0.attn.c_attn.weight', dimension 1 of shape (32, 96): 4 heads of 8 cannot be"
     with pytest.raises(ValueError, match=re.escape(text)):
         match(model, plan_of(model), 3)
-
-
-def classifier(seed):
-    torch.manual_seed(seed)
-    config = transformers.T5Config(**T5, num_labels=3, classifier_dropout=0.0)
-    return transformers.T5ForSequenceClassification(config).double()
-
-
-def loss_of_classifier(model, number, own=slice(None)):
-    tokens = torch.randint(2, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
-    tokens[:, -1] = 1  # the end of a sentence
-    return model(input_ids=tokens[own], labels=tokens[own, 0] % 3).loss
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def test_a_classifier_over_t5_trains_as_in_one_process(ranks):
-    kind = Kind(classifier, loss_of_classifier, None, BATCH)
-    found = ranks(2, divided, {"stage": 3, "mesh": {"tp": 2}}, sgd, kind=kind, steps=2)
-    compare(found, plain(sgd, kind=kind, steps=2), losses=1e-6, norms=1e-5, values=1e-6)
 
 
 def test_latent_attention_is_refused():

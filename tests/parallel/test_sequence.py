@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 import transformers
-from torch import nn
 
 from tests.parallel.runs import compare, divided, plain
 from tests.parallel.sequences import (
@@ -25,7 +24,6 @@ from tests.parallel.sequences import (
     sharded,
     tokens_of,
 )
-from zeroshard.parallel.tensor.styles import LayerPlan, Split
 
 CLIP = {"clip_grad_norm": 0.5}
 
@@ -61,34 +59,6 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, name, num_ranks
     config = {"stage": stage, "mesh": {"tp": tp, "sequence": True}}
     # Norms, softmax and the loss of transformers are in float32: their roundings differ in the last bit.
     train(ranks, num_ranks, kind_of(functools.partial(llama, name)), config, values=1e-6)
-
-
-def recomputed(config):
-    """Gradients with dropout on parts, and the outputs of the blocks."""
-    model = build(Model)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
-    engine = sharded(model, config, PLAN)
-    axis = engine._axes.tp
-    torch.manual_seed(axis.rank)
-    kept = []
-    model.blocks[0].drop.register_forward_hook(lambda module, args, output: kept.append(output == 0))
-    engine.backward(loss_of(engine, 0))
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}, kept[0]
-    engine.close(restore=False)
-    return found
-
-
-def test_ranks_drop_other_elements_of_their_parts_and_the_same_ones_again(ranks):
-    config = {"stage": 1, "mesh": {"tp": 2}}
-    plain_run = ranks(2, recomputed, config)
-    assert not torch.equal(plain_run[0][1], plain_run[1][1])
-    assert plain_run[0][1].shape == (BATCH, LENGTH // 2, WIDTH)
-    for (want, _), (got, _) in zip(
-        plain_run, ranks(2, recomputed, config | {"recompute": "unit"}), strict=True
-    ):
-        assert all(torch.equal(value, want[name]) for name, value in got.items())
 
 
 def in_evaluation():
@@ -227,23 +197,3 @@ def test_outputs_that_would_be_parts_are_refused(ranks):
     for logits, shapes in ranks(2, asked_for_parts):
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-12)
         assert shapes == [(BATCH, LENGTH, 32)] * 3
-
-
-def planned_by_styles():
-    plan = {
-        "model.embed_tokens": "rowwise",
-        "model.layers.*.self_attn.[qkv]_proj": "colwise",
-        "model.layers.*.self_attn.o_proj": LayerPlan(Split.ROWS),
-        "model.layers.*.mlp.down_proj": LayerPlan(Split.ROWS),
-        "model.layers.*.mlp.*_proj": "colwise",
-        "lm_head": "colwise_gather_output",
-    }
-    engine = sharded(llama("Llama"), {"stage": 1, "mesh": {"tp": 2, "sequence": True}}, plan)
-    loss = loss_of(engine, 0).item()
-    engine.close(restore=False)
-    return loss
-
-
-def test_styles_in_a_plan_are_read_as_their_words(ranks):
-    want = loss_of(llama("Llama"), 0).item()
-    assert ranks(2, planned_by_styles) == pytest.approx([want, want], rel=1e-6)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import inf
 
 import pytest
 from hypothesis import given
@@ -173,19 +172,3 @@ def test_1f1b_needs_one_buffer_because_neighbours_send_to_each_other_at_once() -
         "at most 0 unreceived; pipeline rank 1: the send of the gradient of 1B0 from pipeline rank 1 to 0"
     ) in str(error.value)
     assert simulate(schedule, max_unreceived=1).makespan == 9
-
-
-def makespan(schedule: Schedule, room: int) -> float:
-    """The makespan with bounded buffers; infinite for a deadlock."""
-    try:
-        return simulate(schedule, max_unreceived=room).makespan
-    except ValueError as error:
-        return inf if "waits for a receive" in str(error) else pytest.fail(str(error))
-
-
-@given(schedules(), st.integers(0, 4))
-def test_more_room_is_never_slower_and_room_for_all_is_as_no_limit(schedule: Schedule, room: int) -> None:
-    free = simulate(schedule)
-    assert makespan(schedule, room) >= makespan(schedule, room + 1) >= free.makespan
-    messages = 2 * schedule.num_microbatches * schedule.num_chunks
-    assert simulate(schedule, max_unreceived=messages) == free

@@ -97,19 +97,6 @@ def test_evaluation_gives_the_loss_of_one_process_without_dropout(ranks):
         assert losses == pytest.approx(want, rel=1e-6)
 
 
-def evaluated_alone():
-    engine = zeroshard.initialize(build("tied gpt"), None, {"gradient_accumulation_steps": 2}).engine
-    tokens = tokens_of(0).chunk(engine.dp_world_size)[engine.dp_rank]
-    return engine.eval_batch({"input_ids": tokens}, tokens).item()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_evaluation_works_without_a_pipeline_and_without_an_optimizer(ranks, num_ranks):
-    tokens = tokens_of(0)
-    want = build("tied gpt")(input_ids=tokens, labels=tokens).loss.item()
-    assert ranks(num_ranks, evaluated_alone) == pytest.approx([want] * num_ranks, rel=1e-6)
-
-
 # --------------------------------------------------------------------------------------- number of batches
 
 

@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import zeroshard
 from tests.checkpoint.runs import without_numba
-from tests.parallel.pipeline.asynchronous.histories import Method
-from tests.parallel.pipeline.asynchronous.histories import train as train_by_history
 from tests.parallel.pipeline.asynchronous.runs import (
     WIDTH,
     assert_same,
@@ -19,10 +16,7 @@ from tests.parallel.pipeline.asynchronous.runs import (
     finish,
     method_of,
     model_of,
-    run,
     runs,
-    stages_of,
-    state_of,
     train,
 )
 from zeroshard.parallel.pipeline.schedules import steady
@@ -118,43 +112,6 @@ def test_the_memory_of_versions_is_that_of_the_papers(ranks):
     for number, (pipeline, versions) in enumerate(KEPT):
         own = [of_rank[number] for of_rank in found]
         assert [one.peak_versions / one.size / 4 for one in own] == versions, pipeline
-
-
-# ------------------------------------------------------------------------------------ averages, frozen parts
-
-
-def averaged():
-    engine = begin({"schedule": "pipedream"}, stage=3)
-    averages = zeroshard.EMA(engine, decay=0.5)
-    train(engine, [0])
-    with averages.applied():
-        state = state_of(engine)
-    engine.close(restore=False)
-    return state
-
-
-def test_averages_follow_every_step_of_a_list(ranks):
-    stages = stages_of(model_of(2), "sgd")
-    batch = list(zip(*(value.chunk(6) for value in batch_of(0, 6)), strict=True))
-    train_by_history(stages, [batch], nn.functional.mse_loss, Method("stash", 1), 0)
-    for stage, found in zip(stages, ranks(2, averaged), strict=True):
-        assert len(stage.history) == 7
-        want = stage.history[1]["weights"]  # the first update copies
-        for version in stage.history[2:]:
-            want = [0.5 * a + 0.5 * w for a, w in zip(want, version["weights"], strict=True)]
-        for (name, value), average in zip(found.items(), want, strict=True):
-            torch.testing.assert_close(value, average, rtol=0, atol=1e-12, msg=name)
-
-
-def test_a_rank_whose_parameters_are_all_frozen_takes_part(ranks):
-    model = model_of(2)
-    model[:2].requires_grad_(False)
-    first, second = ranks(2, run, {"schedule": "pipemare", "split": ["2"]}, "adamw", model=model)
-    assert first.losses == second.losses
-    assert first.steps == second.steps == 12
-    start = dict(model.named_parameters())
-    assert all(torch.equal(value, start[name]) for name, value in first.state.items())
-    assert any(not torch.equal(value, start[name]) for name, value in second.state.items())
 
 
 # ---------------------------------------------------------------------------------------------- errors
@@ -318,22 +275,6 @@ def autocast():
 
 
 # ------------------------------------------------------------------------------------ batches in a row
-
-
-def one_after_the_other(together):
-    engine = begin({"schedule": "1f1b", "num_microbatches": 2})
-    batches = [tuple(batch_of(number, 2)) for number in range(3)]
-    if together:
-        return finish(engine, engine.train_batches(batches).tolist())
-    return finish(engine, [engine.train_batch(*batch).item() for batch in batches])
-
-
-def test_a_synchronous_pipeline_takes_one_batch_after_the_other(ranks):
-    for one, other in zip(
-        *(ranks(2, one_after_the_other, together) for together in (True, False)), strict=True
-    ):
-        assert one.losses == other.losses
-        assert_same(one.state, other.state)
 
 
 def wrong_batches():

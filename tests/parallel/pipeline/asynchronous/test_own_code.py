@@ -56,20 +56,3 @@ def test_parameters_that_are_added_to_the_optimizer_are_moved_too(ranks, schedul
     for found, plain in zip(ranks(2, in_groups, schedule, True, 0), want, strict=True):
         assert found[0] == plain[0]
         assert_same(found[1], plain[1])
-
-
-def states_of_half():
-    engine = begin({"schedule": "pipemare"}, half_of)
-    train(engine, [0, 1])
-    held = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
-    names = sorted({key for state in engine.optimizer.state.values() for key in state})
-    others = [p.fqn for p in engine.optimizer.state if id(p) not in held]
-    number = len(engine.optimizer.state_dict()["state"])
-    engine.close(restore=False)
-    return names, others, number == len(held)
-
-
-def test_changes_are_noted_of_the_parameters_of_the_optimizer_alone(ranks):
-    (first, last) = ranks(2, states_of_half)
-    assert first == (["mean_of_changes", "momentum_buffer"], [], True)
-    assert last == (["momentum_buffer"], [], True)
