@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules as torchs
 
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
 from zeroshard.parallel.pipeline.runner import room_for_sends
-from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, with_recompute
+from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 
 
@@ -164,11 +164,6 @@ def test_the_last_rank_of_1f1b_recomputes_nothing() -> None:
     assert str(schedule) == "0F0,0F1,0R0,0B0,0F2,0R1,0B1,0R2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
     held = count_activations(schedule)
     assert (held.per_rank, held.inputs_per_rank) == ((1, 1), (2, 0))
-
-
-def test_recompute_is_not_added_twice() -> None:
-    schedule = build_schedule("varuna", 2, 2)
-    assert with_recompute(schedule) is schedule
 
 
 class Unequal(ActionCosts):

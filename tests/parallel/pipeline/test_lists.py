@@ -8,8 +8,6 @@ from hypothesis import given
 
 from tests.parallel.pipeline.random_schedules import schedules
 from zeroshard.parallel.pipeline.actions import (
-    END_BACKWARD,
-    Action,
     ChunkTransfer,
     Kind,
     Schedule,
@@ -17,7 +15,6 @@ from zeroshard.parallel.pipeline.actions import (
     parse_schedule,
     plan_exchanges,
     with_sharding,
-    without_steps,
 )
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.simulate import count_activations, simulate
@@ -92,35 +89,22 @@ TWO = parse_schedule("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
 
 def test_a_chunk_is_unsharded_once_a_batch() -> None:
     assert str(with_sharding(TWO)) == (
-        "0UNSHARD,0F0,0F1,0B0,0B1,0RESHARD,0REDUCE_GRAD,STEP\n"
-        "1UNSHARD,1F0,1B0,1F1,1B1,1RESHARD,1REDUCE_GRAD,STEP\n"
+        "0UNSHARD,0F0,0F1,0B0,0B1,0RESHARD\n1UNSHARD,1F0,1B0,1F1,1B1,1RESHARD\n"
     )
 
 
 @given(schedules())
-def test_the_compute_stays_and_each_chunk_is_reduced_once_behind_its_last_backward(
+def test_the_compute_stays_and_each_chunk_is_resharded_once_behind_its_last_action(
     schedule: Schedule,
 ) -> None:
     sharded = with_sharding(schedule)
     assert simulate(sharded).makespan == simulate(schedule).makespan
     for rank, own in enumerate(sharded.lists):
         assert tuple(action for action in own if action.is_compute) == schedule.lists[rank]
-        assert [action.kind for action in own].count(Kind.STEP) == 1
-        assert own[-1].kind is Kind.STEP
         for chunk in schedule.chunks[rank]:
-            kinds = [action.kind for action in own if action.chunk == chunk]
-            assert kinds.count(Kind.REDUCE) == 1
+            first, *_, last = kinds = [action.kind for action in own if action.chunk == chunk]
+            assert (first, last) == (Kind.UNSHARD, Kind.RESHARD)
             assert kinds.count(Kind.UNSHARD) == kinds.count(Kind.RESHARD) == 1
-            last = max(index for index, kind in enumerate(kinds) if kind in END_BACKWARD)
-            assert kinds[last + 1 :] == [Kind.RESHARD, Kind.REDUCE]
-
-
-@given(schedules())
-def test_the_steps_that_were_added_are_those_of_the_batch(schedule: Schedule) -> None:
-    sharded = with_sharding(schedule)
-    flushed = without_steps(sharded)
-    assert [(*own, Action(Kind.STEP, None, None)) for own in flushed.lists] == list(sharded.lists)
-    assert without_steps(flushed) == flushed
 
 
 # -------------------------------------------------------------------------------------- activations in flight

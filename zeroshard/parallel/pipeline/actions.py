@@ -361,10 +361,7 @@ def plan_exchanges(schedule: Schedule) -> tuple[tuple[ActionMessages, ...], ...]
 
 
 def with_sharding(schedule: Schedule) -> Schedule:
-    """Return a synchronous schedule with unshard, reshard, reduce and a step at the end of each rank.
-
-    Each chunk is unsharded before its first action, and resharded after its last one. Its gradients are
-    reduced after that.
+    """Return a schedule that unshards each chunk before its first action, and reshards it after its last one.
 
     Args:
         schedule: compute actions alone.
@@ -379,9 +376,7 @@ def with_sharding(schedule: Schedule) -> Schedule:
             own.append(action)
             if action == last[action.chunk]:
                 own.append(Action(Kind.RESHARD, action.chunk, None))
-                if action.kind in END_BACKWARD:
-                    own.append(Action(Kind.REDUCE, action.chunk, None))
-        lists.append([*own, STEP])
+        lists.append(own)
     return schedule.with_lists(lists)
 
 
