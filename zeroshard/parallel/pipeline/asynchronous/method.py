@@ -25,7 +25,7 @@ Habits that would give other numbers than the method names are refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -45,7 +45,7 @@ from zeroshard.parameters.state import Moment
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Changes
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stores.store import Store, TierMemory
+from zeroshard.stores.store import Store
 
 
 def lr_factor(tau: float, step: int, anneal_steps: int | None) -> float:
@@ -184,55 +184,6 @@ class MovedWeights(NamedTuple):
                 self.change.move(parameter, main[span], self.ahead, target[span])
         if target is not out:
             out.copy_(target)
-
-
-class WeightsPlace:
-    """The versions of one buffer, from which its units read; see the head of this file.
-
-    Args:
-        buffer: the buffer.
-        change: the change of a step, if the method moves weights.
-        memory: the memory of the rank.
-    """
-
-    def __init__(self, buffer: FlatBuffer, change: Change | None, memory: TierMemory) -> None:
-        self._buffer, self._change, self._memory = buffer, change, memory
-        self._kept: dict[int, Store] = {}
-        """Older versions by their numbers."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the versions other than the main parameters."""
-        return sum(store.values.nbytes for store in self._kept.values())
-
-    def enter(self, use: Use, newest: int) -> None:
-        """Let the units have the weights of an action.
-
-        Args:
-            use: the weights.
-            newest: the number of the newest version.
-        """
-        if use.ahead and self._change is not None:
-            self._buffer.source.use(MovedWeights(self._buffer, self._change, use.ahead))
-        else:
-            self._buffer.source.use(None if use.version in (None, newest) else self._kept[use.version])
-
-    def step(self, newest: int, kept: Collection[int]) -> None:
-        """Keep the newest version before a step, if it is used after it, and drop others that are not."""
-        for version in self._kept.keys() - kept:
-            del self._kept[version]
-        if newest in kept:
-            self._kept[newest] = Store(_copy(self._buffer), self._memory)
-
-    def end(self) -> None:
-        """Let the units have the main parameters again."""
-        self._kept = {}
-        self._buffer.source.use()
-
-
-@torch.no_grad()
-def _copy(buffer: FlatBuffer) -> Tensor:
-    return buffer.main.detach().to(buffer.plan.compute_dtype, copy=True)
 
 
 class Delays(NamedTuple):
@@ -390,9 +341,11 @@ class AsynchronousMethod:
         self._runtime, self._config = runtime, config.pipeline
         self._rank, weights = runtime.context.axes.pp.rank, config.pipeline.chosen_weights
         self._change, self._corrected = change, corrected
-        versioned = [] if weights in NEWEST_WEIGHTS else [b for b in runtime.buffers if b.trainable]
-        self._places = [WeightsPlace(buffer, change, runtime.context.memory) for buffer in versioned]
+        is_newest = weights in NEWEST_WEIGHTS
+        self._buffers = [] if is_newest else [buffer for buffer in runtime.buffers if buffer.trainable]
         """The buffers that have versions; none if all actions compute with the newest weights."""
+        self._kept: dict[int, dict[FlatBuffer, Store]] = {}
+        """Older versions by their numbers."""
         self.peak_bytes = 0
         """The most bytes of versions at a time since `reset_peak`."""
         self._looked_at: set[nn.Module] = set()
@@ -410,10 +363,12 @@ class AsynchronousMethod:
 
     def reset_peak(self) -> None:
         """Count the most bytes of versions anew."""
-        self.peak_bytes = sum(place.num_bytes for place in self._places)
+        self.peak_bytes = self._num_bytes
 
-    def _note_peak(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, sum(place.num_bytes for place in self._places))
+    @property
+    def _num_bytes(self) -> int:
+        """The bytes of the versions other than the main parameters."""
+        return sum(store.values.nbytes for kept in self._kept.values() for store in kept.values())
 
     def _read(self, schedule: Schedule) -> Delays:
         weights = self._config.chosen_weights
@@ -446,9 +401,10 @@ class AsynchronousMethod:
                 self._runtime.state.moments.add(Moment.BROKEN_LIST)
             raise
         finally:
-            for place in self._places:
-                place.end()
-            if self._places:
+            self._kept = {}
+            for buffer in self._buffers:
+                buffer.source.use()
+            if self._buffers:
                 self._runtime.passes.refresh()
 
     def enter(self, action: Action) -> None:
@@ -458,21 +414,31 @@ class AsynchronousMethod:
             RuntimeError: the action before it has edited weights that are not the main parameters.
         """
         self._has_begun = True
-        if self._places and action.is_compute:
+        if self._buffers and action.is_compute:
             self._runtime.check_edits()
-            for place in self._places:
-                place.enter(self._delays.uses[action], self._taken)
+            use = self._delays.uses[action]
+            kept = None if use.version in (None, self._taken) else self._kept[use.version]
+            for buffer in self._buffers:
+                if use.ahead and self._change is not None:
+                    buffer.source.use(MovedWeights(buffer, self._change, use.ahead))
+                else:
+                    buffer.source.use(None if kept is None else kept[buffer])
             self._runtime.passes.refresh()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Correct the optimizer's step inside, and keep the weights from before it that later actions use."""
         number, delays = self._taken, self._delays
-        if self._places:
+        if self._buffers:
             self._runtime.check_edits()
-        for place in self._places:
-            place.step(number, delays.kept[number])
-        self._note_peak()
+        self._kept = {version: self._kept[version] for version in self._kept.keys() & delays.kept[number]}
+        if number in delays.kept[number]:
+            memory = self._runtime.context.memory
+            self._kept[number] = {
+                buffer: Store(buffer.main.detach().to(buffer.plan.compute_dtype, copy=True), memory)
+                for buffer in self._buffers
+            }
+        self.peak_bytes = max(self.peak_bytes, self._num_bytes)
         with ExitStack() as stack:
             if isinstance(self._change, NotedChange) and self._most_crossed:
                 decay = decay_of_changes(self._config.decay, self._most_crossed)
