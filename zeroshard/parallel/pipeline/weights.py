@@ -156,7 +156,7 @@ class _Sight(TorchFunctionMode):
         anchor = None
         if not any(one.requires_grad for one in (x, *bias)):
             anchor = x.new_empty(0, requires_grad=True)  # the result is to have a graph
-        operands = self._waiting.note(weight, is_turned=func is torch.addmm)
+        operands = self._waiting.note(weight, func is torch.addmm)
         run = functools.partial(func, *args, **kwargs)
         return _Halved.apply(x, *(bias or [None]), anchor, weight.detach(), operands, run)
 
