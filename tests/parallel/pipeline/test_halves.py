@@ -1,6 +1,5 @@
 """Sharded models train by schedules with divided backwards as in one process, to the bit."""
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -34,15 +33,9 @@ def sequence(dropout=0.2):
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Twice(dropout) for _ in range(5)), nn.LayerNorm(WIDTH))
 
 
-def adapted():
-    lora = peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return peft.inject_adapter_in_model(lora, llama())  # add_adapter of transformers wants a newer peft
-
-
 MODELS = {
     "Llama": llama,
     "sequence": sequence,
-    "Llama with adapters": adapted,
     "Mixtral": mixtral,
 }
 
@@ -107,8 +100,7 @@ def joined(found):
     return {name: value for state in found for name, value in state.items()}
 
 
-@pytest.mark.long_where(kind=["Mixtral", "Llama with adapters"])
-@pytest.mark.parametrize("kind", ["Llama", "Llama with adapters", "Mixtral"])
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("Mixtral", marks=pytest.mark.long)])
 def test_divided_backwards_have_the_bits_of_one_process(ranks, kind):
     """The fuzz draws other models and schedules, within the rounding of float64."""
     found = ranks(2, trained, kind, pipelined("zbv", 3, mesh={"pp": 2}))
@@ -134,4 +126,4 @@ def num_waiting(mesh):
 
 
 def test_the_weight_gradients_of_all_linear_layers_wait(ranks):
-    assert ranks(4, num_waiting, {"pp": 2, "tp": 2})[::2] == [2 * 7, 2 * 7 + 1]
+    assert ranks(2, num_waiting, {"pp": 2}) == [2 * 7, 2 * 7 + 1]

@@ -50,6 +50,7 @@ def begun_at(folder, num_stages, tag, numbers, new_tag):
     return before, after
 
 
+@pytest.mark.long
 def test_a_rank_that_crosses_no_step_takes_no_change_from_a_checkpoint(ranks, tmp_path):
     """Else it would save it again, unchanged, for a run that crosses steps there."""
     ranks(4, begun_at, str(tmp_path), 4, "", [0], "four")
