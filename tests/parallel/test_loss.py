@@ -17,8 +17,8 @@ from tests.parallel.models import GROUPED, VOCABULARY, build
 from tests.parallel.runs import Kind, compare, divided, plain
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.losses import Classes, cross_entropy, embed
+from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.plan.layout import Span
 
 BATCH, LENGTH = 4, 12

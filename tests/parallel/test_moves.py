@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.parallel.tensor.activations import Activations
-from zeroshard.parallel.tensor.sequence import Comm, move
+from zeroshard.parallel.tensor.sequence import Activations, Comm, move
 
 RANKS = [1, 2, 3, 4]
 D, HIDDEN, ROWS = 12, 24, 24

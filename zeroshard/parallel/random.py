@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.parallel.tensor.activations import Activations
-from zeroshard.parallel.tensor.sequence import Regions, blocks_of
+from zeroshard.parallel.tensor.sequence import Activations, Regions, blocks_of
 from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.sharding.context import Changes
 

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.parallel.random import share_random_states
-from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.losses import divide_losses, embed
 from zeroshard.parallel.tensor.sequence import (
+    Activations,
     Comm,
     Regions,
     Sum,

@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zeroshard.parallel.tensor.activations import Activations
-from zeroshard.parallel.tensor.sequence import Comm, Sum, add_up, move
+from zeroshard.parallel.tensor.sequence import Activations, Comm, Sum, add_up, move
 from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.context import Changes

@@ -10,8 +10,7 @@ from zeroshard import Config, Mesh, Pipeline
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.pipeline import WEIGHTS as NAMES
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live, kept_versions
+from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, count_live, kept_versions
 from zeroshard.parallel.pipeline.schedules import (
     SCHEDULES,
     build_schedule,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.parallel.pipeline.asynchronous.runs import MAKERS, METHODS, batch_of, expected, method_of, model_of
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
+from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS
 from zeroshard.parallel.pipeline.schedules import steady
 
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))  # its modules have bare names

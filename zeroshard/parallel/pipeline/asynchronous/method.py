@@ -7,7 +7,7 @@ costs W / N on each of its N data-parallel ranks, if these divide the main param
     at a step          the version before it is kept, if an action after it uses that
     at the next steps  it is dropped when no action after them uses it
 
-The lists of `uses.py` show which versions that are. Units gather a version before each forward and backward,
+The lists of `ages.py` show which versions that are. Units gather a version before each forward and backward,
 in the place of the main parameters, and free it after that; where all ranks have the whole weights, they copy
 it. Weights that are moved along a direction are computed for each gather.
 
@@ -37,8 +37,7 @@ from zeroshard.config.pipeline import KEPT_WEIGHTS, NEWEST_WEIGHTS, NOTED_CHANGE
 from zeroshard.config.sections import Config
 from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.pipeline.actions import Action, Schedule
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
+from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.schedules import full_schedule_of
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import Moment
