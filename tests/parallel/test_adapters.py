@@ -83,14 +83,6 @@ def test_plans_of_transformers_and_of_our_own_hold_behind_adapters(ranks, name):
     compare(found, plain(adamw, kind=kind, steps=1), losses=1e-6, norms=1e-5, values=1e-3)
 
 
-def refused(tp, options, text):
-    model = of_transformers("Llama") if tp == 4 else adapted(0, **options)
-    plan = None if tp == 4 else {"base_model.model.blocks.*.up": "colwise"}
-    with pytest.raises(ValueError, match=re.escape(text)):
-        initialize(model, adamw, {"stage": 1, "mesh": {"tp": tp}}, plan)
-
-
-@pytest.mark.long_where(tp=[4])
 @pytest.mark.parametrize(
     ("tp", "options", "text"),
     [
@@ -101,8 +93,11 @@ def refused(tp, options, text):
          "heads as ranks"),
     ],
 )  # fmt: skip
-def test_adapters_that_cannot_be_divided_are_refused(ranks, tp, options, text):
-    ranks(tp, refused, tp, options, text)
+def test_adapters_that_cannot_be_divided_are_refused(tp, options, text):
+    model = of_transformers("Llama") if tp == 4 else adapted(0, **options)
+    plan = None if tp == 4 else {"base_model.model.blocks.*.up": "colwise"}
+    with pytest.raises(ValueError, match=re.escape(text)):
+        plan_division(model, find_units(model, None), plan, tp)
 
 
 def test_adapters_where_norms_work_on_parts_are_refused():

@@ -2,10 +2,10 @@
 
 import functools
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
-import transformers
 
 from tests.parallel.runs import compare, divided, plain
 from tests.parallel.sequences import (
@@ -24,6 +24,10 @@ from tests.parallel.sequences import (
     sharded,
     tokens_of,
 )
+from zeroshard.parallel.tensor.division import plan_division
+from zeroshard.parallel.tensor.sequence import install_regions
+from zeroshard.plan.units import find_units
+from zeroshard.sharding.context import Changes
 
 CLIP = {"clip_grad_norm": 0.5}
 
@@ -131,30 +135,16 @@ def test_a_gather_and_a_reduce_scatter_take_the_place_of_each_all_reduce(ranks):
         ),
     ],
 )
-def test_plans_that_would_compute_something_else_are_refused(ranks, plan, text):
-    ranks(2, refused, plan, text)
+def test_plans_that_would_compute_something_else_are_refused(plan, text):
+    model = build(Model)
+    with nullcontext() if text is None else pytest.raises(ValueError, match=re.escape(text)):
+        install_regions(plan_division(model, find_units(model, None), plan, 2).layers, None, Changes())
 
 
-def refused(plan, text):
-    if text is None:
-        sharded(build(Model), {"stage": 1, "mesh": {"tp": 2}}, plan).close(restore=False)
-        return
-    with pytest.raises(ValueError, match=re.escape(text)):
-        sharded(build(Model), {"stage": 1, "mesh": {"tp": 2}}, plan)
-
-
-def of_another_kind():
-    config = transformers.Olmo2Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=24
-    )
-    config.num_attention_heads = config.num_key_value_heads = 4
-    model = transformers.Olmo2ForCausalLM(config)
+def test_a_model_whose_norms_are_not_known_is_refused():
+    model = llama("Olmo2")
     with pytest.raises(ValueError, match=r"mesh.sequence: expected .* got Olmo2ForCausalLM: give a tp_plan"):
-        sharded(model, {"stage": 1, "mesh": {"tp": 2, "sequence": True}}, None)
-
-
-def test_a_model_whose_norms_are_not_known_is_refused(ranks):
-    ranks(2, of_another_kind)
+        plan_division(model, find_units(model, None), None, 2, by_sequence=True)
 
 
 def freeze_norms(model):

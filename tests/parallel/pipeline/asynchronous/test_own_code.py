@@ -5,28 +5,6 @@ import torch
 
 from tests.parallel.pipeline.asynchronous.runs import assert_same, begin, state_of, train
 
-
-def with_hook():
-    """A hook of the optimizer clamps the weights behind each of its steps."""
-    engine = begin({"schedule": "pipedream"}, stage=0)
-
-    @torch.no_grad()
-    def clamp(optimizer, args, kwargs):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.clamp_(-0.2, 0.2)
-
-    engine.optimizer.register_step_post_hook(clamp)
-    train(engine, [0, 1])
-    state = state_of(engine)
-    engine.close(restore=False)
-    return state
-
-
-def test_a_hook_of_the_optimizer_has_the_main_parameters(ranks):
-    assert all(value.abs().max() <= 0.2 for state in ranks(2, with_hook) for value in state.values())
-
-
 # ------------------------------------------------------------------------------ parameters of optimizers
 
 
