@@ -40,23 +40,6 @@ def test_messages_of_two_ranks_have_one_order_on_both_sides(schedule: Schedule) 
 
 
 @given(schedules())
-def test_each_boundary_between_two_ranks_is_crossed_twice_for_each_microbatch(schedule: Schedule) -> None:
-    expected = [
-        (chunk, microbatch, is_activation)
-        for chunk, (here, there) in enumerate(zip(schedule.placement, schedule.placement[1:], strict=False))
-        for microbatch in range(schedule.num_microbatches)
-        for is_activation in (False, True)
-        if here != there
-    ]
-    transfers = {transfer for own in plan_transfers(schedule) for transfer in own}
-    found = [
-        (min(each.action.place, each.user.place)[0], each.action.microbatch, each.is_activation)
-        for each in transfers
-    ]
-    assert sorted(found) == expected
-
-
-@given(schedules())
 def test_an_action_receives_all_that_it_needs_before_it_and_sends_directly_behind_it(
     schedule: Schedule,
 ) -> None:

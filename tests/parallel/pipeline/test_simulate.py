@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,37 +124,6 @@ def test_a_deadlock_is_refused_with_the_actions_that_wait_for_each_other(text: s
     with pytest.raises(ValueError, match="deadlock") as error:
         simulate(parse_schedule(text))
     assert expected in str(error.value)
-
-
-@given(schedules(), st.data())
-def test_two_actions_that_change_places_run_or_are_named(schedule: Schedule, data: st.DataObject) -> None:
-    rank = data.draw(st.sampled_from(range(schedule.num_ranks)))
-    own = list(schedule.lists[rank])
-    places = st.integers(0, len(own) - 1)
-    first, second = data.draw(places), data.draw(places)
-    own[first], own[second] = own[second], own[first]
-    lists = (*schedule.lists[:rank], tuple(own), *schedule.lists[rank + 1 :])
-    swapped = Schedule(schedule.placement, schedule.num_microbatches, lists)
-    is_cyclic = has_circle(swapped)
-    if is_cyclic:
-        with pytest.raises(ValueError, match=r"deadlock: .* waits for"):
-            simulate(swapped)
-    else:
-        simulate(swapped)
-
-
-def has_circle(schedule: Schedule) -> bool:
-    """True if the actions have no common order in which each comes behind the one before it in its list."""
-    waits = {action: set(before) for action, before in needed_actions(schedule).items()}
-    for own in schedule.lists:
-        for before, action in pairwise(own):
-            waits[action].add(before)
-    while ready := [action for action, before in waits.items() if not before]:
-        for action in ready:
-            del waits[action]
-        for before in waits.values():
-            before.difference_update(ready)
-    return bool(waits)
 
 
 # ---------------------------------------------------------------------------------------- bounded buffers

@@ -64,22 +64,6 @@ def case(task, ranks, method):
     )
 
 
-@pytest.mark.long
-def test_the_weights_that_are_kept_are_those_of_the_papers():
-    found = {}
-    for method in ("pb", "pipedream", "2bw", "pipemare"):
-        row = train(case("text", 4, method))
-        found[method] = [
-            kept / size for kept, size in zip(row["kept_bytes"], row["weight_bytes"], strict=True)
-        ]
-    assert found == {
-        "pb": [1, 1, 1, 1],
-        "pipedream": [4, 3, 2, 1],  # Narayanan et al. 2019, section 3.3: a version for each micro-batch
-        "2bw": [2, 2, 2, 2],  # Narayanan et al. 2021, section 3.1
-        "pipemare": [2, 2, 2, 1],  # the mean of changes; the last rank has no delay
-    }
-
-
 def test_a_run_that_diverges_ends_and_tells_when():
     row = train(replace(case("text", 2, "pb"), lr=1e4))
     assert row["diverged_at"] is not None

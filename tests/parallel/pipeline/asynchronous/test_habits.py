@@ -21,47 +21,6 @@ from tests.parallel.pipeline.asynchronous.runs import (
 )
 from zeroshard.parallel.pipeline.schedules import steady
 
-MEAN, LAST = "mean_of_changes", "last_change"
-
-
-# --------------------------------------------------------------------------------------- checkpoints
-
-
-def noted_changes(engine):
-    """The states that the pipeline adds to those of the optimizer, by parameter and name."""
-    return {
-        (parameter.fqn, key): value.clone()
-        for parameter, state in engine.optimizer.state.items()
-        for key, value in state.items()
-        if key in (MEAN, LAST)
-    }
-
-
-def begun_at(folder, num_stages, tag, numbers, new_tag):
-    """Train from a checkpoint; return the noted changes before and after."""
-    engine = begin({"schedule": "lwp", "weights": "lwp-weights"}, num_stages=num_stages, model=model_of(4))
-    if tag:
-        engine.load_checkpoint(folder, tag)
-    before = noted_changes(engine)
-    train(engine, numbers)
-    engine.save_checkpoint(folder, new_tag)
-    after = noted_changes(engine)
-    engine.close(restore=False)
-    return before, after
-
-
-@pytest.mark.long
-def test_a_rank_that_crosses_no_step_takes_no_change_from_a_checkpoint(ranks, tmp_path):
-    """Else it would save it again, unchanged, for a run that crosses steps there."""
-    ranks(4, begun_at, str(tmp_path), 4, "", [0], "four")
-    (_, first), (before, last) = ranks(2, begun_at, str(tmp_path), 2, "four", [1], "two")
-    assert {key for _, key in first} == {LAST}
-    assert before == last == {}
-    for rank, (before, after) in enumerate(ranks(4, begun_at, str(tmp_path), 4, "two", [2], "again")):
-        assert (before != {}) is (rank < 2)
-        assert (after != {}) is (rank < 3)
-
-
 # ---------------------------------------------------------------------------------- dtypes and layouts
 
 NARROW = {"param_dtype": "bf16", "main_dtype": "fp32"}
