@@ -153,7 +153,7 @@ PLANS = (
         file="zeroshard/safetensors.py",
         find="file.seek(self.offset + span.start * size)",
         replace="file.seek(self.offset)",
-        tests=("test_each_rank_reads_its_parts_of_files",),
+        tests=("test_a_model_is_read_in_parts_and_written_whole",),
     ),
     Break(
         name="ranks_take_the_samples_of_rank_0",
