@@ -85,7 +85,7 @@ def test_gpipe_and_1f1b_have_the_order_that_torch_runs(name: str, kind: Any) -> 
 
 
 def test_zbv_has_torchs_order() -> None:
-    for num_ranks, num_microbatches in product(range(1, 9), range(1, 20)):
+    for num_ranks, num_microbatches in product(range(1, 7), range(1, 14)):
         assert ours("zbv", num_ranks, num_microbatches) == order_of_torch(
             "zbv", num_ranks, num_microbatches, 2
         )
@@ -98,7 +98,7 @@ def test_schedules_of_several_chunks_have_torchs_order_and_refuse_what_torch_ref
     name: str, chunks: int
 ) -> None:
     num_compared = 0
-    for num_ranks, num_microbatches in product(range(1, 7), range(1, 20)):
+    for num_ranks, num_microbatches in product(range(1, 7), range(1, 16)):
         rounds = max(1, num_microbatches // num_ranks)
         if num_microbatches % rounds:
             with pytest.raises(ValueError, match=f"{rounds} rounds .* got {num_microbatches} micro-batches"):
@@ -111,7 +111,7 @@ def test_schedules_of_several_chunks_have_torchs_order_and_refuse_what_torch_ref
 
 
 def test_zb_h1_of_one_chunk_has_torchs_order_and_needs_no_rounds() -> None:
-    for num_ranks, num_microbatches in product(range(1, 9), range(1, 20)):
+    for num_ranks, num_microbatches in product(range(1, 7), range(1, 14)):
         found = ours("zb-h1", num_ranks, num_microbatches)
         assert found == order_of_torch("zb-h1", num_ranks, num_microbatches)  # torch's class refuses 4, 9
 

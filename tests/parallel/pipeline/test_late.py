@@ -17,7 +17,7 @@ CASES = {
     "asynchronous": ("llama", "pb", {}),
 }
 """The fuzz draws other schedules with steps that wait."""
-FAST = ["two chunks", "asynchronous"]
+FAST = ["two chunks"]
 
 
 def train(engine, number):

@@ -93,7 +93,7 @@ def test_each_unit_is_gathered_once_a_batch_where_it_stays(ranks, schedule):
         assert at_rest == 0
 
 
-@pytest.mark.long_where(schedule=["1f1b"])
+@pytest.mark.long_where(schedule=["interleaved"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_else_units_are_gathered_for_each_micro_batch_and_few_are_whole_at_once(ranks, schedule):
     for found, most, sizes, at_rest in ranks(4, gathers, schedule, True):

@@ -123,7 +123,7 @@ REFUSED = {
         for call, code in CALLS.items()
     },
 }
-FAST = ("edit of a version", "hooks of saved tensors", "ragged batches")
+FAST = ("hooks of saved tensors", "ragged batches")
 
 
 @pytest.mark.parametrize(
