@@ -1,6 +1,6 @@
 """Asynchronous pipelines together with what users do: checkpoints, evaluation, schedules, dtypes, errors.
 
-Lists of any length, synchronous steps, evaluation and schedules of the learning rate are in `test_reference.py`.
+Lists of any length, evaluation and schedules of the learning rate are in `test_reference.py`.
 """
 
 import pytest
