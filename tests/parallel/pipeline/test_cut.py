@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import zeroshard
-from tests.parallel.pipeline.runs import plain, sgd, start, tokens_of, train
+from tests.parallel.pipeline.runs import plain, start, tokens_of, train
 from zeroshard import Config
 from zeroshard.parallel.pipeline import cut as cutting
 from zeroshard.parallel.pipeline.actions import parse_schedule
@@ -235,14 +234,3 @@ def trained_with_misplaced_sharding():
 def test_verbs_of_the_sharding_anywhere_in_a_list_change_no_bit(ranks):
     for own, misplaced in ranks(4, trained_with_misplaced_sharding):
         assert own == misplaced
-
-
-def given_different_models():
-    model = sequence(4 + torch.distributed.get_rank())
-    config = {"mesh": {"pp": 2}, "pipeline": {"balance": "memory"}}
-    with pytest.raises(RuntimeError, match=r"rank\(s\) 1 have parameter '4.weight'"):
-        zeroshard.initialize(model, sgd, config, loss_fn=nn.MSELoss())
-
-
-def test_different_models_are_an_error_on_all_ranks(ranks):
-    ranks(2, given_different_models)

@@ -1,4 +1,4 @@
-"""Schedules with divided backwards draw the numbers of others, and leave the products of all layers for later."""
+"""Schedules with divided backwards draw the numbers of others, and leave products of all layers for later."""
 
 import torch
 from torch import nn
