@@ -114,7 +114,5 @@ def test_copies_of_weights_and_forwards_that_run_again_are_refused_with_newer_we
         layer(x)
     layer(x).sum().backward()
     again = checkpoint(layer, x, use_reentrant=False).sum()
-    with pytest.raises(
-        RuntimeError, match="runs the forward of Linear again inside the backward"
-    ):
+    with pytest.raises(RuntimeError, match="runs the forward of Linear again inside the backward"):
         again.backward()
