@@ -19,9 +19,8 @@ from torch.optim import Optimizer
 
 from zeroshard.optim.asynchronous import Corrected, rescaled, spike_compensated, update_of
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages
+from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.asynchronous.method import decay_of_changes, mean_of_changes
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.simulate import ScheduleTimes, simulate
 from zeroshard.parameters.sharded import set_gradient
 

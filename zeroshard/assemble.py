@@ -36,10 +36,10 @@ from zeroshard.lazy.recording import (
     refuse_recording,
 )
 from zeroshard.parallel.pipeline.chunked import Absent
-from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.division import Division, plan_division
 from zeroshard.parallel.tensor.layers import install
 from zeroshard.parallel.tensor.replicas import compare_inputs
+from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import guard_copies
 from zeroshard.plan.buffers import DtypePolicy, Setting, group, plan_units

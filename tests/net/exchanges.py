@@ -200,7 +200,7 @@ EXCHANGES = (
         file="zeroshard/parallel/tensor/sequence.py",
         find='COPY = ("keep", "sum")',
         replace='COPY = ("keep", "keep")',
-        tests=("test_columns_then_rows_are_the_layers_of_one_process",),
+        tests=("test_divided_layers_compute_and_learn_what_whole_ones_do",),
     ),
     Break(
         name="the_divided_loss_takes_exponentials_of_two_bases",

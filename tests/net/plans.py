@@ -88,7 +88,7 @@ PLANS = (
     Break(
         name="a_backward_uses_the_newest_weights",
         says=("A backward computes with the newest weights, not with the stashed version of its forward."),
-        file="zeroshard/parallel/pipeline/asynchronous/uses.py",
+        file="zeroshard/parallel/pipeline/asynchronous/ages.py",
         find=(
             "return {action: Use(taken - ages.crossed.get(action, 0)) for action, taken in "
             "ages.before.items()}"
@@ -107,7 +107,7 @@ PLANS = (
     Break(
         name="versions_are_dropped_too_early",
         says="An old version of weights is dropped at a step though a later backward uses it.",
-        file="zeroshard/parallel/pipeline/asynchronous/uses.py",
+        file="zeroshard/parallel/pipeline/asynchronous/ages.py",
         find="later |= {newest if version is None else version}",
         replace="later = frozenset({newest if version is None else version})",
         tests=("test_kept_versions_are_those_that_later_actions_use",),
@@ -153,7 +153,7 @@ PLANS = (
         file="zeroshard/safetensors.py",
         find="file.seek(self.offset + span.start * size)",
         replace="file.seek(self.offset)",
-        tests=("test_each_rank_reads_its_parts_of_files",),
+        tests=("test_a_model_is_read_in_parts_and_written_whole",),
     ),
     Break(
         name="ranks_take_the_samples_of_rank_0",

@@ -1,9 +1,7 @@
 """LoRA over divided layers trains as in one process."""
 
 import functools
-import math
 import re
-import warnings
 from unittest import mock
 
 import peft
@@ -14,7 +12,6 @@ import torch.nn.functional as F
 import transformers
 
 from tests.parallel import models
-from tests.parallel import sequences as along_sequence
 from tests.parallel.models import GROUPED
 from tests.parallel.models import tokens_of as batch
 from tests.parallel.runs import (
@@ -86,85 +83,6 @@ def test_plans_of_transformers_and_of_our_own_hold_behind_adapters(ranks, name):
     compare(found, plain(adamw, kind=kind, steps=1), losses=1e-6, norms=1e-5, values=1e-3)
 
 
-def with_norms_on_parts(name, seed=0):
-    """A model whose norms work on parts of the sequence, with adapters."""
-    own = name == "own"
-    model = along_sequence.build(along_sequence.Model, seed) if own else along_sequence.llama(name, seed)
-    torch.manual_seed(1 + seed)
-    return with_lora(model, [*LAYERS, "head"] if own else "all-linear").double()
-
-
-@pytest.mark.parametrize(
-    ("name", "num_ranks", "stage"),
-    [("own", 2, 3), pytest.param("Llama", 4, 1, marks=pytest.mark.long)],
-)
-def test_adapters_train_as_in_one_process_where_norms_work_on_parts(ranks, name, num_ranks, stage):
-    mesh, plan = {"tp": 2}, behind(along_sequence.PLAN) if name == "own" else None
-    if plan is None:
-        mesh["sequence"] = True
-    kind = along_sequence.kind_of(functools.partial(with_norms_on_parts, name), plan)
-    config = {"stage": stage, "mesh": mesh, "clip_grad_norm": 0.5}
-    found = ranks(num_ranks, divided, config, along_sequence.adamw, kind=kind)
-    want = plain(along_sequence.adamw, kind=kind, max_norm=0.5)
-    # Norms, softmax and the loss of transformers are in float32: their roundings differ in the last bit.
-    compare(found, want, losses=1e-6, norms=1e-5, values=1e-7 if name == "own" else 1e-6)
-
-
-def sent_on_parts():
-    return along_sequence.sent_by(with_norms_on_parts("own"), behind(along_sequence.PLAN))
-
-
-def test_adapters_on_parts_send_their_inner_values_only(ranks):
-    inner = along_sequence.BATCH * along_sequence.LENGTH * 3 * 8
-    for notes in ranks(2, sent_on_parts):
-        names = [name for name in LAYERS if name not in ("out", "down")]
-        for name in names:
-            own = [num_bytes for _, label, num_bytes in notes if f"blocks.1.{name}." in label]
-            assert own == [inner // 2] * 2, name  # a gather, and in the backward a reduce-scatter
-
-
-def dropped_on_parts():
-    """Masks of the dropout in adapters, and the gradients with and without recomputation."""
-    masks, gradients = [], []
-    for recompute in ("none", "unit"):
-        model = along_sequence.build(along_sequence.Model)
-        model = with_lora(model, [*LAYERS, "head"], lora_dropout=0.3).double()
-        config = {"stage": 1, "mesh": {"tp": 2}, "recompute": recompute}
-        engine = along_sequence.sharded(model, config, behind(along_sequence.PLAN))
-        for name, module in model.named_modules():
-            if "lora_dropout" in name.split(".") and isinstance(module, torch.nn.Dropout):
-                module.register_forward_hook(
-                    lambda _, args, output, name=name: masks.append((name, args[0].shape, output == 0)),
-                    prepend=True,  # before the one that splits
-                )
-        torch.manual_seed(7)
-        engine.train()
-        engine.backward(along_sequence.loss_of(engine, 0))
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        engine.close(restore=False)
-    return masks, gradients
-
-
-def test_adapters_on_parts_drop_elements_of_their_parts_and_the_same_ones_again(ranks):
-    (own, (plain, again)), (other, _) = ranks(2, dropped_on_parts)
-    assert plain.keys() == again.keys()
-    assert all(torch.equal(value, again[name]) for name, value in plain.items())
-    assert any("head" in name for name, *_ in own)
-    for (name, shape, mask), (_, _, theirs) in zip(own, other, strict=True):
-        is_whole = "head" in name
-        assert torch.equal(mask, theirs) == is_whole, name
-        of_whole = [along_sequence.BATCH, along_sequence.LENGTH, along_sequence.WIDTH]
-        assert (list(shape) == of_whole) == is_whole, name
-
-
-def refused(tp, options, text):
-    model = of_transformers("Llama") if tp == 4 else adapted(0, **options)
-    plan = None if tp == 4 else {"base_model.model.blocks.*.up": "colwise"}
-    with pytest.raises(ValueError, match=re.escape(text)):
-        initialize(model, adamw, {"stage": 1, "mesh": {"tp": tp}}, plan)
-
-
-@pytest.mark.long_where(tp=[4])
 @pytest.mark.parametrize(
     ("tp", "options", "text"),
     [
@@ -175,8 +93,18 @@ def refused(tp, options, text):
          "heads as ranks"),
     ],
 )  # fmt: skip
-def test_adapters_that_cannot_be_divided_are_refused(ranks, tp, options, text):
-    ranks(tp, refused, tp, options, text)
+def test_adapters_that_cannot_be_divided_are_refused(tp, options, text):
+    model = of_transformers("Llama") if tp == 4 else adapted(0, **options)
+    plan = None if tp == 4 else {"base_model.model.blocks.*.up": "colwise"}
+    with pytest.raises(ValueError, match=re.escape(text)):
+        plan_division(model, find_units(model, None), plan, tp)
+
+
+def test_adapters_where_norms_work_on_parts_are_refused():
+    model = adapted(0)
+    plan = behind(PLAN | {"blocks.*.norm": "sequence", "blocks.0": "sequence_split"})
+    with pytest.raises(ValueError, match=r"blocks\.0\.q' has an adapter; expected none where norms work on"):
+        plan_division(model, find_units(model, None), plan, 2)
 
 
 def patched_adapter(model, *, hooks):
@@ -245,39 +173,3 @@ def test_dropout_of_adapters_is_that_of_their_inputs(ranks):
     assert len(masks) == len(their_masks)
     for (shape, mask), (_, other) in zip(masks, their_masks, strict=True):
         assert (mask == other) == (shape[-1] == width), shape  # parts have other masks, whole inputs the same
-
-
-# ------------------------------------------------------------------------------------------ float16
-
-
-def mistral(alpha):
-    torch.manual_seed(0)
-    model = transformers.MistralForCausalLM(transformers.MistralConfig(**GROUPED, sliding_window=8))
-    lora = peft.LoraConfig(r=4, lora_alpha=alpha, target_modules="all-linear", init_lora_weights=False)
-    return peft.get_peft_model(model, lora)
-
-
-def norm_in_float16(alpha):
-    precision = {"param_dtype": "fp16", "loss_scale": 1024.0}
-    config = {"stage": 1, "mesh": {"tp": 2}, "precision": precision, "clip_grad_norm": 1.0}
-    engine, tokens = initialize(mistral(alpha), adamw, config, None), batch(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a step that is left out
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        engine.step()
-    norm, steps = engine.grad_norm.item(), engine.global_step
-    engine.close(restore=False)
-    return norm, steps
-
-
-@pytest.mark.parametrize("alpha", [16, 4096])
-def test_float16_overflows_where_it_does_in_one_process(ranks, alpha):
-    model, tokens = mistral(alpha).half(), batch(0)
-    (model(input_ids=tokens, labels=tokens).loss * 1024.0).backward()
-    gradients = [p.grad.double() / 1024.0 for p in model.parameters() if p.grad is not None]
-    want = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-    assert math.isfinite(want) == (alpha == 16)
-    for norm, steps in ranks(2, norm_in_float16, alpha):
-        assert steps == (alpha == 16)
-        assert math.isfinite(norm) == (alpha == 16)
-        assert alpha > 16 or norm == pytest.approx(want, rel=1e-2)

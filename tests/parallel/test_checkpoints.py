@@ -8,10 +8,8 @@ import transformers
 from torch import nn
 
 import zeroshard
-from tests.checkpoint.runs import read_whole, without_numba
+from tests.checkpoint.runs import without_numba
 from tests.parallel import models
-from zeroshard.checkpoint.files import find
-from zeroshard.checkpoint.tensors import open_checkpoint
 from zeroshard.optim import AdamW8bit
 from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.plan.cuts import heads
@@ -136,25 +134,11 @@ def test_a_checkpoint_of_divided_layers_loads_under_any_layout(ranks, tmp_path, 
         assert same(got, want) == []
         assert got_losses == pytest.approx(losses, rel=1e-5)  # other orders of sums in float32
     assert same(found[0][1], model) == []
+    if target == "1x1":
+        return
     back = ranks(4, load, tmp_path / "again", 3, 2, "AdamW", {})
     assert same(back[0][0], want) == []
     assert back[0][2] == losses  # the same layout: to the bit
-
-
-@pytest.mark.long
-def test_frozen_parameters_that_are_left_out_are_compared_by_their_whole_bytes(ranks, tmp_path):
-    options = {"checkpoint": {"frozen": False}}
-    [(want, *_), *_] = ranks(4, save, tmp_path, 3, 2, "AdamW", options)
-    for got, *_ in ranks(4, load, tmp_path, 3, 4, "AdamW", options, 0):
-        assert same(got, want) == []
-    ranks(4, refuses_another_base, tmp_path, 4, options)
-
-
-def refuses_another_base(folder, tp, options):
-    engine = start(3, tp, seed=1, **options)
-    with pytest.raises(ValueError, match=r"leaves out the frozen parameter 'blocks\.0\.frozen"):
-        engine.load_checkpoint(folder, "saved")
-    engine.close(restore=False)
 
 
 @without_numba
@@ -181,25 +165,6 @@ def test_8_bit_states_get_new_blocks_only_on_request(ranks, tmp_path):
             # A value of 8 bits may move by one code: the widest gap of the codebook is 0.02 of the largest.
             bound = 0.02 * value.abs().max()
             torch.testing.assert_close(got[name], value, rtol=0, atol=bound.item(), msg=name)
-
-
-def saved_whole(folder, tp):
-    engine = start(3, tp)
-    train(engine, range(2))
-    engine.save_checkpoint(folder, "saved")
-    found = engine.full_state_dict(), values_of(engine)
-    engine.close(restore=False)
-    return found
-
-
-def test_a_reader_without_ranks_finds_whole_tensors(ranks, tmp_path):
-    [(model, values), *_] = ranks(4, saved_whole, tmp_path, 2)
-    stored = read_whole(open_checkpoint(find(tmp_path, "saved")))
-    for name, value in model.items():
-        if name != "head.weight":  # tied to the embedding
-            assert torch.equal(stored[name], value), name
-    for name in ("blocks.0.qkv.weight", "blocks.1.down.weight", "tokens.weight"):
-        assert torch.equal(stored[f"optimizer/{name}/exp_avg"], values[f"{name} exp_avg"])
 
 
 # ------------------------------------------------------------------------------- whole parameters
@@ -230,37 +195,6 @@ def test_unsharded_shows_whole_parameters_and_writes_each_rank_its_part_back(ran
         assert torch.equal(edited[name], value.add(step, alpha=0.1 * number)), name
     for found, _ in others:
         assert same(found, first) == []
-
-
-def whole_gradients(stage, tp):
-    engine = start(stage, tp, clip_grad_norm=None)
-    torch.manual_seed(5)
-    tokens = torch.randint(44, (4, 6))
-    engine.backward(nn.functional.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten()))
-    names = [name for name, p in engine.module.named_parameters() if p.grad is not None]
-    read = {name: engine.full_gradient(name) for name in names}
-    engine.set_full_gradient("blocks.0.down.weight", torch.ones(24, 44))
-    ones = engine.full_gradient("blocks.0.down.weight")
-    engine.close(restore=False)
-    return read, ones
-
-
-def plain_gradients():
-    torch.manual_seed(0)
-    model = Model()
-    torch.manual_seed(5)
-    tokens = torch.randint(44, (4, 6))
-    nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_gradients_are_whole_by_name(ranks):
-    want = plain_gradients()
-    for read, ones in ranks(2, whole_gradients, 3, 2):
-        assert read.keys() == want.keys()
-        for name, gradient in want.items():
-            torch.testing.assert_close(read[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-        assert torch.equal(ones, torch.ones(24, 44))
 
 
 def given_back(stage, tp):

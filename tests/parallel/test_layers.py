@@ -11,9 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.division import match, plan_division
 from zeroshard.parallel.tensor.layers import install
+from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.parameters.parts import part_of
 from zeroshard.plan.cuts import Section, heads

@@ -17,8 +17,8 @@ from tests.parallel.models import GROUPED, VOCABULARY, build
 from tests.parallel.runs import Kind, compare, divided, plain
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.parallel.tensor.activations import Activations
-from zeroshard.parallel.tensor.losses import DividedLogits, cross_entropy, divided_cross_entropy, embed
+from zeroshard.parallel.tensor.losses import Classes, cross_entropy, embed
+from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.plan.layout import Span
 
 BATCH, LENGTH = 4, 12
@@ -93,30 +93,6 @@ def test_logits_are_gathered_unless_a_loss_is_computed_in_training(ranks):
     for found in ranks(2, logits_of_ranks):
         for got, want in found:
             torch.testing.assert_close(got, want, **CLOSE)
-
-
-def gathered_by_a_plan():
-    plan = dict(build("Llama").tp_plan)
-    assert plan["lm_head"] == "colwise_gather_output"
-    engine = sharded(build("Llama").train(), {"stage": 1, "mesh": {"tp": 2}}, plan)
-    outputs = engine(**batches()[1])
-    found = outputs.logits.detach(), outputs.loss.item()
-    engine.close(restore=False)
-    engine = sharded(
-        build("Llama").train(), {"stage": 1, "mesh": {"tp": 2}}, plan | {"lm_head": "colwise_loss"}
-    )
-    outputs = engine(**batches()[1])
-    assert isinstance(outputs.logits, DividedLogits)
-    assert outputs.loss.item() == pytest.approx(found[1], rel=1e-6)
-    engine.close(restore=False)
-    return found
-
-
-def test_a_plan_of_the_user_says_if_logits_are_gathered(ranks):
-    want = build("Llama").train()(**batches()[1])
-    for logits, loss in ranks(2, gathered_by_a_plan):
-        torch.testing.assert_close(logits, want.logits, **CLOSE)
-        assert loss == pytest.approx(want.loss.item(), rel=1e-6)
 
 
 class Another(transformers.LlamaForCausalLM):
@@ -264,17 +240,19 @@ def edges():
     own, targets = Span(4 * rank, 4 * rank + 4), torch.tensor([1, 5, 6, 7, 0])
     part = logits[:, own.slice].clone().requires_grad_()
     whole = logits.clone().requires_grad_()
-    loss, want = divided_cross_entropy(part, targets, own, over), F.cross_entropy(whole, targets)
+    head = nn.Module()
+    head._classes_of_rank = Classes(own, over, "head")
+    loss, want = cross_entropy(part, targets, head), F.cross_entropy(whole, targets)
     assert sum(counter.calls.values()) == 1
     loss.backward()
     want.backward()
     torch.testing.assert_close(loss, want)
     torch.testing.assert_close(part.grad, whole.grad[:, own.slice])
     nothing = torch.full_like(targets, -100)  # where no row counts, as in torch
-    assert divided_cross_entropy(part, nothing, own, over).isnan()
-    assert divided_cross_entropy(part, nothing, own, over, reduction="sum") == 0
+    assert cross_entropy(part, nothing, head).isnan()
+    assert cross_entropy(part, nothing, head, reduction="sum") == 0
     with pytest.raises(ValueError, match="reduction: expected 'mean', 'sum' or 'none', got 'max'"):
-        divided_cross_entropy(part, targets, own, over, reduction="max")
+        cross_entropy(part, targets, head, reduction="max")
     table = torch.ones(4, 3)
     for token in (8, -1):
         with pytest.raises(IndexError, match=f"'tokens': expected tokens in .*, got {token}"):

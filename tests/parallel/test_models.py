@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.parallel.models import MODELS, build, kind_of
+from tests.parallel.models import MODELS, kind_of
 from tests.parallel.runs import compare, divided, plain
 
 
@@ -34,15 +34,3 @@ def test_a_model_trains_as_in_one_process(ranks, name, num_ranks, tp, stage):
     found = ranks(num_ranks, divided, config, adamw, kind=kind_of(name))
     # The loss of transformers is in float32, and Adam divides small gradients by their own size.
     compare(found, want, losses=1e-6, norms=1e-5, values=3e-5)
-
-
-@pytest.mark.long
-def test_products_of_all_experts_at_once_are_divided_too(ranks):
-    kind = kind_of("Mixtral")._replace(build=grouped)
-    want = plain(adamw, kind=kind, dtype=torch.float32)
-    found = ranks(2, divided, {"stage": 3, "mesh": {"tp": 2}}, adamw, kind=kind, dtype=torch.float32)
-    compare(found, want, losses=1e-5, norms=1e-4, values=1.0)  # float32, sums in another order
-
-
-def grouped(seed):
-    return build("Mixtral", seed, experts_implementation="grouped_mm", intermediate_size=32)

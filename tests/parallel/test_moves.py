@@ -1,21 +1,14 @@
-"""Steps of activations over the tensor ranks give the values and gradients of one process."""
-
-import functools
+"""Exchanges of activations over the tensor ranks give the values of one process."""
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.parallel.tensor.activations import Activations
-from zeroshard.parallel.tensor.sequence import Comm, move
+from zeroshard.parallel.tensor.sequence import Activations
 
 RANKS = [1, 2, 3, 4]
-D, HIDDEN, ROWS = 12, 24, 24
-EXACT = {"rtol": 0, "atol": 1e-12}
-"""In float64: sums are taken in another order than in one process."""
 
 
 def tensor_ranks():
@@ -65,58 +58,3 @@ def test_sums_are_taken_in_the_order_of_ranks_and_rounded_once(ranks, num_ranks,
         for got, want in found:
             assert got.dtype == want.dtype == dtype
             assert torch.equal(got, want)
-
-
-# -------------------------------------------------------------------------------------------------- layers
-
-
-def pair(by_sequence):
-    """An MLP divided by columns, then rows; its input and output divided along the sequence, or whole."""
-    over = tensor_ranks()
-    x, up, down = values(ROWS, D, salt=1), values(HIDDEN, D, salt=2), values(D, HIDDEN, salt=3)
-    whole = [one.clone().requires_grad_() for one in (x, up, down)]
-    want = F.linear(F.gelu(F.linear(whole[0], whole[1])), whole[2])
-    weight = values(*want.shape, salt=4)
-    (want * weight).sum().backward()
-
-    def own(value):
-        return part(value, 0, over) if by_sequence else value
-
-    mine = [one.requires_grad_() for one in (own(x).clone(), part(up, 0, over), part(down, 1, over))]
-    there, back = (Comm.GATHER_SUMMANDS, Comm.SUM_TO_PARTS) if by_sequence else (Comm.COPY, Comm.SUM)
-    hidden = F.gelu(F.linear(move(mine[0], there, over, "mlp", 0), mine[1]))
-    got = move(F.linear(hidden, mine[2]), back, over, "mlp", 0)
-    (got * own(weight)).sum().backward()
-    wanted = (own(want), own(whole[0].grad), part(whole[1].grad, 0, over), part(whole[2].grad, 1, over))
-    return list(zip((got.detach(), *(one.grad for one in mine)), wanted, strict=True))
-
-
-def gathered_and_split():
-    """A layer divided by columns whose output is gathered; then every rank takes its rows again."""
-    over = tensor_ranks()
-    x, weight = values(ROWS, D, salt=1), values(HIDDEN, D, salt=2)
-    whole = [one.clone().requires_grad_() for one in (x, weight)]
-    want = F.linear(*whole).tanh()
-    want.square().sum().backward()
-    mine = [x.clone().requires_grad_(), part(weight, 0, over).requires_grad_()]
-    columns = F.linear(move(mine[0], Comm.COPY, over, "layer"), mine[1])
-    out = move(columns, Comm.GATHER, over, "layer").tanh()
-    rows = move(out, Comm.SPLIT, over, "layer", 0)
-    rows.square().sum().backward()
-    wanted = (part(want, 0, over), whole[0].grad, part(whole[1].grad, 0, over))
-    return list(zip((rows.detach(), mine[0].grad, mine[1].grad), wanted, strict=True))
-
-
-LAYERS = {
-    "columns then rows": functools.partial(pair, by_sequence=False),
-    "columns then rows, along the sequence": functools.partial(pair, by_sequence=True),
-    "gathered and split": gathered_and_split,
-}
-
-
-@pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("name", LAYERS)
-def test_columns_then_rows_are_the_layers_of_one_process(ranks, num_ranks, name):
-    for found in ranks(num_ranks, LAYERS[name]):
-        for got, want in found:
-            torch.testing.assert_close(got, want.detach(), **EXACT)

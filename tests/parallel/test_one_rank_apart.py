@@ -19,10 +19,10 @@ def begin(config, plan=PLAN, seed=0):
     return initialize(build(seed).float(), adamw, config, plan)
 
 
-def spoil(engine, value):
+def spoil(engine, value, name="blocks.1.up.weight"):
     """Have a hook on the gradient of a cut parameter, on the last rank alone."""
     if dist.get_rank() == dist.get_world_size() - 1:
-        parameter = next(p for p in engine.parameters() if p.fqn == "blocks.1.up.weight")
+        parameter = next(p for p in engine.parameters() if p.fqn == name)
         return parameter.register_hook(lambda gradient: gradient * value)
     return None
 
@@ -145,6 +145,29 @@ def test_tensor_ranks_with_different_batches_are_told_before_they_mix_them(ranks
         assert f"expected the same batch on the tensor ranks [{first}, {first + 1}]" in error
         assert f"rank {first} was given {text.format(first + 1)}. " in error
         assert is_taken
+
+
+def burns():
+    """The last rank's backward fails in a hook, after its last exchange; others get an error of their own."""
+    engine = begin({"stage": 3, "mesh": {"tp": 2}, "watchdog_s": 10})
+    step_with(engine, 0)
+    before = digests(engine)
+    hook = spoil(engine, None, "tokens.weight")  # a product that raises
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        step_with(engine, 1)
+    if hook is not None:
+        hook.remove()
+    engine.zero_grad()
+    found = digests(engine) == before, step_with(engine, 1), str(caught.value)
+    engine.close(restore=False)
+    return found
+
+
+def test_a_backward_that_fails_on_one_rank_after_its_last_exchange_is_an_error_on_all(ranks):
+    (*others, told), (*last, burned) = ranks(2, burns)
+    assert others == last == [True, True]  # nothing was changed, and the next step is taken
+    assert "backward of another rank has ended in an exception" in told
+    assert "unsupported operand" in burned
 
 
 def hangs():

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from tests.parallel import runs, sequences
-from tests.parallel.pipeline import runs as pipelined
 from tests.parallel.runs import adamw
 
 OVERRIDES = {"*norm*": "bf16", "second": "bf16", "blocks.1.up": "fp32", "blocks.*.down": "fp32"}
@@ -69,30 +68,3 @@ def test_norms_on_parts_of_a_sequence_cast_and_gather_what_goes_on(ranks):
         assert losses == pytest.approx(want, rel=1e-5)
         assert losses != want
         assert moved[1] <= sent[1]  # what is gathered lies in the dtype of the layers around
-
-
-def pipeline(config, steps):
-    engine = pipelined.start("tied llama", config, seed=0)
-    found = pipelined.train(engine, range(steps))
-    dtypes = {
-        original.fqn: buffer.plan.compute_dtype
-        for buffer in engine._runtime.buffers
-        for original in buffer.originals
-    }
-    return found, dtypes
-
-
-@pytest.mark.long
-def test_pipeline_ranks_compute_as_one_rank(ranks):
-    """`lm_head` is tied to the embedding, which the first rank has under another name."""
-    overrides = {"lm_head": "fp32", "*norm*": "bf16", "layers.3.mlp": "fp32"}
-    config = {"stage": 3, "precision": {"overrides": overrides}, "micro_batch_size": 2}
-    ((want, whole),) = ranks(1, pipeline, config, 3)
-    config |= {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 4}}
-    for (losses, norms), dtypes in ranks(2, pipeline, config, 3):
-        assert losses == pytest.approx(want[0], rel=1e-4)
-        assert norms == pytest.approx(want[1], rel=1e-2)
-        assert dtypes.items() <= whole.items()
-    assert whole["model.embed_tokens.weight"] == torch.float32
-    assert whole["model.norm.weight"] == torch.bfloat16
-    assert whole["model.layers.3.mlp.up_proj.weight"] == torch.float32

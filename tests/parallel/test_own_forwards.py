@@ -67,13 +67,10 @@ def hooked_after(layer):
 
 ternary, centred, same = (functools.partial(of_class, cls) for cls in (Ternary, Centred, Same))
 MLP = {"blocks.0.up": "replicate", "blocks.0.down": "replicate"}
-ATTENTION = {f"blocks.0.{layer}": "replicate" for layer in ("[qkv]", "each_head", "out")}
 TABLE = {"tokens": "replicate", "head": "replicate"}
 """Plans that leave a layer whole, as the errors say, by the layer."""
 CASES = {
-    "a statistic of columns": ("blocks.0.up", ternary, MLP, "a Ternary with a forward of its own"),
     "a hook before rows": ("blocks.0.down", hooked_before, MLP, "a Linear with hooks"),
-    "a hook of queries": ("blocks.0.q", hooked, ATTENTION, "a Linear with hooks"),
     "a statistic of tokens": ("tokens", centred, TABLE, "a Centred with a forward of its own"),
 }
 
@@ -92,7 +89,6 @@ def told_and_trained(case):
     return str(caught.value), divided(config, adamw, changing(case), plan=plan | PLAN | plan)
 
 
-@pytest.mark.long_where(case=["a statistic of columns", "a hook of queries"])
 @pytest.mark.parametrize("case", CASES)
 def test_code_of_the_user_is_refused_and_right_in_a_whole_layer(ranks, case):
     name, _, _, what = CASES[case]

@@ -7,12 +7,9 @@ import torch
 import transformers
 from torch import nn
 
-from tests.parallel.models import BATCH, GPT2, LENGTH, T5, VOCABULARY, build
-from tests.parallel.runs import Kind, compare, divided, plain
+from tests.parallel.models import T5, build
 from zeroshard.parallel.tensor.division import match, plan_of
-from zeroshard.parallel.tensor.styles import sections_of, set_counts
 from zeroshard.plan.cuts import heads
-from zeroshard.sharding.context import Changes
 
 
 def test_each_rank_has_whole_heads_of_queries_of_keys_and_of_values():
@@ -24,27 +21,6 @@ def test_each_rank_has_whole_heads_of_queries_of_keys_and_of_values():
     cut = cuts["transformer.h.1.attn.c_proj"]["weight"]
     assert (cut.dim, cut.sections) == (0, heads(4, size=8))
     assert "transformer.wpe" not in cuts
-
-
-def test_cross_attention_has_its_keys_and_values_in_one():
-    config = transformers.GPT2Config(**GPT2, add_cross_attention=True)
-    attention = transformers.GPT2LMHeadModel(config).transformer.h[0].crossattention
-    assert sections_of("h.0.crossattention.c_attn", attention, 64, is_outputs=True) == heads(4, 4, size=8)
-    assert sections_of("h.0.crossattention.q_attn", attention, 32, is_outputs=True) == heads(4, size=8)
-
-
-@pytest.mark.parametrize(("name", "counts"), [("GPT-2", (4, 32, 32)), ("T5", (4, 24)), ("mT5", (4, 24))])
-def test_attention_layers_are_told_the_heads_of_a_rank_until_the_end(name, counts):
-    names = {2: ("n_heads", "inner_dim"), 3: ("num_heads", "embed_dim", "split_size")}[len(counts)]
-    model, changes = build(name), Changes()
-    attentions = [module for module in model.modules() if hasattr(module, names[0])]
-    assert len(attentions) == (2 if name == "GPT-2" else 6)
-    set_counts(attentions, 2, changes)
-    for attention in attentions:
-        assert tuple(getattr(attention, name) for name in names) == tuple(count // 2 for count in counts)
-    changes.undo()
-    for attention in attentions:
-        assert tuple(getattr(attention, name) for name in names) == counts
 
 
 def test_a_plan_has_the_patterns_that_fit_a_variant():
@@ -64,28 +40,6 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers():
     text = "'transformer.h.0.attn.c_attn.weight', dimension 1 of shape (32, 96): 4 heads of 8 cannot be"
     with pytest.raises(ValueError, match=re.escape(text)):
         match(model, plan_of(model), 3)
-
-
-def classifier(seed):
-    torch.manual_seed(seed)
-    config = transformers.T5Config(**T5, num_labels=3, classifier_dropout=0.0)
-    return transformers.T5ForSequenceClassification(config).double()
-
-
-def loss_of_classifier(model, number, own=slice(None)):
-    tokens = torch.randint(2, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
-    tokens[:, -1] = 1  # the end of a sentence
-    return model(input_ids=tokens[own], labels=tokens[own, 0] % 3).loss
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def test_a_classifier_over_t5_trains_as_in_one_process(ranks):
-    kind = Kind(classifier, loss_of_classifier, None, BATCH)
-    found = ranks(2, divided, {"stage": 3, "mesh": {"tp": 2}}, sgd, kind=kind, steps=2)
-    compare(found, plain(sgd, kind=kind, steps=2), losses=1e-6, norms=1e-5, values=1e-6)
 
 
 def test_latent_attention_is_refused():

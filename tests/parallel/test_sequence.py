@@ -2,11 +2,10 @@
 
 import functools
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
-import transformers
-from torch import nn
 
 from tests.parallel.runs import compare, divided, plain
 from tests.parallel.sequences import (
@@ -25,7 +24,10 @@ from tests.parallel.sequences import (
     sharded,
     tokens_of,
 )
-from zeroshard.parallel.tensor.styles import LayerPlan, Split
+from zeroshard.parallel.tensor.division import plan_division
+from zeroshard.parallel.tensor.sequence import install_regions
+from zeroshard.plan.units import find_units
+from zeroshard.sharding.context import Changes
 
 CLIP = {"clip_grad_norm": 0.5}
 
@@ -61,34 +63,6 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, name, num_ranks
     config = {"stage": stage, "mesh": {"tp": tp, "sequence": True}}
     # Norms, softmax and the loss of transformers are in float32: their roundings differ in the last bit.
     train(ranks, num_ranks, kind_of(functools.partial(llama, name)), config, values=1e-6)
-
-
-def recomputed(config):
-    """Gradients with dropout on parts, and the outputs of the blocks."""
-    model = build(Model)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
-    engine = sharded(model, config, PLAN)
-    axis = engine._axes.tp
-    torch.manual_seed(axis.rank)
-    kept = []
-    model.blocks[0].drop.register_forward_hook(lambda module, args, output: kept.append(output == 0))
-    engine.backward(loss_of(engine, 0))
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}, kept[0]
-    engine.close(restore=False)
-    return found
-
-
-def test_ranks_drop_other_elements_of_their_parts_and_the_same_ones_again(ranks):
-    config = {"stage": 1, "mesh": {"tp": 2}}
-    plain_run = ranks(2, recomputed, config)
-    assert not torch.equal(plain_run[0][1], plain_run[1][1])
-    assert plain_run[0][1].shape == (BATCH, LENGTH // 2, WIDTH)
-    for (want, _), (got, _) in zip(
-        plain_run, ranks(2, recomputed, config | {"recompute": "unit"}), strict=True
-    ):
-        assert all(torch.equal(value, want[name]) for name, value in got.items())
 
 
 def in_evaluation():
@@ -161,30 +135,16 @@ def test_a_gather_and_a_reduce_scatter_take_the_place_of_each_all_reduce(ranks):
         ),
     ],
 )
-def test_plans_that_would_compute_something_else_are_refused(ranks, plan, text):
-    ranks(2, refused, plan, text)
+def test_plans_that_would_compute_something_else_are_refused(plan, text):
+    model = build(Model)
+    with nullcontext() if text is None else pytest.raises(ValueError, match=re.escape(text)):
+        install_regions(plan_division(model, find_units(model, None), plan, 2).layers, None, Changes())
 
 
-def refused(plan, text):
-    if text is None:
-        sharded(build(Model), {"stage": 1, "mesh": {"tp": 2}}, plan).close(restore=False)
-        return
-    with pytest.raises(ValueError, match=re.escape(text)):
-        sharded(build(Model), {"stage": 1, "mesh": {"tp": 2}}, plan)
-
-
-def of_another_kind():
-    config = transformers.Olmo2Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=24
-    )
-    config.num_attention_heads = config.num_key_value_heads = 4
-    model = transformers.Olmo2ForCausalLM(config)
+def test_a_model_whose_norms_are_not_known_is_refused():
+    model = llama("Olmo2")
     with pytest.raises(ValueError, match=r"mesh.sequence: expected .* got Olmo2ForCausalLM: give a tp_plan"):
-        sharded(model, {"stage": 1, "mesh": {"tp": 2, "sequence": True}}, None)
-
-
-def test_a_model_whose_norms_are_not_known_is_refused(ranks):
-    ranks(2, of_another_kind)
+        plan_division(model, find_units(model, None), None, 2, by_sequence=True)
 
 
 def freeze_norms(model):
@@ -227,23 +187,3 @@ def test_outputs_that_would_be_parts_are_refused(ranks):
     for logits, shapes in ranks(2, asked_for_parts):
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-12)
         assert shapes == [(BATCH, LENGTH, 32)] * 3
-
-
-def planned_by_styles():
-    plan = {
-        "model.embed_tokens": "rowwise",
-        "model.layers.*.self_attn.[qkv]_proj": "colwise",
-        "model.layers.*.self_attn.o_proj": LayerPlan(Split.ROWS),
-        "model.layers.*.mlp.down_proj": LayerPlan(Split.ROWS),
-        "model.layers.*.mlp.*_proj": "colwise",
-        "lm_head": "colwise_gather_output",
-    }
-    engine = sharded(llama("Llama"), {"stage": 1, "mesh": {"tp": 2, "sequence": True}}, plan)
-    loss = loss_of(engine, 0).item()
-    engine.close(restore=False)
-    return loss
-
-
-def test_styles_in_a_plan_are_read_as_their_words(ranks):
-    want = loss_of(llama("Llama"), 0).item()
-    assert ranks(2, planned_by_styles) == pytest.approx([want, want], rel=1e-6)

@@ -43,7 +43,7 @@ LONG = {
     *("muon_stage0", "muon_stage1", "muon_stage2", "muon_clipped", "muon_bf16_main"),
     *("step_after_a_failed_forward", "host_stage3", "stage3_bf16_clip", "parameters_on_host_bf16_main"),
     *("pipeline_varuna", "pipeline_interleaved", "pipeline_of_4", "muon_hybrid", "ema_stage3"),
-    *("pipeline_stage0", "pipeline_reduce_apart", "pipeline_late", "host_plain_loop_2"),
+    *("pipeline_stage0", "pipeline_late", "host_plain_loop_2"),
     *("asynchronous_2bw", "asynchronous_lwp", "asynchronous_pb", "asynchronous_of_4"),
     *("asynchronous_spectrain", "asynchronous_newest_host", "asynchronous_pipemare"),
     *("asynchronous_alone", "asynchronous_alone_versions", "asynchronous_alone_moved", "stage1_norms_fp32"),

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from zeroshard.cli.options import PlanOptions
 from zeroshard.config.pipeline import ASYNCHRONOUS, Pipeline
 from zeroshard.parallel.pipeline.actions import Kind, Schedule, parse_schedule
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live
+from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, count_live
 from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule, steady
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 from zeroshard.tables import LINE, render

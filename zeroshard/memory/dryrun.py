@@ -36,8 +36,8 @@ from zeroshard.internals import pytree
 from zeroshard.internals.nested import cast_inputs, cast_outputs
 from zeroshard.memory.activations import Tokens
 from zeroshard.parallel.pipeline.profile import Assumed
-from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.division import plan_division
+from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.buffers import Setting
 from zeroshard.plan.originals import computes_in_own_dtype

@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.parallel.tensor.activations import Activations
-from zeroshard.parallel.tensor.sequence import Regions, blocks_of
+from zeroshard.parallel.tensor.sequence import Activations, Regions, blocks_of
 from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.sharding.context import Changes
 
@@ -183,9 +182,8 @@ def share_random_states(
         # Not by hooks: recomputation runs a forward again without its hooks.
         changes.set(block, "forward", _in_scope(block, states, regions))
     inside = {module for block in blocks for module in block.modules()}
-    adapters = [layer.adapter for layer in layers if layer.adapter is not None]
-    inside |= {module for adapter in adapters for part in adapter.children() for module in part.modules()}
-    inside -= {layer.module for layer in layers if layer.adapter is not None and layer.adapter not in inside}
+    adapters = {layer.module: layer.adapter for layer in layers if layer.adapter is not None}
+    inside |= {module for adapter in adapters.values() for module in adapter.modules()} - adapters.keys()
     others = [layer for layer in layers if layer.module not in inside]
     first = [layer for layer in others if layer.style.way in (Split.COLUMNS, Split.SHARED_COLUMNS)]
     rows = [layer for layer in others if layer.style.way is Split.ROWS]

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from zeroshard.config.pipeline import MOVED_WEIGHTS, NEWEST_WEIGHTS
+from zeroshard.config.pipeline import NEWEST_WEIGHTS
 from zeroshard.plan.exchange import Exchange, exchanges
 from zeroshard.plan.layout import Layout, Span
 from zeroshard.plan.originals import Original, computes_in_own_dtype, is_packed
@@ -68,9 +68,8 @@ class Setting:
     """True if the optimizer may step some parameters after others, so that states can travel part by part."""
     weights: str = "latest"
     """The values that forwards and backwards compute with, by their name in `config.pipeline.WEIGHTS`. With
-    others than the newest, trained parameters that are gathered are so before each forward and backward, at
-    all stages, and freed after it. Moved ones are computed unit by unit where a stage frees parameters, also
-    by a rank that has nothing to gather."""
+    others than the newest, trained parameters are gathered or copied before each forward and backward, at all
+    stages, and freed after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +118,6 @@ class BufferPlan:
     def is_in_files(self) -> bool:
         """True if its optimizer states rest in files."""
         return self.state_tier is Tier.DISK
-
-    @property
-    def shows_versions(self) -> bool:
-        """True if other values than the main parameters can be shown in the place of them, without a copy."""
-        return self.is_resident and self.main_tier is Tier.DEVICE and not self.gathers
 
     @property
     def is_alias(self) -> bool:
@@ -257,10 +251,8 @@ def plan_buffer(originals: Sequence[Original], setting: Setting) -> BufferPlan:
     main_tier = Tier.DEVICE if stays else state_tier
     # A device casts main parameters that are as near as the sharded ones; the host would for each gather.
     is_cast = main_tier is far is not Tier.DEVICE and main != compute
-    is_computed = setting.weights in MOVED_WEIGHTS and first.requires_grad
-    is_freed = is_sharded and (bool(gathers) or is_computed or far is not Tier.DEVICE)
-    is_filled = bool(gathers) or is_freed or main_tier is not Tier.DEVICE
-    has_versions = setting.weights not in NEWEST_WEIGHTS and first.requires_grad and is_filled
+    is_freed = is_sharded and (bool(gathers) or far is not Tier.DEVICE)
+    has_versions = setting.weights not in NEWEST_WEIGHTS and first.requires_grad
     num_replicas = sizes[DP_REPLICATE] * (sizes[TP] if TP in summands else 1)
     return BufferPlan(
         layout=Layout(tuple(original.numel for original in originals), sizes[DP_SHARD], num_replicas),

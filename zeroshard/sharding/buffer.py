@@ -25,7 +25,7 @@ from zeroshard.lazy.deferred import has_memory, is_stored, read_part, values_of
 from zeroshard.parameters.parts import own_value, whole_value
 from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, describe_unit, refuse_gradients
 from zeroshard.parameters.state import Phase
-from zeroshard.parameters.unsharded import UnshardedParameter, retire, set_data
+from zeroshard.parameters.unsharded import UnshardedParameter, retire
 from zeroshard.plan.buffers import BufferPlan
 from zeroshard.plan.exchange import Exchange
 from zeroshard.plan.layout import Span
@@ -339,16 +339,6 @@ class FlatBuffer:
             return False
         first = self.full.data_ptr()
         return any(parameter.data_ptr() != first + start for parameter, start in self._starts)
-
-    def show(self, full: Tensor) -> None:
-        """Let the unsharded parameters be views of other memory, [total] in the compute dtype.
-
-        A graph keeps the memory of its forward, except under parameters that it has saved as they are: these
-        have what is shown in the backward.
-        """
-        self.full = full
-        for parameter, view in zip(self.unsharded, self.views(full), strict=True):
-            set_data(parameter, view)
 
     def count_step(self, stepped: Container[nn.Parameter]) -> None:
         """Count a step of some sharded parameters as an edit of the unsharded ones.

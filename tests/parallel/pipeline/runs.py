@@ -21,14 +21,9 @@ SIZES = {
 
 LAYOUTS = {
     "1x1x1": (1, {}, {}),
-    "dp 4": (4, {}, {}),
-    "tp 4": (4, {"tp": 4}, {}),
     "pp 2": (2, {"pp": 2}, {"schedule": "interleaved", "num_microbatches": 2}),
-    "pp 4": (4, {"pp": 4}, {"schedule": "1f1b", "num_microbatches": 4}),
     "pp 2 x dp 2": (4, {"pp": 2}, {"schedule": "zbv", "num_microbatches": 2}),
     "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}, {"schedule": "1f1b", "num_microbatches": 2}),
-    "pp 4 x dp 2": (8, {"pp": 4}, {"schedule": "gpipe", "num_microbatches": 2}),
-    "2x2x2": (8, {"pp": 2, "tp": 2}, {"schedule": "1f1b", "num_microbatches": 2}),
 }
 """(ranks, mesh, pipeline)."""
 RECOMPUTED = "0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1R1,1I1,1W1\n"
@@ -36,10 +31,6 @@ RECOMPUTED = "0F0,0F1,0R0,0B0,0R1,0B1\n1F0,1R0,1B0,1F1,1R1,1I1,1W1\n"
 
 def llama(**others):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | others))
-
-
-def eager_llama():
-    return llama(attn_implementation="eager")  # torch 2.11 compiles no other attention in float64
 
 
 def tied_llama():
@@ -72,7 +63,6 @@ def of_kind(kind, **others):
 
 MODELS = {
     "llama": llama,
-    "eager llama": eager_llama,
     "tied llama": tied_llama,
     "tied gpt": tied_gpt,
     "mixtral": mixtral,

@@ -82,21 +82,6 @@ def test_adapters_train_as_in_one_process_and_peft_reads_them(ranks, tmp_path, l
     compare(ranks, tmp_path, layout, stage, name)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("llama", {"modules_to_save": ["lm_head"]}),
-        ("llama", {"targets": ["embed_tokens", "lm_head"]}),
-        ("llama", {"layers_to_transform": [3], "task_type": "CAUSAL_LM"}),
-        ("llama", {"use_dora": True}),
-    ],
-    ids=str,
-)
-def test_adapters_of_other_kinds_train_as_in_one_process(ranks, tmp_path, name, options):
-    compare(ranks, tmp_path, "pp 2", 3, name, **options)
-
-
 def save(folder):
     engine = start("pp 2", adapted("tied gpt"), checkpoint={"frozen": False})
     train(engine, [0])
@@ -118,13 +103,6 @@ def load(folder):
     found = train(engine, [1, 2])
     engine.close(restore=False)
     return found
-
-
-def test_a_checkpoint_without_the_frozen_base_goes_on_without_a_pipeline(ranks, tmp_path):
-    losses, norms = ranks(2, save, tmp_path)[0]
-    [(found, found_norms)] = ranks(1, load, tmp_path)
-    assert found == pytest.approx(losses, rel=1e-6)
-    assert found_norms == pytest.approx(norms, rel=1e-6)
 
 
 def test_the_outline_of_a_model_with_adapters_has_the_names_in_the_wrapped_model():
@@ -171,26 +149,3 @@ def test_a_stream_has_the_merged_parameters_of_all_parts_on_all_ranks(ranks):
     for found in (got, *(found for found, _ in others)):
         assert found.keys() == want.keys()
         assert all(torch.equal(found[key], want[key]) for key in want)
-
-
-def merge_a_hidden_weight(folder):
-    """The last pipeline rank shows a weight, which the first one would write and has a copy of."""
-    engine = start("pp 2", adapted("tied llama", modules_to_save=["embed_tokens"]), stage=3)
-    train(engine, [0])
-    with pytest.raises(
-        ValueError, match=r"modules share '.*original_module\.weight', and adapters \('modules_"
-    ):
-        engine.save_pretrained(folder / "merged", merge_adapters=True)
-    engine.save_pretrained(folder)
-    state = engine.full_state_dict()
-    engine.close(restore=False)
-    return state
-
-
-def test_a_tied_weight_with_a_copy_on_the_first_pipeline_rank_is_not_merged_but_saved(ranks, tmp_path):
-    state, _ = ranks(2, merge_a_hidden_weight, tmp_path)
-    model = adapted("tied llama", modules_to_save=["embed_tokens"])
-    model.load_state_dict(state)
-    read = peft.PeftModel.from_pretrained(build("tied llama"), tmp_path).double()
-    found, want = (one(input_ids=tokens_of(0)).logits for one in (read, model))
-    torch.testing.assert_close(found, want, rtol=0, atol=1e-5)

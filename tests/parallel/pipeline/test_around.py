@@ -273,18 +273,39 @@ class Shifts(nn.Linear):
         return super().forward(x)
 
 
-FIRST = {
-    "relu": lambda: nn.Sequential(nn.ReLU(inplace=True), *layers()),
-    "shifts": lambda: nn.Sequential(*(Shifts(WIDTH, WIDTH) for _ in range(4))),
+ACT = nn.Tanh()
+
+
+def one_block():
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    return nn.Sequential(block, block, block, block)
+
+
+def norms():
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(4))
+    return nn.Sequential(*blocks)
+
+
+MODELS = {
+    "relu": (lambda: nn.Sequential(nn.ReLU(inplace=True), *layers()), "zb-h1"),
+    "shifts": (lambda: nn.Sequential(*(Shifts(WIDTH, WIDTH) for _ in range(4))), "varuna"),
+    "an activation in several places": (
+        lambda: nn.Sequential(*(module for layer in layers() for module in (layer[0], ACT))),
+        "interleaved",
+    ),
+    "one block for all chunks": (one_block, "interleaved"),
+    "running statistics": (norms, "varuna"),
 }
 
 
-def edited(kind, schedule):
-    return trained(start(FIRST[kind], schedule))
+def sequences(case):
+    make, schedule = MODELS[case]
+    return trained(start(make, schedule))
 
 
-@pytest.mark.parametrize(("kind", "schedule"), [("relu", "zb-h1"), ("shifts", "varuna")])
-def test_a_layer_that_edits_its_input_trains_as_in_one_process(ranks, kind, schedule):
-    want = plain(FIRST[kind])
-    for losses in ranks(2, edited, kind, schedule):
+@pytest.mark.parametrize("case", MODELS)
+def test_a_sequence_trains_as_in_one_process(ranks, case):
+    """Layers that edit their input, and modules in several places."""
+    want = plain(MODELS[case][0])
+    for losses in ranks(2, sequences, case):
         assert losses == pytest.approx(want, rel=1e-6)

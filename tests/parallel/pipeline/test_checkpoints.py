@@ -81,11 +81,6 @@ def test_a_checkpoint_goes_from_layout_to_layout_to_the_bit(ranks, tmp_path, bef
     exchange(ranks, tmp_path, before, after, "tied gpt")
 
 
-@pytest.mark.long
-def test_states_of_8_bits_go_from_layout_to_layout_to_the_bit(ranks, tmp_path):
-    exchange(ranks, tmp_path, "dp 4", "pp 4", "tied llama", "8-bit")
-
-
 # --------------------------------------------------------------------------------- for transformers
 
 

@@ -63,31 +63,6 @@ def test_chunks_of_a_model_of_transformers_compute_it(kind, runs):
         assert torch.equal(value.logits, want.logits)
 
 
-SEQUENCES = {
-    "linear layers": (
-        lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Dropout(0.0)),
-        torch.linspace(-1, 1, 6).view(2, 3),
-    ),
-    "an embedding": (
-        lambda: nn.Sequential(nn.Embedding(7, 3), nn.Tanh(), nn.Linear(3, 4), nn.Tanh()),
-        torch.tensor([[1, 2], [6, 0]]),
-    ),
-}
-
-
-@pytest.mark.parametrize("end", [1, 2])
-@pytest.mark.parametrize("kind", SEQUENCES)
-def test_chunks_of_a_sequence_compute_it(kind, end):
-    make, x = SEQUENCES[kind]
-    torch.manual_seed(0)
-    model, value = make(), ()
-    for number in range(2):
-        mine = make()
-        mine.load_state_dict(model.state_dict())
-        value = kept(mine, [range(end), range(end, 4)], [number])(number, value, {"input": x})
-    assert torch.equal(value, model(x))
-
-
 @pytest.mark.parametrize(
     ("model", "text"),
     [

@@ -1,17 +1,13 @@
 """Pipelines over models without memory: the values of the whole model, each rank with its part alone."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
 
 import zeroshard
-from tests.checkpoint.peaks import needs_linux, status
 from tests.parallel.pipeline.runs import (
     LAYOUTS,
     MODELS,
-    SIZES,
     agree,
     build,
     config_of,
@@ -114,33 +110,3 @@ def test_each_rank_reads_the_bytes_of_its_part_of_the_files(ranks, tmp_path, lay
         assert num_read == held
         found |= state
     assert found.keys() == wanted.keys()
-
-
-WHOLE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 2048}
-
-
-def measure(folder):
-    """Print the growth of the peak memory of each of two ranks, which take a half of the model each."""
-    torch.set_num_threads(1)
-    engine = start(MODELS["llama"]().float(), config_of("pp 2"))  # imports all that it needs, opens groups
-    engine.close(restore=False)
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    model = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, folder)
-    engine = start(model, config_of("pp 2"))
-    held = sum(parameter.numel() * 4 for parameter in engine.parameters())
-    growth = status("VmHWM") - before
-    engine.close(restore=False)
-    return growth, held
-
-
-@pytest.mark.long
-@needs_linux
-def test_a_rank_never_holds_the_whole_model(ranks, tmp_path):
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | WHOLE))
-    whole, largest = (f(p.numel() * 4 for p in model.parameters()) for f in (sum, max))
-    model.save_pretrained(tmp_path)
-    for growth, held in ranks(2, measure, tmp_path):
-        assert held < 0.6 * whole
-        assert growth <= 1.3 * held + 2 * largest
-        assert growth < whole

@@ -6,15 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
-from tests.parallel.pipeline.runs import build, sgd, start, tokens_of, train_plainly
+from tests.parallel.pipeline.runs import build, sgd, start, tokens_of
 
 WIDTH, BATCH, STEPS = 6, 8, 3
-ACT = nn.Tanh()
-
-
-def shared_act():
-    linear = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-    return nn.Sequential(*(module for layer in linear for module in (layer, ACT)))
 
 
 def one_block():
@@ -22,61 +16,9 @@ def one_block():
     return nn.Sequential(block, block, block, block)
 
 
-def norms():
-    def block():
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
-
-    return nn.Sequential(*(block() for _ in range(4)))
-
-
-MODELS = {"shared act": shared_act, "one block": one_block, "norms": norms}
-
-
-def model_of(kind):
-    torch.manual_seed(3)
-    return MODELS[kind]().double()
-
-
 def batch(number):
     generator = torch.Generator().manual_seed(number)
     return [torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)]
-
-
-def run(kind, schedule, stage):
-    pipeline = {"schedule": schedule, "num_microbatches": 4, "balance": "memory"}
-    config = {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline}
-    engine = zeroshard.initialize(model_of(kind), sgd, config, loss_fn=F.mse_loss).engine
-    losses = []
-    for number in range(STEPS):
-        x, y = (value.chunk(engine.dp_world_size)[engine.dp_rank] for value in batch(number))
-        losses.append(engine.train_batch(x, y).item())
-    with engine.unsharded():
-        state = {key: value.clone() for key, value in engine.module.state_dict().items()}
-    engine.close(restore=False)
-    return losses, state
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_ranks", "schedule", "stage"),
-    [
-        ("shared act", 2, "interleaved", 3),
-        ("one block", 4, "interleaved", 3),
-        ("norms", 2, "varuna", 0),
-    ],
-)
-def test_sequences_train_as_in_one_process(ranks, kind, num_ranks, schedule, stage):
-    """A module in several places, one block for all chunks, and running statistics."""
-    model = model_of(kind)
-    want, _ = train_plainly(model, map(batch, range(STEPS)), lambda m, x, y: F.mse_loss(m(x), y), num=4)
-    values, names = model.state_dict(), set()
-    found = ranks(num_ranks, run, kind, schedule, stage)
-    mean = [sum(losses) / num_ranks for losses in zip(*(losses for losses, _ in found), strict=True)]
-    assert mean == pytest.approx(want, rel=1e-6)
-    for _, state in found:
-        names |= state.keys()
-        for key, value in state.items():
-            torch.testing.assert_close(value, values[key], rtol=0, atol=1e-9, msg=key)
-    assert names == values.keys()
 
 
 # ------------------------------------------------------------------------------------------ refusals
@@ -108,7 +50,7 @@ def refusals():
     evaluating.close()
     found["part"] = message_of(ValueError, lambda: zeroshard.initialize(part, sgd, config))
     config["ignored"] = ["*.0.weight"]
-    shared = model_of("one block")
+    shared = one_block().double()
     found["shared"] = message_of(ValueError, lambda: zeroshard.initialize(shared, sgd, config))
     return found
 
@@ -205,7 +147,7 @@ def detached_loss(output, target):
 
 
 WRONG = {
-    "a loss without a graph": (norms, detached_loss, 1, "loss of one element that requires a gradient"),
+    "a loss without a graph": (one_block, detached_loss, 1, "loss of one element that requires a gradient"),
     "a tuple": (pairs, F.mse_loss, 0, "chunk 0: expected a tensor as output, got tuple"),
 }
 

@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 BLOOM = {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 20}
 
 
+@pytest.mark.long_where(kind=[kind for kind in KINDS if kind not in ("Llama", "GPT2")])
 @pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_whose_modules_follow_each_other_may_be_cut(kind, is_deferred):

@@ -17,6 +17,7 @@ CASES = {
     "asynchronous": ("llama", "pb", {}),
 }
 """The fuzz draws other schedules with steps that wait."""
+FAST = ["two chunks"]
 
 
 def train(engine, number):
@@ -75,9 +76,14 @@ def different(names, stage, tiers):
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("parameters", ["none", pytest.param("nvme", marks=pytest.mark.long)])
-def test_steps_of_a_pipeline_wait_for_its_next_batch(ranks, tmp_path, num_ranks, parameters):
+@pytest.mark.parametrize(
+    ("num_ranks", "names", "parameters"),
+    [
+        (2, ["two chunks", "asynchronous"], "none"),
+        pytest.param(4, list(CASES), "nvme", marks=pytest.mark.long),
+    ],
+)
+def test_steps_of_a_pipeline_wait_for_its_next_batch(ranks, tmp_path, num_ranks, names, parameters):
     tiers = {"optimizer": "nvme", "parameters": parameters, "nvme_path": str(tmp_path)}
-    for found in ranks(num_ranks, different, list(CASES), 3, tiers, timeout=300):
+    for found in ranks(num_ranks, different, names, 3, tiers, timeout=300):
         assert not found

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import pytest
 from hypothesis import given
 
 from tests.parallel.pipeline.random_schedules import schedules
 from zeroshard.parallel.pipeline.actions import (
-    END_BACKWARD,
-    Action,
     ChunkTransfer,
     Kind,
     Schedule,
     needed_actions,
     parse_schedule,
     plan_exchanges,
-    reduced_apart,
     with_sharding,
-    without_steps,
 )
 from zeroshard.parallel.pipeline.schedules import build_schedule
 from zeroshard.parallel.pipeline.simulate import count_activations, simulate
@@ -42,23 +37,6 @@ def test_messages_of_two_ranks_have_one_order_on_both_sides(schedule: Schedule) 
             assert rank in (transfer.source, transfer.target)
             (sent if rank == transfer.source else received)[transfer.source, transfer.target].append(transfer)
     assert sent == received
-
-
-@given(schedules())
-def test_each_boundary_between_two_ranks_is_crossed_twice_for_each_microbatch(schedule: Schedule) -> None:
-    expected = [
-        (chunk, microbatch, is_activation)
-        for chunk, (here, there) in enumerate(zip(schedule.placement, schedule.placement[1:], strict=False))
-        for microbatch in range(schedule.num_microbatches)
-        for is_activation in (False, True)
-        if here != there
-    ]
-    transfers = {transfer for own in plan_transfers(schedule) for transfer in own}
-    found = [
-        (min(each.action.place, each.user.place)[0], each.action.microbatch, each.is_activation)
-        for each in transfers
-    ]
-    assert sorted(found) == expected
 
 
 @given(schedules())
@@ -94,58 +72,22 @@ TWO = parse_schedule("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
 
 def test_a_chunk_is_unsharded_once_a_batch() -> None:
     assert str(with_sharding(TWO)) == (
-        "0UNSHARD,0F0,0F1,0B0,0B1,0RESHARD,0REDUCE_GRAD,STEP\n"
-        "1UNSHARD,1F0,1B0,1F1,1B1,1RESHARD,1REDUCE_GRAD,STEP\n"
+        "0UNSHARD,0F0,0F1,0B0,0B1,0RESHARD\n1UNSHARD,1F0,1B0,1F1,1B1,1RESHARD\n"
     )
 
 
 @given(schedules())
-def test_the_compute_stays_and_each_chunk_is_reduced_once_behind_its_last_backward(
+def test_the_compute_stays_and_each_chunk_is_resharded_once_behind_its_last_action(
     schedule: Schedule,
 ) -> None:
     sharded = with_sharding(schedule)
     assert simulate(sharded).makespan == simulate(schedule).makespan
     for rank, own in enumerate(sharded.lists):
         assert tuple(action for action in own if action.is_compute) == schedule.lists[rank]
-        assert [action.kind for action in own].count(Kind.STEP) == 1
-        assert own[-1].kind is Kind.STEP
         for chunk in schedule.chunks[rank]:
-            kinds = [action.kind for action in own if action.chunk == chunk]
-            assert kinds.count(Kind.REDUCE) == 1
+            first, *_, last = kinds = [action.kind for action in own if action.chunk == chunk]
+            assert (first, last) == (Kind.UNSHARD, Kind.RESHARD)
             assert kinds.count(Kind.UNSHARD) == kinds.count(Kind.RESHARD) == 1
-            last = max(index for index, kind in enumerate(kinds) if kind in END_BACKWARD)
-            assert kinds[last + 1 :] == [Kind.RESHARD, Kind.REDUCE]
-
-
-@given(schedules())
-def test_the_steps_that_were_added_are_those_of_the_batch(schedule: Schedule) -> None:
-    sharded = with_sharding(schedule)
-    flushed = without_steps(sharded)
-    assert [(*own, Action(Kind.STEP, None, None)) for own in flushed.lists] == list(sharded.lists)
-    assert without_steps(flushed) == flushed
-
-
-@given(schedules())
-def test_the_reduces_that_were_added_follow_the_last_backward_at_once(schedule: Schedule) -> None:
-    assert not any(map(reduced_apart, with_sharding(schedule).lists))
-
-
-@pytest.mark.parametrize(
-    ("text", "chunks"),
-    [
-        ("0F0,1F0,1B0,0B0", []),
-        ("0F0,1F0,1B0,1REDUCE_GRAD,0B0,0REDUCE_GRAD", []),
-        ("0F0,1F0,1B0,1RESHARD,1REDUCE_GRAD,0B0", []),
-        ("0F0,1F0,1B0,0B0,1REDUCE_GRAD,0REDUCE_GRAD", [1]),
-        ("0F0,1F0,1B0,0I0,1REDUCE_GRAD,0W0", [1]),
-        ("0F0,1F0,1B0,0F1,1F1,1REDUCE_GRAD,1B1,0B0,0B1", []),  # no gradient may follow the reduce that counts
-        ("0F0,1F0,1B0,0F1,1F1,1REDUCE_GRAD,1B1,0B0,0B1,1REDUCE_GRAD", [1]),
-    ],
-)
-def test_a_chunk_is_reduced_apart_if_others_compute_before_its_last_reduce(
-    text: str, chunks: list[int]
-) -> None:
-    assert sorted(reduced_apart(parse_schedule(text).lists[0])) == chunks
 
 
 # -------------------------------------------------------------------------------------- activations in flight

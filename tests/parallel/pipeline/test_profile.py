@@ -9,7 +9,6 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-import zeroshard
 from tests.parallel.pipeline.runs import llama
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.profile import (
@@ -48,16 +47,6 @@ def test_the_operations_of_a_model_of_transformers_are_those_of_its_products():
     tokens = num_rows * length
     block = 3 * 2 * tokens * (4 * 32 * 32 + 3 * 32 * 48) + 3 * 2 * 2 * num_rows * length**2 * 32
     assert [one.time for one in blocks] == [block, block, block, block + 3 * 2 * tokens * 32 * 40]
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
-def test_a_checkpoint_computes_the_forward_of_a_block_again():
-    model = llama().train()
-    sample = sample_of(model, SampleSource(), 2)
-    blocks = counted(model, sample)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    for once, again in zip(blocks[:3], counted(model, sample), strict=False):
-        assert 1.2 * once.time < again.time < 1.4 * once.time
 
 
 def test_a_model_without_products_is_an_error():
@@ -116,14 +105,6 @@ def test_a_model_and_the_random_generators_stay_as_they_were():
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert (parameter.grad is None) == (gradient is None)
         assert gradient is None or torch.equal(parameter.grad, gradient)
-
-
-def test_a_deferred_model_is_counted_and_stays_deferred():
-    with zeroshard.deferred_init():
-        model = llama()
-    blocks = counted(model, sample_of(model, SampleSource(), 1))
-    assert min(block.time for block in blocks) > 0
-    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 # ------------------------------------------------------------------------------------------- samples

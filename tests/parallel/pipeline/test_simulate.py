@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from math import inf
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -129,37 +126,6 @@ def test_a_deadlock_is_refused_with_the_actions_that_wait_for_each_other(text: s
     assert expected in str(error.value)
 
 
-@given(schedules(), st.data())
-def test_two_actions_that_change_places_run_or_are_named(schedule: Schedule, data: st.DataObject) -> None:
-    rank = data.draw(st.sampled_from(range(schedule.num_ranks)))
-    own = list(schedule.lists[rank])
-    places = st.integers(0, len(own) - 1)
-    first, second = data.draw(places), data.draw(places)
-    own[first], own[second] = own[second], own[first]
-    lists = (*schedule.lists[:rank], tuple(own), *schedule.lists[rank + 1 :])
-    swapped = Schedule(schedule.placement, schedule.num_microbatches, lists)
-    is_cyclic = has_circle(swapped)
-    if is_cyclic:
-        with pytest.raises(ValueError, match=r"deadlock: .* waits for"):
-            simulate(swapped)
-    else:
-        simulate(swapped)
-
-
-def has_circle(schedule: Schedule) -> bool:
-    """True if the actions have no common order in which each comes behind the one before it in its list."""
-    waits = {action: set(before) for action, before in needed_actions(schedule).items()}
-    for own in schedule.lists:
-        for before, action in pairwise(own):
-            waits[action].add(before)
-    while ready := [action for action, before in waits.items() if not before]:
-        for action in ready:
-            del waits[action]
-        for before in waits.values():
-            before.difference_update(ready)
-    return bool(waits)
-
-
 # ---------------------------------------------------------------------------------------- bounded buffers
 
 
@@ -173,24 +139,3 @@ def test_1f1b_needs_one_buffer_because_neighbours_send_to_each_other_at_once() -
         "at most 0 unreceived; pipeline rank 1: the send of the gradient of 1B0 from pipeline rank 1 to 0"
     ) in str(error.value)
     assert simulate(schedule, max_unreceived=1).makespan == 9
-
-
-def makespan(schedule: Schedule, room: int) -> float:
-    """The makespan with bounded buffers; infinite for a deadlock."""
-    try:
-        return simulate(schedule, max_unreceived=room).makespan
-    except ValueError as error:
-        return inf if "waits for a receive" in str(error) else pytest.fail(str(error))
-
-
-@given(schedules(), st.integers(0, 4))
-def test_more_room_is_never_slower_and_room_for_all_is_as_no_limit(schedule: Schedule, room: int) -> None:
-    free = simulate(schedule)
-    assert makespan(schedule, room) >= makespan(schedule, room + 1) >= free.makespan
-    messages = 2 * schedule.num_microbatches * schedule.num_chunks
-    assert simulate(schedule, max_unreceived=messages) == free
-
-
-def test_the_number_of_buffers_is_checked() -> None:
-    with pytest.raises(ValueError, match="max_unreceived: expected at least 0 or None, got -1"):
-        simulate(parse_schedule(TWO), max_unreceived=-1)

@@ -247,7 +247,6 @@ def wrong():
     }
     engine = start(["inner.layers.2"], make=lambda: build(dropout=0.5))
     texts["shape"] = message(engine.train_batch, *batch_of(0, rows=2 * ROWS))
-    engine = start(["inner.layers.2"], make=lambda: build(dropout=0.5))
     texts["mode"] = message(engine.eval_batch, *batch_of(0))
     return texts
 

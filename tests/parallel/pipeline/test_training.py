@@ -43,7 +43,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "layout", "stage"),
-    [pytest.param(*c, marks=[pytest.mark.long] * (c not in CASES[:2])) for c in CASES],
+    [pytest.param(*c, marks=[pytest.mark.long] * (c != CASES[1])) for c in CASES],
 )
 def test_a_model_trains_as_in_one_process(ranks, name, layout, stage):
     num_ranks, mesh, pipeline = LAYOUTS[layout]
@@ -95,19 +95,6 @@ def test_evaluation_gives_the_loss_of_one_process_without_dropout(ranks):
         want.append(model(input_ids=tokens, labels=tokens).loss.item())
     for losses in ranks(4, evaluated):
         assert losses == pytest.approx(want, rel=1e-6)
-
-
-def evaluated_alone():
-    engine = zeroshard.initialize(build("tied gpt"), None, {"gradient_accumulation_steps": 2}).engine
-    tokens = tokens_of(0).chunk(engine.dp_world_size)[engine.dp_rank]
-    return engine.eval_batch({"input_ids": tokens}, tokens).item()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_evaluation_works_without_a_pipeline_and_without_an_optimizer(ranks, num_ranks):
-    tokens = tokens_of(0)
-    want = build("tied gpt")(input_ids=tokens, labels=tokens).loss.item()
-    assert ranks(num_ranks, evaluated_alone) == pytest.approx([want] * num_ranks, rel=1e-6)
 
 
 # --------------------------------------------------------------------------------------- number of batches

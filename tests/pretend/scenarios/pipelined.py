@@ -17,12 +17,6 @@ COMPARES = ("pipeline/training.py", "parallel/random.py")
 """Pipeline ranks compare their batches at steps 1, 2, 4 and so on: their hosts wait for these. The number
 that they draw before a batch is one of the CPU's generator."""
 
-REDUCED_APART = (
-    "0F0,0F1,2F0,2F1,2B0,2B1,0F2,0F3,2F2,2F3,2B2,2B3,0I0,0I1,2REDUCE_GRAD,0W0,0W1,0B2,0B3,0REDUCE_GRAD,STEP\n"
-    "1F0,1F1,3F0,3F1,3B0,3B1,1F2,1F3,3F2,3F3,3B2,3B3,1B0,3REDUCE_GRAD,1B1,1B2,1B3,1REDUCE_GRAD,STEP\n"
-)
-"""A list of two chunks a rank, in which reductions begin behind halves of another chunk's backwards."""
-
 
 def _model(*, is_tied: bool) -> nn.Sequential:
     ends = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
@@ -84,7 +78,6 @@ _add(
     precision=BF16,
     is_tied=True,
 )
-_add("pipeline_reduce_apart", REDUCED_APART, stage=2, num_ranks=4, precision=BF16, clip_grad_norm=1.0)
 _add("pipeline_of_4", "1f1b", pp=4, num_ranks=4, stage=0, is_tied=True)
 _add("pipeline_kept", stage=3, num_ranks=4, reshard_after_forward=False, precision=BF16)
 _add("pipeline_recompute", stage=3, num_ranks=4, recompute="unit", precision=BF16)

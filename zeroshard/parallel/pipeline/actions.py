@@ -361,10 +361,7 @@ def plan_exchanges(schedule: Schedule) -> tuple[tuple[ActionMessages, ...], ...]
 
 
 def with_sharding(schedule: Schedule) -> Schedule:
-    """Return a synchronous schedule with unshard, reshard, reduce and a step at the end of each rank.
-
-    Each chunk is unsharded before its first action, and resharded after its last one. Its gradients are
-    reduced after that.
+    """Return a schedule that unshards each chunk before its first action, and reshards it after its last one.
 
     Args:
         schedule: compute actions alone.
@@ -379,9 +376,7 @@ def with_sharding(schedule: Schedule) -> Schedule:
             own.append(action)
             if action == last[action.chunk]:
                 own.append(Action(Kind.RESHARD, action.chunk, None))
-                if action.kind in END_BACKWARD:
-                    own.append(Action(Kind.REDUCE, action.chunk, None))
-        lists.append([*own, STEP])
+        lists.append(own)
     return schedule.with_lists(lists)
 
 
@@ -401,21 +396,6 @@ def without_steps(schedule: Schedule) -> Schedule:
                     "needs pipeline.weights"
                 )
     return schedule.with_lists([a for a in actions if a.kind is not Kind.STEP] for actions in schedule.lists)
-
-
-def reduced_apart(actions: Sequence[Action]) -> frozenset[int]:
-    """Return the chunks whose last reduce does not follow their last backward at once: others compute first.
-
-    Args:
-        actions: the list of a pipeline rank.
-    """
-    ends = {action.chunk: index for index, action in enumerate(actions) if action.kind in END_BACKWARD}
-    reduces = {action.chunk: index for index, action in enumerate(actions) if action.kind is Kind.REDUCE}
-    return frozenset(
-        chunk
-        for chunk, end in ends.items()
-        if chunk is not None and any(action.is_compute for action in actions[end + 1 : reduces.get(chunk, 0)])
-    )
 
 
 def backwards_by_step(actions: Sequence[Action]) -> list[list[Action]]:

@@ -155,20 +155,12 @@ def split_at(names: Sequence[str], outline: Outline, num_chunks: int) -> tuple[r
             as the chunks need.
     """
     places = {name: place for place, name in enumerate(outline.blocks)}
-    first, last = outline.blocks[0], outline.blocks[-1]
-    for name in names:
-        if name not in places:
-            raise ValueError(f"pipeline.split: expected blocks from '{first}' to '{last}', got '{name}'")
-    if len(names) != num_chunks - 1:
+    ends = [*(places.get(name, 0) for name in names), len(outline.blocks)]
+    if len(names) != num_chunks - 1 or any(one >= other for one, other in pairwise([0, *ends])):
         raise ValueError(
-            f"pipeline.split: expected {num_chunks - 1} names, which begin all but the first of {num_chunks} "
-            f"chunks, got {len(names)}: {', '.join(names)}"
-        )
-    ends = [*(places[name] for name in names), len(outline.blocks)]
-    if any(one >= other for one, other in pairwise([0, *ends])):
-        raise ValueError(
-            f"pipeline.split: expected blocks after '{first}', which begins the first chunk, in the order of "
-            f"the model, each once, got {', '.join(names)}"
+            f"pipeline.split: expected {num_chunks - 1} blocks that begin all but the first of {num_chunks} "
+            f"chunks, after '{outline.blocks[0]}', up to '{outline.blocks[-1]}', in the order of the model, "
+            f"got {len(names)}: {', '.join(names)}"
         )
     return tuple(map(range, [0, *ends[:-1]], ends))
 

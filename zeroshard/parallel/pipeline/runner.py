@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,39 +38,19 @@ from zeroshard.parallel.pipeline.actions import (
     ends_of_chunks,
     ends_of_steps,
     plan_exchanges,
-    reduced_apart,
 )
 from zeroshard.parallel.pipeline.simulate import simulate
 from zeroshard.parallel.pipeline.weights import Waiting
 from zeroshard.parallel.random import random_states, set_random_states
+
+if TYPE_CHECKING:
+    from zeroshard.parallel.pipeline.training import PipelineTraining
 
 AHEAD = 2
 """The receives that are posted ahead of the receive that an action needs, from each rank."""
 
 _MOST_FORMS = 64
 """Batches of different shapes whose forms are remembered."""
-
-
-class Chunks(Protocol):
-    """The chunks of this rank, and the verbs of their sharding."""
-
-    def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Compute a chunk.
-
-        The first one gets no inputs and takes the micro-batch's; the last one returns its loss alone.
-        """
-
-    def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
-        """Run the backward of a chunk, or a half; `is_last` if it is the last one there before a step."""
-
-    def deferring(self, waiting: Waiting) -> AbstractContextManager[None]:
-        """Leave weight gradients of forwards and backwards inside to `waiting`; see `Products.leaving`."""
-
-    def act(self, action: Action) -> None:
-        """Unshard, reshard, reduce or step."""
-
-    def enter(self, action: Action) -> None:
-        """Note the action that begins, for messages about a rank that is lost."""
 
 
 @dataclass(slots=True)
@@ -95,10 +75,10 @@ class Runner:
     Args:
         schedule: the lists of all pipeline ranks.
         messages: the messages of this rank.
-        chunks: the chunks of this rank.
+        chunks: the chunks of this rank, and the verbs of their sharding.
     """
 
-    def __init__(self, schedule: Schedule, messages: Messages, chunks: Chunks) -> None:
+    def __init__(self, schedule: Schedule, messages: Messages, chunks: PipelineTraining) -> None:
         self._steps = plan_exchanges(schedule)[messages.rank]
         self._posts = list(_plan_posts(self._steps))
         self.schedule, self._chunks, self._messages = schedule, chunks, messages
@@ -109,8 +89,6 @@ class Runner:
         self._halved = {action.place for action in actions if action.kind is Kind.INPUT_GRADIENT}
         self.ends = ends_of_steps(actions)
         """The last backward before each step, with the number of its backwards."""
-        self.apart = reduced_apart(actions)
-        """The chunks whose reductions begin with an action of their own."""
         self._ends = ends_of_chunks(actions)
         self._trained = {action.chunk for action in self._ends}
         """The chunks that have backwards."""

@@ -499,15 +499,11 @@ def full_schedule_of(config: Config) -> Schedule:
 
     The lists that a batch runs may be shorter, or have synchronous steps. Lists of the user are as they are.
     """
-    return schedule_of(config, _num_until_full(config), config.pipeline.synchronous_steps)
-
-
-def _num_until_full(config: Config) -> int:
-    """The micro-batches in which an asynchronous pipeline fills, and a step begins and ends."""
     pipeline, num_ranks = config.pipeline, config.mesh.pp
-    if pipeline.schedule not in ASYNCHRONOUS:
-        return pipeline.num_microbatches
-    return num_ranks + pipeline.step_size(num_ranks)
+    num = pipeline.num_microbatches
+    if pipeline.schedule in ASYNCHRONOUS:  # the pipeline fills, and a step begins and ends
+        num = num_ranks + pipeline.step_size(num_ranks)
+    return schedule_of(config, num, pipeline.synchronous_steps)
 
 
 def _is_text(schedule: str) -> bool:

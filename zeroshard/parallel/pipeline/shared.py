@@ -125,18 +125,13 @@ class Shared:
             ValueError: holders have other hyperparameters for the same parameter.
         """
         for buffer in self._buffers:
-            first, *_ = holders = buffer.originals[0].holders
-            label = f"first values of {', '.join(repr(original.fqn) for original in buffer.originals)}"
-            if self._messages.rank == first:
-                self._memory.fetch(buffer.main)
-                values = buffer.main.detach().to(self._messages.device)
-                for target in holders[1:]:
-                    self._messages.send([values], target, label, with_forms=True)
-                self._messages.finish()
-                self._memory.evict(buffer.main)
-            else:
-                [values] = self._messages.expect(first, label, None)()
-                buffer.store.write(values)
+            first = buffer.originals[0].holders[0]
+            names = ", ".join(repr(original.fqn) for original in buffer.originals)
+            self._memory.fetch(buffer.main)
+            found = dict(self._swap(buffer, [buffer.main.detach()], f"first values of {names}"))
+            self._memory.evict(buffer.main)
+            if first in found:
+                buffer.store.write(*found[first])
                 buffer.store.changed()
         self._compare([] if optimizer is None else optimizer.param_groups)
 

@@ -177,8 +177,6 @@ def simulate(
         ValueError: ranks wait for each other, with their actions in the message; other errors of the lists
             (see `check_actions`).
     """
-    if max_unreceived is not None and max_unreceived < 0:
-        raise ValueError(f"max_unreceived: expected at least 0 or None, got {max_unreceived}")
     room = len(list(schedule)) if max_unreceived is None else max_unreceived  # room for all is no limit
     state = _Simulation(schedule, costs or ActionCosts(), room)
     programs = [state.run(rank, own) for rank, own in enumerate(plan_exchanges(schedule))]

@@ -8,10 +8,11 @@ around each forward and backward. Else the units of a chunk are gathered togethe
 The gradients of all micro-batches but the last are added up here, and reduced once:
 
     units of one chunk         in the last backward of the chunk, unit by unit while it runs; later actions go
-                               on during the exchanges. If the list has a reduce of the chunk, and other
-                               actions compute before it, the reductions begin there
-    the root, and units that   in the last backward of the rank; a reduce after it has nothing left to do
+                               on during the exchanges
+    the root, and units that   in the last backward of the rank
     several chunks use
+
+A reduce of a list has nothing left to do.
 
 The last backward of the rank waits for all of them, and hands the gradients to the parameters. Data-parallel
 ranks run the same list, so they reduce in the same order.
@@ -271,8 +272,6 @@ class PipelineTraining:
         """The runner of the list."""
         self._scales: list[float] = []
         """The numbers by which the gradients of the steps to come are divided."""
-        self._due: set[int] = set()
-        """The chunks with an own action for their reductions that have had their last backward."""
         self._comparison = BatchComparison(self._axes.pp, runtime.parameters, part.chunked.containers)
         self._take_step: TakeStep | None = None
         """Takes a step in the middle of a list."""
@@ -393,13 +392,16 @@ class PipelineTraining:
         if (runner := self._runners.get(key := (num, has_backward, num_synchronous))) is None:
             schedule = self._part.schedule(num, has_backward=has_backward, steps_taken=steps_taken)
             runner = self._runners[key] = Runner(schedule, self._messages, self)
-        self._runner, self._due = runner, set()
+        self._runner = runner
         return runner
 
     # -- the runner calls -----------------------------------------------------------------------------
 
     def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Compute a chunk; see `Chunks`."""
+        """Compute a chunk.
+
+        The first one gets no inputs and takes the micro-batch's; the last one returns its loss alone.
+        """
         again = self._buffers_kept() if self._action.kind is Kind.RECOMPUTE else nullcontext()
         with running_part(self._runtime, (chunk, microbatch), self._units[chunk]), again:
             return self._compute(chunk, microbatch, inputs)
@@ -437,14 +439,15 @@ class PipelineTraining:
         return [loss * self._factor]
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
-        """Run the backward of a chunk, or a half; the last one reduces the units that end with it."""
+        """Run the backward of a chunk, or a half; the last one before a step reduces what ends with it."""
         reducer, has_more = self._runtime.reducer, self._action not in self._runner.ends
         self._shared.chunk = chunk
         name = chunk, self._action.microbatch
         comes_through_units = self._action.kind is not Kind.WEIGHT_GRADIENT
         delivering = nullcontext() if comes_through_units else self._runtime.passes.delivering()
         part = running_part(self._runtime, name, self._units[chunk])
-        ending = self._ending(chunk, has_more) if is_last else frozenset()
+        # The last backward of the rank reduces all that are left.
+        ending = self._own_units[chunk] if is_last and has_more else frozenset[Unit]()
         with part, reducer.next_backward(has_more, but=ending, scale=self._scales[0]), delivering:
             run()
         if ending:  # nothing may have come here, unlike on other ranks
@@ -452,24 +455,14 @@ class PipelineTraining:
         if self._action.kind in END_BACKWARD:
             self._runtime.passes.calls.named.pop(name, None)  # no backward comes to it any more
 
-    def _ending(self, chunk: int, has_more: bool) -> frozenset[Unit]:
-        """The units that the last backward of a chunk reduces although the rank has more backwards."""
-        if not has_more:  # it reduces all that are left
-            self._due.clear()
-            return frozenset()
-        if chunk in self._runner.apart:
-            self._due.add(chunk)
-            return frozenset()
-        return self._own_units[chunk]
-
     def deferring(self, waiting: Waiting) -> AbstractContextManager[None]:
-        """Leave weight gradients to the second half of a backward; see `Chunks`."""
+        """Leave weight gradients of forwards and backwards inside to `waiting`; see `Products.deferring`."""
         if self._products is None:
             self._products = Products(self._runtime.module, self._runtime.changes)
         return self._products.deferring(waiting)
 
     def act(self, action: Action) -> None:
-        """Unshard or reshard the units of a chunk, begin to reduce them, if that is due, or take a step."""
+        """Unshard or reshard the units of a chunk, or take a step."""
         if action.kind is Kind.STEP:
             if self.method is not None:  # else the batch ends with the step
                 assert self._take_step is not None, "it runs"
@@ -480,12 +473,9 @@ class PipelineTraining:
             self._runtime.unshard((self._runtime.root, *self._units[action.chunk]))  # the root to the end
         elif action.chunk is not None and action.kind is Kind.RESHARD:
             self._runtime.reshard(self._units[action.chunk])
-        elif action.chunk in self._due and action.kind is Kind.REDUCE:
-            self._due.remove(action.chunk)
-            self._runtime.reducer.start_ahead(self._own_units[action.chunk])
 
     def enter(self, action: Action) -> None:
-        """Note the action that begins."""
+        """Note the action that begins, for messages about a rank that is lost."""
         self._action = action
         self._runtime.here.action = f"{action} of pipeline rank {self._messages.rank}"
         if self.method is not None and self._take_step is not None:

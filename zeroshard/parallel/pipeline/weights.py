@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,32 +117,21 @@ def _is_layer(module: nn.Module) -> bool:
     return any(p.requires_grad and len(getattr(p, "full_shape", p.shape)) > 1 for p in own)
 
 
-class _Product(NamedTuple):
-    """A product of matrices: x times a weight, and perhaps a bias."""
+def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """True if the weight gradient of a product can be computed by itself.
 
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    is_turned: bool
-    """True if the weight is [in, out]."""
-
-    @property
-    def can_wait(self) -> bool:
-        """True if the weight gradient can be computed by itself.
-
-        A weight may be a parameter or a view of one. The graph of any other weight is needed in both halves.
-        """
-        x, weight, bias = self.x, self.weight, self.bias
-        if torch.is_autocast_enabled(x.device.type):  # a cast weight is no parameter
-            return False
-        is_plain = type(x) is Tensor and x.ndim > 1 and (bias is None or bias.ndim == 1)
-        is_trained = weight.requires_grad and weight.is_floating_point() and weight.ndim == 2
-        base = weight._base if weight._is_view() else None
-        return is_plain and is_trained and (weight.is_leaf or (base is not None and base.is_leaf))
+    A weight may be a parameter or a view of one. The graph of any other weight is needed in both halves.
+    """
+    if torch.is_autocast_enabled(x.device.type):  # a cast weight is no parameter
+        return False
+    is_plain = type(x) is Tensor and x.ndim > 1 and (bias is None or bias.ndim == 1)
+    is_trained = weight.requires_grad and weight.is_floating_point() and weight.ndim == 2
+    base = weight._base if weight._is_view() else None
+    return is_plain and is_trained and (weight.is_leaf or (base is not None and base.is_leaf))
 
 
-def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Product:
-    return _Product(input, weight, bias, is_turned=False)
+def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+    return (input, weight) if bias is None else (input, weight, bias)
 
 
 class _Sight(TorchFunctionMode):
@@ -155,19 +144,21 @@ class _Sight(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs, product = kwargs or {}, None
+        kwargs = kwargs or {}
+        product: tuple[Any, ...] = ()
         if func is F.linear:
-            product = _read_linear(*args, **kwargs)
+            product = _of_linear(*args, **kwargs)
         elif func is torch.addmm and len(args) == 3 and not kwargs:  # it may have factors
-            product = _Product(args[1], args[2], args[0], is_turned=True)
-        if product is not None and product.can_wait:
-            operands = self._waiting.note(product.weight, product.is_turned)
-            x, bias, anchor = product.x, product.bias, None
-            if not (x.requires_grad or (bias is not None and bias.requires_grad)):
-                anchor = x.new_empty(0, requires_grad=True)  # the result is to have a graph
-            run = functools.partial(func, *args, **kwargs)
-            return _Halved.apply(x, bias, anchor, product, operands, run)
-        return func(*args, **kwargs)
+            product = args[1], args[2], args[0]
+        if not product or not _can_wait(*product):
+            return func(*args, **kwargs)
+        x, weight, *bias = product
+        anchor = None
+        if not any(one.requires_grad for one in (x, *bias)):
+            anchor = x.new_empty(0, requires_grad=True)  # the result is to have a graph
+        operands = self._waiting.note(weight, func is torch.addmm)
+        run = functools.partial(func, *args, **kwargs)
+        return _Halved.apply(x, *(bias or [None]), anchor, weight.detach(), operands, run)
 
 
 class _Halved(torch.autograd.Function):
@@ -175,9 +166,9 @@ class _Halved(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Any, _: Any, product: _Product, operands: _Operands, run: Any
+        ctx: Any, x: Tensor, bias: Any, _: Any, weight: Tensor, operands: _Operands, run: Any
     ) -> Tensor:
-        ctx.save_for_backward(x, product.weight.detach())
+        ctx.save_for_backward(x, weight)
         ctx.operands = operands
         result: Tensor = run().detach()  # autograd refuses to edit a view that was made without a graph
         return result

@@ -49,9 +49,6 @@ _OWN: dict[str, dict[str, str]] = {
         "*wte": "rowwise",
         "*attn.c_attn": "colwise",
         "*attn.c_proj": "rowwise",
-        "*crossattention.c_attn": "colwise",
-        "*crossattention.q_attn": "colwise",
-        "*crossattention.c_proj": "rowwise",
         "*mlp.c_fc": "colwise",
         "*mlp.c_proj": "rowwise",
         "lm_head": "colwise_gather_output",
@@ -259,15 +256,12 @@ def _refuse_codes(specs: Sequence[UnitSpec]) -> None:
 
 def _check_words(plan: Plan | None) -> None:
     """Refuse a plan of another form, also where there is one tensor rank and it is not needed."""
-    if plan is None:
-        return
     given: object = plan
-    words = given.values() if isinstance(given, Mapping) else ()
-    if not words or not all(isinstance(word, str | LayerPlan) for word in words):
+    if plan is not None and not (isinstance(given, Mapping) and plan):
         raise ValueError(
             f"tp_plan: expected words by pattern, {{'layers.*.up': 'colwise', ...}}, got {plan!r}"
         )
-    for pattern, word in plan.items():
+    for pattern, word in (plan or {}).items():
         LayerPlan.of(word, pattern)
 
 

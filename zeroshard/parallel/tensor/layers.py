@@ -19,13 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard.parallel.random import share_random_states
-from zeroshard.parallel.tensor.activations import Activations
 from zeroshard.parallel.tensor.losses import divide_losses, embed
 from zeroshard.parallel.tensor.sequence import (
+    Activations,
     Comm,
     Regions,
     Sum,
-    adapt_regions,
     add_up,
     copied,
     install_regions,
@@ -40,7 +39,6 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
     """Have a model compute with the parts of its parameters, which have the shapes of parts from now on."""
     regions = install_regions(layers, over, changes)
     if regions is not None:
-        adapt_regions(layers, regions, over, changes)
         regions.follow(model, changes)
     for layer in layers:
         if not layer.has_other_forward:

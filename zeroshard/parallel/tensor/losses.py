@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zeroshard.parallel.tensor.activations import Activations
-from zeroshard.parallel.tensor.sequence import Comm, Sum, add_up, move
+from zeroshard.parallel.tensor.sequence import Activations, Comm, Sum, add_up, move
 from zeroshard.parallel.tensor.styles import Divided, Split
 from zeroshard.plan.layout import Span
 from zeroshard.sharding.context import Changes
@@ -60,55 +59,6 @@ def embed(
         found = found.masked_fill(is_unknown.unsqueeze(-1), math.nan)
         is_elsewhere &= ~is_unknown
     return add(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), over, label)
-
-
-def divided_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    own: Span,
-    over: Activations,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Return the loss of `torch.nn.functional.cross_entropy` over logits that are divided by classes.
-
-    One exchange of three numbers for each row: the largest logit of each rank, its sum of exponentials, and
-    the logit of the target; with smoothing, the sum of logits too.
-
-    Args:
-        logits: [N, own.size], this rank's classes, in the dtype of the sums.
-        targets: [N], integers in [0, classes) or `ignore_index`; the same on all ranks.
-        own: the classes of this rank.
-        over: the exchanges of the tensor ranks.
-        ignore_index: the target of rows that do not count.
-        reduction: "mean" over the rows that count, "sum" or "none".
-        label_smoothing: the part of a target that all classes share, in [0, 1].
-
-    Returns:
-        0-dim, or [N] for "none"; the same on all ranks. On an accelerator the loss of a target that is no
-        class is not a number: an error would make the host wait.
-
-    Raises:
-        ValueError: another reduction or smoothing.
-        IndexError: a target is no class; on the CPU.
-    """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing}")
-    counts, num_classes = targets != ignore_index, own.size * over.size
-    is_none = counts & ((targets < 0) | (targets >= num_classes))
-    if targets.device.type == "cpu" and is_none.any():
-        wrong = int(targets[is_none][0])
-        raise IndexError(f"expected targets in [0, {num_classes}) or {ignore_index}, got {wrong}")
-    losses: Tensor = _RowLosses.apply(logits, targets, counts, own, over, label_smoothing)
-    losses = losses.masked_fill(is_none, torch.nan)
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / counts.sum()
 
 
 class _RowLosses(torch.autograd.Function):
@@ -190,17 +140,21 @@ def cross_entropy(
 ) -> Tensor:
     """Return the loss of `torch.nn.functional.cross_entropy` over the logits of a head that may be divided.
 
+    For divided logits, ranks exchange three numbers for each row: the largest logit of each rank, its sum of
+    exponentials, and the logit of the target; with smoothing, the sum of logits too.
+
     Args:
         logits: [..., classes of this rank], the output of the head; all classes if it is not divided. The
             loss is computed at least in float32.
-        targets: [...], integers in [0, classes) or `ignore_index`.
+        targets: [...], integers in [0, classes) or `ignore_index`; the same on all ranks.
         head: the layer that gave the logits, such as `engine.module.head`; 'colwise' in the plan.
         ignore_index: the target of rows that do not count.
         reduction: "mean" over the rows that count, "sum" or "none".
         label_smoothing: the part of a target that all classes share, in [0, 1].
 
     Returns:
-        0-dim, or [...] for "none"; the same on all tensor ranks.
+        0-dim, or [...] for "none"; the same on all tensor ranks. On an accelerator the divided loss of a
+        target that is no class is not a number: an error would make the host wait.
 
     Raises:
         ValueError: targets of another shape, or that are no integers; logits that were gathered; another
@@ -212,20 +166,33 @@ def cross_entropy(
             f"targets: expected integers of shape {list(logits.shape[:-1])}, got {targets.dtype} of shape "
             f"{list(targets.shape)}"
         )
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    given = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing}")
+    wide, flat = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2), targets.flatten()
     classes: Classes | None = vars(head).get(_CLASSES)
     if classes is None:
-        losses = F.cross_entropy(wide, targets.flatten(), **given)  # type: ignore[arg-type]
-    elif wide.shape[-1] != classes.own.size:
+        whole = F.cross_entropy(
+            wide, flat, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        )
+        return whole.view(targets.shape) if reduction == "none" else whole
+    if wide.shape[-1] != classes.own.size:
         raise ValueError(
             f"logits: expected {classes.own.size} classes, this rank's part of {classes.num} of "
             f"'{classes.label}', got {wide.shape[-1]}; a plan with 'colwise' for this layer gives a part"
         )
-    else:
-        own, over = classes.own, classes.over
-        losses = divided_cross_entropy(wide, targets.flatten(), own, over, **given)  # type: ignore[arg-type]
-    return losses.view(targets.shape) if reduction == "none" else losses
+    counts = flat != ignore_index
+    is_none = counts & ((flat < 0) | (flat >= classes.num))
+    if flat.device.type == "cpu" and is_none.any():
+        wrong = int(flat[is_none][0])
+        raise IndexError(f"expected targets in [0, {classes.num}) or {ignore_index}, got {wrong}")
+    losses: Tensor = _RowLosses.apply(wide, flat, counts, classes.own, classes.over, label_smoothing)
+    losses = losses.masked_fill(is_none, torch.nan)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    total = losses.sum()
+    return total if reduction == "sum" else total / counts.sum()
 
 
 def with_loss(layer: Divided, model: nn.Module) -> Divided:

@@ -21,10 +21,6 @@ Layers of a plan that peft has wrapped in LoRA: the layer inside and its two sma
     columns    W and B are cut by their outputs; A is whole, and so is A x
     rows       W and A are cut by their inputs; the summands of A x are added up, and B is whole
 
-Where norms work on a part of the sequence, so do the matrices that are whole: A takes the part of x that the
-norm gave, and A x is gathered for B; or the sum of A x is split, and B gives a part of y. Each rank has
-summands of their gradients then.
-
 Only r numbers a token are exchanged more. Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large
 Language Models", section 4.1.
 
@@ -44,6 +40,12 @@ each. A move leads from one to another. Its backward leads the gradient the oppo
 COPY and SUM stand around a pair of layers, the first one divided by its columns, the second one by its rows
 (Shoeybi et al. 2019, "Megatron-LM", section 3: f and g). The last two take their place where the regions
 between such pairs are divided along the sequence (Korthikanti et al. 2022, section 4.2.2).
+
+Exchanges of activations over one axis: a tensor in, a tensor out, when the values are there.
+
+The axis is the axis of tensor parallelism, whose ranks compute parts of the same layer. All ranks of the axis
+make the same calls in the same order, with the same shapes and dtypes. The results are the same bits on all
+ranks, or parts of one tensor that is. Sums are taken at least in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -52,16 +54,120 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from zeroshard.comm.collectives import Axis, Pending
+from zeroshard.comm.counter import ALL_REDUCE
+from zeroshard.comm.pool import BufferPool
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.parallel.tensor.activations import Activations, Copied
 from zeroshard.parallel.tensor.styles import BY_ROWS, OF_SEQUENCE, Divided, LayerPlan, Plan, Split, with_heads
 from zeroshard.sharding.context import Changes
+
+_Value = TypeVar("_Value")
+
+
+class Copied(NamedTuple):
+    """An input of divided layers."""
+
+    of: Tensor
+    version: int
+    """Its version counter then."""
+    copy: Tensor
+    """The same values; its gradient is added up over the ranks."""
+
+
+class Activations:
+    """Sums, gathers and splits tensors over the ranks of an axis.
+
+    Args:
+        axis: the axis.
+        tag: a tag of this engine that no other exchange uses. One exchange of activations follows another, so
+            one tag serves them all.
+    """
+
+    def __init__(self, axis: Axis, tag: int) -> None:
+        self.rank, self.size, self.device = axis.rank, axis.size, axis.device
+        self._axis, self._tag = axis, tag
+        self.last: Copied | None = None
+        """The input that a divided layer was given last; None after the pair of layers."""
+        self._pool = BufferPool(axis.device)
+
+    def sum(self, value: Tensor, label: str) -> Tensor:
+        """Return the sum of a tensor over the ranks, of the same shape and dtype."""
+        if not value.numel():
+            return value
+        if not self._axis.exchanges:
+            total = value.contiguous().clone()
+            self._axis.all_reduce(total, label)
+            return total
+        if self.size == 2:
+            return self._sum_of_two(value.contiguous(), label)
+        num = value.numel()
+        flat = value.new_empty(-(-num // self.size) * self.size)
+        flat[:num].copy_(value.reshape(-1))
+        flat[num:].zero_()
+        own = flat.chunk(self.size)[self.rank]
+        own.copy_(self._scattered(flat, label))
+        self._axis.all_gather(flat, own, tag=self._tag, label=label).wait()
+        return flat[:num].view(value.shape)
+
+    def _sum_of_two(self, own: Tensor, label: str) -> Tensor:
+        """Return the sum over two ranks: each sends all it has, which is no more than two halves are.
+
+        One exchange in place of two that follow each other. The bits are the same on both ranks: a + b is
+        b + a.
+        """
+        axis, peer = self._axis, 1 - self.rank
+        label = axis.note(ALL_REDUCE, own.nbytes, label)
+        other = self._pool.take(own.dtype, own.numel())
+        works = axis.exchange({peer: own.view(-1)}, {peer: other}, self._tag, label)
+        Pending(axis, label, ALL_REDUCE, works).wait()
+        total = own + other.view(own.shape)
+        self._pool.give(other)
+        return total
+
+    def gather(self, value: Tensor, dim: int, label: str) -> Tensor:
+        """Return the tensors of all ranks, in rank order, as one along `dim`."""
+        own = value.contiguous()
+        flat = value.new_empty(self.size * own.numel())
+        self._axis.all_gather(flat, own.view(-1), tag=self._tag, label=label).wait()
+        parts = flat.view(self.size, *own.shape)
+        return parts.flatten(0, 1) if dim == 0 and own.dim() else torch.cat(parts.unbind(), dim)
+
+    def split(self, value: Tensor, dim: int) -> Tensor:
+        """Return this rank's part along `dim`, a copy. Raises ValueError for a size that does not divide."""
+        if value.shape[dim] % self.size:
+            raise ValueError(
+                f"expected a multiple of the {self.size} tensor-parallel ranks in dimension {dim}, "
+                f"got {value.shape[dim]} of shape {list(value.shape)}"
+            )
+        return value.chunk(self.size, dim)[self.rank].contiguous()
+
+    def scatter(self, value: Tensor, dim: int, label: str) -> Tensor:
+        """Return this rank's part along `dim` of the sum over the ranks.
+
+        Raises:
+            ValueError: the size does not divide.
+        """
+        own = self.split(value, dim)
+        flat = torch.stack(value.chunk(self.size, dim)).view(-1)
+        return self._scattered(flat, label).view(own.shape)
+
+    def first(self, value: _Value, label: str) -> _Value:
+        """Return the small picklable value of the first rank. The hosts wait for it, devices do not."""
+        everyone: list[_Value] = self._axis.all_gather_object(value, label)
+        return everyone[0]
+
+    def _scattered(self, flat: Tensor, label: str) -> Tensor:
+        """Return this rank's part of the sum of `flat`, [size * K], which is used up: [K]."""
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        own = flat.new_empty(flat.numel() // self.size, dtype=wide)
+        self._axis.reduce_scatter(flat, own, self._pool, tag=self._tag, label=label).wait()
+        return own.to(flat.dtype)
 
 
 class Comm(Enum):
@@ -142,8 +248,6 @@ class _Twin(NamedTuple):
     """The second result of the gather."""
     version: int
     """The version of the memory of both results then."""
-    part: Tensor
-    """This rank's part before the gather."""
 
 
 def _twin_of(value: Tensor) -> _Twin | None:
@@ -204,13 +308,8 @@ class Regions:
             return part
         whole, twin = _Gathered.apply(part, over, label)
         if not whole.is_inference():  # else it has no version, and no gradient
-            setattr(whole, _TWIN, _Twin(twin, whole._version, part))
+            setattr(whole, _TWIN, _Twin(twin, whole._version))
         return cast(Tensor, whole)
-
-    def part_of(self, value: Tensor, over: Activations, label: str) -> Tensor:
-        """Return this rank's part of a whole value: the part that was gathered, if it was."""
-        twin = _twin_of(value) if self.are_divided else None
-        return self.split(value, over, label) if twin is None else twin.part
 
 
 def copied(value: Tensor, over: Activations, label: str) -> Tensor:
@@ -377,10 +476,10 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
         by_sequence: True if norms work on a part of the sequence.
 
     Raises:
-        ValueError: a layer of the plan has an adapter of another kind, or shares its heads between ranks.
+        ValueError: a layer of the plan has an adapter of another kind, or shares its heads between ranks; or
+            norms work on a part of the sequence.
     """
     inside: dict[str, str | LayerPlan] = {}
-    whole = Split.SUMMED if by_sequence else Split.REPLICATE
     for name, module in model.named_modules():
         pattern = next((pattern for pattern in plan if fnmatchcase(name, pattern)), None)
         base = getattr(module, "base_layer", None)
@@ -389,6 +488,11 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
         style = LayerPlan.of(plan[pattern], pattern)
         if style.way is Split.REPLICATE:
             continue
+        if by_sequence:
+            raise ValueError(
+                f"tp_plan: '{name}' has an adapter; expected none where norms work on parts of the sequence: "
+                "set mesh.sequence=False, and leave 'sequence' out of the plan"
+            )
         if hasattr(module, "parameter_name"):
             raise ValueError(
                 f"tp_plan: '{name}' has an adapter of its parameter '{module.parameter_name}', as of "
@@ -399,7 +503,7 @@ def through_adapters(model: nn.Module, plan: Plan, num_ranks: int, *, by_sequenc
         _check_adapter(name, module, base, style)
         inside |= {name: "replicate", f"{name}.base_layer": style}
         cut, other = ("lora_A", "lora_B") if style.way in BY_ROWS else ("lora_B", "lora_A")
-        inside |= {f"{name}.{cut}.*": style, f"{name}.{other}.*": whole.value}
+        inside |= {f"{name}.{cut}.*": style, f"{name}.{other}.*": "replicate"}
         inside[f"{name}.*"] = "replicate"  # a pattern with * at its end fits the rest of the adapter
     return inside | {pattern: style for pattern, style in plan.items() if pattern not in inside}
 
@@ -427,31 +531,3 @@ def around(model: nn.Module, name: str) -> tuple[nn.Module | None, nn.Module]:
     if name != f"{holder}.base_layer":
         return None, module
     return module, model.get_submodule(holder.rpartition(".")[0])
-
-
-def adapt_regions(layers: Iterable[Divided], regions: Regions, over: Activations, changes: Changes) -> None:
-    """Have the adapters of layers that are divided by columns work on a part of the sequence.
-
-    Dropout inside of blocks draws numbers of this rank, so it takes the part. Outside of them it draws the
-    same numbers on all ranks, so it takes all of the input.
-    """
-    layers = list(layers)
-    inside = {module for block in blocks_of(layers) for module in block.modules()}
-
-    def of_input(take: Callable[[Tensor, Activations, str], Tensor], label: str) -> Callable[..., Tensor]:
-        return lambda module, args: take(args[0], over, label)
-
-    def of_output(label: str) -> Callable[..., Tensor]:
-        return lambda module, args, output: regions.split(output, over, label)
-
-    for layer in layers:
-        adapter, label = layer.adapter, layer.name
-        if adapter is None or layer.style.way in BY_ROWS:
-            continue
-        for dropout in adapter.get_submodule("lora_dropout").children():
-            if layer.module in inside:
-                changes.hook(dropout.register_forward_pre_hook(of_input(regions.part_of, label)))
-            else:
-                changes.hook(dropout.register_forward_hook(of_output(label)))
-        for matrix in adapter.get_submodule("lora_B").children():
-            changes.hook(matrix.register_forward_pre_hook(of_input(regions.gather, label)))

@@ -104,7 +104,7 @@ class LayerPlan:
             return given
         try:
             return LayerPlan(Split(_ALIASES.get(given, given)))
-        except ValueError:
+        except (ValueError, TypeError):  # a list cannot be looked up
             words = ", ".join(way.value for way in Split)
             raise ValueError(f"tp_plan: expected one of {words}, got {given!r} for '{pattern}'") from None
 
@@ -164,7 +164,7 @@ def sections_of(name: str, parent: nn.Module, size: int, *, is_outputs: bool) ->
         is_outputs: True for its outputs, which may be several matrices in one.
     """
     last = name.rpartition(".")[2]
-    head = _head_of(parent)
+    head = next((head for head in (getattr(parent, at, None) for at in _SIZES) if head), None)
     if head is None:
         return ()
     together = _SIDE_BY_SIDE.get((type(parent).__name__, last)) if is_outputs else None
@@ -173,11 +173,6 @@ def sections_of(name: str, parent: nn.Module, size: int, *, is_outputs: bool) ->
         return (Section(each, head),) * (size // each)
     unit = head * _IN_ONE.get(last, 1)
     return () if size % unit else (Section(size, unit),)
-
-
-def _head_of(parent: nn.Module) -> int | None:
-    """The size of a head in an attention layer."""
-    return next((head for head in (getattr(parent, attribute, None) for attribute in _SIZES) if head), None)
 
 
 def set_counts(parents: Iterable[nn.Module], num_ranks: int, changes: Changes) -> None:

@@ -10,18 +10,15 @@ from zeroshard import Config, Mesh, Pipeline
 from zeroshard.config.pipeline import ASYNCHRONOUS
 from zeroshard.config.pipeline import WEIGHTS as NAMES
 from zeroshard.parallel.pipeline.actions import Action, Kind, Schedule, parse_schedule
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, count_live, kept_versions
+from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, count_live, kept_versions
 from zeroshard.parallel.pipeline.schedules import (
     SCHEDULES,
     build_schedule,
-    count_synchronous,
     full_schedule_of,
     require_steps,
-    schedule_of,
     steady,
 )
-from zeroshard.parallel.pipeline.simulate import ActionCosts, count_activations, simulate
+from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
 DEPTHS = st.integers(1, 6)
 SIZES = st.integers(1, 40)
@@ -123,12 +120,6 @@ def test_a_synchronous_schedule_has_one_version(name: str) -> None:
     assert set(ages.crossed.values()) == {0}
 
 
-def test_a_rank_holds_the_activations_of_as_many_micro_batches_as_in_1f1b() -> None:
-    assert (
-        count_activations(steady(4, 12)).per_rank == count_activations(build_schedule("1f1b", 4, 12)).per_rank
-    )
-
-
 @given(st.integers(2, 6), st.integers(1, 30))
 def test_there_is_no_bubble_but_at_both_ends(p: int, m: int) -> None:
     """A forward and a backward take 1 and 2: a list takes 3 for each micro-batch, and 3 (p - 1) once.
@@ -159,11 +150,3 @@ def test_the_names_of_a_config_are_those_of_the_table() -> None:
 def test_a_list_with_which_nobody_can_train_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         require_steps(parse_schedule(text))
-
-
-def test_synchronous_steps_beyond_a_list_make_no_other_list() -> None:
-    pipeline = Pipeline(schedule="pb", num_microbatches=4, synchronous_steps=1000)
-    config = Config(mesh=Mesh(pp=2), pipeline=pipeline)
-    found = [count_synchronous(config, 4, taken) for taken in (0, 4, 996, 998, 1000, 1004)]
-    assert found == [4, 4, 4, 2, 0, 0]
-    assert schedule_of(config, 4, 0) is schedule_of(config, 4, 996)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.parallel.pipeline.asynchronous.runs import MAKERS, METHODS, batch_of, expected, method_of, model_of
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS
+from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS
 from zeroshard.parallel.pipeline.schedules import steady
 
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))  # its modules have bare names
@@ -62,22 +62,6 @@ def case(task, ranks, method):
         momentum=0.9,
         microbatches=40,
     )
-
-
-@pytest.mark.long
-def test_the_weights_that_are_kept_are_those_of_the_papers():
-    found = {}
-    for method in ("pb", "pipedream", "2bw", "pipemare"):
-        row = train(case("text", 4, method))
-        found[method] = [
-            kept / size for kept, size in zip(row["kept_bytes"], row["weight_bytes"], strict=True)
-        ]
-    assert found == {
-        "pb": [1, 1, 1, 1],
-        "pipedream": [4, 3, 2, 1],  # Narayanan et al. 2019, section 3.3: a version for each micro-batch
-        "2bw": [2, 2, 2, 2],  # Narayanan et al. 2021, section 3.1
-        "pipemare": [2, 2, 2, 1],  # the mean of changes; the last rank has no delay
-    }
 
 
 def test_a_run_that_diverges_ends_and_tells_when():

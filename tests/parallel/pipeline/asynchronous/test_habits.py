@@ -1,79 +1,25 @@
 """Asynchronous pipelines together with what users do: checkpoints, evaluation, schedules, dtypes, errors.
 
-Lists of any length, synchronous steps, evaluation and schedules of the learning rate are in `test_drawn.py`.
+Lists of any length, evaluation and schedules of the learning rate are in `test_reference.py`.
 """
 
 import pytest
 import torch
 from torch import nn
 
-import zeroshard
 from tests.checkpoint.runs import without_numba
-from tests.parallel.pipeline.asynchronous.histories import Method
-from tests.parallel.pipeline.asynchronous.histories import train as train_by_history
 from tests.parallel.pipeline.asynchronous.runs import (
     WIDTH,
     assert_same,
     batch_of,
     begin,
-    compare,
-    expected,
     finish,
     method_of,
     model_of,
-    run,
     runs,
-    stages_of,
-    state_of,
     train,
 )
 from zeroshard.parallel.pipeline.schedules import steady
-
-MEAN, LAST = "mean_of_changes", "last_change"
-
-
-def test_a_list_of_the_user_trains_with_the_weights_that_he_names(ranks):
-    own = {"schedule": str(steady(2, 6)), "weights": "stash"}
-    for found, want in ranks(2, runs, ((own,), {}), (({"schedule": "pipedream"},), {})):
-        assert_same(found.state, want.state)
-
-
-# --------------------------------------------------------------------------------------- checkpoints
-
-
-def noted_changes(engine):
-    """The states that the pipeline adds to those of the optimizer, by parameter and name."""
-    return {
-        (parameter.fqn, key): value.clone()
-        for parameter, state in engine.optimizer.state.items()
-        for key, value in state.items()
-        if key in (MEAN, LAST)
-    }
-
-
-def begun_at(folder, num_stages, tag, numbers, new_tag):
-    """Train from a checkpoint; return the noted changes before and after."""
-    engine = begin({"schedule": "lwp", "weights": "lwp-weights"}, num_stages=num_stages, model=model_of(4))
-    if tag:
-        engine.load_checkpoint(folder, tag)
-    before = noted_changes(engine)
-    train(engine, numbers)
-    engine.save_checkpoint(folder, new_tag)
-    after = noted_changes(engine)
-    engine.close(restore=False)
-    return before, after
-
-
-def test_a_rank_that_crosses_no_step_takes_no_change_from_a_checkpoint(ranks, tmp_path):
-    """Else it would save it again, unchanged, for a run that crosses steps there."""
-    ranks(4, begun_at, str(tmp_path), 4, "", [0], "four")
-    (_, first), (before, last) = ranks(2, begun_at, str(tmp_path), 2, "four", [1], "two")
-    assert {key for _, key in first} == {LAST}
-    assert before == last == {}
-    for rank, (before, after) in enumerate(ranks(4, begun_at, str(tmp_path), 4, "two", [2], "again")):
-        assert (before != {}) is (rank < 2)
-        assert (after != {}) is (rank < 3)
-
 
 # ---------------------------------------------------------------------------------- dtypes and layouts
 
@@ -111,8 +57,7 @@ KEPT = [
     ({"schedule": "pipedream"}, [3, 2, 1, 0]),
     ({"schedule": "pipedream", "weights": "vertical"}, [3, 3, 3, 3]),
     ({"schedule": "2bw"}, [1, 1, 1, 1]),
-    # Not versions: the copy in which weights are moved where they are shown. The last rank crosses no step.
-    ({"schedule": "pipemare"}, [1, 1, 1, 0]),
+    ({"schedule": "pipemare"}, [0, 0, 0, 0]),
 ]
 
 
@@ -127,43 +72,6 @@ def test_the_memory_of_versions_is_that_of_the_papers(ranks):
     for number, (pipeline, versions) in enumerate(KEPT):
         own = [of_rank[number] for of_rank in found]
         assert [one.peak_versions / one.size / 4 for one in own] == versions, pipeline
-
-
-# ------------------------------------------------------------------------------------ averages, frozen parts
-
-
-def averaged():
-    engine = begin({"schedule": "pipedream"}, stage=3)
-    averages = zeroshard.EMA(engine, decay=0.5)
-    train(engine, [0])
-    with averages.applied():
-        state = state_of(engine)
-    engine.close(restore=False)
-    return state
-
-
-def test_averages_follow_every_step_of_a_list(ranks):
-    stages = stages_of(model_of(2), "sgd")
-    batch = list(zip(*(value.chunk(6) for value in batch_of(0, 6)), strict=True))
-    train_by_history(stages, [batch], nn.functional.mse_loss, Method("stash", 1), 0)
-    for stage, found in zip(stages, ranks(2, averaged), strict=True):
-        assert len(stage.history) == 7
-        want = stage.history[1]["weights"]  # the first update copies
-        for version in stage.history[2:]:
-            want = [0.5 * a + 0.5 * w for a, w in zip(want, version["weights"], strict=True)]
-        for (name, value), average in zip(found.items(), want, strict=True):
-            torch.testing.assert_close(value, average, rtol=0, atol=1e-12, msg=name)
-
-
-def test_a_rank_whose_parameters_are_all_frozen_takes_part(ranks):
-    model = model_of(2)
-    model[:2].requires_grad_(False)
-    first, second = ranks(2, run, {"schedule": "pipemare", "split": ["2"]}, "adamw", model=model)
-    assert first.losses == second.losses
-    assert first.steps == second.steps == 12
-    start = dict(model.named_parameters())
-    assert all(torch.equal(value, start[name]) for name, value in first.state.items())
-    assert any(not torch.equal(value, start[name]) for name, value in second.state.items())
 
 
 # ---------------------------------------------------------------------------------------------- errors
@@ -218,35 +126,15 @@ def test_what_an_asynchronous_pipeline_cannot_train_is_refused_by_name(ranks):
             assert text in message
 
 
-class Failing(torch.optim.lr_scheduler.LRScheduler):
-    """A schedule of the learning rate that fails at its second step, on every rank behind the same step."""
-
-    calls = 0
-
-    def get_lr(self):
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def step(self, epoch=None):
-        self.calls += 1
-        if self.calls == 3:  # torch makes the first one
-            raise LookupError("no step")
-        super().step()
-
-
-class FailsAt(torch.optim.SGD):
-    def __init__(self, parameters, number):
-        super().__init__(parameters, lr=0.02)
-        self.left = number
+class FailsAtFirst(torch.optim.SGD):
+    """Micro-batches are under way then, whose messages the next list would take for its own."""
 
     def step(self, closure=None):
-        self.left -= 1
-        if not self.left:
-            raise LookupError("no step")
-        return super().step(closure)
+        raise LookupError("no step")
 
 
-def calls_after_a_failure(folder, maker, scheduler):
-    engine = begin({"schedule": "pipedream"}, maker or "sgd", lr_scheduler=scheduler)
+def calls_after_a_failure(folder):
+    engine = begin({"schedule": "pipedream"}, lambda parameters: FailsAtFirst(parameters, lr=0.02))
     with pytest.raises(LookupError, match="no step"):
         train(engine, [0])
     batch = batch_of(0, 6)
@@ -264,15 +152,9 @@ def calls_after_a_failure(folder, maker, scheduler):
         assert str(caught.value).startswith(f"{name} {text}")
 
 
-def fails_at_first(parameters):
-    """Micro-batches are under way then, whose messages the next list would take for its own."""
-    return FailsAt(parameters, 1)
-
-
-@pytest.mark.parametrize(("maker", "scheduler"), [(fails_at_first, None), (None, Failing)])
-def test_after_a_list_that_failed_ranks_neither_compute_nor_save(ranks, tmp_path, maker, scheduler):
+def test_after_a_list_that_failed_ranks_neither_compute_nor_save(ranks, tmp_path):
     """They may have taken different numbers of steps."""
-    ranks(2, calls_after_a_failure, tmp_path, maker, scheduler)
+    ranks(2, calls_after_a_failure, tmp_path)
 
 
 class Plain(nn.Module):
@@ -326,27 +208,7 @@ def autocast():
     return finish(engine, train(engine, [0]))
 
 
-def test_autocast_is_refused_and_training_goes_on(ranks):
-    compare(ranks(2, autocast), expected(2, Method("stash", 1), "sgd", (0,), 6))
-
-
 # ------------------------------------------------------------------------------------ batches in a row
-
-
-def one_after_the_other(together):
-    engine = begin({"schedule": "1f1b", "num_microbatches": 2})
-    batches = [tuple(batch_of(number, 2)) for number in range(3)]
-    if together:
-        return finish(engine, engine.train_batches(batches).tolist())
-    return finish(engine, [engine.train_batch(*batch).item() for batch in batches])
-
-
-def test_a_synchronous_pipeline_takes_one_batch_after_the_other(ranks):
-    for one, other in zip(
-        *(ranks(2, one_after_the_other, together) for together in (True, False)), strict=True
-    ):
-        assert one.losses == other.losses
-        assert_same(one.state, other.state)
 
 
 def wrong_batches():

@@ -7,17 +7,9 @@ costs W / N on each of its N data-parallel ranks, if these divide the main param
     at a step          the version before it is kept, if an action after it uses that
     at the next steps  it is dropped when no action after them uses it
 
-The lists of `uses.py` show which versions that are. Each buffer has its own place, from which its units read.
-Its plan says in which of two ways:
-
-gathered    a version is this rank's shard. The units gather it before each forward and backward, in the place
-            of the main parameters, and free it after that. Weights that are moved along a direction are
-            computed for each gather, and at stage 3 for each use by a rank that gathers nothing
-shown       a version is whole, as nothing is gathered. The parameters are views of it, without a copy. If
-            later actions use the weights before a step, the step writes to new memory, and the old memory
-            becomes a version. Weights that are moved are in one copy, which all actions read, and which is
-            written where they differ. The weights of a forward and its backward share memory, so autograd
-            finds the new ones
+The lists of `ages.py` show which versions that are. Units gather a version before each forward and backward,
+in the place of the main parameters, and free it after that; where all ranks have the whole weights, they copy
+it. Weights that are moved along a direction are computed for each gather.
 
 The directions along which weights are moved: the change that one step is taken to make; their arithmetic.
 
@@ -33,7 +25,7 @@ Habits that would give other numbers than the method names are refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -44,17 +36,15 @@ from torch.optim import Optimizer
 from zeroshard.config.pipeline import KEPT_WEIGHTS, NEWEST_WEIGHTS, NOTED_CHANGES
 from zeroshard.config.sections import Config
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.internals.dispatch import past_guards
 from zeroshard.parallel.pipeline.actions import Action, Schedule
-from zeroshard.parallel.pipeline.asynchronous.ages import Ages
-from zeroshard.parallel.pipeline.asynchronous.uses import WEIGHTS, Use, count_live, kept_versions
+from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS, Ages, Use, count_live, kept_versions
 from zeroshard.parallel.pipeline.schedules import full_schedule_of
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 from zeroshard.parameters.state import Moment
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Changes
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.stores.store import Store, TierMemory
+from zeroshard.stores.store import Store
 
 
 def lr_factor(tau: float, step: int, anneal_steps: int | None) -> float:
@@ -186,9 +176,6 @@ class MovedWeights(NamedTuple):
     def load(self, out: Tensor) -> None:
         """Write them to memory like the main parameters, perhaps of another dtype."""
         main = self.buffer.main.detach()
-        if not self.ahead:
-            out.copy_(main)
-            return
         target = out if out.dtype == main.dtype else main.clone()  # padding too
         for index, parameter in enumerate(self.buffer.sharded):
             span = self.buffer.sharded_span(index).slice
@@ -196,113 +183,6 @@ class MovedWeights(NamedTuple):
                 self.change.move(parameter, main[span], self.ahead, target[span])
         if target is not out:
             out.copy_(target)
-
-
-class WeightsPlace:
-    """The weights of one buffer, and the way in which the units get them; see the head of this file.
-
-    Args:
-        buffer: the buffer.
-        change: the change of a step, if the method moves weights.
-        memory: the memory of the rank.
-    """
-
-    def __init__(self, buffer: FlatBuffer, change: Change | None, memory: TierMemory) -> None:
-        self._buffer, self._change, self._memory = buffer, change, memory
-        self._kept: dict[int, Store] = {}
-        """Older versions by their numbers."""
-        self._own, self._filled = buffer.full, buffer.store.filled
-        """The memory in which the main parameters are shown, and the version of the values there."""
-        self._moved: Store | None = None
-        """The copy that is shown, in a list with actions whose weights are moved."""
-        self._written: Hashable = None
-        """The version of the values in the copy."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all weights here other than the main parameters."""
-        kept = sum(store.values.nbytes for store in self._kept.values())
-        return kept + (0 if self._moved is None else self._moved.values.nbytes)
-
-    def begin(self, *, moves: bool) -> None:
-        """Begin a list; `moves` if it has actions whose weights are moved."""
-        if moves and self._buffer.plan.shows_versions:
-            self._moved = Store(_copy(self._buffer), self._memory)
-            self._written = self._buffer.store.version, 0
-
-    def enter(self, use: Use, newest: int) -> None:
-        """Let the units have the weights of an action.
-
-        Args:
-            use: the weights.
-            newest: the number of the newest version.
-        """
-        buffer, change = self._buffer, self._change
-        kept = None if use.version in (None, newest) else self._kept[use.version]
-        moved = None if change is None else MovedWeights(buffer, change, use.ahead)
-        if self._moved is not None and moved is not None:
-            if self._written != moved.version:
-                moved.load(self._moved.values)
-                self._written = moved.version
-            self._show(self._moved)
-        elif buffer.plan.shows_versions:
-            self._show(kept)
-        else:
-            buffer.store.use(moved if use.ahead and moved is not None else kept)
-
-    def step(self, newest: int, kept: Collection[int]) -> None:
-        """Keep the newest version before a step, if it is used after it, and drop others that are not.
-
-        Where units stay gathered, the main parameters are shown: a step may call hooks of the user.
-        """
-        buffer = self._buffer
-        if buffer.plan.shows_versions:
-            self._show(None)
-        for version in self._kept.keys() - kept:
-            del self._kept[version]
-        if newest in kept:
-            # Graphs have the memory of a buffer that shows versions, if an action has read it.
-            is_read = buffer.plan.shows_versions and not buffer.is_stale
-            self._kept[newest] = Store(self._detach() if is_read else _copy(buffer), self._memory)
-
-    def end(self) -> None:
-        """Let the units have the main parameters again."""
-        self._kept, self._moved = {}, None
-        if self._buffer.plan.shows_versions:
-            self._show(None)
-        self._buffer.store.use()
-
-    def _show(self, values: Store | None) -> None:
-        """Let parameters be views of some weights; None: of the memory that follows the main parameters."""
-        buffer, main = self._buffer, self._buffer.store
-        if buffer.full is self._own:
-            self._filled = main.filled
-        main.use(values)
-        shown = self._own if values is None else values.values
-        main.filled = self._filled if values is None else main.gathered
-        if shown is not buffer.full:
-            buffer.show(shown)
-
-    @torch.no_grad()
-    def _detach(self) -> Tensor:
-        """Go on in new memory with the same values; return the memory so far, which graphs may read.
-
-        So a step changes nothing that was computed before it.
-        """
-        buffer, left = self._buffer, self._own
-        self._own = left.clone()
-        buffer.show(self._own)
-        if buffer.plan.is_alias:
-            buffer.store.values = self._own
-            with past_guards():
-                for index, sharded in enumerate(buffer.sharded):
-                    sharded.data = buffer.main[buffer.sharded_span(index).slice]
-        return left
-
-
-@torch.no_grad()
-def _copy(buffer: FlatBuffer) -> Tensor:
-    return buffer.main.detach().to(buffer.plan.compute_dtype, copy=True)
 
 
 class Delays(NamedTuple):
@@ -460,9 +340,11 @@ class AsynchronousMethod:
         self._runtime, self._config = runtime, config.pipeline
         self._rank, weights = runtime.context.axes.pp.rank, config.pipeline.chosen_weights
         self._change, self._corrected = change, corrected
-        versioned = [] if weights in NEWEST_WEIGHTS else [b for b in runtime.buffers if b.trainable]
-        self._places = [WeightsPlace(buffer, change, runtime.context.memory) for buffer in versioned]
+        is_newest = weights in NEWEST_WEIGHTS
+        self._buffers = [] if is_newest else [buffer for buffer in runtime.buffers if buffer.trainable]
         """The buffers that have versions; none if all actions compute with the newest weights."""
+        self._kept: dict[int, dict[FlatBuffer, Store]] = {}
+        """Older versions by their numbers."""
         self.peak_bytes = 0
         """The most bytes of versions at a time since `reset_peak`."""
         self._looked_at: set[nn.Module] = set()
@@ -480,10 +362,12 @@ class AsynchronousMethod:
 
     def reset_peak(self) -> None:
         """Count the most bytes of versions anew."""
-        self.peak_bytes = sum(place.num_bytes for place in self._places)
+        self.peak_bytes = self._num_bytes
 
-    def _note_peak(self) -> None:
-        self.peak_bytes = max(self.peak_bytes, sum(place.num_bytes for place in self._places))
+    @property
+    def _num_bytes(self) -> int:
+        """The bytes of the versions other than the main parameters."""
+        return sum(store.values.nbytes for kept in self._kept.values() for store in kept.values())
 
     def _read(self, schedule: Schedule) -> Delays:
         weights = self._config.chosen_weights
@@ -509,20 +393,17 @@ class AsynchronousMethod:
         self._delays, self._first, self._taken = self._read(schedule), steps_taken, 0
         self._has_begun = False
         self._looked_at.clear()
-        moves = any(use.ahead for use in self._delays.uses.values())
         try:
-            for place in self._places:
-                place.begin(moves=moves)
-            self._note_peak()
             yield
         except BaseException:
             if self._has_begun:
                 self._runtime.state.moments.add(Moment.BROKEN_LIST)
             raise
         finally:
-            for place in self._places:
-                place.end()
-            if self._places:
+            self._kept = {}
+            for buffer in self._buffers:
+                buffer.source.use()
+            if self._buffers:
                 self._runtime.passes.refresh()
 
     def enter(self, action: Action) -> None:
@@ -532,21 +413,31 @@ class AsynchronousMethod:
             RuntimeError: the action before it has edited weights that are not the main parameters.
         """
         self._has_begun = True
-        if self._places and action.is_compute:
+        if self._buffers and action.is_compute:
             self._runtime.check_edits()
-            for place in self._places:
-                place.enter(self._delays.uses[action], self._taken)
+            use = self._delays.uses[action]
+            kept = None if use.version in (None, self._taken) else self._kept[use.version]
+            for buffer in self._buffers:
+                if use.ahead and self._change is not None:
+                    buffer.source.use(MovedWeights(buffer, self._change, use.ahead))
+                else:
+                    buffer.source.use(None if kept is None else kept[buffer])
             self._runtime.passes.refresh()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Correct the optimizer's step inside, and keep the weights from before it that later actions use."""
         number, delays = self._taken, self._delays
-        if self._places:
+        if self._buffers:
             self._runtime.check_edits()
-        for place in self._places:
-            place.step(number, delays.kept[number])
-        self._note_peak()
+        self._kept = {version: self._kept[version] for version in self._kept.keys() & delays.kept[number]}
+        if number in delays.kept[number]:
+            memory = self._runtime.context.memory
+            self._kept[number] = {
+                buffer: Store(buffer.main.detach().to(buffer.plan.compute_dtype, copy=True), memory)
+                for buffer in self._buffers
+            }
+        self.peak_bytes = max(self.peak_bytes, self._num_bytes)
         with ExitStack() as stack:
             if isinstance(self._change, NotedChange) and self._most_crossed:
                 decay = decay_of_changes(self._config.decay, self._most_crossed)
