@@ -129,6 +129,15 @@ def test_a_cache_that_recomputation_would_fill_twice_is_refused_with_the_remedy(
     assert "set use_cache=False" in message
 
 
+@on_ranks(1)
+def test_the_units_of_an_engine_show_all_that_lies_around_their_forwards():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    precision = {"param_dtype": "bf16", "overrides": {"1": "fp32"}}
+    engine, _ = start(model, "SGD", units=["Sequential"], recompute="unit", precision=precision)
+    around = {unit.name: unit.around for unit in engine.units}
+    assert around == {"": ("gather",), "1": ("gather", "recompute", "cast")}
+
+
 # ------------------------------------------------------------------------------------------------ compile
 
 

@@ -99,7 +99,7 @@ def _in_part(runtime: Runtime, module: nn.Module, method: Callable[..., Any]) ->
     """A method of a part of the model that gathers the unit around the part, as that unit's forward does."""
     around = [unit for unit in runtime.units if module in unit.module.modules()]
     if (cast := runtime.casts.get(module)) is not None:
-        method = casting(module, method, cast)
+        method = functools.wraps(method)(casting(module, cast, method))
     in_unit = method if around[-1] is runtime.root else as_forward(runtime, method, around[-1])
     in_root = as_forward(runtime, in_unit)
 

@@ -127,9 +127,12 @@ def change_forwards(module: nn.Module, changes: Changes) -> None:
         if not is_quantized(layer):
             continue
         if has_8_bits(layer):
-            changes.set(layer, "forward", functools.partial(_forward_of_8_bits, layer))
+            forward: Callable[..., Tensor] = _forward_of_8_bits
         elif isinstance(layer, nn.Linear) and layer.bias is not None:
-            changes.set(layer, "forward", functools.partial(_forward_of_4_bits, layer, layer.forward))
+            forward = _forward_of_4_bits
+        else:
+            continue
+        changes.around(layer, "codes", functools.partial(functools.partial, forward, layer))
 
 
 def _refuse_merges(module: nn.Module, changes: Changes) -> None:
@@ -304,7 +307,7 @@ def _forward_of_4_bits(layer: Layer, forward: Callable[[Tensor], Tensor], x: Ten
         del layer.__dict__["bias"]
 
 
-def _forward_of_8_bits(layer: Layer, x: Tensor) -> Tensor:
+def _forward_of_8_bits(layer: Layer, _: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The forward of Linear8bitLt, with the codes of the unsharded parameter."""
     import bitsandbytes
 

@@ -41,7 +41,7 @@ def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
     with_hooks = {unit.module: unit for unit in units}
     for module in branches(units[0].module, _modules_of(units)):
         if with_hooks.keys().isdisjoint(set(module.modules()) - {module}):
-            changes.set(module, "forward", torch.compile(module.forward))
+            changes.around(module, "compile", torch.compile)
             with_hooks[module].layers.clear()
 
 
@@ -71,7 +71,7 @@ def recompute_forwards(units: Sequence[Unit], changes: Changes) -> None:
     for module in outermost(units[0].module, _modules_of(units)):
         for part in set(module.modules()) & with_hooks.keys() - {module}:
             with_hooks[part].recomputed_in.append(with_hooks[module])
-        changes.set(module, "forward", checkpointed(module))
+        changes.around(module, "recompute", functools.partial(checkpointed, module))
 
 
 def _modules_of(units: Sequence[Unit]) -> set[nn.Module]:
@@ -92,20 +92,18 @@ def outermost(root: nn.Module, modules: Container[nn.Module]) -> Iterator[nn.Mod
             yield module
 
 
-def checkpointed(module: nn.Module) -> Callable[..., Any]:
+def checkpointed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward of a module that keeps its inputs alone, and runs again in the backward."""
-    forward, name = module.forward, type(module).__name__
 
-    @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         for cache, value in kwargs.items():
             if _is_cache(cache, value):
                 raise ValueError(
-                    f"recompute='unit' runs the forward of {name} twice and would fill its {cache!r} twice: "
-                    "set use_cache=False in the model's config for training. Prefix tuning needs the "
-                    "cache; use recompute='none' with it"
+                    f"recompute='unit' runs the forward of {type(module).__name__} twice and would fill its "
+                    f"{cache!r} twice: set use_cache=False in the model's config for training. Prefix tuning "
+                    "needs the cache; use recompute='none' with it"
                 )
         before = _copy_buffers(module)
 
@@ -191,23 +189,23 @@ def cast_forwards(root: nn.Module, casts: Mapping[nn.Module, Cast], changes: Cha
     """
     for module, cast in casts.items():
         if cast.without is not None:
-            changes.set(module, "forward", casting(module, module.forward, cast, in_lists=module is root))
+            wrap = functools.partial(casting, module, cast, in_lists=module is root)
+            changes.around(module, "cast", wrap)
 
 
 def casting(
-    module: nn.Module, method: Callable[..., Any], cast: Cast, *, in_lists: bool = False
+    module: nn.Module, cast: Cast, method: Callable[..., Any], *, in_lists: bool = False
 ) -> Callable[..., Any]:
     """A method of a module that casts its float inputs, and its outputs back to the dtype of the first one.
 
     Args:
         module: the module.
-        method: its forward or another method.
         cast: the dtypes.
+        method: its forward or another method.
         in_lists: True also casts in lists and mappings, see `cast_inputs`.
     """
     without = cast.without or cast.dtype
 
-    @functools.wraps(method)
     def cast_around(*args: Any, **kwargs: Any) -> Any:
         first = _first_float(args, kwargs)
         back = without if first is None else first.dtype
