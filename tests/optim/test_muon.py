@@ -143,24 +143,6 @@ def test_a_state_dict_of_torchs_muon_goes_on_here():
     assert all(map(torch.equal, ours, theirs))
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_states_of_the_other_kind_of_group_are_refused_before_anything_changes(before):
-    torch.manual_seed(0)
-    weights = [nn.Parameter(torch.randn(4, 6)) for _ in range(2)]
-    optimizers = [Muon([{"params": [p], "use_muon": use} for p in weights]) for use in (before, not before)]
-    for p in weights:
-        p.grad = torch.randn(4, 6)
-    optimizers[0].step()
-    optimizers[1].state.update(optimizers[0].state)
-    values = [p.detach().clone() for p in weights]
-    key = "exp_avg" if before else "momentum_buffer"
-    where = f"in a group with use_muon={not before}"
-    expected = f"parameter 0 of group 0: expected the state '{key}' {where}, got"
-    with pytest.raises(RuntimeError, match=expected):
-        optimizers[1].step()
-    assert all(map(torch.equal, weights, values))
-
-
 def test_a_gradient_that_is_not_finite_spoils_its_own_matrix_alone():
     stack = nn.Parameter(torch.randn(3, 4, 6))
     stack.grad = torch.randn(3, 4, 6)

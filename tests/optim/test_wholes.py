@@ -9,6 +9,7 @@ import zeroshard
 from tests.distributed.training import STAGES
 from tests.optim.matrices import build, gradient, is_used, step_plainly, step_sharded, unequal
 from tests.parallel import runs
+from tests.ranks import on_ranks
 from zeroshard.optim import UsesWholes, wholes_here
 from zeroshard.stepping.wholes import WholesOverRanks
 
@@ -112,34 +113,14 @@ def test_tensor_ranks_hand_out_whole_tensors_of_parts_and_of_replicas(ranks):
     assert ranks(2, divided, want) == [[]] * 2
 
 
-def with_ignored(stage):
-    """An ignored parameter of two tensors in one call with slices, with other values on each rank."""
+@on_ranks(1)
+def test_ignored_parameters_are_refused():
     model = build()
-    ignored = torch.nn.Parameter(torch.full((6, 2), 1.0 + dist.get_rank()))
-    model.register_parameter("alone", ignored)
-    engine = zeroshard.initialize(model, None, {"stage": stage, "ignored": ["alone"]}).engine
-    p = engine.module.layers[0].tall.weight
-    seen = []
-
-    def double(wholes, keys):
-        seen.extend((*key, tuple(whole.shape)) for whole, key in zip(wholes, keys, strict=True))
-        return [whole.mul_(2) for whole in wholes]
-
+    model.register_parameter("alone", torch.nn.Parameter(torch.ones(6, 2)))
+    engine = zeroshard.initialize(model, None, {"ignored": ["alone"]}).engine
     wholes_of = WholesOverRanks(engine._runtime.buffers, engine._axes)
-    shapes = [[(2, 2), (4, 2)], [(70, 24)]]
-    first, second = wholes_of([ignored, p], [ignored.detach(), p.detach()], double, shapes=shapes)
-    are_right = torch.equal(first, 2 * ignored.detach()), torch.equal(second, 2 * p.detach())
-    (alone,) = wholes_of([ignored], [ignored.detach()], double)
-    return *are_right, torch.equal(alone, first), sorted(seen)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_each_rank_computes_ignored_parameters_by_itself(ranks, stage):
-    own = [(0, 0, (2, 2)), (0, 0, (6, 2)), (0, 1, (4, 2))]
-    (*right, first), (*other_right, second) = ranks(2, with_ignored, stage)
-    assert all(right)
-    assert all(other_right)
-    assert sorted([*first, *second]) == sorted([*own, *own, (1, 0, (70, 24))])
+    with pytest.raises(RuntimeError, match="or an ignored one: step it by an optimizer of its own"):
+        wholes_of([engine.module.alone], [torch.ones(6, 2)], lambda wholes, keys: wholes)
 
 
 class KeepsRows(Optimizer):
