@@ -373,22 +373,6 @@ def test_micro_batches_add_up_in_float32_and_are_rounded_once():
     return found
 
 
-@on_ranks(2)
-def test_zero_grad_drops_sums_and_a_plain_step_takes_them():
-    """Sums that zero_grad() drops, and sums that a plain step takes before the boundary."""
-    found = []
-    for stage in (1, 3):
-        engine = start("SGD", stage, gradient_accumulation_steps=3)
-        engine.backward(engine(0))
-        engine.step()
-        engine.zero_grad()
-        found += [stage] if engine.memory_report().gradients else []
-        engine.backward(3 * engine(0))
-        engine.optimizer.step()
-        found += [(stage, name) for name in unequal(engine, by_hand("SGD", build(), [0]))]
-    return found
-
-
 MAX_NORM = 3.0
 
 
@@ -423,35 +407,6 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted():
 
 
 # ------------------------------------------------------------------------------------- checkpoints, memory
-
-
-def run_through(kind):
-    engine = start(kind)
-    train(engine, range(6))
-    return engine.full_state_dict()
-
-
-def save_halfway(kind, folder):
-    engine = start(kind)
-    train(engine, range(3))
-    engine.save_checkpoint(folder)
-
-
-def resume(kind, folder, stage):
-    engine = start(kind, stage, seed=99)
-    engine.load_checkpoint(folder)
-    train(engine, range(3, 6))
-    return engine.full_state_dict()
-
-
-@pytest.mark.long
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped_at_any_number_of_ranks(ranks, tmp_path):
-    kind = "AdamW8bit"
-    want = ranks(2, run_through, kind)[0]
-    ranks(2, save_halfway, kind, tmp_path)
-    for num_ranks, stage in ((1, 0), (3, 3)):
-        got = ranks(num_ranks, resume, kind, tmp_path, stage)[0]
-        assert [name for name, value in want.items() if not torch.equal(got[name], value)] == []
 
 
 def load_rounding(folder, rounding):

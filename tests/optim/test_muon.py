@@ -143,14 +143,6 @@ def test_a_state_dict_of_torchs_muon_goes_on_here():
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_a_gradient_that_is_not_finite_spoils_its_own_matrix_alone():
-    stack = nn.Parameter(torch.randn(3, 4, 6))
-    stack.grad = torch.randn(3, 4, 6)
-    stack.grad[1, 0, 0] = math.nan
-    Muon([stack]).step()
-    assert [bool(matrix.isfinite().all()) for matrix in stack] == [True, False, True]
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -307,17 +299,6 @@ def test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way(rank
         assert max(num_unowned for _, num_unowned in answers) > 1
 
 
-def without_gradients():
-    engine, optimizer = start(stage=3)
-    engine.reset_comm_report()
-    optimizer.step()
-    return engine.comm_report().calls["all_to_all"], len(optimizer.state)
-
-
-def test_a_step_without_any_gradient_exchanges_and_changes_nothing(ranks):
-    assert ranks(2, without_gradients) == [(0, 0)] * 2
-
-
 def attach_by_hand(want):
     """Differences for the composable layer, and what an optimizer says that nobody attached."""
     model = build()
@@ -357,24 +338,6 @@ def test_it_works_with_the_composable_layer_and_slices_are_never_taken_for_the_w
         assert "'layers.0.wide.bias': expected a matrix" in refusals[0]
         assert "this rank holds a slice of '" in refusals[1]
         assert "attach()" in refusals[1]
-
-
-def of_another_module():
-    model, other = build(), build()
-    runtime, _ = zeroshard.shard(model, {"stage": 3}), zeroshard.shard(other, {"stage": 3})
-    optimizer = Muon([other.row])
-    runtime.attach(optimizer)
-    other.row.grad = torch.zeros_like(other.row)
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_parameters_of_a_module_that_it_was_not_attached_to_are_refused_by_name(ranks):
-    (message,) = ranks(1, of_another_module)
-    assert "expected parameters of the one sharded module" in message
-    assert "got 'row' of shape [300] of another module" in message
 
 
 def without_one(rank, names):

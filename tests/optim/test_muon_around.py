@@ -6,7 +6,6 @@ The gradients are multiples of 1/64, so their mean over two or four ranks is exa
 import pytest
 
 import zeroshard
-from tests.distributed import training
 from tests.distributed.training import STAGES, numbers
 from tests.optim.known import build
 from tests.optim.matrices import unequal
@@ -79,10 +78,6 @@ def test_steps_in_backward_are_refused_by_name(ranks):
     for message in ranks(2, stepping_in_backward):
         assert "offload.step_in_backward: expected an optimizer" in message
         assert "got Muon" in message
-
-
-def llama(dtype):
-    return training.build("Llama").to(dtype)
 
 
 # ------------------------------------------------------------------------------- tensor parallelism

@@ -363,18 +363,16 @@ def _describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> lis
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
         if is_of_bitsandbytes(layer) and weight is not None:
-            _check_forward(name, layer)
-            if weight not in ignored:
-                _check_kind(name, layer, weight)
+            _check_layer(name, layer, weight, is_ignored=weight in ignored)
             if is_quantized(layer) and weight not in pending:
-                _check(name, layer)
+                _check_codes(name, layer)
     return [
         f"'{name}' as {_describe(layer)}" for name, layer in module.named_modules() if is_quantized(layer)
     ]
 
 
-def _check_forward(name: str, layer: Layer) -> None:
-    """Refuse layers with 8 bits whose forward is not the forward that is replaced."""
+def _check_layer(name: str, layer: Layer, weight: Any, *, is_ignored: bool) -> None:
+    """Refuse a forward of 8 bits that is not the one that is replaced, or that asks for more than codes."""
     if isinstance(layer, nn.Linear) and has_8_bits(layer):
         from bitsandbytes.nn import Linear8bitLt
 
@@ -384,12 +382,8 @@ def _check_forward(name: str, layer: Layer) -> None:
                 "with codes that it keeps apart from its parameter: expected the forward of Linear8bitLt. "
                 "Put the layer inside a module with that forward"
             )
-
-
-def _check_kind(name: str, layer: Layer, weight: Any) -> None:
-    """Refuse layers whose forward asks the weight itself for more than its codes."""
-    has_codes_of_8_bits = hasattr(weight, "SCB") and not weight.has_fp16_weights
-    if not isinstance(layer, nn.Linear) and (has_codes_of_8_bits or hasattr(weight, "quant_state")):
+    has_codes = hasattr(weight, "quant_state") or (hasattr(weight, "SCB") and not weight.has_fp16_weights)
+    if has_codes and not is_ignored and not isinstance(layer, nn.Linear):
         raise ValueError(
             f"'{name}' (a layer of {type(layer).__name__}) needs the scales at the parameter itself: "
             f"expected quantized layers of Linear4bit or Linear8bitLt. ignored=['{name}.weight'] keeps "
@@ -397,7 +391,7 @@ def _check_kind(name: str, layer: Layer, weight: Any) -> None:
         )
 
 
-def _check(name: str, layer: Layer) -> None:
+def _check_codes(name: str, layer: Layer) -> None:
     scales = find_scb(layer) if has_8_bits(layer) else layer.weight.quant_state
     if scales is None:
         raise ValueError(

@@ -125,20 +125,6 @@ def test_autograd_sees_that_a_step_changed_the_parameter(kernel):
         loss.backward()
 
 
-def test_a_closure_is_called_with_gradients_on():
-    parameter = nn.Parameter(torch.ones(5000))
-    optimizer = SGD8bit([parameter], lr=0.1)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (parameter**2).sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 5000
-    torch.testing.assert_close(parameter, torch.full((5000,), 0.8))
-
-
 def test_a_learning_rate_can_be_a_tensor_and_be_scheduled(kernel):
     parameters = [nn.Parameter(torch.ones(5000)) for _ in range(2)]
     optimizers = [AdamW8bit([parameters[0]], lr=torch.tensor(0.5)), AdamW8bit([parameters[1]], lr=0.5)]
