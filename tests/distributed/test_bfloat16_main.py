@@ -134,6 +134,13 @@ def start(kind, stage=3, *, seed=SEED, model=None, given=None, **config):
     return zeroshard.initialize(model, optimizer, {"stage": stage, **config}, **(given or {})).engine
 
 
+def of_unknown(model, optimizer, **config):
+    """The engine for an optimizer of a class that gets a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return zeroshard.initialize(model, optimizer, {"precision": BF16_MAIN, **config}).engine
+
+
 def train(engine, steps=range(NUM_STEPS)):
     for step in steps:
         engine.backward(engine(step))
@@ -239,9 +246,7 @@ def test_an_optimizer_that_nobody_knows_is_stepped_once_with_all_its_parameters_
     blocks = [p for name, p in model.named_parameters() if name != "gain"]
     optimizer = Counted([{"params": [model.gain]}, {"params": blocks}], lr=1e-3, momentum=0.9)
     torch.manual_seed(SEED)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = zeroshard.initialize(model, optimizer, {"stage": 1, "precision": BF16_MAIN}).engine
+    engine = of_unknown(model, optimizer, stage=1)
     train(engine)
     assert unequal(engine, by_hand("SGD", build())) == []
     counts = [group["count"] for group in optimizer.param_groups]
@@ -264,10 +269,7 @@ def test_an_optimizer_of_torch_sees_one_unit_at_a_time_and_only_what_has_a_gradi
     blocks = [[(f"blocks.{n}.{name}", torch.float32) for name in ("bias", "weight")] for n in (0, 1)]
     seen = [[("gain", torch.float32)], *blocks, *blocks]  # as forwards use them, the root first
     model = build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer = Watching(list(model.parameters())[::-1], lr=1.0)
-        engine = zeroshard.initialize(model, optimizer, {"units": ["Block"], "precision": BF16_MAIN}).engine
+    engine = of_unknown(model, Watching(list(model.parameters())[::-1], lr=1.0), units=["Block"])
     Watching.seen.clear()
     train(engine, [0, 1])
     assert (Watching.seen, engine.global_step) == (seen, 2)
@@ -291,11 +293,8 @@ class Seeing(AdamW8bit):
 def test_an_8bit_optimizer_steps_bfloat16_as_it_is_unless_nobody_knows_its_class(module, dtype):
     """By a class that stands in a module."""
     model, kind = build(), type("Seeing", (Seeing,), {"__module__": module})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer = kind(model.parameters(), lr=1e-3)
-        torch.manual_seed(SEED)
-        engine = zeroshard.initialize(model, optimizer, {"stage": 2, "precision": BF16_MAIN}).engine
+    torch.manual_seed(SEED)
+    engine = of_unknown(model, kind(model.parameters(), lr=1e-3), stage=2)
     Seeing.seen.clear()
     train(engine)
     assert (unequal(engine, by_hand("AdamW8bit", build())), Seeing.seen) == ([], {dtype})
@@ -312,9 +311,7 @@ class Failing(torch.optim.SGD):
 @on_ranks(2)
 def test_a_step_that_fails_leaves_parameters_gradients_and_groups_as_they_were():
     model = build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = zeroshard.initialize(model, Failing(model.parameters(), lr=1.0), {"precision": BF16_MAIN})[0]
+    engine = of_unknown(model, Failing(model.parameters(), lr=1.0))
     optimizer = engine.optimizer
     before = [p.detach().clone() for p in engine.parameters()]
     groups = [list(group["params"]) for group in optimizer.param_groups]

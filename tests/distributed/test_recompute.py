@@ -2,12 +2,15 @@
 
 import copy
 import os
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import zeroshard
 from tests.distributed.training import (
     STAGES,
     build,
@@ -136,6 +139,12 @@ def test_the_units_of_an_engine_show_all_that_lies_around_their_forwards():
     engine, _ = start(model, "SGD", units=["Sequential"], recompute="unit", precision=precision)
     around = {unit.name: unit.around for unit in engine.units}
     assert around == {"": ("gather",), "1": ("gather", "recompute", "cast")}
+
+
+def test_no_other_place_puts_something_around_a_forward():
+    sources = {path.name: path.read_text() for path in Path(zeroshard.__file__).parent.rglob("*.py")}
+    set_there = {name for name, text in sources.items() if re.search(r"set\(\s*[\w.]+,\s*.forward", text)}
+    assert set_there == {"context.py"}
 
 
 # ------------------------------------------------------------------------------------------------ compile

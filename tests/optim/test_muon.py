@@ -19,7 +19,7 @@ from zeroshard.optim import Deferred, Muon, muon_groups
 from zeroshard.optim.muon import orthogonalize
 from zeroshard.stepping.wholes import Key
 
-NUM_STEPS = 10
+NUM_STEPS = 5
 MUON = {"lr": 0.02, "momentum": 0.9}
 ADAMW = {"lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.05}
 
@@ -290,7 +290,7 @@ def shard(configs, want):
 @pytest.mark.long_where(num_ranks=[1, 3, 4])
 @pytest.mark.parametrize(("num_ranks", "group"), [(1, None), (2, None), (3, None), (4, 2)])
 def test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way(ranks, num_ranks, group):
-    configs = [{"stage": stage} for stage in ALL_STAGES]
+    configs = [{"stage": stage} for stage in ((0, 3) if num_ranks == 2 else ALL_STAGES)]
     if group is not None:
         configs = [{"stage": stage, "shard_group_size": group} for stage in (1, 3)]
     answers = ranks(num_ranks, shard, configs, plain())

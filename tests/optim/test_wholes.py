@@ -12,7 +12,7 @@ from tests.ranks import on_ranks
 from zeroshard.optim import UsesWholes, wholes_here
 from zeroshard.stepping.wholes import WholesOverRanks
 
-NUM_STEPS = 10
+NUM_STEPS = 4
 OPTIONS = {"lr": 0.01, "relative_step": False, "weight_decay": 0.1, "beta1": 0.9}
 
 

@@ -189,21 +189,13 @@ def cast_forwards(root: nn.Module, casts: Mapping[nn.Module, Cast], changes: Cha
     """
     for module, cast in casts.items():
         if cast.without is not None:
-            wrap = functools.partial(casting, module, cast, in_lists=module is root)
-            changes.around(module, "cast", wrap)
+            changes.around(module, "cast", functools.partial(_casting, module, cast, module is root))
 
 
-def casting(
-    module: nn.Module, cast: Cast, method: Callable[..., Any], *, in_lists: bool = False
+def _casting(
+    module: nn.Module, cast: Cast, in_lists: bool, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A method of a module that casts its float inputs, and its outputs back to the dtype of the first one.
-
-    Args:
-        module: the module.
-        cast: the dtypes.
-        method: its forward or another method.
-        in_lists: True also casts in lists and mappings, see `cast_inputs`.
-    """
+    """A forward that casts its float inputs, and its outputs back to the dtype of the first one."""
     without = cast.without or cast.dtype
 
     def cast_around(*args: Any, **kwargs: Any) -> Any:
@@ -212,7 +204,7 @@ def casting(
         args, kwargs = cast_inputs(module, args, kwargs, dtype=cast.dtype, in_lists=in_lists)
         kind = (next(module.parameters()) if first is None else first).device.type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            output = method(*args, **kwargs)
+            output = forward(*args, **kwargs)
         if back == cast.dtype:
             return output
         return change_tensors(output, lambda t: t.to(back) if t.dtype == cast.dtype else t)

@@ -34,10 +34,9 @@ pytest.importorskip("numba")
 
 # One whole program and one that is cut; a block and a part of one, which shows how that is filled up.
 ROUNDED = [name for name, rule in RULES.items() if not rule.gives_update]
-STEPS = ["bf16 Adam:2309", "LAMB:2309", "bf16 Adam:300"]  # each rule takes seconds to compile
-EXACT = ["exact Adam:300", "exact LAMB:300"]
-ROUNDING = ["round:1", "round:7", "round:2048", "round:5001"]
-SIZES = (1, 256, 2048, 2304, 4096, 10_007)
+STEPS = ["bf16 Adam:2309", "LAMB:300", "exact LAMB:300"]  # each rule takes seconds to compile
+ROUNDING = ["round:1", "round:2048", "round:5001"]
+SIZES = (1, 256, 300, 2048, 2304, 2309, 4096, 10_007)
 LONG = [f"{name}:{size}" for name in [*RULES, *(f"bf16 {name}" for name in ROUNDED)] for size in SIZES]
 LONG += [f"exact {name}:2309" for name in RULES]
 
@@ -60,7 +59,7 @@ def interpret(cases):
 
 
 def test_interpreted_steps_have_the_bits_of_the_cpu():
-    assert not {case: found for case, found in interpret([*STEPS, *EXACT, *ROUNDING]).items() if found}
+    assert not {case: found for case, found in interpret([*STEPS, *ROUNDING]).items() if found}
 
 
 @pytest.mark.long
@@ -194,7 +193,7 @@ def test_initialize_tries_the_kernel_of_each_rule_and_of_rounding(ranks):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*STEPS, *EXACT, *ROUNDING, *LONG, "Adam:1000003", "round:1000003"])
+@pytest.mark.parametrize("case", [*STEPS, *ROUNDING, *LONG, "Adam:1000003", "round:1000003"])
 def test_steps_on_a_gpu_have_the_bits_of_the_cpu(case):
     assert not compare(case, "cuda")
 

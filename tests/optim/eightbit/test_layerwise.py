@@ -18,9 +18,9 @@ BIASES = {"weight_decay": 0.0, "trust_ratio": False}
 SHAPES = {"weight": (70, 80), "odd": (4099,), "bias": (4200,)}
 
 
-@pytest.mark.long_where(kind=["LARS8bit"])
+@pytest.mark.long_where(kernel=["numba"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_process_follows_the_formula(kind):
+def test_one_process_follows_the_formula(kind, kernel):
     """Codes and scales to the bit; parameters within 1e-6: trust ratios are sums in another order."""
     torch.manual_seed(0)
     parameters = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
@@ -38,8 +38,9 @@ def test_one_process_follows_the_formula(kind):
         check_states(optimizer.state[p], references[name])
 
 
+@pytest.mark.long_where(kernel=["numba"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_small_parameters_have_float32_states_and_the_threshold_can_be_set_for_a_group(kind):
+def test_small_parameters_have_float32_states_and_the_threshold_can_be_set_for_a_group(kind, kernel):
     small, large, chosen = (nn.Parameter(torch.ones(n)) for n in (4095, 4096, 5000))
     groups = [{"params": [small, large]}, {"params": [chosen], "min_8bit_size": 10_000}]
     optimizer = KINDS[kind](groups, lr=0.1)

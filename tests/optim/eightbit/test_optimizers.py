@@ -16,9 +16,9 @@ from tests.optim.eightbit.reference import Reference
 from zeroshard.optim import AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
 
 
-@pytest.mark.long_where(size=[70001])
+@pytest.mark.long_where(kernel=["numba"], name=["Adam8bit", "SGD8bit"])
+@pytest.mark.long_where(size=[70_001])
 @pytest.mark.long_where(size=[5003], name=[name for name in KINDS if name != "AdamW8bit"])
-@pytest.mark.long_where(size=[70_001], name=[name for name in KINDS if name != "AdamW8bit"])
 @pytest.mark.parametrize("size", [4096, 5003, 70_001])
 @pytest.mark.parametrize("name", KINDS)
 def test_codes_and_scales_are_those_of_the_reference(name, size, kernel):

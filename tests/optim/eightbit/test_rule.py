@@ -73,6 +73,7 @@ class Expected(Reference):
         self.keep("momentum_buffer", m)
 
 
+@pytest.mark.long_where(kernel=["numba"])
 def test_codes_scales_and_parameters_are_those_of_the_reference(kernel):
     size = 5003
     torch.manual_seed(0)
