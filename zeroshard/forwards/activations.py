@@ -367,17 +367,14 @@ class HostCopies:
         if buffer is not None:
             self._free.remove(buffer)
         self._most_in_use = max(self._most_in_use, self._bytes_in_use + size)
-        while self._free and self._bytes_in_use + size + self._bytes_free > self._most_in_use:
+        most_free = self._most_in_use - self._bytes_in_use - size
+        while sum(free.memory.nbytes for free in self._free) > most_free:
             self._memory.staging_bytes -= self._free.pop(0).memory.nbytes
         if buffer is None:
             buffer = HostBuffer(self._memory.host(size))
             self._memory.staging_bytes += size
         self._bytes_in_use += size
         return buffer
-
-    @property
-    def _bytes_free(self) -> int:
-        return sum(buffer.memory.nbytes for buffer in self._free)
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back, as `take` returned it."""

@@ -82,23 +82,21 @@ def register_forward_method(engine: Engine, name: str) -> None:
     runtime.changes.set(runtime.module, name, wrapped)
 
 
-def _on_wholes(module: nn.Module, name: str, refusal: str, *, is_divided: bool) -> Callable[..., Any]:
-    """A method that writes or resizes the model's parameters: whole ones, or those it is given.
+def _on_wholes(
+    module: nn.Module, method: Callable[..., Any], refusal: str, is_divided: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a method that writes or resizes the model's parameters: whole ones, or those it is given.
 
     Args:
-        module, name: the model and the name of the method.
+        module, method: the model and the method.
         refusal: the message of the error.
         is_divided: True if other pipeline ranks hold parts of the model, which are missing here.
+        args, kwargs: the arguments of the method.
     """
-    method = getattr(module, name)
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        has_slices = is_divided or any(isinstance(p, ShardedParameter) for p in module.parameters())
-        if has_slices and isinstance(kwargs.get("state_dict"), SavedSlices | None):
-            raise RuntimeError(refusal)
-        return method(*args, **kwargs)
-
-    return called
+    has_slices = is_divided or any(isinstance(p, ShardedParameter) for p in module.parameters())
+    if has_slices and isinstance(kwargs.get("state_dict"), SavedSlices | None):
+        raise RuntimeError(refusal)
+    return method(*args, **kwargs)
 
 
 def refuse_files_of_slices(runtime: Runtime) -> None:
@@ -119,7 +117,8 @@ def refuse_files_of_slices(runtime: Runtime) -> None:
                     f"{name}(){f' of {path!r}' if path else ''} of the sharded model sees only this rank's "
                     f"slices: {call}"
                 )
-                method = _on_wholes(module, name, refusal, is_divided=is_divided)
+                own = getattr(module, name)
+                method = functools.partial(_on_wholes, module, own, refusal, is_divided)
                 runtime.changes.set(module, name, method)
 
 
