@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.checkpoint.runs import without_numba
 from tests.distributed.training import STAGES
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.files import MANIFEST
@@ -141,6 +142,7 @@ def of_unknown(model, optimizer, **config):
         return zeroshard.initialize(model, optimizer, {"precision": BF16_MAIN, **config}).engine
 
 
+@without_numba
 def train(engine, steps=range(NUM_STEPS)):
     for step in steps:
         engine.backward(engine(step))

@@ -14,6 +14,7 @@ from torch import nn
 
 import zeroshard
 from benchmarks.model import GPT, Shape
+from tests.checkpoint.runs import without_numba
 from tests.distributed.training import STAGES
 from tests.optim.eightbit.cases import KINDS, OPTIONS
 from tests.optim.eightbit.reference import Blocks, Exact, Reference
@@ -214,6 +215,7 @@ def start(kind, config):
     return zeroshard.initialize(model, grouped(kind, model), config)[:2]
 
 
+@without_numba
 def train(kind, configs):
     """With the loop of plain PyTorch."""
     answers = []

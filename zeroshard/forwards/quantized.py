@@ -283,15 +283,6 @@ def _describe_codes(quant_state: Any, scales: Tensor, weight: Any) -> None:
         quant_state.nested = True
 
 
-def find_scb(layer: Layer) -> Tensor | None:
-    """The scales of 8-bit codes: of the weight until the first forward, of the layer after it."""
-    weight, state = layer.weight, layer.state
-    if weight.SCB is not None:
-        state.SCB, weight.SCB = weight.SCB, None
-    found: Tensor | None = state.SCB
-    return found
-
-
 def _forward_of_4_bits(layer: Layer, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The forward of Linear4bit, which would round the bias itself to the compute dtype."""
     if not layer.compute_type_is_set:
@@ -392,7 +383,10 @@ def _check_layer(name: str, layer: Layer, weight: Any, *, is_ignored: bool) -> N
 
 
 def _check_codes(name: str, layer: Layer) -> None:
-    scales = find_scb(layer) if has_8_bits(layer) else layer.weight.quant_state
+    weight = layer.weight
+    if has_8_bits(layer) and weight.SCB is not None:  # the layer has them from its first forward on
+        layer.state.SCB, weight.SCB = weight.SCB, None
+    scales = layer.state.SCB if has_8_bits(layer) else weight.quant_state
     if scales is None:
         raise ValueError(
             f"'{name}.weight' is not quantized yet: a {type(layer).__name__} quantizes it when it is moved "

@@ -92,3 +92,4 @@ class Changes:
         """Remove the hooks and give back the attributes, the last one first."""
         self._undo.close()
         self._last.close()
+        self.stacks.clear()
