@@ -256,6 +256,8 @@ class UnitInfo:
     """True if backward needs no second gather: it stays gathered, or backward needs no parameters."""
     reason: str = ""
     """The reason why its module is a unit."""
+    around: tuple[str, ...] = ()
+    """All that lies around the forward of its module, from the outside in."""
 
 
 def units_of(runtime: Runtime) -> list[UnitInfo]:
@@ -264,7 +266,8 @@ def units_of(runtime: Runtime) -> list[UnitInfo]:
     for unit in (unit for unit in runtime.units if unit.plan.buffers):
         is_root, ends_forward = unit is runtime.root, unit in runtime.passes.last
         kept = unit.plan.is_kept(placements, is_root=is_root, ends_forward=ends_forward)
-        infos.append(UnitInfo(unit.plan.name, unit.plan.numel, kept, unit.plan.reason))
+        around = ("gather", *reversed(runtime.changes.stacks[unit.module]))
+        infos.append(UnitInfo(unit.plan.name, unit.plan.numel, kept, unit.plan.reason, around))
     return infos
 
 

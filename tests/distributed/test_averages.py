@@ -129,33 +129,32 @@ def test_averages_of_bfloat16_parameters_are_float32_and_are_shown_rounded():
 def test_all_that_reads_parameters_sees_the_averages():
     """Forwards, single parameters, units and blocks of full parameters inside `applied()`."""
     found = []
-    for stage in STAGES:
-        engine, _ = start(build(), stage=stage)
-        ema, twin = zeroshard.EMA(engine, DECAY), build()
-        for number in range(3):
-            train(engine, number)
-        engine.eval()
-        inputs = numbers(9, 4, 7)
-        before = engine(inputs)
-        with ema.applied(), torch.no_grad():
-            states = [engine.full_state_dict()]
-            dist.broadcast_object_list(states)
-            twin.load_state_dict(states[0])
-            for own, values in zip(twin.buffers(), engine.buffers(), strict=True):
-                own.copy_(values)  # each rank has its own
-            found += unequal(f"stage {stage}", {"out": engine(inputs)}, {"out": twin.eval()(inputs)})
-            assert torch.equal(engine.full_parameter("first.weight"), twin.first.weight)
-            with engine.unsharded():
-                assert torch.equal(engine.module.first.weight, twin.first.weight)
-            leaf = inputs.clone()
-            with torch.enable_grad():
-                leaf.requires_grad_()
-                (gradient,) = torch.autograd.grad(engine(leaf).sum(), leaf)
-            assert gradient.abs().sum() > 0
-        found += unequal(f"stage {stage}, after", {"out": engine(inputs)}, {"out": before})
-        engine.train()
-        train(engine, 4)  # goes on
-        assert ema.num_updates == 4
+    engine, _ = start(build(), stage=3)
+    ema, twin = zeroshard.EMA(engine, DECAY), build()
+    for number in range(3):
+        train(engine, number)
+    engine.eval()
+    inputs = numbers(9, 4, 7)
+    before = engine(inputs)
+    with ema.applied(), torch.no_grad():
+        states = [engine.full_state_dict()]
+        dist.broadcast_object_list(states)
+        twin.load_state_dict(states[0])
+        for own, values in zip(twin.buffers(), engine.buffers(), strict=True):
+            own.copy_(values)  # each rank has its own
+        found += unequal("stage 3", {"out": engine(inputs)}, {"out": twin.eval()(inputs)})
+        assert torch.equal(engine.full_parameter("first.weight"), twin.first.weight)
+        with engine.unsharded():
+            assert torch.equal(engine.module.first.weight, twin.first.weight)
+        leaf = inputs.clone()
+        with torch.enable_grad():
+            leaf.requires_grad_()
+            (gradient,) = torch.autograd.grad(engine(leaf).sum(), leaf)
+        assert gradient.abs().sum() > 0
+    found += unequal("after", {"out": engine(inputs)}, {"out": before})
+    engine.train()
+    train(engine, 4)  # goes on
+    assert ema.num_updates == 4
     return found
 
 
@@ -181,26 +180,25 @@ def calls_inside(engine, optimizer, other):
 @on_ranks(2)
 def test_training_and_edits_inside_are_refused_and_change_nothing():
     found = []
-    for stage in STAGES:
-        engine, optimizer = start(build(), stage=stage)
-        ema, other = zeroshard.EMA(engine, DECAY), zeroshard.EMA(engine, 0.5, name="fast")
-        for number in range(2):
-            train(engine, number)
-        before, buffers = engine.full_state_dict(), [b.clone() for b in engine.buffers()]
-        calls = calls_inside(engine, optimizer, other)
-        for what, call in calls.items():
-            try:
-                with ema.applied():
-                    call()
-            except RuntimeError as error:
-                if not str(error).startswith(f"{what} inside EMA.applied()"):
-                    found.append(f"stage {stage}, {what}: {error}")
-            else:
-                found.append(f"stage {stage}, {what}: not refused")
-        found += unequal(f"stage {stage}", engine.full_state_dict(), before)
-        found += [i for i, (a, b) in enumerate(zip(engine.buffers(), buffers, strict=True)) if (a != b).any()]
-        train(engine, 2)
-        assert ema.num_updates == other.num_updates == 3
+    engine, optimizer = start(build(), stage=3)
+    ema, other = zeroshard.EMA(engine, DECAY), zeroshard.EMA(engine, 0.5, name="fast")
+    for number in range(2):
+        train(engine, number)
+    before, buffers = engine.full_state_dict(), [b.clone() for b in engine.buffers()]
+    calls = calls_inside(engine, optimizer, other)
+    for what, call in calls.items():
+        try:
+            with ema.applied():
+                call()
+        except RuntimeError as error:
+            if not str(error).startswith(f"{what} inside EMA.applied()"):
+                found.append(f"{what}: {error}")
+        else:
+            found.append(f"{what}: not refused")
+    found += unequal("stage 3", engine.full_state_dict(), before)
+    found += [i for i, (a, b) in enumerate(zip(engine.buffers(), buffers, strict=True)) if (a != b).any()]
+    train(engine, 2)
+    assert ema.num_updates == other.num_updates == 3
     return found
 
 
@@ -212,24 +210,23 @@ def test_trained_values_are_back_after_an_exception():
         raise KeyError("in the middle")
 
     found = []
-    for stage in STAGES:
-        model = build()
-        engine, _ = start(model, stage=stage)
-        ema, plain = zeroshard.EMA(engine, DECAY), copy.deepcopy(engine.config)
-        train(engine, 0), train(engine, 1)
-        before = engine.full_state_dict()
-        with pytest.raises(LookupError), ema.applied():
-            raise LookupError
-        found += unequal(f"stage {stage}", engine.full_state_dict(), before)
-        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-            handle = model.blocks[1].register_forward_hook(fail)
-            with pytest.raises(KeyError), mode(), ema.applied():
-                engine.module(numbers(0, 6, 7))
-            handle.remove()
-            found += unequal(f"stage {stage}, {mode}", engine.full_state_dict(), before)
-        assert engine.config == plain
-        train(engine, 2)
-        assert ema.num_updates == 3
+    model = build()
+    engine, _ = start(model, stage=3)
+    ema, plain = zeroshard.EMA(engine, DECAY), copy.deepcopy(engine.config)
+    train(engine, 0), train(engine, 1)
+    before = engine.full_state_dict()
+    with pytest.raises(LookupError), ema.applied():
+        raise LookupError
+    found += unequal("stage 3", engine.full_state_dict(), before)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        handle = model.blocks[1].register_forward_hook(fail)
+        with pytest.raises(KeyError), mode(), ema.applied():
+            engine.module(numbers(0, 6, 7))
+        handle.remove()
+        found += unequal(str(mode), engine.full_state_dict(), before)
+    assert engine.config == plain
+    train(engine, 2)
+    assert ema.num_updates == 3
     return found
 
 
@@ -329,20 +326,19 @@ def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(tm
 def test_an_evaluation_in_the_middle_of_a_step_changes_nothing():
     """An evaluation between the micro-batches of a step changes nothing of it."""
     found = []
-    for stage in STAGES:
-        states = []
-        for evaluates in (False, True):
-            engine, _ = start(build(), stage=stage, gradient_accumulation_steps=2)
-            ema = zeroshard.EMA(engine, DECAY)
-            for number in range(6):
-                train(engine, number)
-                if evaluates:
-                    with ema.applied(), torch.inference_mode():
-                        engine.eval()(numbers(9, 4, 7))
-                    engine.train()
-            with ema.applied():
-                shown = engine.full_state_dict()
-            states.append({f"average of {name}": value for name, value in shown.items()})
-            states[-1] |= engine.full_state_dict()
-        found += unequal(f"stage {stage}", *states)
+    states = []
+    for evaluates in (False, True):
+        engine, _ = start(build(), stage=3, gradient_accumulation_steps=2)
+        ema = zeroshard.EMA(engine, DECAY)
+        for number in range(6):
+            train(engine, number)
+            if evaluates:
+                with ema.applied(), torch.inference_mode():
+                    engine.eval()(numbers(9, 4, 7))
+                engine.train()
+        with ema.applied():
+            shown = engine.full_state_dict()
+        states.append({f"average of {name}": value for name, value in shown.items()})
+        states[-1] |= engine.full_state_dict()
+    found += unequal("stage 3", *states)
     return found

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
+from tests.checkpoint.runs import without_numba
 from tests.distributed.training import STAGES
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.files import MANIFEST
@@ -134,6 +135,14 @@ def start(kind, stage=3, *, seed=SEED, model=None, given=None, **config):
     return zeroshard.initialize(model, optimizer, {"stage": stage, **config}, **(given or {})).engine
 
 
+def of_unknown(model, optimizer, **config):
+    """The engine for an optimizer of a class that gets a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return zeroshard.initialize(model, optimizer, {"precision": BF16_MAIN, **config}).engine
+
+
+@without_numba
 def train(engine, steps=range(NUM_STEPS)):
     for step in steps:
         engine.backward(engine(step))
@@ -239,9 +248,7 @@ def test_an_optimizer_that_nobody_knows_is_stepped_once_with_all_its_parameters_
     blocks = [p for name, p in model.named_parameters() if name != "gain"]
     optimizer = Counted([{"params": [model.gain]}, {"params": blocks}], lr=1e-3, momentum=0.9)
     torch.manual_seed(SEED)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = zeroshard.initialize(model, optimizer, {"stage": 1, "precision": BF16_MAIN}).engine
+    engine = of_unknown(model, optimizer, stage=1)
     train(engine)
     assert unequal(engine, by_hand("SGD", build())) == []
     counts = [group["count"] for group in optimizer.param_groups]
@@ -264,10 +271,7 @@ def test_an_optimizer_of_torch_sees_one_unit_at_a_time_and_only_what_has_a_gradi
     blocks = [[(f"blocks.{n}.{name}", torch.float32) for name in ("bias", "weight")] for n in (0, 1)]
     seen = [[("gain", torch.float32)], *blocks, *blocks]  # as forwards use them, the root first
     model = build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer = Watching(list(model.parameters())[::-1], lr=1.0)
-        engine = zeroshard.initialize(model, optimizer, {"units": ["Block"], "precision": BF16_MAIN}).engine
+    engine = of_unknown(model, Watching(list(model.parameters())[::-1], lr=1.0), units=["Block"])
     Watching.seen.clear()
     train(engine, [0, 1])
     assert (Watching.seen, engine.global_step) == (seen, 2)
@@ -291,11 +295,8 @@ class Seeing(AdamW8bit):
 def test_an_8bit_optimizer_steps_bfloat16_as_it_is_unless_nobody_knows_its_class(module, dtype):
     """By a class that stands in a module."""
     model, kind = build(), type("Seeing", (Seeing,), {"__module__": module})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizer = kind(model.parameters(), lr=1e-3)
-        torch.manual_seed(SEED)
-        engine = zeroshard.initialize(model, optimizer, {"stage": 2, "precision": BF16_MAIN}).engine
+    torch.manual_seed(SEED)
+    engine = of_unknown(model, kind(model.parameters(), lr=1e-3), stage=2)
     Seeing.seen.clear()
     train(engine)
     assert (unequal(engine, by_hand("AdamW8bit", build())), Seeing.seen) == ([], {dtype})
@@ -312,9 +313,7 @@ class Failing(torch.optim.SGD):
 @on_ranks(2)
 def test_a_step_that_fails_leaves_parameters_gradients_and_groups_as_they_were():
     model = build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = zeroshard.initialize(model, Failing(model.parameters(), lr=1.0), {"precision": BF16_MAIN})[0]
+    engine = of_unknown(model, Failing(model.parameters(), lr=1.0))
     optimizer = engine.optimizer
     before = [p.detach().clone() for p in engine.parameters()]
     groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -373,22 +372,6 @@ def test_micro_batches_add_up_in_float32_and_are_rounded_once():
     return found
 
 
-@on_ranks(2)
-def test_zero_grad_drops_sums_and_a_plain_step_takes_them():
-    """Sums that zero_grad() drops, and sums that a plain step takes before the boundary."""
-    found = []
-    for stage in (1, 3):
-        engine = start("SGD", stage, gradient_accumulation_steps=3)
-        engine.backward(engine(0))
-        engine.step()
-        engine.zero_grad()
-        found += [stage] if engine.memory_report().gradients else []
-        engine.backward(3 * engine(0))
-        engine.optimizer.step()
-        found += [(stage, name) for name in unequal(engine, by_hand("SGD", build(), [0]))]
-    return found
-
-
 MAX_NORM = 3.0
 
 
@@ -423,35 +406,6 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted():
 
 
 # ------------------------------------------------------------------------------------- checkpoints, memory
-
-
-def run_through(kind):
-    engine = start(kind)
-    train(engine, range(6))
-    return engine.full_state_dict()
-
-
-def save_halfway(kind, folder):
-    engine = start(kind)
-    train(engine, range(3))
-    engine.save_checkpoint(folder)
-
-
-def resume(kind, folder, stage):
-    engine = start(kind, stage, seed=99)
-    engine.load_checkpoint(folder)
-    train(engine, range(3, 6))
-    return engine.full_state_dict()
-
-
-@pytest.mark.long
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped_at_any_number_of_ranks(ranks, tmp_path):
-    kind = "AdamW8bit"
-    want = ranks(2, run_through, kind)[0]
-    ranks(2, save_halfway, kind, tmp_path)
-    for num_ranks, stage in ((1, 0), (3, 3)):
-        got = ranks(num_ranks, resume, kind, tmp_path, stage)[0]
-        assert [name for name, value in want.items() if not torch.equal(got[name], value)] == []
 
 
 def load_rounding(folder, rounding):

@@ -249,6 +249,7 @@ def test_the_composable_layer_refuses_what_would_depend_on_slices():
         assert f"{name} would choose the precision of its states by the sizes of this rank's slices" in answer
 
 
+@pytest.mark.long_where(stage=[1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_replicated_parameters_follow_steps_that_autograd_does_not_see(stage):

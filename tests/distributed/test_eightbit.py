@@ -14,19 +14,12 @@ from torch import nn
 
 import zeroshard
 from benchmarks.model import GPT, Shape
+from tests.checkpoint.runs import without_numba
 from tests.distributed.training import STAGES
+from tests.optim.eightbit.cases import KINDS, OPTIONS
 from tests.optim.eightbit.reference import Blocks, Exact, Reference
-from zeroshard.optim import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
 
 NUM_STEPS = 4
-KINDS = {kind.__name__: kind for kind in (AdamW8bit, Adam8bit, Lion8bit, SGD8bit, AdEMAMix8bit)}
-OPTIONS = {
-    "AdamW8bit": {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
-    "Adam8bit": {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.05},
-    "Lion8bit": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.3},
-    "SGD8bit": {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.01},
-    "AdEMAMix8bit": {"lr": 1e-2, "betas": (0.8, 0.95, 0.99), "alpha": 3.0, "t_alpha": 3, "t_beta3": 3},
-}
 OTHERS = {
     "vector": {"weight_decay": 0.0},
     "fragment": {"min_8bit_size": 0, "lr": 0.05},
@@ -222,6 +215,7 @@ def start(kind, config):
     return zeroshard.initialize(model, grouped(kind, model), config)[:2]
 
 
+@without_numba
 def train(kind, configs):
     """With the loop of plain PyTorch."""
     answers = []

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zeroshard
 from tests.distributed.training import (
     STAGES,
     averaged_step,
@@ -15,7 +14,6 @@ from tests.distributed.training import (
     differences,
     finish,
     numbers,
-    plain,
     start,
     step,
     token_loss,
@@ -82,18 +80,16 @@ def test_registered_methods_train_as_in_plain_pytorch_to_the_bit():
 
 @on_ranks(1)
 def test_methods_that_cannot_be_registered_are_refused_by_name():
-    towers, parts = (start(make(), "SGD")[0] for make in (TwoTowers, Parts))
-    for engine, name, text in (
-        (towers, "encode_sound", "expected a method of TwoTowers, got 'encode_sound'$"),
-        (towers, "step", "^the engine has a method 'step' of its own"),
-        (parts, "decoder.encode", "no module 'decoder'"),
-        (parts, "rest.decode", "expected a method of Encoder, got 'decode'"),
-        (parts, "rest.inner", "expected a method of Encoder, got 'inner'"),
+    engine, _ = start(TwoTowers(), "SGD")
+    for name, text in (
+        ("encode_sound", "expected the name of a method of TwoTowers"),
+        ("images.0.forward", "A method of a part is called by one of the model"),
+        ("step", "^the engine has a method 'step' of its own"),
     ):
         with pytest.raises(ValueError, match=text):
             engine.register_forward_method(name)
     with pytest.raises(AttributeError, match="TwoTowers has no method 'generate'"):
-        towers.generate()
+        engine.generate()
 
 
 # ---------------------------------------------------------------------------------------------- generate
@@ -142,72 +138,3 @@ def test_models_that_generate_through_their_parts_generate_as_plain_pytorch_does
     assert engine.generate(**options).tolist() == want
     assert engine.generate(synced_gpus=True, **options)[:, : len(want[0])].tolist() == want
     assert engine.memory_report().unsharded == 0
-
-
-# ------------------------------------------------------------------------------------- methods of parts
-
-
-class Encoder(nn.Module):
-    """A unit whose forward calls its method; others call the method, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.scale = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 7)), None
-        self.scale = nn.Parameter(torch.ones(7))
-
-    def encode(self, x, *, gain=1.0):
-        return {"hidden": self.inner(x) * self.scale * gain}
-
-    def forward(self, x):
-        return self.encode(x)["hidden"]
-
-
-class Parts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoders, self.norm = nn.ModuleList(Encoder() for _ in range(3)), nn.LayerNorm(7)
-        self.rest = Encoder()
-
-    def forward(self, x):
-        for encoder in self.encoders:
-            x = x + encoder(x)
-            x = x + encoder.encode(x, gain=0.5)["hidden"]
-        return self.norm(x) + self.rest.encode(x)["hidden"]
-
-
-def parts_loss(model, number):
-    x, net = numbers(number, 5, 7), model if isinstance(model, zeroshard.Engine) else plain(model)
-    loss = model(x).square().mean()
-    if number % 2:
-        loss = net.encoders[1].encode(x)["hidden"].square().mean() + net.rest.encode(x)["hidden"].mean()
-    return loss
-
-
-@pytest.mark.long_where(num_ranks=[1], config=[{"recompute": "unit"}])
-@pytest.mark.parametrize("config", [{}, {"recompute": "unit"}, {"units": ["Encoder", "Sequential"]}])
-@on_ranks(1, 2)
-def test_methods_of_parts_train_as_in_plain_pytorch_to_the_bit(config):
-    torch.manual_seed(0)
-    model, found = Parts(), []
-    replica = copy.deepcopy(model)
-    optimizer, losses = torch.optim.AdamW(replica.parameters(), lr=1e-2), []
-    for number in range(4):
-        loss = parts_loss(replica, number)
-        loss.backward()
-        for parameter in replica.parameters():
-            if parameter.grad is not None:
-                parts = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
-                dist.all_gather(parts, parameter.grad / len(parts))
-                parameter.grad = sum(parts[1:], parts[0])
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    want = finish(replica, losses)
-    for stage in STAGES:
-        optimizer = torch.optim.AdamW((copied := copy.deepcopy(model)).parameters(), lr=1e-2)
-        engine, optimizer = start(copied, optimizer, stage=stage, **config)
-        for name in (*(f"encoders.{number}.encode" for number in range(3)), "rest.encode"):
-            engine.register_forward_method(name)
-        got = finish(engine, [step(engine, optimizer, parts_loss, number) for number in range(4)])
-        found += differences(f"stage {stage}", got, want)
-    assert (found, engine.memory_report().unsharded) == ([], 0)

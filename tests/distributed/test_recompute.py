@@ -2,12 +2,15 @@
 
 import copy
 import os
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import zeroshard
 from tests.distributed.training import (
     STAGES,
     build,
@@ -127,6 +130,21 @@ def test_a_cache_that_recomputation_would_fill_twice_is_refused_with_the_remedy(
     engine(ids, labels=ids, use_cache=False).loss.backward()
     assert "LlamaDecoderLayer" in message
     assert "set use_cache=False" in message
+
+
+@on_ranks(1)
+def test_the_units_of_an_engine_show_all_that_lies_around_their_forwards():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    precision = {"param_dtype": "bf16", "overrides": {"1": "fp32"}}
+    engine, _ = start(model, "SGD", units=["Sequential"], recompute="unit", precision=precision)
+    around = {unit.name: unit.around for unit in engine.units}
+    assert around == {"": ("gather",), "1": ("gather", "recompute", "cast")}
+
+
+def test_no_other_place_puts_something_around_a_forward():
+    sources = {path.name: path.read_text() for path in Path(zeroshard.__file__).parent.rglob("*.py")}
+    set_there = {name for name, text in sources.items() if re.search(r"set\(\s*[\w.]+,\s*.forward", text)}
+    assert set_there == {"context.py"}
 
 
 # ------------------------------------------------------------------------------------------------ compile

@@ -57,7 +57,7 @@ GUARDS = (
         name="registrations_with_bitsandbytes_are_passed_over",
         says="What is registered for a parameter with bitsandbytes' manager is left out without an error.",
         file="zeroshard/optim/adopted.py",
-        find="if by_id != config or (config and is_ours) or config.keys() - set(_BITS):",
+        find="if by_id != config or config.keys() - set(_BITS):",
         replace="if False:",
         tests=("test_what_is_registered_for_a_parameter_is_an_error_and_can_be_taken_back",),
     ),

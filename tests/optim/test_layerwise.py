@@ -243,7 +243,7 @@ def shard(kind, configs):
 CONFIGS = [{"stage": stage} for stage in STAGES]
 
 
-@pytest.mark.long_where(num_ranks=[2, 4])
+@pytest.mark.long_where(num_ranks=[1, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_all_stages_follow_the_formula_with_one_exchange_a_step_and_the_same_bits(ranks, num_ranks, kind):

@@ -8,11 +8,11 @@ from torch.optim import Optimizer
 import zeroshard
 from tests.distributed.training import STAGES
 from tests.optim.matrices import build, gradient, is_used, step_plainly, step_sharded, unequal
-from tests.parallel import runs
+from tests.ranks import on_ranks
 from zeroshard.optim import UsesWholes, wholes_here
 from zeroshard.stepping.wholes import WholesOverRanks
 
-NUM_STEPS = 10
+NUM_STEPS = 4
 OPTIONS = {"lr": 0.01, "relative_step": False, "weight_decay": 0.1, "beta1": 0.9}
 
 
@@ -96,50 +96,14 @@ def test_adafactor_of_transformers_steps_sharded_parameters_to_the_bits_of_one_p
     assert ranks(num_ranks, sharded, configs, plain()) == [[]] * num_ranks
 
 
-def divided(want):
-    model = runs.build(0).float()
-    optimizer = Wholly(model.parameters(), adafactor)
-    config = {"stage": 3, "mesh": {"tp": 2}}
-    engine = zeroshard.initialize(model, optimizer, config, tp_plan=runs.PLAN).engine
-    step_sharded(engine, optimizer, range(NUM_STEPS))
-    return unequal(engine.full_state_dict(), want)
-
-
-def test_tensor_ranks_hand_out_whole_tensors_of_parts_and_of_replicas(ranks):
-    model = runs.build(0).float()
-    step_plainly(model, adafactor(model.parameters()), range(NUM_STEPS))
-    want = {name: p.detach() for name, p in model.named_parameters()}
-    assert ranks(2, divided, want) == [[]] * 2
-
-
-def with_ignored(stage):
-    """An ignored parameter of two tensors in one call with slices, with other values on each rank."""
+@on_ranks(1)
+def test_ignored_parameters_are_refused():
     model = build()
-    ignored = torch.nn.Parameter(torch.full((6, 2), 1.0 + dist.get_rank()))
-    model.register_parameter("alone", ignored)
-    engine = zeroshard.initialize(model, None, {"stage": stage, "ignored": ["alone"]}).engine
-    p = engine.module.layers[0].tall.weight
-    seen = []
-
-    def double(wholes, keys):
-        seen.extend((*key, tuple(whole.shape)) for whole, key in zip(wholes, keys, strict=True))
-        return [whole.mul_(2) for whole in wholes]
-
+    model.register_parameter("alone", torch.nn.Parameter(torch.ones(6, 2)))
+    engine = zeroshard.initialize(model, None, {"ignored": ["alone"]}).engine
     wholes_of = WholesOverRanks(engine._runtime.buffers, engine._axes)
-    shapes = [[(2, 2), (4, 2)], [(70, 24)]]
-    first, second = wholes_of([ignored, p], [ignored.detach(), p.detach()], double, shapes=shapes)
-    are_right = torch.equal(first, 2 * ignored.detach()), torch.equal(second, 2 * p.detach())
-    (alone,) = wholes_of([ignored], [ignored.detach()], double)
-    return *are_right, torch.equal(alone, first), sorted(seen)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_each_rank_computes_ignored_parameters_by_itself(ranks, stage):
-    own = [(0, 0, (2, 2)), (0, 0, (6, 2)), (0, 1, (4, 2))]
-    (*right, first), (*other_right, second) = ranks(2, with_ignored, stage)
-    assert all(right)
-    assert all(other_right)
-    assert sorted([*first, *second]) == sorted([*own, *own, (1, 0, (70, 24))])
+    with pytest.raises(RuntimeError, match="or an ignored one: step it by an optimizer of its own"):
+        wholes_of([engine.module.alone], [torch.ones(6, 2)], lambda wholes, keys: wholes)
 
 
 class KeepsRows(Optimizer):

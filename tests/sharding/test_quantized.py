@@ -269,6 +269,7 @@ NOT_ADDED = {
 }
 
 
+@pytest.mark.long_where(kind=["activated LoRA", "HiRA"])
 @pytest.mark.parametrize("kind", NOT_ADDED)
 @on_ranks(2)
 def test_an_adapter_that_does_more_than_add_is_refused_before_a_file_is_there(tmp_path, kind):
@@ -425,7 +426,7 @@ def with_threshold(kind, threshold):
     return model
 
 
-@pytest.mark.long_where(threshold=[0.5])
+@pytest.mark.long_where(threshold=[6.0])
 @pytest.mark.parametrize("threshold", [0.5, 6.0])
 @on_ranks(2)
 def test_outliers_of_8_bits_are_computed_as_in_one_process(threshold):

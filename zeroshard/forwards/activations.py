@@ -44,11 +44,11 @@ import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroshard.comm import streams
@@ -83,18 +83,20 @@ def offload_activations(units: Sequence[Unit], changes: Changes, context: Contex
     modules = {unit.module: unit for unit in units[1:]}
     for module, unit in modules.items():
         inside = {modules[part] for part in module.modules() if part in modules}
-        changes.set(module, "forward", _offloaded(module, activations, [units[0], unit, *inside]))
+        wrap = functools.partial(_offloaded, activations, [units[0], unit, *inside])
+        changes.around(module, "offload", wrap)
 
 
-def _offloaded(module: nn.Module, activations: SavedActivations, units: Iterable[Unit]) -> Callable[..., Any]:
-    forward, buffers = module.forward, [buffer for unit in units for buffer in unit.buffers]
+def _offloaded(
+    activations: SavedActivations, units: Sequence[Unit], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    buffers = [buffer for unit in units for buffer in unit.buffers]
 
-    @functools.wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or is_in_backward():
             return forward(*args, **kwargs)
         if outermost_checkpoint(sys._getframe(), None) is not None:
-            activations.warn(type(module).__name__)
+            activations.warn(type(units[1].module).__name__)
             return forward(*args, **kwargs)
         activations.begin_segment()
         flat = frozenset(buffer.full.untyped_storage()._cdata for buffer in buffers)
@@ -365,17 +367,14 @@ class HostCopies:
         if buffer is not None:
             self._free.remove(buffer)
         self._most_in_use = max(self._most_in_use, self._bytes_in_use + size)
-        while self._free and self._bytes_in_use + size + self._bytes_free > self._most_in_use:
+        most_free = self._most_in_use - self._bytes_in_use - size
+        while sum(free.memory.nbytes for free in self._free) > most_free:
             self._memory.staging_bytes -= self._free.pop(0).memory.nbytes
         if buffer is None:
             buffer = HostBuffer(self._memory.host(size))
             self._memory.staging_bytes += size
         self._bytes_in_use += size
         return buffer
-
-    @property
-    def _bytes_free(self) -> int:
-        return sum(buffer.memory.nbytes for buffer in self._free)
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back, as `take` returned it."""

@@ -12,51 +12,44 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeroshard.forwards.wrapped import casting
-from zeroshard.internals.autograd import is_in_backward
 from zeroshard.internals.nested import cast_inputs
 from zeroshard.parameters.saved import SavedSlices
 from zeroshard.parameters.sharded import ShardedParameter
 from zeroshard.parameters.state import Phase
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.unit import Unit
 
 if TYPE_CHECKING:
     from zeroshard.engine import Engine
 
 
-def as_forward(runtime: Runtime, method: Callable[..., Any], unit: Unit | None = None) -> Callable[..., Any]:
-    """A method that gathers, frees and reduces as a forward does, unless such a forward is running already.
+def as_forward(runtime: Runtime, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that gathers, frees and reduces as the model's forward does, unless that is running already.
 
     Args:
         runtime: the runtime of the model.
         method: the method.
-        unit: the unit whose forward it is like; None: the root.
     """
     reference = weakref.ref(runtime)
 
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
         runtime = reference()
-        if runtime is None or runtime.is_closed:
+        if runtime is None or runtime.is_closed or runtime.state.phase is Phase.FORWARD:
             return method(*args, **kwargs)
-        own, passes = unit or runtime.root, runtime.passes
-        is_root = own is runtime.root
-        if runtime.state.phase is Phase.FORWARD if is_root else own.is_in_forward:
-            return method(*args, **kwargs)
-        if (dtype := runtime.input_dtype(own.module)) is not None:
-            args, kwargs = cast_inputs(own.module, args, kwargs, dtype=dtype, in_lists=is_root)
+        root, passes = runtime.root, runtime.passes
+        if (dtype := runtime.input_dtype(root.module)) is not None:
+            args, kwargs = cast_inputs(root.module, args, kwargs, dtype=dtype, in_lists=True)
         before = passes.is_in_method
         try:
-            passes.before_forward(own, sys._getframe())
+            passes.before_forward(root, sys._getframe())
             try:
-                passes.is_in_method |= is_root
+                passes.is_in_method = True
                 output = method(*args, **kwargs)
             finally:
                 passes.is_in_method = before
-            return passes.after_forward(own, output)
+            return passes.after_forward(root, output)
         finally:
-            passes.exit_forward(own)
+            passes.exit_forward(root)
 
     return called
 
@@ -68,65 +61,42 @@ def register_forward_method(engine: Engine, name: str) -> None:
     engine has a `generate` already.
 
     Args:
-        name: the name of a method of the model; with the name of a part for a method of the part:
-            "encoder.encode". All ranks call such a method as `engine.module.encoder.encode(...)`.
+        name: the name of a method of the model. A method of a part is called by one of the model.
 
     Raises:
         ValueError: the model has no such method, or the engine has something of that name.
     """
     runtime = engine._runtime
-    path, _, attribute = name.rpartition(".")
-    module = dict(runtime.module.named_modules()).get(path)
     if name == "generate":
         return
-    if not path and hasattr(type(engine), name):
+    if hasattr(type(engine), name):
         raise ValueError(f"the engine has a method {name!r} of its own: give the model's method another name")
-    if module is None:
-        raise ValueError(f"register_forward_method({name!r}): the model has no module '{path}'")
-    method = getattr(module, attribute, None)
-    if not callable(method) or (path and isinstance(method, nn.Module)):
-        kind = type(module).__name__
-        raise ValueError(f"register_forward_method({name!r}): expected a method of {kind}, got {attribute!r}")
-    if path:
-        wrapped = _in_part(runtime, module, method)
-    else:
-        wrapped = as_forward(runtime, method)
-        setattr(engine, name, wrapped)
-    runtime.changes.set(module, attribute, wrapped)
+    method = getattr(runtime.module, name, None)
+    if not callable(method):
+        raise ValueError(
+            f"register_forward_method({name!r}): expected the name of a method of "
+            f"{type(runtime.module).__name__}. A method of a part is called by one of the model"
+        )
+    wrapped = as_forward(runtime, method)
+    setattr(engine, name, wrapped)
+    runtime.changes.set(runtime.module, name, wrapped)
 
 
-def _in_part(runtime: Runtime, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a part of the model that gathers the unit around the part, as that unit's forward does."""
-    around = [unit for unit in runtime.units if module in unit.module.modules()]
-    if (cast := runtime.casts.get(module)) is not None:
-        method = casting(module, method, cast)
-    in_unit = method if around[-1] is runtime.root else as_forward(runtime, method, around[-1])
-    in_root = as_forward(runtime, in_unit)
-
-    @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:  # inside a recomputed forward the root is there
-        return (in_unit if is_in_backward() else in_root)(*args, **kwargs)
-
-    return called
-
-
-def _on_wholes(module: nn.Module, name: str, refusal: str, *, is_divided: bool) -> Callable[..., Any]:
-    """A method that writes or resizes the model's parameters: whole ones, or those it is given.
+def _on_wholes(
+    module: nn.Module, method: Callable[..., Any], refusal: str, is_divided: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a method that writes or resizes the model's parameters: whole ones, or those it is given.
 
     Args:
-        module, name: the model and the name of the method.
+        module, method: the model and the method.
         refusal: the message of the error.
         is_divided: True if other pipeline ranks hold parts of the model, which are missing here.
+        args, kwargs: the arguments of the method.
     """
-    method = getattr(module, name)
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        has_slices = is_divided or any(isinstance(p, ShardedParameter) for p in module.parameters())
-        if has_slices and isinstance(kwargs.get("state_dict"), SavedSlices | None):
-            raise RuntimeError(refusal)
-        return method(*args, **kwargs)
-
-    return called
+    has_slices = is_divided or any(isinstance(p, ShardedParameter) for p in module.parameters())
+    if has_slices and isinstance(kwargs.get("state_dict"), SavedSlices | None):
+        raise RuntimeError(refusal)
+    return method(*args, **kwargs)
 
 
 def refuse_files_of_slices(runtime: Runtime) -> None:
@@ -147,7 +117,8 @@ def refuse_files_of_slices(runtime: Runtime) -> None:
                     f"{name}(){f' of {path!r}' if path else ''} of the sharded model sees only this rank's "
                     f"slices: {call}"
                 )
-                method = _on_wholes(module, name, refusal, is_divided=is_divided)
+                own = getattr(module, name)
+                method = functools.partial(_on_wholes, module, own, refusal, is_divided)
                 runtime.changes.set(module, name, method)
 
 

@@ -127,9 +127,12 @@ def change_forwards(module: nn.Module, changes: Changes) -> None:
         if not is_quantized(layer):
             continue
         if has_8_bits(layer):
-            changes.set(layer, "forward", functools.partial(_forward_of_8_bits, layer))
+            forward: Callable[..., Tensor] = _forward_of_8_bits
         elif isinstance(layer, nn.Linear) and layer.bias is not None:
-            changes.set(layer, "forward", functools.partial(_forward_of_4_bits, layer, layer.forward))
+            forward = _forward_of_4_bits
+        else:
+            continue
+        changes.around(layer, "codes", functools.partial(functools.partial, forward, layer))
 
 
 def _refuse_merges(module: nn.Module, changes: Changes) -> None:
@@ -280,15 +283,6 @@ def _describe_codes(quant_state: Any, scales: Tensor, weight: Any) -> None:
         quant_state.nested = True
 
 
-def find_scb(layer: Layer) -> Tensor | None:
-    """The scales of 8-bit codes: of the weight until the first forward, of the layer after it."""
-    weight, state = layer.weight, layer.state
-    if weight.SCB is not None:
-        state.SCB, weight.SCB = weight.SCB, None
-    found: Tensor | None = state.SCB
-    return found
-
-
 def _forward_of_4_bits(layer: Layer, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The forward of Linear4bit, which would round the bias itself to the compute dtype."""
     if not layer.compute_type_is_set:
@@ -304,7 +298,7 @@ def _forward_of_4_bits(layer: Layer, forward: Callable[[Tensor], Tensor], x: Ten
         del layer.__dict__["bias"]
 
 
-def _forward_of_8_bits(layer: Layer, x: Tensor) -> Tensor:
+def _forward_of_8_bits(layer: Layer, _: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The forward of Linear8bitLt, with the codes of the unsharded parameter."""
     import bitsandbytes
 
@@ -360,18 +354,16 @@ def _describe_layers(module: nn.Module, ignored: Container[nn.Parameter]) -> lis
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
         if is_of_bitsandbytes(layer) and weight is not None:
-            _check_forward(name, layer)
-            if weight not in ignored:
-                _check_kind(name, layer, weight)
+            _check_layer(name, layer, weight, is_ignored=weight in ignored)
             if is_quantized(layer) and weight not in pending:
-                _check(name, layer)
+                _check_codes(name, layer)
     return [
         f"'{name}' as {_describe(layer)}" for name, layer in module.named_modules() if is_quantized(layer)
     ]
 
 
-def _check_forward(name: str, layer: Layer) -> None:
-    """Refuse layers with 8 bits whose forward is not the forward that is replaced."""
+def _check_layer(name: str, layer: Layer, weight: Any, *, is_ignored: bool) -> None:
+    """Refuse a forward of 8 bits that is not the one that is replaced, or that asks for more than codes."""
     if isinstance(layer, nn.Linear) and has_8_bits(layer):
         from bitsandbytes.nn import Linear8bitLt
 
@@ -381,12 +373,8 @@ def _check_forward(name: str, layer: Layer) -> None:
                 "with codes that it keeps apart from its parameter: expected the forward of Linear8bitLt. "
                 "Put the layer inside a module with that forward"
             )
-
-
-def _check_kind(name: str, layer: Layer, weight: Any) -> None:
-    """Refuse layers whose forward asks the weight itself for more than its codes."""
-    has_codes_of_8_bits = hasattr(weight, "SCB") and not weight.has_fp16_weights
-    if not isinstance(layer, nn.Linear) and (has_codes_of_8_bits or hasattr(weight, "quant_state")):
+    has_codes = hasattr(weight, "quant_state") or (hasattr(weight, "SCB") and not weight.has_fp16_weights)
+    if has_codes and not is_ignored and not isinstance(layer, nn.Linear):
         raise ValueError(
             f"'{name}' (a layer of {type(layer).__name__}) needs the scales at the parameter itself: "
             f"expected quantized layers of Linear4bit or Linear8bitLt. ignored=['{name}.weight'] keeps "
@@ -394,8 +382,11 @@ def _check_kind(name: str, layer: Layer, weight: Any) -> None:
         )
 
 
-def _check(name: str, layer: Layer) -> None:
-    scales = find_scb(layer) if has_8_bits(layer) else layer.weight.quant_state
+def _check_codes(name: str, layer: Layer) -> None:
+    weight = layer.weight
+    if has_8_bits(layer) and weight.SCB is not None:  # the layer has them from its first forward on
+        layer.state.SCB, weight.SCB = weight.SCB, None
+    scales = layer.state.SCB if has_8_bits(layer) else weight.quant_state
     if scales is None:
         raise ValueError(
             f"'{name}.weight' is not quantized yet: a {type(layer).__name__} quantizes it when it is moved "

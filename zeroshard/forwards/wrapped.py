@@ -41,7 +41,7 @@ def compile_forwards(units: Sequence[Unit], changes: Changes) -> None:
     with_hooks = {unit.module: unit for unit in units}
     for module in branches(units[0].module, _modules_of(units)):
         if with_hooks.keys().isdisjoint(set(module.modules()) - {module}):
-            changes.set(module, "forward", torch.compile(module.forward))
+            changes.around(module, "compile", torch.compile)
             with_hooks[module].layers.clear()
 
 
@@ -71,7 +71,7 @@ def recompute_forwards(units: Sequence[Unit], changes: Changes) -> None:
     for module in outermost(units[0].module, _modules_of(units)):
         for part in set(module.modules()) & with_hooks.keys() - {module}:
             with_hooks[part].recomputed_in.append(with_hooks[module])
-        changes.set(module, "forward", checkpointed(module))
+        changes.around(module, "recompute", functools.partial(checkpointed, module))
 
 
 def _modules_of(units: Sequence[Unit]) -> set[nn.Module]:
@@ -92,20 +92,18 @@ def outermost(root: nn.Module, modules: Container[nn.Module]) -> Iterator[nn.Mod
             yield module
 
 
-def checkpointed(module: nn.Module) -> Callable[..., Any]:
+def checkpointed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward of a module that keeps its inputs alone, and runs again in the backward."""
-    forward, name = module.forward, type(module).__name__
 
-    @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         for cache, value in kwargs.items():
             if _is_cache(cache, value):
                 raise ValueError(
-                    f"recompute='unit' runs the forward of {name} twice and would fill its {cache!r} twice: "
-                    "set use_cache=False in the model's config for training. Prefix tuning needs the "
-                    "cache; use recompute='none' with it"
+                    f"recompute='unit' runs the forward of {type(module).__name__} twice and would fill its "
+                    f"{cache!r} twice: set use_cache=False in the model's config for training. Prefix tuning "
+                    "needs the cache; use recompute='none' with it"
                 )
         before = _copy_buffers(module)
 
@@ -191,30 +189,22 @@ def cast_forwards(root: nn.Module, casts: Mapping[nn.Module, Cast], changes: Cha
     """
     for module, cast in casts.items():
         if cast.without is not None:
-            changes.set(module, "forward", casting(module, module.forward, cast, in_lists=module is root))
+            changes.around(module, "cast", functools.partial(_casting, module, cast, module is root))
 
 
-def casting(
-    module: nn.Module, method: Callable[..., Any], cast: Cast, *, in_lists: bool = False
+def _casting(
+    module: nn.Module, cast: Cast, in_lists: bool, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A method of a module that casts its float inputs, and its outputs back to the dtype of the first one.
-
-    Args:
-        module: the module.
-        method: its forward or another method.
-        cast: the dtypes.
-        in_lists: True also casts in lists and mappings, see `cast_inputs`.
-    """
+    """A forward that casts its float inputs, and its outputs back to the dtype of the first one."""
     without = cast.without or cast.dtype
 
-    @functools.wraps(method)
     def cast_around(*args: Any, **kwargs: Any) -> Any:
         first = _first_float(args, kwargs)
         back = without if first is None else first.dtype
         args, kwargs = cast_inputs(module, args, kwargs, dtype=cast.dtype, in_lists=in_lists)
         kind = (next(module.parameters()) if first is None else first).device.type
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            output = method(*args, **kwargs)
+            output = forward(*args, **kwargs)
         if back == cast.dtype:
             return output
         return change_tensors(output, lambda t: t.to(back) if t.dtype == cast.dtype else t)

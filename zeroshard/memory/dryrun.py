@@ -243,8 +243,8 @@ def _prepare(
     divide_and_cast(model, division, casts, over if over.size > 1 else None, changes)
     if config.recompute == "unit":
         for module in outermost(model, {spec.module for spec in specs[1:] if spec.originals}):
-            changes.set(module, "forward", _with_fused_attention(module.forward))
-            changes.set(module, "forward", checkpointed(module))
+            changes.around(module, "fused attention", _with_fused_attention)
+            changes.around(module, "recompute", functools.partial(checkpointed, module))
     precision = config.precision
     if precision.param_dtype is not None:
         for spec in specs:
@@ -299,7 +299,6 @@ class _FusedAttention(TorchFunctionMode):
 def _with_fused_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Autograd runs a recomputation outside of the mode."""
 
-    @functools.wraps(forward)
     def fused(*args: Any, **kwargs: Any) -> Any:
         with _FusedAttention():
             return forward(*args, **kwargs)

@@ -90,12 +90,6 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
             f"{_name(optimizer)} has state already, for {', '.join(map(repr, begun[:3]))}: "
             "initialize takes an optimizer that has not stepped yet"
         )
-    states = ((p, value) for p, state in optimizer.state.items() for value in state.values())
-    if lost := [names[p] for p, value in states if isinstance(value, Tensor) and value.is_meta]:
-        raise ValueError(
-            f"{_name(optimizer)} has made its state for '{lost[0]}' on the meta device, without values; "
-            "expected an optimizer that makes its state in its first step"
-        )
 
 
 def _check_kind(optimizer: Optimizer) -> None:
@@ -269,12 +263,11 @@ def read_overrides(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
     Raises:
         ValueError: something else was registered with the manager for a parameter of the optimizer.
     """
-    is_ours = isinstance(optimizer, BlockwiseOptimizer)
-    if optimizer is None or not (is_ours or is_bitsandbytes(optimizer)):
+    if not is_bitsandbytes(optimizer):
         return {}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {} if is_ours else {key: getattr(optimizer.args, key) for key in _BITS}
-    found: Overrides = {} if is_ours else {parameter: dict(own) for parameter in held}
+    own = {key: getattr(optimizer.args, key) for key in _BITS}
+    found: Overrides = {parameter: dict(own) for parameter in held}
     library = sys.modules.get("bitsandbytes.optim.optimizer")
     if library is None or (manager := library.GlobalOptimManager._instance) is None:
         return found
@@ -283,12 +276,12 @@ def read_overrides(optimizer: Any, names: Mapping[Any, str]) -> Overrides:
     for parameter in held:
         config = of_modules.get(id(parameter), {})
         by_id = manager.pid2config.get(id(parameter), config)  # where the manager itself enters it, too
-        if by_id != config or (config and is_ours) or config.keys() - set(_BITS):
-            expected = "none" if is_ours else "register_module_override with bits alone"
+        if by_id != config or config.keys() - set(_BITS):
             raise ValueError(
-                f"override of '{names[parameter]}' in bitsandbytes' GlobalOptimManager: expected {expected}, "
-                f"got {by_id!r}. Other hyperparameters need a group of their own. "
-                "GlobalOptimManager.get_instance().initialize() takes all back that was registered"
+                f"override of '{names[parameter]}' in bitsandbytes' GlobalOptimManager: expected "
+                f"register_module_override with bits alone, got {by_id!r}. Other hyperparameters need a "
+                "group of their own. GlobalOptimManager.get_instance().initialize() takes all back that was "
+                "registered"
             )
         if config:
             check_options(f"override of '{names[parameter]}'", config)

@@ -77,11 +77,7 @@ class LayerWise(ChecksRanges):
         for part, weight, other in zip(parts, weight_norms.split(sizes), norms.split(sizes), strict=True):
             ratio = self._trust_ratio(part.group, weight, other)
             trust = torch.where((weight > 0) & (other > 0), ratio, 1.0)
-            places: dict[int, Tensor] = {}
-            for group in moves.by_device(part.parameters):
-                own = moves.beside(trust, part.parameters[group[0]]).unbind()
-                places |= {index: own[index] for index in group}
-            part.trust = [places[index] for index in range(len(part.parameters))]
+            part.trust = list(map(moves.beside, trust.unbind(), part.parameters))
 
     @abstractmethod
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> Tensors:

@@ -244,11 +244,10 @@ class Muon(Optimizer):
         """Update all parameters that have a gradient.
 
         Raises:
-            RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known; states
-                of Muon in a group of AdamW, or the reverse.
+            RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known.
+            KeyError: states of Muon in a group of AdamW, or the reverse.
         """
         loss = called(closure)
-        self._check_states()
         matrices: list[_Matrix] = []
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:
@@ -259,18 +258,6 @@ class Muon(Optimizer):
                     self._step_adamw(group, parameters, grads)
         self._step_muon(matrices)
         return loss
-
-    def _check_states(self) -> None:
-        """Raise RuntimeError for states that were loaded for a parameter of the other kind of group."""
-        for number, group in enumerate(self.param_groups):
-            key = "momentum_buffer" if group["use_muon"] else "exp_avg"
-            for at, parameter in enumerate(group["params"]):
-                if (state := self.state.get(parameter)) and key not in state:
-                    raise RuntimeError(
-                        f"{_which(parameter, at, number)}: expected the state {key!r} in a group with "
-                        f"use_muon={group['use_muon']}, got {sorted(state)}. Keep the groups in which these "
-                        "states were made; or let it begin anew, by del optimizer.state[parameter]"
-                    )
 
     def _advance(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> list[_Matrix]:
         """Advance the momentum of a group; its matrices, with what is to be made orthogonal of each slice."""
@@ -346,17 +333,12 @@ def _check_group(group: dict[str, Any]) -> None:
     check_ranges(group, {**_RANGES, **own})
 
 
-def _which(parameter: Tensor, at: int, number: int, name: str | None = None) -> str:
-    """Return the name of a parameter for a message, or its place in a group."""
-    name = parameter.fqn if isinstance(parameter, ShardedParameter) else name
-    return f"'{name}'" if name else f"parameter {at} of group {number}"
-
-
 def _check_matrices(number: int, group: dict[str, Any]) -> None:
     """Raise ValueError for a parameter of a group of Muon that has no matrices, or others than `split`."""
     names = group.get("param_names") or [None] * len(group["params"])
     for at, (parameter, name) in enumerate(zip(group["params"], names, strict=True)):
-        which = _which(parameter, at, number, name)
+        name = parameter.fqn if isinstance(parameter, ShardedParameter) else name
+        which = f"'{name}'" if name else f"parameter {at} of group {number}"
         shape, split = whole_shape(parameter), group["split"]
         if len(shape) not in (2, 3) or not parameter.is_floating_point():
             raise ValueError(

@@ -180,7 +180,7 @@ def share_random_states(
     blocks = [] if regions is None else blocks_of(layers)
     for block in blocks:
         # Not by hooks: recomputation runs a forward again without its hooks.
-        changes.set(block, "forward", _in_scope(block, states, regions))
+        changes.around(block, "random", functools.partial(_in_scope, block, states, regions))
     inside = {module for block in blocks for module in block.modules()}
     adapters = {layer.module: layer.adapter for layer in layers if layer.adapter is not None}
     inside |= {module for adapter in adapters.values() for module in adapter.modules()} - adapters.keys()
@@ -198,7 +198,7 @@ def share_random_states(
             states.exit()
 
     for scope in dict.fromkeys(layer.parent for layer in first):
-        changes.set(scope, "forward", _in_scope(scope, states))
+        changes.around(scope, "random", functools.partial(_in_scope, scope, states, None))
     for layer in first:
         module = layer.adapter or layer.module
         changes.hook(module.register_forward_hook(functools.partial(enter, layer.parent)))
@@ -208,10 +208,9 @@ def share_random_states(
         changes.hook((layer.adapter or layer.module).register_forward_hook(exit_region))
 
 
-def _in_scope(module: nn.Module, states: RandomStates, regions: Regions | None = None) -> Callable[..., Any]:
-    forward = module.forward
-
-    @functools.wraps(forward)
+def _in_scope(
+    module: nn.Module, states: RandomStates, regions: Regions | None, forward: Callable[..., Any]
+) -> Callable[..., Any]:
     def within(*args: Any, **kwargs: Any) -> Any:
         with states.scope():
             if regions is not None and regions.are_divided:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.comm.mesh import Axes
@@ -52,6 +55,8 @@ class Changes:
 
     def __init__(self) -> None:
         self._undo, self._last = ExitStack(), ExitStack()
+        self.stacks = defaultdict[nn.Module, list[str]](list)
+        """The names of what lies around the forward of each module, from the inside out."""
 
     def hook(self, *handles: RemovableHandle) -> None:
         """Note hooks that were registered."""
@@ -67,6 +72,18 @@ class Changes:
             self._undo.callback(own.pop, name, None)
         object.__setattr__(target, name, value)
 
+    def around(self, module: nn.Module, name: str, wrap: Callable[[Any], Callable[..., Any]]) -> None:
+        """Put a function around the forward that a module has now; no other place replaces a forward.
+
+        Args:
+            module: the module.
+            name: what the function does, for `engine.units`.
+            wrap: (forward) -> the function.
+        """
+        forward = module.forward
+        self.set(module, "forward", functools.wraps(forward)(wrap(forward)))
+        self.stacks[module].append(name)
+
     def when_undone(self, act: Callable[[], None]) -> None:
         """Note a function to call when all else is undone."""
         self._last.callback(act)
@@ -75,3 +92,4 @@ class Changes:
         """Remove the hooks and give back the attributes, the last one first."""
         self._undo.close()
         self._last.close()
+        self.stacks.clear()

@@ -78,7 +78,8 @@ def place_among(places: Mapping[ShardedParameter, _Place], parameter: Tensor, wh
     if place is None:
         raise RuntimeError(
             f"{what}: expected parameters of the one sharded module that the optimizer was attached to last, "
-            f"got {name_of(parameter)} of shape {list(parameter.shape)} of another module"
+            f"got {name_of(parameter)} of shape {list(parameter.shape)} of another module, or an ignored "
+            "one: step it by an optimizer of its own"
         )
     return place
 

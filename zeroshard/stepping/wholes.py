@@ -261,7 +261,7 @@ class WholesOverRanks:
         """The layout of each parameter, its number there, and its cut."""
         self._owners: dict[tuple[int, int, tuple[Shape, ...]], int] = {}
         """The owners so far: they stay, with the state that they may have."""
-        self._plans: dict[object, _CallPlan] = {}
+        self._plan = functools.lru_cache(_MOST_PLANS)(self._make_plan)
 
     @torch.no_grad()
     def __call__(
@@ -274,16 +274,9 @@ class WholesOverRanks:
         cost: Cost = math.prod,
     ) -> list[Tensor]:
         """Return the updates of slices; see `wholes_here`."""
-        if not any(isinstance(p, ShardedParameter) for p in parameters):
-            return wholes_here(parameters, tensors, compute, shapes=shapes, cost=cost)
         asked = shapes_asked(parameters, shapes)
         costs = [tuple(map(cost, own)) for own in asked]
-        key = (*map(id, parameters), *asked, *costs)
-        if key not in self._plans:
-            if len(self._plans) == _MOST_PLANS:
-                del self._plans[next(iter(self._plans))]
-            self._plans[key] = self._make_plan(parameters, asked, costs)
-        plan = self._plans[key]
+        plan = self._plan(tuple(parameters), tuple(asked), tuple(costs))
         # Without an agreement ranks with other tensors or owners would take pieces of one tensor for pieces
         # of another, or expect other sizes than are sent, for which Gloo ends the process.
         self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
@@ -380,13 +373,9 @@ class WholesOverRanks:
         """Return the plan for a call; what ranks share is planned alike on all of them."""
         items: list[Item] = []
         parts: list[_OwnedPart] = []
-        alone: list[_OwnedPart] = []
         names: list[object] = []
         rank = self._axis.rank
         for number, (p, own, own_costs) in enumerate(zip(parameters, shapes, costs, strict=True)):
-            if not isinstance(p, ShardedParameter):  # each rank holds it whole, with a gradient of its own
-                alone.append(_OwnedPart(number, 0, own, None, 0))
-                continue
             layout, index, cut = place_among(self._places, p, "updates from whole parameters")
             held = [  # in the parts of all tensor ranks one after another
                 layout.owned(index, at % layout.num_ranks).shifted(tp * layout.sizes[index] if cut else 0)
@@ -403,15 +392,14 @@ class WholesOverRanks:
                 ranges = tuple(one.intersect(whole).shifted(-whole.start) for one in held)
                 items.append(Item(whole.size, sum(own_costs[first : first + together]), ranges))
                 parts.append(_OwnedPart(number, first, run, cut, whole.start - held[rank].start))
-            names.append((p.fqn, own))
+            names.append((name_of(p), own))
         keys = [(id(parameters[part.parameter]), part.first, part.shapes) for part in parts]
         kept = {at: owner for at, key in enumerate(keys) if (owner := self._owners.get(key)) is not None}
         owners = choose_owners(items, self._axis.size, kept)
         self._owners |= zip(keys, owners, strict=True)
         wholes = f"{len(parts)} whole tensors ({crc32(repr((names, owners)).encode()):08x})"
         spans = [item.held[rank] for item in items]
-        spans += [Span(0, parameters[part.parameter].numel()) for part in alone]
-        owned = [number for number, owner in enumerate([*owners, *[rank] * len(alone)]) if owner == rank]
+        owned = [number for number, owner in enumerate(owners) if owner == rank]
         kept_here = [Send(number, rank, rank, spans[number]) for number in owned if spans[number].size]
 
         def exchange(what: str, sends: Sequence[Send]) -> _Trip:
@@ -420,7 +408,7 @@ class WholesOverRanks:
             return _Trip(sorted(moved, key=lambda move: (move.source, move.target)), label)
 
         there, back = exchange("slices", inward(items, owners)), exchange("updates", outward(items, owners))
-        return _CallPlan([*parts, *alone], owned, there, back, wholes)
+        return _CallPlan(parts, owned, there, back, wholes)
 
 
 def _joined(given: Given, pieces: Sequence[tuple[slice, Tensor]], device: torch.device) -> Tensor:

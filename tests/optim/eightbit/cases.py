@@ -3,6 +3,7 @@
 import torch
 
 from zeroshard.optim import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
+from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, codebook
 from zeroshard.optim.eightbit.rules import ADAGRAD, ADAM, ADEMAMIX, LION, RMSPROP, SGD
 
 KINDS = {kind.__name__: kind for kind in (AdamW8bit, Adam8bit, Lion8bit, SGD8bit, AdEMAMix8bit)}
@@ -21,6 +22,15 @@ SETTINGS = {
     ADAGRAD: {"eps": 1e-6},
     ADEMAMIX: {"betas": (0.8, 0.95, 0.99), "eps": 1e-6, "alpha": 3.0, "t_alpha": 3, "t_beta3": 3},
 }
+
+
+def begin(rule, size, dtype, device="cpu", is_exact=False):
+    """Parameter and states before the first step."""
+    p = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(device, dtype)
+    books = [codebook(is_signed, p.device) for is_signed in rule.states.values()]
+    if is_exact:
+        return p, [Exact(torch.zeros(size, device=device)) for _ in books]
+    return p, [QuantizedState.zeros(size, book) for book in books]
 
 
 def gradients(shape, num_steps, seed=0):

@@ -12,9 +12,8 @@ import warnings
 
 import torch
 
-from tests.optim.eightbit.cases import SETTINGS
+from tests.optim.eightbit.cases import SETTINGS, begin
 from zeroshard.optim.eightbit import kernels, kernels_gpu
-from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, codebook
 from zeroshard.optim.eightbit.rules import LAMB_RULE, LARS_RULE
 from zeroshard.optim.eightbit.step import step_in_chunks
 from zeroshard.stepping import bfloat16_gpu
@@ -25,16 +24,6 @@ RULES = {rule.optimizers[0]: rule for rule in ALL_SETTINGS}
 STEPS = 4
 KEYS = (0, 1, 0x9D39247E33776D41, 2**63, 2**64 - 1)
 STARTS = (0, 1, 2, 1027, 2**40 + 3)
-
-
-def begin(rule, size, dtype, device="cpu", is_exact=False):
-    """Parameter and states before the first step."""
-    generator = torch.Generator().manual_seed(size)
-    p = torch.randn(size, generator=generator).to(device, dtype)
-    books = [codebook(is_signed, p.device) for is_signed in rule.states.values()]
-    if is_exact:
-        return p, [Exact(torch.zeros(size, device=device)) for _ in books]
-    return p, [QuantizedState.zeros(size, book) for book in books]
 
 
 def gradients(size, dtype):

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.optim.eightbit.cases import SETTINGS
+from tests.optim.eightbit.cases import SETTINGS, begin
 from zeroshard.optim.eightbit import step as steps
-from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, codebook
 from zeroshard.optim.eightbit.rules import ADAM
 from zeroshard.stepping import rounding
 from zeroshard.stepping.rounding import Bits, Rounding
@@ -21,13 +20,6 @@ CASES = (
 )
 """(elements, place in the whole parameter, True for float32 states, weight decay)."""
 RULES = {rule.optimizers[0]: rule for rule in SETTINGS}
-
-
-def begin(rule, size, is_exact):
-    """Parameter and states before the first step."""
-    p = torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16()
-    books = [codebook(is_signed, p.device) for is_signed in rule.states.values()]
-    return p, [Exact(torch.zeros(size)) if is_exact else QuantizedState.zeros(size, book) for book in books]
 
 
 def gradients(size):
@@ -67,8 +59,8 @@ def test_parameters_and_states_have_the_bits_of_a_step_in_float32_rounded_afterw
     rule = RULES[name]
     for size, start, is_exact, weight_decay in CASES:
         settings = {**SETTINGS[rule], "lr": 1e-2, "weight_decay": weight_decay}
-        p, states = begin(rule, size, is_exact)
-        q, others = begin(rule, size, is_exact)
+        p, states = begin(rule, size, torch.bfloat16, is_exact=is_exact)
+        q, others = begin(rule, size, torch.bfloat16, is_exact=is_exact)
         first = p.clone()
         for step, g in enumerate(gradients(size), 1):
             numbers, bits = rule.numbers(settings, step), Bits(Rounding(7, step).key(name), start)
@@ -83,8 +75,8 @@ def test_parameters_and_states_have_the_bits_of_a_step_in_float32_rounded_afterw
 
 
 def test_a_gradient_of_float32_is_not_rounded(kernel):
-    p, states = begin(ADAM, 5003, False)
-    q, others = begin(ADAM, 5003, False)
+    p, states = begin(ADAM, 5003, torch.bfloat16)
+    q, others = begin(ADAM, 5003, torch.bfloat16)
     numbers, g = ADAM.numbers({**SETTINGS[ADAM], "lr": 1e-2}, 1), torch.randn(5003)
     steps.take_step(ADAM, p, g, states, numbers, Bits(3, 256))
     step_wide(ADAM, q, g, others, numbers, Bits(3, 256))

@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from tests.checkpoint.runs import start
-from tests.optim.eightbit.cases import KINDS, OPTIONS, gradients
+from tests.optim.eightbit.cases import KINDS, OPTIONS, begin, gradients
 from tests.optim.eightbit.interpreted import (
     KEYS,
     RULES,
     STARTS,
-    begin,
     compare,
     scalars_of,
     words,
@@ -35,10 +34,9 @@ pytest.importorskip("numba")
 
 # One whole program and one that is cut; a block and a part of one, which shows how that is filled up.
 ROUNDED = [name for name, rule in RULES.items() if not rule.gives_update]
-STEPS = ["bf16 Adam:2309", "LAMB:2309", "bf16 Adam:300"]  # each rule takes seconds to compile
-EXACT = ["exact Adam:300", "exact LAMB:300"]
-ROUNDING = ["round:1", "round:7", "round:2048", "round:5001"]
-SIZES = (1, 256, 2048, 2304, 4096, 10_007)
+STEPS = ["bf16 Adam:2309", "LAMB:300", "exact LAMB:300"]  # each rule takes seconds to compile
+ROUNDING = ["round:1", "round:2048", "round:5001"]
+SIZES = (1, 256, 300, 2048, 2304, 2309, 4096, 10_007)
 LONG = [f"{name}:{size}" for name in [*RULES, *(f"bf16 {name}" for name in ROUNDED)] for size in SIZES]
 LONG += [f"exact {name}:2309" for name in RULES]
 
@@ -61,7 +59,7 @@ def interpret(cases):
 
 
 def test_interpreted_steps_have_the_bits_of_the_cpu():
-    assert not {case: found for case, found in interpret([*STEPS, *EXACT, *ROUNDING]).items() if found}
+    assert not {case: found for case, found in interpret([*STEPS, *ROUNDING]).items() if found}
 
 
 @pytest.mark.long
@@ -195,7 +193,7 @@ def test_initialize_tries_the_kernel_of_each_rule_and_of_rounding(ranks):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*STEPS, *EXACT, *ROUNDING, *LONG, "Adam:1000003", "round:1000003"])
+@pytest.mark.parametrize("case", [*STEPS, *ROUNDING, *LONG, "Adam:1000003", "round:1000003"])
 def test_steps_on_a_gpu_have_the_bits_of_the_cpu(case):
     assert not compare(case, "cuda")
 
@@ -218,27 +216,6 @@ def test_optimizers_on_a_gpu_have_the_bits_of_the_cpu(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", KINDS)
-def test_slices_on_a_gpu_have_the_bits_of_the_whole(name):
-    size, options = 256 * 37 + 11, OPTIONS[name] | {"min_8bit_size": 0}
-    torch.manual_seed(0)
-    whole = nn.Parameter(torch.randn(size, device="cuda"))
-    cuts = [256 * 5, 256 * 20, size - 256 * 25]
-    parts = [nn.Parameter(part.clone()) for part in whole.detach().split(cuts)]
-    optimizer, other = KINDS[name]([whole], **options), KINDS[name](parts, **options)
-    for g in gradients((size,), 4):
-        whole.grad = g.cuda()
-        for part, slice_ in zip(parts, whole.grad.split(cuts), strict=True):
-            part.grad = slice_.clone()
-        optimizer.step()
-        other.step()
-    assert torch.equal(torch.cat([part.detach() for part in parts]), whole)
-    for key, value in optimizer.state[whole].items():
-        joined = [other.state[part][key] for part in parts]
-        assert joined == [value] * 3 if key == "step" else torch.equal(torch.cat(joined), value)
-
-
-@pytest.mark.gpu
 def test_without_triton_a_gpu_has_the_bits_of_the_cpu(monkeypatch):
     monkeypatch.setattr(steps, "has_kernel", lambda rule, device, num_scalars: False)
     test_optimizers_on_a_gpu_have_the_bits_of_the_cpu("AdamW8bit")
@@ -250,18 +227,3 @@ def test_rounding_on_a_gpu_takes_the_kernel(monkeypatch):
     out = torch.empty(10, dtype=torch.bfloat16, device="cuda")
     rounding.round_into(out, torch.ones(10, device="cuda"), 1, 0)
     assert (out == 1).all()
-
-
-@pytest.mark.gpu
-def test_nothing_is_compiled_for_other_counts_keys_and_starts_on_a_gpu():
-    from zeroshard.optim.eightbit import kernels_gpu
-
-    def num_compiled():
-        return len(compiled(kernels_gpu.step_slice, torch.cuda.current_device()))
-
-    counts = []
-    for size, key, start_, lr in ((16, 0, 0, 1), (256, 1, 16, 1.0), (5003, 2**64 - 1, 2**40, 0.1)):
-        p, states = begin(ADAM, size, torch.bfloat16, "cuda")
-        kernels_gpu.step(ADAM, p, p.clone(), states, scalars_of(ADAM, 1, lr)[0], Bits(key, start_))
-        counts.append(num_compiled())
-    assert counts[0] == counts[-1]

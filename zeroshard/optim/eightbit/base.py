@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import blocks
 from zeroshard.optim.eightbit.rule import Rule
-from zeroshard.optim.eightbit.step import BlockBatch, has_kernel, take_step
+from zeroshard.optim.eightbit.step import has_kernel, take_step
 from zeroshard.optim.ranges import RANGES, ChecksRanges, called, check_ranges, dense
 from zeroshard.stepping.rounding import Bits, BitsOf, load_states, no_bits
 
@@ -52,7 +52,6 @@ class BlockwiseOptimizer(ChecksRanges):
         gradient: Tensor,
         settings: Mapping[str, Any],
         bits: Bits | None = None,
-        batch: BlockBatch | None = None,
     ) -> None:
         """Take a parameter and its states through one step; a step that fails is not counted.
 
@@ -61,7 +60,6 @@ class BlockwiseOptimizer(ChecksRanges):
             settings: the hyperparameters of this step.
             bits: the random bits of a bfloat16 parameter, which is rounded stochastically; its gradient may
                 have any dtype.
-            batch: may take the work, for later; None: all is done now.
         """
         state: dict[str, Any] = self.state[parameter]
         if not state:
@@ -69,14 +67,10 @@ class BlockwiseOptimizer(ChecksRanges):
         step = int(state["step"]) + 1
         numbers = self.rule.numbers(settings, step)
         values, held = blocks.flat(parameter, is_widened=bits is None), blocks.read(self.rule, state)
-        take_step(self.rule, values, gradient, held, numbers, bits, batch)
-
-        def end() -> None:
-            state["step"] = step
-            if values.data_ptr() != parameter.data_ptr():
-                parameter.copy_(values.view(parameter.shape))
-
-        end() if batch is None else batch.then(end)
+        take_step(self.rule, values, gradient, held, numbers, bits)
+        state["step"] = step
+        if values.data_ptr() != parameter.data_ptr():
+            parameter.copy_(values.view(parameter.shape))
 
 
 class ElementWise8bit(BlockwiseOptimizer):
@@ -108,16 +102,11 @@ class ElementWise8bit(BlockwiseOptimizer):
             RuntimeError: a sparse gradient.
         """
         loss = called(closure)
-        batch = BlockBatch()
         with past_guards():
-            try:
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        if (gradient := parameter.grad) is not None:
-                            bits = self.bits_of(parameter)
-                            flat = blocks.flat(dense(gradient), is_widened=bits is None)
-                            self._step_by_rule(parameter, flat, group, bits, batch)
-                            batch.run_if_large()
-            finally:
-                batch.run()
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if (gradient := parameter.grad) is not None:
+                        bits = self.bits_of(parameter)
+                        flat = blocks.flat(dense(gradient), is_widened=bits is None)
+                        self._step_by_rule(parameter, flat, group, bits)
         return loss

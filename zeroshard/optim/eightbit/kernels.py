@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 
 from zeroshard.optim.eightbit.blocks import QuantizedState, num_blocks
 from zeroshard.optim.eightbit.rule import Rule, Scalars, quotient, root, sign
-from zeroshard.optim.eightbit.step import BlockBatch
+from zeroshard.optim.eightbit.step import over_threads
 from zeroshard.plan.layout import BLOCK
 from zeroshard.stepping.rounding import Bits
 
@@ -190,7 +190,6 @@ def step(
     states: Sequence[QuantizedState],
     scalars: Scalars,
     bits: Bits | None = None,
-    batch: BlockBatch | None = None,
 ) -> None:
     """One step of a slice that starts on a block.
 
@@ -201,7 +200,6 @@ def step(
         states: of [n].
         scalars: the rule's numbers of this step.
         bits: the random bits of a bfloat16 parameter; only for a rule that gives no update.
-        batch: takes the work, for later; None: it is done now.
     """
     assert bits is None or not rule.gives_update, "an update is not rounded"
     update, numbers = _compile(rule), tuple(map(np.float32, scalars))
@@ -209,10 +207,7 @@ def step(
     pair = (changed, other) if bits is None else (changed.view(torch.uint16), other.view(torch.uint16))
     key = None if bits is None else (np.uint64(bits.key), bits.start)
     fixed = (update, *(one.numpy() for one in pair), numbers, _arrays(states), key)
-    later = BlockBatch() if batch is None else batch
-    later.add(lambda first, last: _step_blocks(*fixed, first, last), num_blocks(p.numel()))
-    if batch is None:
-        later.run()
+    over_threads(lambda first, last: _step_blocks(*fixed, first, last), num_blocks(p.numel()))
     increment_version(changed)  # numpy does not count changes, by which replicated parameters are followed
 
 

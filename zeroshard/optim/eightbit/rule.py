@@ -109,10 +109,8 @@ class Rule:
             raise ValueError(f"states: expected 1 to 3, got {len(self.states)}")
         if any(step.argrepr in {"/", "/="} for step in get_instructions(self.update)):
             raise ValueError("update: expected quotient(a, b), which is exact on any device, got a / b")
-        if taken := [name for name in self.optimizers if name in RULES]:
-            raise ValueError(f"optimizers: expected those that have no rule yet, got {taken[0]!r}")
-        if self.operator in rules_by_operator():
-            raise ValueError(f"operator: expected one that has no rule yet, got {self.operator!r}")
+        if taken := RULES.keys() & set(self.optimizers):
+            raise ValueError(f"optimizers: expected those that have no rule yet, got {taken}")
         RULES.update(dict.fromkeys(self.optimizers, self))
 
     def numbers(self, settings: Mapping[str, Any], step: int) -> Numbers:

@@ -3,12 +3,8 @@
 It is one pass over memory, compiled by Triton on a GPU and by numba on the CPU. Without these, torch
 operations do it a chunk at a time: slower, with the same bits.
 
-On the CPU ranges of blocks are divided among as many threads as torch uses. To begin work in another
-thread costs as much as a step of some thousand elements, and other threads that run Python slow it down. So
-the ranges of several parameters are divided together, and each thread begins once:
-
-    ranges     |---- w1 ----|- w2 -|---------- w3 ----------|
-    threads    |----- 0 -----|----- 1 -----|----- 2 -----|
+On the CPU the blocks of a slice are divided among as many threads as torch uses. To begin work in another
+thread costs as much as a step of some thousand elements, so each gets many more.
 """
 
 from __future__ import annotations
@@ -34,60 +30,24 @@ _CHUNK = 1 << 10
 _CHUNK_GPU = 1 << 14
 
 
-_FEWEST = 64
-"""Blocks that are worth a thread."""
-_MOST = 1 << 16
-"""Blocks, of 256 elements, from which a batch does not wait for more: gradients may be widened until then."""
+_FEWEST = 256
+"""Blocks, of 256 elements, that are worth a thread."""
 
 Work = Callable[[int, int], None]
 """Does the blocks from the first to before the last one."""
 
 
-class BlockBatch:
-    """Works that are done together, in any order, and then calls that follow them."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[Work, int]] = []
-        self._num_blocks = 0
-        self._ends: list[Callable[[], None]] = []
-
-    def add(self, work: Work, size: int) -> None:
-        """Add a range of blocks, [0, size)."""
-        self._ranges.append((work, size))
-        self._num_blocks += size
-
-    def then(self, end: Callable[[], None]) -> None:
-        """Add a call that follows all works so far; it is left out if one of them fails."""
-        self._ends.append(end)
-
-    def run_if_large(self) -> None:
-        """Do what was added, if it is much."""
-        if self._num_blocks >= _MOST:
-            self.run()
-
-    def run(self) -> None:
-        """Do what was added; return when all is done, and raise the first error of any part."""
-        (ranges, self._ranges), (ends, self._ends) = (self._ranges, []), (self._ends, [])
-        total, self._num_blocks = self._num_blocks, 0
-        num_threads = max(1, min(torch.get_num_threads(), total // _FEWEST))
-        own, *others = pairwise(total * at // num_threads for at in range(num_threads + 1))
-        begun = [_pool(os.getpid(), num_threads - 1).submit(_do, ranges, *part) for part in others]
-        try:
-            _do(ranges, *own)
-        finally:
-            errors = [other.exception() for other in begun]  # none may still write when this returns
-        if error := next(filter(None, errors), None):
-            raise error
-        for end in ends:
-            end()
-
-
-def _do(ranges: Sequence[tuple[Work, int]], first: int, last: int) -> None:
-    """Do the blocks from first to before last, counted through all ranges."""
-    for work, size in ranges:
-        if max(first, 0) < min(last, size):
-            work(max(first, 0), min(last, size))
-        first, last = first - size, last - size
+def over_threads(work: Work, size: int) -> None:
+    """Do a range of blocks, [0, size); return when all is done, and raise the first error of any part."""
+    num_threads = max(1, min(torch.get_num_threads(), size // _FEWEST))
+    own, *others = pairwise(size * at // num_threads for at in range(num_threads + 1))
+    begun = [_pool(os.getpid(), torch.get_num_threads()).submit(work, *part) for part in others]
+    try:
+        work(*own)
+    finally:
+        errors = [other.exception() for other in begun]  # none may still write when this returns
+    if error := next(filter(None, errors), None):
+        raise error
 
 
 @cache
@@ -103,7 +63,6 @@ def take_step(
     states: Sequence[StateValues],
     numbers: Numbers,
     bits: Bits | None = None,
-    batch: BlockBatch | None = None,
 ) -> None:
     """Change a parameter and its states.
 
@@ -118,14 +77,13 @@ def take_step(
         states: the states of the rule, each of [n], in its order.
         numbers: the hyperparameters of this step.
         bits: the random bits of a bfloat16 parameter; only for a rule that gives no update.
-        batch: may take the work of the CPU, for later; None: all is done now.
     """
     quantized = [state for state in states if isinstance(state, QuantizedState)]
     is_compiled = bits is None or g.dtype is torch.bfloat16
     if p.is_cpu and is_compiled and quantized and _has_numba():
         from zeroshard.optim.eightbit import kernels
 
-        kernels.step(rule, p, g, quantized, rule.scalars(numbers), bits, batch)
+        kernels.step(rule, p, g, quantized, rule.scalars(numbers), bits)
     elif has_kernel(rule, p.device, len(scalars := rule.scalars(numbers))):
         from zeroshard.optim.eightbit import kernels_gpu
 

@@ -81,7 +81,7 @@ class Products:
         self._waiting: Waiting | None = None
         for module in model.modules():
             if _is_layer(module):
-                changes.set(module, "forward", self._seen(module.forward))
+                changes.around(module, "products", self._seen)
 
     @contextmanager
     def deferring(self, waiting: Waiting) -> Iterator[None]:
@@ -96,7 +96,6 @@ class Products:
             self._waiting = None
 
     def _seen(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
         def seen(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():  # before `_waiting`, on whose changes code would be made again
                 return forward(*args, **kwargs)

@@ -46,9 +46,7 @@ def install(model: nn.Module, layers: list[Divided], over: Activations, changes:
         module, name = layer.module, layer.name
         add = regions.sum_of(layer) if regions is not None else add_up
         forward = functools.partial(_forward_of(layer, over, add), module, over, name)
-        changes.set(
-            module, "forward", functools.partial(_of_parts, layer, forward) if layer.cuts else forward
-        )
+        changes.around(module, "divide", functools.partial(functools.partial, _of_parts, layer, forward))
         is_by_rows, cut = layer.style.way in BY_ROWS, layer.cuts.get("weight")
         size = None if cut is None else cut.local_shape[cut.dim]
         if layer.style.way is Split.SHARED_COLUMNS:
@@ -97,11 +95,11 @@ def _refuse_parts(model: nn.Module, regions: Regions | None, changes: Changes) -
     changes.hook(model.register_forward_pre_hook(before, with_kwargs=True))
 
 
-def _of_parts(layer: Divided, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Run the forward of a layer, unless its parameters are whole now."""
-    attribute, cut = next(iter(layer.cuts.items()))
+def _of_parts(layer: Divided, forward: Callable[..., Tensor], _: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Run the forward of a layer over parts in place of its own, unless its parameters are whole now."""
+    attribute, cut = next(iter(layer.cuts.items()), ("", None))
     parameter = layer.module._parameters.get(attribute)
-    if parameter is not None and parameter.shape == cut.shape != cut.local_shape:
+    if cut is not None and parameter is not None and parameter.shape == cut.shape != cut.local_shape:
         raise RuntimeError(
             f"'{layer.name}' is divided over tensor-parallel ranks and has its whole parameters now, inside "
             "unsharded(): call the model outside of it"

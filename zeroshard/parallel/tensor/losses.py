@@ -277,7 +277,7 @@ class ModelLoss:
     def __init__(self, model: Any, classes: Classes, head: nn.Module, changes: Changes) -> None:
         self._classes, self._divided_head, self._whole = classes, head, model.loss_function
         self._is_divided = self._was_called = False
-        changes.set(head, "forward", functools.partial(self._head, head.forward))
+        changes.around(head, "loss", lambda forward: functools.partial(self._head, forward))
         changes.set(model, "_loss_function", self)
         changes.hook(
             model.register_forward_pre_hook(self._before, with_kwargs=True),

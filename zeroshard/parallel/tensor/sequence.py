@@ -371,17 +371,16 @@ def install_regions(layers: Sequence[Divided], over: Activations, changes: Chang
     regions = Regions(embeds_parts=Split.SEQUENCE_SPLIT not in ways)
     for layer in layers:
         if layer.style.way is Split.SEQUENCE:
-            changes.set(layer.module, "forward", _gathering(layer, regions, over))
+            changes.around(layer.module, "sequence", functools.partial(_gathering, layer, regions, over))
         elif layer.style.way is Split.SEQUENCE_SPLIT:
             before = functools.partial(_split_first, layer.name, regions, over)
             changes.hook(layer.module.register_forward_pre_hook(before))
     return regions
 
 
-def _gathering(layer: Divided, regions: Regions, over: Activations) -> Callable[..., Any]:
-    forward = layer.module.forward
-
-    @functools.wraps(forward)
+def _gathering(
+    layer: Divided, regions: Regions, over: Activations, forward: Callable[..., Any]
+) -> Callable[..., Any]:
     def gathering(*args: Any, **kwargs: Any) -> Any:
         return regions.gather(forward(*args, **kwargs), over, layer.name)
 
