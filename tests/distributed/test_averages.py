@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard
-from tests.distributed.training import STAGES, numbers, start, unequal
+from tests.distributed.training import SOME_STAGES, numbers, start, unequal
 from tests.ranks import on_ranks
 from zeroshard.plan import pieces
 from zeroshard.stores.swapfile import SwapFile
@@ -97,7 +97,7 @@ def averages_of(stages, **config):
 
 @on_ranks(2)
 def test_averages_are_those_of_torch_to_the_bit():
-    return averages_of(STAGES)
+    return averages_of(SOME_STAGES)
 
 
 @on_ranks(2)
@@ -129,7 +129,7 @@ def test_averages_of_bfloat16_parameters_are_float32_and_are_shown_rounded():
 def test_all_that_reads_parameters_sees_the_averages():
     """Forwards, single parameters, units and blocks of full parameters inside `applied()`."""
     found = []
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         engine, _ = start(build(), stage=stage)
         ema, twin = zeroshard.EMA(engine, DECAY), build()
         for number in range(3):
@@ -181,7 +181,7 @@ def calls_inside(engine, optimizer, other):
 @on_ranks(2)
 def test_training_and_edits_inside_are_refused_and_change_nothing():
     found = []
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         engine, optimizer = start(build(), stage=stage)
         ema, other = zeroshard.EMA(engine, DECAY), zeroshard.EMA(engine, 0.5, name="fast")
         for number in range(2):
@@ -212,7 +212,7 @@ def test_trained_values_are_back_after_an_exception():
         raise KeyError("in the middle")
 
     found = []
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         model = build()
         engine, _ = start(model, stage=stage)
         ema, plain = zeroshard.EMA(engine, DECAY), copy.deepcopy(engine.config)
@@ -271,6 +271,7 @@ def test_wrong_arguments_are_refused_on_all_ranks():
         zeroshard.EMA(engine, DECAY, name="late")
 
 
+@pytest.mark.long_where(parameters=["nvme"])
 @pytest.mark.parametrize("parameters", ["none", "nvme"])
 @on_ranks(2)
 def test_averages_in_files_are_those_of_torch_to_the_bit(tmp_path, parameters):
@@ -323,26 +324,3 @@ def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(tm
     with ema.applied():
         shown = engine.full_state_dict()
     return list(unequal("begun anew", shown, engine.full_state_dict()))
-
-
-@on_ranks(2)
-def test_an_evaluation_in_the_middle_of_a_step_changes_nothing():
-    """An evaluation between the micro-batches of a step changes nothing of it."""
-    found = []
-    for stage in STAGES:
-        states = []
-        for evaluates in (False, True):
-            engine, _ = start(build(), stage=stage, gradient_accumulation_steps=2)
-            ema = zeroshard.EMA(engine, DECAY)
-            for number in range(6):
-                train(engine, number)
-                if evaluates:
-                    with ema.applied(), torch.inference_mode():
-                        engine.eval()(numbers(9, 4, 7))
-                    engine.train()
-            with ema.applied():
-                shown = engine.full_state_dict()
-            states.append({f"average of {name}": value for name, value in shown.items()})
-            states[-1] |= engine.full_state_dict()
-        found += unequal(f"stage {stage}", *states)
-    return found

@@ -9,7 +9,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import (
-    STAGES,
+    SOME_STAGES,
     averaged_step,
     build,
     differences,
@@ -67,7 +67,7 @@ def test_registered_methods_train_as_in_plain_pytorch_to_the_bit():
     replica = copy.deepcopy(model)
     made = torch.optim.AdamW(replica.parameters(), lr=1e-2)
     want = finish(replica, [averaged_step(replica, made, encoded_loss, number) for number in range(4)])
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         optimizer = torch.optim.AdamW((copied := copy.deepcopy(model)).parameters(), lr=1e-2)
         engine, optimizer = start(copied, optimizer, stage=stage)
         for name in ("encode_image", "encode_text", "through_forward"):
@@ -203,7 +203,7 @@ def test_methods_of_parts_train_as_in_plain_pytorch_to_the_bit(config):
         optimizer.zero_grad()
         losses.append(loss.item())
     want = finish(replica, losses)
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         optimizer = torch.optim.AdamW((copied := copy.deepcopy(model)).parameters(), lr=1e-2)
         engine, optimizer = start(copied, optimizer, stage=stage, **config)
         for name in (*(f"encoders.{number}.encode" for number in range(3)), "rest.encode"):

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.distributed.models import Tiny
 from tests.distributed.training import (
-    STAGES,
+    SOME_STAGES,
     build,
     differences,
     replicate,
@@ -72,7 +72,7 @@ def test_an_optimizer_may_hold_a_part_of_the_parameters():
 
     replica = replicate(model)
     want = train(replica, some(replica), 4)
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         sharded = copy.deepcopy(model)
         engine, optimizer = start(sharded, some(sharded), stage=stage)
         found += differences(f"stage {stage}", train(engine, optimizer, 4), want)

@@ -23,14 +23,12 @@ from tests.distributed.training import (
     ALL_STAGES,
     SendCounter,
     build,
-    caught,
     micro_batches,
     padded_size,
     start,
     token_loss,
 )
 from tests.ranks import on_ranks
-from zeroshard.stepping.attach import attach
 
 
 def expected(engine, stage, k):
@@ -131,19 +129,6 @@ def test_under_no_sync_gradients_are_sent_once():
     return found
 
 
-@on_ranks(1)
-def test_one_rank_sends_nothing_and_calls_nothing():
-    for stage in ALL_STAGES:
-        engine, optimizer = start(build("tied GPT"), stage=stage)
-        with mock.patch.object(dist, "isend", SendCounter()) as counter:
-            token_loss(engine, 0).backward()
-            optimizer.step()
-        report = engine.comm_report()
-        assert not any(report.bytes_sent.values()), report
-        assert not any(report.calls.values()), report
-        assert not counter.elements
-
-
 @on_ranks(2)
 def test_evaluation_gathers_each_unit_once_at_stage_3_and_sends_nothing_at_others():
     """At rest nothing is gathered at stages 0 to 2; at stage 3 each unit once."""
@@ -157,25 +142,3 @@ def test_evaluation_gathers_each_unit_once_at_stage_3_and_sends_nothing_at_other
             sent = dict(engine.comm_report().bytes_sent)
             sent = sent["all_gather"] / 4 / padded_size(engine), sent["reduce_scatter"]
             assert sent == (0.5 if stage == 3 else 0.0, 0)
-
-
-def two_optimizers(engine):
-    """Both hold parameters of the same units."""
-    parameters = list(engine.parameters())
-    return [torch.optim.SGD(parameters[0::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@on_ranks(2)
-def test_a_forward_between_the_steps_of_optimizers_that_step_together_is_an_error(stage):
-    engine, _ = start(build("tied GPT"), None, stage=stage)
-    optimizers = two_optimizers(engine)
-    attach(engine._runtime, engine._guard.rounding, *optimizers)
-    token_loss(engine, 0).backward()
-    optimizers[0].step()
-    calls = (lambda: token_loss(engine, 1), lambda: engine.module.blocks[0](torch.ones(1, 4, 84)))
-    messages = [caught(call) for call in calls]
-    optimizers[1].step()
-    is_finite = token_loss(engine, 1).isfinite().item()
-    assert is_finite
-    assert all("attached together" in message for message in messages)
