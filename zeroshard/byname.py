@@ -266,8 +266,9 @@ def _resolve(world: Axis, call: str, name: str, places: Mapping[str, Whole]) -> 
     known: dict[str, str] = {given: fqn for given, fqn, _ in answers if fqn is not None}
     for given, _, _ in answers:
         if given not in known:
-            near = dict.fromkeys(repr(one) for who, _, names in answers if who == given for one in names)
-            hint = f"; close: {', '.join(near)}" if near else ""
+            near = dict.fromkeys(one for _, _, names in answers for one in names)
+            close = difflib.get_close_matches(str(given), near, n=3)
+            hint = f"; close: {', '.join(map(repr, close))}" if close else ""
             raise ValueError(f"{call}: expected the name of a parameter of the model, got {given!r}{hint}")
     if len(set(known.values())) > 1:
         names = [known[given] for given, _, _ in answers]
