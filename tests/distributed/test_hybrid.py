@@ -40,13 +40,10 @@ def replicas(options):
 def test_ranks_that_hold_the_same_shard_hold_the_same_bits():
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, replicas({"shard_group_size": 2}))
-    bf16 = [None] * dist.get_world_size()
-    options = {"shard_group_size": 2, "precision": {"param_dtype": "bf16"}}
-    dist.all_gather_object(bf16, replicas(options))
     assert [
         all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True)) and one[1].equal(other[1])
-        for one, other in ((everyone[0], everyone[2]), (everyone[1], everyone[3]), (bf16[0], bf16[2]))
-    ] == [True, True, True]
+        for one, other in ((everyone[0], everyone[2]), (everyone[1], everyone[3]))
+    ] == [True, True]
 
 
 @pytest.mark.long_where(stage=[1])

@@ -47,7 +47,7 @@ def test_random_models_train_as_plain_pytorch_over_tensor_ranks(ranks, num_ranks
     assert results[0].keys() == set(seeds)
 
 
-PIPELINES = (0, 2, 10, 13, 16, 19, 23, 29, 57)  # root forwards and hooks, tied weights, every kind of model
+PIPELINES = (0, 2, 10, 13, 16, 29, 57)  # root forwards and hooks, tied weights, every kind of model
 
 
 @pytest.mark.parametrize("seeds", [PIPELINES, pytest.param(range(60), marks=pytest.mark.long)], ids=len)
