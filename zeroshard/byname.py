@@ -171,7 +171,7 @@ def _states(
 
     agreed = _agree(engine._runtime, call, name, tell)
     agreed.require_same(
-        "have other states, or were given different values, of", lambda fact: (*fact[0], fact[1])
+        "have other states, or were given different values, of", lambda fact: (sorted(fact[0]), fact[1])
     )
     kinds = [kind for kind, _ in agreed.facts.values()]
     for key, state in states.items():  # a slice of one element looks like one value, and the other way
