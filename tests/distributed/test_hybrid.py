@@ -27,25 +27,6 @@ from tests.distributed.training import (
 from tests.ranks import on_ranks
 
 
-def replicas(options):
-    """The main parameters of all ranks after a few steps with clipping and accumulation."""
-    engine, _ = start(build("GPT"), gradient_accumulation_steps=2, clip_grad_norm=0.3, **options)
-    for micro in range(6):
-        engine.backward(token_loss(engine, micro))
-        engine.step()
-    return [p.detach().clone() for p in engine.parameters()], engine.grad_norm
-
-
-@on_ranks(4)
-def test_ranks_that_hold_the_same_shard_hold_the_same_bits():
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, replicas({"shard_group_size": 2}))
-    assert [
-        all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True)) and one[1].equal(other[1])
-        for one, other in ((everyone[0], everyone[2]), (everyone[1], everyone[3]))
-    ] == [True, True]
-
-
 @pytest.mark.long_where(stage=[1])
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(4)
