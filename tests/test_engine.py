@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.distributed.models import Tiny, tiny
-from tests.distributed.training import ALL_STAGES, numbers, square_loss, start
+from tests.distributed.training import STAGES, numbers, square_loss, start
 from tests.ranks import on_ranks
 
 
@@ -122,7 +122,7 @@ def states_and_moves(stage):
     return slices, {name: value.numel() for name, value in whole.items()}, same, moves
 
 
-@pytest.mark.parametrize("stage", ALL_STAGES)
+@pytest.mark.parametrize("stage", STAGES)
 def test_state_dict_has_this_ranks_slices_and_moves_and_casts_are_refused(ranks, stage):
     results = ranks(2, states_and_moves, stage)
     numels = results[0][1]
@@ -145,7 +145,7 @@ def test_state_dict_has_this_ranks_slices_and_moves_and_casts_are_refused(ranks,
 def test_a_full_state_dict_can_be_loaded_at_every_stage():
     """Where an engine differs from a full state dict that it has loaded, and what it says to a bad one."""
     failures, said = [], []
-    for stage in ALL_STAGES:
+    for stage in STAGES:
         torch.manual_seed(5)
         other = Net()
         other.config.running_mean.normal_()
@@ -528,7 +528,7 @@ def half_edit(engine):
 def test_edits_that_differ_between_ranks_are_refused_and_none_is_written():
     """What is said to edits that differ between ranks, and whether the parameters stayed."""
     found = []
-    for stage in ALL_STAGES:
+    for stage in STAGES:
         engine, optimizer = start(tiny(), "SGD", stage=stage)
         found.append(half_edit(engine))
         rank, before = dist.get_rank(), full(engine)
@@ -561,7 +561,7 @@ def test_edits_that_differ_between_ranks_are_refused_and_none_is_written():
             found.append((caught(attempt), unequal(full(engine), before)))
         square_loss(engine, 0).backward()
         optimizer.step()
-    for partial, *refused in (found[first : first + 6] for first in range(0, 24, 6)):
+    for partial, *refused in (found[first : first + 6] for first in range(0, len(found), 6)):
         assert partial == (["blocks.1.0.weight"], [3, 4])
         for said, changed in refused:
             assert changed == []
@@ -573,7 +573,7 @@ def test_edits_that_differ_between_ranks_are_refused_and_none_is_written():
 @on_ranks(2)
 def test_a_replaced_parameter_and_one_of_another_shape_are_refused_by_name():
     """What is said to another parameter object, and to data of another shape."""
-    for shape in ((3, 10), (1,), (10,), (10, 3), (3, 11)):
+    for shape in ((3, 10), (10, 3)):
 
         def replace(module, shape=shape):
             module.weight = nn.Parameter(torch.ones(shape))
@@ -608,7 +608,7 @@ def test_an_exception_inside_unsharded_passes_and_everything_is_as_before():
     )
     one_stage = [(("LookupError", "not today"), True, [])] * 2 + [(inside, 1, []), (forward, True, [])]
     found = []
-    for stage in ALL_STAGES:
+    for stage in STAGES:
         model = tiny()
         plain = copy.deepcopy(model)
         engine, optimizer = start(model, "SGD", stage=stage)
@@ -642,7 +642,7 @@ def test_an_exception_inside_unsharded_passes_and_everything_is_as_before():
         hook.remove()
         square_loss(engine, 0).backward()
         optimizer.step()
-    assert found == one_stage * 4
+    assert found == one_stage * len(STAGES)
 
 
 # -------------------------------------------------------------------------------------- full_state_dict
@@ -699,20 +699,12 @@ def whole_state(stage, dtype, param_dtype):
     return failures
 
 
-@pytest.mark.long_where(stage=[0], dtype=[torch.bfloat16, torch.float64])
-@pytest.mark.long_where(stage=[0], param_dtype=["bf16"])
-@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    ("dtype", "param_dtype"),
-    [(torch.float32, None), (torch.float32, "bf16"), (torch.bfloat16, None), (torch.float64, None)],
+    ("stage", "dtype", "param_dtype"),
+    [(0, torch.float32, None), (3, torch.float32, "bf16"), (3, torch.bfloat16, None)],
 )
 def test_full_state_dict_has_the_models_own_keys_and_values_on_rank_0(ranks, stage, dtype, param_dtype):
-    def run(num_ranks):
-        return ranks(num_ranks, whole_state, stage, dtype, param_dtype)
-
-    failures, other = run(2)
+    failures, other = ranks(2, whole_state, stage, dtype, param_dtype)
     if param_dtype:  # frozen parameters have no main parameters: they are those that compute
         failures = [failure for failure in failures if not failure.startswith("blocks.1.")]
     assert (failures, other) == ([], {})
-    if stage == 3 and not param_dtype:
-        assert run(1) == [[]]

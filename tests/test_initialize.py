@@ -262,10 +262,7 @@ def own_optimizer(name, base=torch.optim.Optimizer, module="somebody.optim"):
     return type(name, (base,), {"__module__": module, **methods})
 
 
-WHOLE_TENSORS = [
-    *("Shampoo", "SOAP", "LARS", "LAMB", "Lamb", "Prodigy", "DAdaptAdam", "DistributedShampoo", "Lars"),
-    *("FusedLAMB", "CAME", "MuonWithAuxAdam", "GaLoreAdamW", "AdafactorFB", "AdaHessian"),
-]
+WHOLE_TENSORS = ("SOAP", "Lamb", "DAdaptAdam", "DistributedShampoo", "FusedLAMB", "AdafactorFB")
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS", "SparseAdam"])
@@ -326,8 +323,7 @@ NO_SCHEDULER = "expected a scheduler whose step() needs no argument, got "
 SCHEDULERS = {
     "without an optimizer": (None, lambda own, other: own, "expected an optimizer to go with it, got None"),
     "of another": (adamw, lambda own, other: other, "belongs to another optimizer than the one given"),
-    "a number": (adamw, lambda own, other: 3, "expected a scheduler or a callable, got 3"),
-    "a word": (adamw, lambda own, other: "cosine", "expected a scheduler or a callable, got 'cosine'"),
+    "a number": (adamw, lambda own, other: 3, f"{NO_SCHEDULER}int"),
     "with a metric": (adamw, lambda own, other: PLATEAU(own.optimizer), f"{NO_SCHEDULER}ReduceLROnPlateau"),
     "a class with one": (adamw, lambda own, other: PLATEAU, f"{NO_SCHEDULER}ReduceLROnPlateau"),
     "makes a number": (adamw, lambda own, other: lambda optimizer: 0.1, f"{NO_SCHEDULER}float"),
@@ -357,12 +353,6 @@ def test_training_data_that_cannot_be_dealt_to_the_ranks_is_refused(data):
     message = refusal(Tiny(), training_data=data)
     expected = "training_data: expected a Dataset with a length above 0, or a loader with a state_dict(), "
     assert message.startswith(expected)
-
-
-def test_a_loss_that_cannot_be_called_is_refused():
-    assert refusal(Tiny(), loss_fn="mse") == (
-        "loss_fn: expected a callable (output, targets) -> loss, got 'mse'"
-    )
 
 
 # ---------------------------------------------------------------------- refused: models, once ranks are there
@@ -430,12 +420,6 @@ def two_layers():
 
 # Of rank 0 (and 2) and of rank 1: (model, optimizer, config); and what the message says.
 DISAGREEMENTS = {
-    "shape": (
-        (lambda: nn.Linear(5, 7), None, None),
-        (lambda: nn.Linear(5, 8), None, None),
-        "rank(s) 0, 2 have parameter 'weight' (7, 5) torch.float32; "
-        "rank(s) 1 have parameter 'weight' (8, 5) torch.float32",
-    ),
     "frozen": (
         (Tiny, None, None),
         (lambda: frozen(Tiny()), None, None),
@@ -458,16 +442,6 @@ DISAGREEMENTS = {
         (Tiny, None, {"stage": 3}),
         (Tiny, None, {"stage": 2}),
         "rank(s) 0, 2 have config stage=3; rank(s) 1 have config stage=2",
-    ),
-    "optimizer or none": (
-        (Tiny, torch.optim.AdamW, None),
-        (Tiny, None, None),
-        r"rank(s) 0, 2 have optimizer AdamW group 0 of 9 parameters; rank(s) 1 have no optimizer",
-    ),
-    "learning rate": (
-        (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.5), None),
-        (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.25), None),
-        "rank(s) 0, 2 have optimizer SGD group 0 lr=0.5; rank(s) 1 have optimizer SGD group 0 lr=0.25",
     ),
     "which parameters are in a group": (
         (two_layers, lambda parameters: torch.optim.SGD([{"params": [p]} for p in parameters]), None),
@@ -525,7 +499,7 @@ def test_ranks_that_agree_send_digests_whatever_the_number_of_parameters(ranks):
     assert max(ranks(2, bytes_of_agreement, 500)) < 1000
 
 
-INDICES = (0, 1, 63, 64, 98, 99)
+INDICES = (0, 64, 99)
 
 
 @on_ranks(2)

@@ -7,71 +7,53 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroshard import optim
-    from zeroshard.averages import EMA
-    from zeroshard.config.pipeline import Pipeline
-    from zeroshard.config.sections import Checkpoint, Config, Loader, Mesh, Offload, Precision
-    from zeroshard.engine import Engine
-    from zeroshard.entry import Initialized, initialize
-    from zeroshard.hf.pretrained import from_pretrained
-    from zeroshard.hf.quantize import quantize
-    from zeroshard.lazy.recording import deferred_init
-    from zeroshard.logs.steplog import StepLog
-    from zeroshard.memory.estimate import Estimate, estimate
-    from zeroshard.memory.report import CommReport, MemoryReport
-    from zeroshard.parallel.tensor.losses import cross_entropy
-    from zeroshard.profiling.profiler import Profile, profile
-    from zeroshard.sharded import Sharded, shard
+    from zeroshard import optim as optim
+    from zeroshard.averages import EMA as EMA
+    from zeroshard.config.pipeline import Pipeline as Pipeline
+    from zeroshard.config.sections import Checkpoint as Checkpoint
+    from zeroshard.config.sections import Config as Config
+    from zeroshard.config.sections import Loader as Loader
+    from zeroshard.config.sections import Mesh as Mesh
+    from zeroshard.config.sections import Offload as Offload
+    from zeroshard.config.sections import Precision as Precision
+    from zeroshard.engine import Engine as Engine
+    from zeroshard.entry import Initialized as Initialized
+    from zeroshard.entry import initialize as initialize
+    from zeroshard.hf.pretrained import from_pretrained as from_pretrained
+    from zeroshard.hf.quantize import quantize as quantize
+    from zeroshard.lazy.recording import deferred_init as deferred_init
+    from zeroshard.logs.steplog import StepLog as StepLog
+    from zeroshard.memory.estimate import Estimate as Estimate
+    from zeroshard.memory.estimate import estimate as estimate
+    from zeroshard.memory.report import CommReport as CommReport
+    from zeroshard.memory.report import MemoryReport as MemoryReport
+    from zeroshard.parallel.tensor.losses import cross_entropy as cross_entropy
+    from zeroshard.profiling.profiler import Profile as Profile
+    from zeroshard.profiling.profiler import profile as profile
+    from zeroshard.sharded import Sharded as Sharded
+    from zeroshard.sharded import shard as shard
 
-__all__ = [
-    "EMA",
-    "Checkpoint",
-    "CommReport",
-    "Config",
-    "Engine",
-    "Estimate",
-    "Initialized",
-    "Loader",
-    "MemoryReport",
-    "Mesh",
-    "Offload",
-    "Pipeline",
-    "Precision",
-    "Profile",
-    "Sharded",
-    "StepLog",
-    "cross_entropy",
-    "deferred_init",
-    "estimate",
-    "from_pretrained",
-    "initialize",
-    "optim",
-    "profile",
-    "quantize",
-    "shard",
-]
-
-_SECTIONS = ("Checkpoint", "Config", "Loader", "Mesh", "Offload", "Precision")
-
-_HOMES = {
-    "EMA": "averages",
-    "CommReport": "memory.report",
-    **dict.fromkeys(_SECTIONS, "config.sections"),
-    "Pipeline": "config.pipeline",
-    "Engine": "engine",
-    **dict.fromkeys(("Initialized", "initialize"), "entry"),
-    "from_pretrained": "hf.pretrained",
-    "quantize": "hf.quantize",
-    "deferred_init": "lazy.recording",
-    **dict.fromkeys(("Estimate", "estimate"), "memory.estimate"),
-    "StepLog": "logs.steplog",
-    "MemoryReport": "memory.report",
-    "cross_entropy": "parallel.tensor.losses",
-    "profile": "profiling.profiler",
-    "Profile": "profiling.profiler",
-    **dict.fromkeys(("Sharded", "shard"), "sharded"),
+_MODULES = {
+    "averages": ("EMA",),
+    "config.pipeline": ("Pipeline",),
+    "config.sections": ("Checkpoint", "Config", "Loader", "Mesh", "Offload", "Precision"),
+    "engine": ("Engine",),
+    "entry": ("Initialized", "initialize"),
+    "hf.pretrained": ("from_pretrained",),
+    "hf.quantize": ("quantize",),
+    "lazy.recording": ("deferred_init",),
+    "logs.steplog": ("StepLog",),
+    "memory.estimate": ("Estimate", "estimate"),
+    "memory.report": ("CommReport", "MemoryReport"),
+    "parallel.tensor.losses": ("cross_entropy",),
+    "profiling.profiler": ("Profile", "profile"),
+    "sharded": ("Sharded", "shard"),
 }
-"""The module of each public name. A name must not be the name of a module, whose import would hide it."""
+"""The public names by module. A name must not be the name of a module, whose import would hide it."""
+
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted((*_HOMES, "optim"))
 
 
 if not TYPE_CHECKING:  # to a type checker a name that is not imported above is an error

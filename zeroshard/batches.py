@@ -1,4 +1,4 @@
-"""The methods of an engine that take whole batches, cut into micro-batches here; and DeepSpeed's names."""
+"""The methods of an engine that take whole batches, cut into micro-batches here."""
 
 from __future__ import annotations
 
@@ -164,36 +164,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-# -- methods of an engine under DeepSpeed's names --------------------------------------------------------
-
-
-def global_steps(engine: Engine) -> int:
-    """`global_step`."""
-    return engine.global_step
-
-
-def get_global_grad_norm(engine: Engine) -> float | None:
-    """Return `grad_norm` as a number, for which the host waits; None before the first clipping."""
-    return None if engine.grad_norm is None else engine.grad_norm.item()
-
-
-def train_micro_batch_size_per_gpu(engine: Engine) -> int:
-    """Return `config.micro_batch_size`."""
-    return engine.config.micro_batch_size
-
-
-def train_batch_size(engine: Engine) -> int:
-    """Return the number of samples in an optimizer step over all ranks."""
-    return engine.config.micro_batch_size * engine.gradient_accumulation_steps() * engine.dp_world_size
-
-
-def gradient_clipping(engine: Engine) -> float:
-    """Return `config.clip_grad_norm`; 0.0 when gradients are not clipped."""
-    return engine.config.clip_grad_norm or 0.0
-
-
-def zero_optimization_stage(engine: Engine) -> int:
-    """Return `config.stage`."""
-    return engine.config.stage

@@ -59,7 +59,7 @@ def set_full_parameter(engine: Engine, name: str, values: Tensor) -> None:
     call = "set_full_parameter()"
     engine._runtime.state.refuse(call, Moment.AVERAGED)
     agreed = _agree(engine._runtime, call, name, lambda place: place.digest(values))
-    agreed.require_same("were given different values for", error=ValueError)
+    agreed.require_same("were given different values for")
     if (place := agreed.place) is not None:
         write(engine._runtime, [(place, values)])
         for unit in engine._runtime.units:
@@ -77,12 +77,12 @@ def full_gradient(engine: Engine, name: str) -> Tensor | None:
         unused parameter, and after `step()` and `zero_grad()`.
 
     Raises:
-        ValueError: the model has no such parameter, or ranks give different names.
-        RuntimeError: only some ranks have a gradient.
+        ValueError: the model has no such parameter, ranks give different names, or only some ranks have a
+            gradient.
     """
     call = "full_gradient()"
     agreed = _agree(engine._runtime, call, name, lambda place: place.gradient is not None, reduces=True)
-    agreed.require_same("do not both have a gradient of", end="Drop p.grad on all ranks alike")
+    agreed.require_same("do not both have a gradient of")
 
     def read(place: Whole) -> dict[str, Tensor]:
         return {} if (gradient := place.gradient) is None else {name: place.gather(gradient)}
@@ -110,7 +110,7 @@ def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
         return place.digest(values)
 
     agreed = _agree(engine._runtime, call, name, tell, reduces=True)
-    agreed.require_same("were given different values for", error=ValueError)
+    agreed.require_same("were given different values for")
     if (place := agreed.place) is not None:
         place.sharded.grad = place.cut(values).to(place.buffer.plan.main_dtype, copy=True)
 
@@ -170,8 +170,9 @@ def _states(
         return {key: state.is_wise for key, state in states.items()}, digests
 
     agreed = _agree(engine._runtime, call, name, tell)
-    agreed.require_same("were given different values for", lambda fact: fact[1], ValueError)
-    agreed.require_same("have different optimizer states of", lambda fact: fact[0].keys())
+    agreed.require_same(
+        "have other states, or were given different values, of", lambda fact: (sorted(fact[0]), fact[1])
+    )
     kinds = [kind for kind, _ in agreed.facts.values()]
     for key, state in states.items():  # a slice of one element looks like one value, and the other way
         states[key] = replace(state, is_wise=all(kind[key] for kind in kinds))
@@ -200,20 +201,14 @@ class _NamedParameter(NamedTuple):
         is_read = self.axes.pp.rank == self.first and self.place is not None
         return spread(self.axes, self.first, get(self.place) if is_read and self.place is not None else {})
 
-    def require_same(
-        self,
-        differ: str,
-        of: Callable[[Any], Any] = lambda fact: fact,
-        error: type[Exception] = RuntimeError,
-        end: str = "Nothing was changed",
-    ) -> None:
+    def require_same(self, differ: str, of: Callable[[Any], Any] = lambda fact: fact) -> None:
         """Refuse facts, or values `of` them, that are not the same: ranks 0 and 1 `differ` the name."""
         (first, wanted), *others = self.facts.items()
         for rank, fact in others:
             if of(fact) != of(wanted):
-                raise error(
+                raise ValueError(
                     f"{self.call}: ranks {first} and {rank} {differ} '{self.name}': expected the same on "
-                    f"every rank. {end}"
+                    "every rank. Nothing was changed"
                 )
 
 
@@ -268,7 +263,7 @@ def _resolve(world: Axis, call: str, name: str, places: Mapping[str, Whole]) -> 
     own = places[name].sharded.fqn if name in places else None
     close = [] if name in places else difflib.get_close_matches(str(name), places, n=3)
     answers = world.all_gather_object((name, own, close), f"agreement on {call}")
-    known = {given: fqn for given, fqn, _ in answers if fqn is not None}
+    known: dict[str, str] = {given: fqn for given, fqn, _ in answers if fqn is not None}
     for given, _, _ in answers:
         if given not in known:
             near = dict.fromkeys(one for _, _, names in answers for one in names)
@@ -278,8 +273,7 @@ def _resolve(world: Axis, call: str, name: str, places: Mapping[str, Whole]) -> 
     if len(set(known.values())) > 1:
         names = [known[given] for given, _, _ in answers]
         raise ValueError(f"{call}: expected one name on all ranks, got {names}")
-    resolved: str = known[name]
-    return resolved
+    return known[name]
 
 
 # ----------------------------------------------------------------------------------------------- states

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -52,15 +51,11 @@ class Engine(NotCopied, nn.Module):
     set_full_optimizer_state = byname.set_full_optimizer_state
     no_sync, unsharded, close = sharded.no_sync, sharded.unsharded, sharded.close
     clip_grad_norm_, full_state_dict = sharded.clip_grad_norm_, sharded.full_state_dict
-    num_parameters = sharded.num_parameters
+    num_parameters, units = sharded.num_parameters, property(sharded.units)
     register_forward_method, generate = methods.register_forward_method, methods.generate
     memory_report, reset_memory_report = report.memory_report, report.reset_memory_report
     comm_report, reset_comm_report = report.comm_report, report.reset_comm_report
     pipeline_report = cut.pipeline_report
-    global_steps, get_global_grad_norm = property(batches.global_steps), batches.get_global_grad_norm
-    train_micro_batch_size_per_gpu = batches.train_micro_batch_size_per_gpu
-    train_batch_size, gradient_clipping = batches.train_batch_size, batches.gradient_clipping
-    zero_optimization_stage = batches.zero_optimization_stage
 
     module: nn.Module
     """The model that was given."""
@@ -296,10 +291,6 @@ class Engine(NotCopied, nn.Module):
         """The global gradient norm before the last clipping, 0-dim; None before."""
         return self._guard.grad_norm
 
-    @grad_norm.setter
-    def grad_norm(self, norm: Tensor | None) -> None:
-        self._guard.grad_norm = norm
-
     @property
     def loss_scale(self) -> float:
         """The factor of `backward` on the loss; 1.0 if nothing is computed in float16."""
@@ -423,20 +414,10 @@ class Engine(NotCopied, nn.Module):
     # -- facts and reports ----------------------------------------------------------------------------
 
     @property
-    def units(self) -> list[sharded.UnitInfo]:
-        """The units, each with name, padded size, its reason, and True if it needs no second gather."""
-        return sharded.units_of(self._runtime)
-
-    @property
     def mesh(self) -> DeviceMesh:
         """The device mesh; gone once the interpreter ends."""
         assert self._axes.mesh is not None, "the interpreter has not ended"
         return self._axes.mesh
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this rank on its node: LOCAL_RANK, which torchrun sets, else the device's index."""
-        return int(os.environ.get("LOCAL_RANK", self.device.index or 0))
 
     def gradient_accumulation_steps(self) -> int:
         """Return the number of micro-batches in a step; `set_gradient_accumulation_steps` changes it."""

@@ -16,7 +16,7 @@ from zeroshard.agreement import check_agreement
 from zeroshard.assemble import open_data_parallel, shard_over, specify_units
 from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.manifest import describe_model
-from zeroshard.comm.collectives import Axis, on_all
+from zeroshard.comm.collectives import Axis, on_all, on_first
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, start_world
 from zeroshard.comm.mesh import Axes
@@ -29,7 +29,7 @@ from zeroshard.lazy.recording import record_resets, refuse_recording
 from zeroshard.memory.tiered import check_room
 from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
 from zeroshard.parallel.pipeline.chunked import Absent, Chunked
-from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
+from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.part import ModelPart, take_part
 from zeroshard.parallel.pipeline.profile import SampleSource, sample_of
 from zeroshard.parallel.pipeline.traced import TracedChunks, trace
@@ -89,7 +89,7 @@ def initialize(
         RuntimeError: the ranks' models or configs differ.
     """
     config = Config.parse(config)
-    _check_arguments(model, training_data, loss_fn)
+    _check_arguments(model, training_data)
     dataset = training_data
     if is_loader(training_data):
         _check_loader(training_data, collate_fn, config)
@@ -175,12 +175,9 @@ def _part_of_model(
         record_resets(model)  # before modules are taken out: each reset draws random numbers after the last
     specs = specify_units(model, config)
     check_agreement(world, model, config, specs, None, {}, source.training_data)
-
-    def cut() -> ModelCut | None:
-        return cut_model(chunked, config, source, world.device) if world.rank == 0 else None
-
-    made = on_all(world, "cut of the model into chunks", cut)[0]
-    assert made is not None, "rank 0 has cut the model"
+    made = on_first(
+        world, "cut of the model into chunks", lambda: cut_model(chunked, config, source, world.device)
+    )
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
     part = take_part(chunked, config, made, arrangement.coordinates(world.rank).pp)
     return replace(part, is_frozen=part.is_frozen and optimizer is not None), described
@@ -209,12 +206,10 @@ def _traced(model: nn.Module, config: Config, world: Axis, source: SampleSource)
     return found[0]
 
 
-def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:
+def _check_arguments(model: Any, training_data: Any) -> None:
     """Refuse arguments of other kinds, before anything is started."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
-    if loss_fn is not None and not callable(loss_fn):
-        raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
     if training_data is None or is_loader(training_data):
         return
     is_sized = hasattr(training_data, "__len__") and hasattr(training_data, "__getitem__")
@@ -266,9 +261,7 @@ def _build_scheduler(lr_scheduler: Any, optimizer: Optimizer | None) -> Any:
         return None
     if optimizer is None:
         raise ValueError("lr_scheduler: expected an optimizer to go with it, got None")
-    if isinstance(lr_scheduler, type) or not hasattr(lr_scheduler, "step"):
-        if not callable(lr_scheduler):
-            raise ValueError(f"lr_scheduler: expected a scheduler or a callable, got {lr_scheduler!r}")
+    if isinstance(lr_scheduler, type) or (callable(lr_scheduler) and not hasattr(lr_scheduler, "step")):
         lr_scheduler = lr_scheduler(optimizer)
     if not hasattr(lr_scheduler, "step") or isinstance(lr_scheduler, ReduceLROnPlateau):
         name = type(lr_scheduler).__name__

@@ -260,8 +260,9 @@ class UnitInfo:
     """All that lies around the forward of its module, from the outside in."""
 
 
-def units_of(runtime: Runtime) -> list[UnitInfo]:
-    """List the units that own parameters."""
+def units(owner: Engine | Sharded) -> list[UnitInfo]:
+    """The units, each with name, padded size, its reason, and True if it needs no second gather."""
+    runtime = owner._runtime
     placements, infos = runtime.context.setting.placements, []
     for unit in (unit for unit in runtime.units if unit.plan.buffers):
         is_root, ends_forward = unit is runtime.root, unit in runtime.passes.last
@@ -288,11 +289,7 @@ class Sharded(NotCopied):
     no_sync, unsharded = no_sync, unsharded
     clip_grad_norm_, full_state_dict = clip_grad_norm_, full_state_dict
     num_parameters, close = num_parameters, close
-
-    @property
-    def units(self) -> list[UnitInfo]:
-        """The units, each with name, padded size, its reason, and True if it needs no second gather."""
-        return units_of(self._runtime)
+    units = property(units)
 
     def attach(self, *optimizers: Optimizer) -> None:
         """Follow optimizers over the sharded parameters, whoever steps them.

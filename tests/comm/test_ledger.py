@@ -121,7 +121,7 @@ def gather_in_order(order, compares):
     return answer
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [3])
 def test_an_agreement_compares_what_all_ranks_have_issued(ranks, num_ranks):
     same, other = ["ab"] * num_ranks, ["ab"] * (num_ranks - 1) + ["ba"]
     for order, compares in ((same, True), (same, False), (other, False)):

@@ -9,20 +9,19 @@ import torch.distributed as dist
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
-from zeroshard.comm.watch import watchdog
+from zeroshard.comm.lifecycle import open_watchdog
 
 
 def open_on_hosts(hosts, master, timeout_s):
     """The address of the store, and the warnings; ranks have hosts of these names."""
-    rank, size = dist.get_rank(), dist.get_world_size()
     axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=Counter(), timeout_s=timeout_s)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(socket, "gethostname", lambda: hosts[rank])
+        patch.setattr(socket, "gethostname", lambda: hosts[axis.rank])
         patch.delenv("MASTER_ADDR", raising=False)
         if master:
             patch.setenv("MASTER_ADDR", master)
-        opened = watchdog.open_watchdog(rank, size, axis.all_gather_object, timeout_s, None)
+        opened = open_watchdog(axis, None)
     return None if opened is None else opened._store.host, [str(each.message) for each in caught]
 
 

@@ -35,7 +35,7 @@ def start(stage, **config):
 def values(stage):
     """What the engine answers under DeepSpeed's names, in a step of two micro-batches."""
     engine = start(stage, gradient_accumulation_steps=2, micro_batch_size=3, clip_grad_norm=0.5)
-    before, boundaries = engine.get_global_grad_norm(), []
+    boundaries = []
     for number in range(2):
         engine.backward(engine(numbers(number, 5, 7)).square().mean())
         boundaries.append(engine.is_gradient_accumulation_boundary())
@@ -43,15 +43,8 @@ def values(stage):
     return {
         "boundaries": boundaries,
         "device": engine.device.type,
-        "ranks": (engine.local_rank, engine.global_rank, engine.world_size, engine.dp_world_size),
-        "sizes": (
-            engine.train_micro_batch_size_per_gpu(),
-            engine.gradient_accumulation_steps(),
-            engine.train_batch_size(),
-        ),
-        "steps": (engine.global_steps, engine.skipped_steps),
-        "rest": (engine.gradient_clipping(), engine.zero_optimization_stage(), engine.get_lr(), before),
-        "norm": engine.get_global_grad_norm() == float(engine.grad_norm),
+        "ranks": (engine.global_rank, engine.world_size, engine.dp_world_size),
+        "steps": (engine.gradient_accumulation_steps(), engine.skipped_steps, engine.get_lr()),
     }
 
 
@@ -60,11 +53,8 @@ def test_scripts_of_deepspeed_find_its_names(ranks):
         assert got == {
             "boundaries": [False, True],
             "device": "cpu",
-            "ranks": (rank, rank, 2, 2),
-            "sizes": (3, 2, 12),
-            "steps": (1, 0),
-            "rest": (0.5, 3, [0.1], None),
-            "norm": True,
+            "ranks": (rank, 2, 2),
+            "steps": (2, 0, [0.1]),
         }
 
 

@@ -94,18 +94,6 @@ class Llama(nn.Module):
         return {"logits": self.lm_head(self.norm(x))}
 
 
-class Gated(nn.Module):
-    """Layers that a caller can leave out, inside a block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.left, self.right = nn.LayerNorm(width), nn.Linear(width, 12), nn.Linear(12, width)
-        self.unused = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
-        return x if skip else x + self.right(F.silu(self.left(self.norm(x))))
-
-
 class Tiny(nn.Module):
     """`num_blocks` blocks of a few hundred elements; [n, 7] -> [n, 3]."""
 

@@ -1,13 +1,12 @@
 """Layers and parameters that are added to a sharded model are refused before a step or a save."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from tests.distributed.training import STAGES, differences, finish, numbers, square_loss, start, step
+from tests.distributed.training import SOME_STAGES, differences, finish, numbers, square_loss, start, step
 from tests.ranks import on_ranks
 
 
@@ -42,7 +41,7 @@ REFUSED = {
 
 @on_ranks(1)
 def test_what_is_added_to_a_sharded_model_is_refused_and_to_a_closed_one_is_not():
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         found = []
         for add, name in REFUSED.items():
             engine, optimizer = start(build(), "SGD", stage=stage)
@@ -73,8 +72,7 @@ def itself(shown):
     return shown
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
-@pytest.mark.parametrize("make", [copy.deepcopy, itself])
+@pytest.mark.parametrize(("make", "is_inside"), [(copy.deepcopy, True), (itself, False)])
 @on_ranks(1)
 def test_a_shown_parameter_in_another_module_and_a_copy_are_additions_too(make, is_inside):
     engine, optimizer = start(build(), "SGD", stage=3)
@@ -97,7 +95,7 @@ def test_a_shown_parameter_in_another_module_and_a_copy_are_additions_too(make, 
 @on_ranks(2)
 def test_parameters_that_are_tied_under_unsharded_are_refused_by_name():
     messages = []
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
         engine, _ = start(model, "SGD", stage=stage)
         before = {name: value.clone() for name, value in engine.full_state_dict().items()}
@@ -107,17 +105,3 @@ def test_parameters_that_are_tied_under_unsharded_are_refused_by_name():
         after = engine.full_state_dict()
         assert all(torch.equal(value, before[name]) for name, value in after.items())
     assert all("'2.weight' was replaced, tied or removed" in message for message in messages)
-
-
-@on_ranks(1)
-def test_a_zero_grad_before_each_micro_batch_warns_once():
-    """A zero_grad() before each micro-batch: no step would ever come."""
-    for stage in STAGES:
-        engine, _ = start(build(), "SGD", stage=stage, gradient_accumulation_steps=2)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for number in range(5):
-                engine.module.zero_grad()
-                engine.backward(square_loss(engine, number))
-                assert not engine.step()
-        assert len([one for one in caught if "leave zero_grad() out of the loop" in str(one.message)]) == 1

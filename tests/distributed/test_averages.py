@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zeroshard
-from tests.distributed.training import STAGES, numbers, start, unequal
+from tests.distributed.training import SOME_STAGES, numbers, start, unequal
 from tests.ranks import on_ranks
 from zeroshard.plan import pieces
 from zeroshard.stores.swapfile import SwapFile
@@ -97,7 +97,7 @@ def averages_of(stages, **config):
 
 @on_ranks(2)
 def test_averages_are_those_of_torch_to_the_bit():
-    return averages_of(STAGES)
+    return averages_of(SOME_STAGES)
 
 
 @on_ranks(2)
@@ -268,6 +268,7 @@ def test_wrong_arguments_are_refused_on_all_ranks():
         zeroshard.EMA(engine, DECAY, name="late")
 
 
+@pytest.mark.long_where(parameters=["nvme"])
 @pytest.mark.parametrize("parameters", ["none", "nvme"])
 @on_ranks(2)
 def test_averages_in_files_are_those_of_torch_to_the_bit(tmp_path, parameters):
@@ -320,25 +321,3 @@ def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(tm
     with ema.applied():
         shown = engine.full_state_dict()
     return list(unequal("begun anew", shown, engine.full_state_dict()))
-
-
-@on_ranks(2)
-def test_an_evaluation_in_the_middle_of_a_step_changes_nothing():
-    """An evaluation between the micro-batches of a step changes nothing of it."""
-    found = []
-    states = []
-    for evaluates in (False, True):
-        engine, _ = start(build(), stage=3, gradient_accumulation_steps=2)
-        ema = zeroshard.EMA(engine, DECAY)
-        for number in range(6):
-            train(engine, number)
-            if evaluates:
-                with ema.applied(), torch.inference_mode():
-                    engine.eval()(numbers(9, 4, 7))
-                engine.train()
-        with ema.applied():
-            shown = engine.full_state_dict()
-        states.append({f"average of {name}": value for name, value in shown.items()})
-        states[-1] |= engine.full_state_dict()
-    found += unequal("stage 3", *states)
-    return found

@@ -1,11 +1,9 @@
 """Main parameters in bfloat16 against plain PyTorch: a step in float32, rounded with integers of Python."""
 
-import copy
 import hashlib
 import json
 import warnings
 import zlib
-from typing import ClassVar
 
 import bitsandbytes
 import numpy as np
@@ -174,6 +172,7 @@ def all_stages(kinds, configs):
     return found
 
 
+FAST = ["for-each AdamW", "SGD", "LAMB"]
 EVERYWHERE = [
     *({"stage": stage} for stage in (0, 1, 2)),
     *({"stage": stage, "precision": {"main_dtype": "bf16"}} for stage in (1, 3)),
@@ -184,7 +183,8 @@ EVERYWHERE = [
 @pytest.mark.parametrize(
     ("num_ranks", "kinds", "configs"),
     [
-        (2, list(KINDS), [{"stage": 3}]),
+        (2, FAST, [{"stage": 3}]),
+        pytest.param(2, [kind for kind in KINDS if kind not in FAST], [{"stage": 3}], marks=pytest.mark.long),
         pytest.param(4, ["fused AdamW", "AdamW8bit"], EVERYWHERE, marks=pytest.mark.long),
     ],
 )
@@ -194,8 +194,7 @@ def test_every_optimizer_at_every_stage_has_the_bits_of_float32_steps_rounded_by
 
 
 @on_ranks(2)
-def test_a_plain_loop_with_closures_and_the_composable_layer_do_the_same_and_hooks_run_once():
-    """Parameters and hooks, for a loop of plain PyTorch with closures, and for the composable layer."""
+def test_a_plain_loop_with_closures_does_the_same_and_hooks_run_once():
     want, found = by_hand("fused AdamW", build()), []
     engine = start("fused AdamW")
     calls = []
@@ -214,20 +213,6 @@ def test_a_plain_loop_with_closures_and_the_composable_layer_do_the_same_and_hoo
     found += unequal(engine, want)
     assert calls == ["pre", "closure", "post"] * NUM_STEPS
     assert engine.global_step == NUM_STEPS
-    model = build()
-    torch.manual_seed(SEED)
-    runtime = zeroshard.shard(model, {"units": ["Block"], "precision": BF16_MAIN})
-    optimizer = KINDS["fused AdamW"](model.parameters())
-    runtime.attach(optimizer)
-    for step in range(NUM_STEPS):
-        model(step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for p in model.parameters():
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, p.detach())
-        if not torch.equal(torch.cat(parts).float(), want[p.fqn].flatten()):
-            found.append(p.fqn)
     return found
 
 
@@ -253,53 +238,6 @@ def test_an_optimizer_that_nobody_knows_is_stepped_once_with_all_its_parameters_
     assert unequal(engine, by_hand("SGD", build())) == []
     counts = [group["count"] for group in optimizer.param_groups]
     assert (counts, optimizer.param_groups[1]["held"], engine.global_step) == ([3, 3], {torch.float32}, 3)
-
-
-class Watching(torch.optim.SGD):
-    """Tells which parameters each of its steps sees; taken for one of torch's own."""
-
-    seen: ClassVar = []
-    __module__ = "torch.optim.watching"
-
-    def step(self, closure=None):
-        self.seen.append([(p.fqn, p.dtype) for group in self.param_groups for p in group["params"]])
-        return super().step(closure)
-
-
-@on_ranks(2)
-def test_an_optimizer_of_torch_sees_one_unit_at_a_time_and_only_what_has_a_gradient():
-    blocks = [[(f"blocks.{n}.{name}", torch.float32) for name in ("bias", "weight")] for n in (0, 1)]
-    seen = [[("gain", torch.float32)], *blocks, *blocks]  # as forwards use them, the root first
-    model = build()
-    engine = of_unknown(model, Watching(list(model.parameters())[::-1], lr=1.0), units=["Block"])
-    Watching.seen.clear()
-    train(engine, [0, 1])
-    assert (Watching.seen, engine.global_step) == (seen, 2)
-
-
-class Seeing(AdamW8bit):
-    """Tells the dtypes of the parameters that its steps change."""
-
-    seen: ClassVar = set()
-
-    def step(self, closure=None):
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        self.seen.update(p.dtype for p in parameters if p.grad is not None)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize(
-    ("module", "dtype"), [("zeroshard.seeing", torch.bfloat16), ("somewhere", torch.float32)]
-)
-@on_ranks(2)
-def test_an_8bit_optimizer_steps_bfloat16_as_it_is_unless_nobody_knows_its_class(module, dtype):
-    """By a class that stands in a module."""
-    model, kind = build(), type("Seeing", (Seeing,), {"__module__": module})
-    torch.manual_seed(SEED)
-    engine = of_unknown(model, kind(model.parameters(), lr=1e-3), stage=2)
-    Seeing.seen.clear()
-    train(engine)
-    assert (unequal(engine, by_hand("AdamW8bit", build())), Seeing.seen) == ([], {dtype})
 
 
 class Failing(torch.optim.SGD):
@@ -394,17 +332,6 @@ def test_gradients_are_clipped_by_a_factor_of_float32():
     return found
 
 
-@on_ranks(2)
-def test_a_skipped_step_changes_nothing_and_is_not_counted():
-    engine = start("SGD", nonfinite="skip")
-    for step in range(NUM_STEPS):
-        bad = step == 2 and dist.get_rank() == 1
-        engine.backward(engine(step) * (float("inf") if bad else 1.0))
-        engine.step()
-    want = by_hand("SGD", build(), skipped=(2,))
-    assert (unequal(engine, want), engine.skipped_steps, engine.global_step) == ([], 1, NUM_STEPS - 1)
-
-
 # ------------------------------------------------------------------------------------- checkpoints, memory
 
 
@@ -458,20 +385,3 @@ def test_checkpoints_go_from_float32_to_bfloat16_and_back(tmp_path):
         train(engine, range(2, 4))
     found += [s["exp_avg"].dtype for s in narrow.optimizer.state.values() if s["exp_avg"].element_size() != 4]
     return found
-
-
-@on_ranks(2)
-def test_load_state_dict_of_the_optimizer_keeps_states_in_float32():
-    """torch's own way of saving a rank's states."""
-    engine = start("fused AdamW")
-    train(engine, range(2))
-    saved = copy.deepcopy(engine.optimizer.state_dict())
-    before = [p.detach().clone() for p in engine.parameters()]
-    engine.optimizer.load_state_dict(saved)
-    got = engine.optimizer.state_dict()["state"]
-    assert all(
-        torch.equal(value, got[number][key]) and value.dtype is got[number][key].dtype
-        for number, state in saved["state"].items()
-        for key, value in state.items()
-    )
-    assert all(torch.equal(p, q) for p, q in zip(engine.parameters(), before, strict=True))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.training import (
-    STAGES,
+    SOME_STAGES,
     caught,
     differences,
     finish,
@@ -17,8 +17,6 @@ from tests.distributed.training import (
     same_as_replicated,
     start,
     step,
-    train_replicated,
-    train_sharded,
 )
 from tests.ranks import on_ranks
 
@@ -42,28 +40,12 @@ def in_place(block):
         block.weight.div_(block.weight.norm())
 
 
-def in_a_view(block):
-    block.weight.detach()[1].zero_()
-
-
 def by_data(block):
     block.weight.data.clamp_(-0.1, 0.1)
 
 
 def in_new_data(block):
     block.weight.data = block.weight.data / 2
-
-
-def in_a_transpose(block):
-    block.weight.data = block.weight.data.t()
-
-
-def in_another_shape(block):
-    block.weight.data = block.weight.data[:3]
-
-
-def in_data_of_another(block):
-    block.weight.data = block.inner.weight.data
 
 
 def by_set(block):
@@ -80,8 +62,7 @@ def unseen(block):
 BF16 = {"param_dtype": "bfloat16"}
 """Modules compute with copies at every stage."""
 
-EDITS = (in_place, in_a_view, by_data, in_new_data, in_a_transpose, in_another_shape, in_data_of_another)
-EDITS += (by_set, unseen)
+EDITS = (in_place, by_data, in_new_data, by_set, unseen)
 
 
 def build(edit=None, block=Block, num_blocks=2):
@@ -137,28 +118,20 @@ def test_an_edit_of_a_frozen_parameter_is_refused_even_if_it_changes_no_value():
 def test_an_edit_of_main_parameters_with_which_modules_compute_is_as_in_ddp():
     """Where modules compute with the main parameters themselves, nothing is lost."""
     for units in (["Sequential"], []):
-        stages = STAGES if torch.distributed.get_world_size() == 1 else [1]
+        stages = SOME_STAGES if torch.distributed.get_world_size() == 1 else [1]
         assert not same_as_replicated(build(in_place), "SGD", 3, same_batch_loss, units=units, stages=stages)
 
 
 @on_ranks(2)
 def test_an_edit_in_a_forward_is_refused_by_name_and_changes_no_value():
     for units in (["Sequential"], []):
-        cases = [(edit, stage) for edit in EDITS for stage in STAGES]
+        cases = [(edit, stage) for edit in EDITS for stage in SOME_STAGES]
         found = [(edit.__name__, stage, edited(stage, edit, units)) for edit, stage in cases]
         for edit, stage, (one, other, *more) in found:
             assert one == other
             assert "'0.0.weight' was edited in a forward or backward" in one, (edit, stage)
             assert "register_buffer" in one
             assert not more, (edit, stage)
-
-
-class InHook(Block):
-    """Edited in the backward, after the gradient of the weight is known."""
-
-    def __init__(self, edit):
-        super().__init__()
-        self.inner.register_full_backward_hook(lambda *_: edit(self))
 
 
 class InTensorHook(Block):
@@ -187,11 +160,10 @@ class InSecondForward(Block):
         return checkpoint(self.part, x, use_reentrant=False).tanh()
 
 
-@pytest.mark.long_where(block=[InHook])
-@pytest.mark.parametrize("block", [InHook, InTensorHook, InSecondForward])
+@pytest.mark.parametrize("block", [InTensorHook, InSecondForward])
 @on_ranks(2)
 def test_an_edit_in_a_backward_is_refused_by_name(block):
-    for stage, units in itertools.product(STAGES, (["Sequential"], [block.__name__], [])):
+    for stage, units in itertools.product(SOME_STAGES, (["Sequential"], [block.__name__], [])):
         engine, _ = start(build(by_data, block), "SGD", stage=stage, units=units, precision=BF16)
         message = caught(engine.backward, same_batch_loss(engine, 0))
         assert "weight' was edited in a forward or backward" in message
@@ -211,34 +183,9 @@ def test_an_edit_of_an_object_that_a_forward_has_left_is_refused_before_values_a
         assert "'0.0.bias' was edited" in message
 
 
-def reads(block):
-    assert block.weight.data.norm() > 0
-    assert not block.weight.data.requires_grad
-    block.weight.data = block.weight.data.bfloat16()  # as layers of bitsandbytes do
-
-
-def moves_unseen(block):
-    """Gives parameters other memory and counts no version, as a recurrent layer on a GPU does."""
-    for parameter in (block.weight, block.bias):
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
-            parameter.set_(parameter.clone())
-
-
-@pytest.mark.parametrize("act", [reads, moves_unseen])
-@on_ranks(2)
-def test_a_parameter_whose_values_stay_trains_as_before(act):
-    for units in (["Sequential"], []):
-        want = train_replicated(build(), "SGD", 3, same_batch_loss)
-        found = []
-        for stage in STAGES:
-            got = train_sharded(build(act), "SGD", 3, same_batch_loss, stage=stage, units=units)
-            found += differences(f"stage {stage}", got, want)
-        assert not found
-
-
 @on_ranks(1, 2)
 def test_a_forward_inside_unsharded_after_an_edit_there_is_refused_by_name():
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         model = build(num_blocks=1)
         replica = copy.deepcopy(model)
         engine, optimizer = start(model, "SGD", stage=stage)

@@ -1,15 +1,13 @@
 """Parameters that are not sharded, each rank's own."""
 
-import copy
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.training import STAGES, numbers, plain, start, step
+from tests.distributed.training import numbers, start, step
 from tests.ranks import on_ranks
 
 WIDTH = 7
@@ -51,36 +49,6 @@ def names_of(model):
 def built():
     torch.manual_seed(0)
     return Model()
-
-
-def replicated(model):
-    replica = copy.deepcopy(model)
-    if dist.get_world_size() == 1:
-        return replica
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(replica, names_of(replica))
-    return DistributedDataParallel(replica)
-
-
-@on_ranks(2)
-def test_ignored_parameters_stay_each_ranks_own_as_in_ddp_that_ignores_them():
-    replica, found = replicated(built()), []
-    optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-2)
-    want = [step(replica, optimizer, loss_of, number) for number in range(3)]
-    wanted = plain(replica).state_dict()
-    for stage in STAGES:
-        model = built()
-        groups = [{"params": model.blocks.parameters()}, {"params": model.expert.parameters()}]
-        engine, optimizer = start(model, torch.optim.AdamW(groups, lr=1e-2), stage=stage, ignored=IGNORED)
-        got = [step(engine, optimizer, loss_of, number) for number in range(3)]
-        with engine.unsharded():
-            now = {name: value.clone() for name, value in engine.module.state_dict().items()}
-        found += [f"stage {stage}: losses {got}, not {want}"] * (got != want)
-        found += [f"stage {stage}: {name}" for name in wanted if not torch.equal(now[name], wanted[name])]
-        whole = engine.full_state_dict()
-        found += [f"stage {stage}: full {name}" for name in whole if not torch.equal(whole[name], now[name])]
-        assert all(type(engine.get_parameter(name)) is nn.Parameter for name in names_of(engine))
-        assert "expert" not in str(engine.units)
-    return found
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import zeroshard
-from tests.distributed.training import STAGES, caught
+from tests.distributed.training import SOME_STAGES, caught
 from tests.ranks import on_ranks
 
 SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -38,32 +38,24 @@ class Two(nn.Module):
 TOKENS = torch.arange(12).view(2, 6)
 
 
-def trained(model, how, stage):
-    """The model after a step, in `initialize` or `shard`."""
+def trained(model, stage):
+    """The model after a step."""
     config = {"stage": stage, "units": ["BertLayer"]}
-    if how == "shard":
-        sharded = zeroshard.shard(model, config)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sharded.attach(optimizer)
-        model(TOKENS).backward()
-        optimizer.step()
-        return sharded
     engine = zeroshard.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config).engine
     engine.backward(engine(TOKENS))
     engine.step()
     return engine
 
 
-@pytest.mark.parametrize("how", ["initialize", pytest.param("shard", marks=pytest.mark.long)])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @on_ranks(2)
-def test_methods_of_inner_models_have_whole_parameters_or_are_refused(tmp_path, how, stage):
+def test_methods_of_inner_models_have_whole_parameters_or_are_refused(tmp_path, stage):
     folder = str(tmp_path / str(stage))
     model = Two()
     plain = copy.deepcopy(model)
     plain(TOKENS).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    engine = trained(model, how, stage)
+    engine = trained(model, stage)
     encoder, decoder = model.encoder, model.decoder
     reads = "of the sharded model sees only this rank's slices: call it under engine.unsharded("
     for act, path, ending in (
@@ -98,7 +90,7 @@ def test_methods_of_inner_models_have_whole_parameters_or_are_refused(tmp_path, 
         assert not [name for name, value in vars(part).items() if type(value).__module__.startswith("zero")]
     model.decoder = decoder.merge_and_unload()
     model.encoder.resize_token_embeddings(40)
-    trained(model, how, stage).close()
+    trained(model, stage).close()
 
 
 @on_ranks(2)

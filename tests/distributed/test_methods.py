@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.training import (
-    STAGES,
+    SOME_STAGES,
     averaged_step,
     build,
     differences,
@@ -65,7 +65,7 @@ def test_registered_methods_train_as_in_plain_pytorch_to_the_bit():
     replica = copy.deepcopy(model)
     made = torch.optim.AdamW(replica.parameters(), lr=1e-2)
     want = finish(replica, [averaged_step(replica, made, encoded_loss, number) for number in range(4)])
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         optimizer = torch.optim.AdamW((copied := copy.deepcopy(model)).parameters(), lr=1e-2)
         engine, optimizer = start(copied, optimizer, stage=stage)
         for name in ("encode_image", "encode_text", "through_forward"):

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.distributed.training import STAGES, caught, full_gradients, numbers, start
+from tests.distributed.training import SOME_STAGES, caught, full_gradients, numbers, start
 from tests.ranks import on_ranks
 
 
@@ -59,29 +59,13 @@ def together_and_apart(stage):
 
 @on_ranks(2)
 def test_one_plain_backward_over_the_losses_of_two_engines_is_one_for_each():
-    return {stage: problems for stage in STAGES if (problems := together_and_apart(stage))}
-
-
-@on_ranks(2)
-def test_a_scaled_backward_may_come_through_a_frozen_engine():
-    """The gradients of an engine in float16 whose loss comes through another engine, and without a scale."""
-    found = []
-    for stage in STAGES:
-        for scales in ((2.0**8, None), (2.0**8, 2.0**8), (None, None)):
-            first, second = pair(stage, scales)
-            second.requires_grad_(False)
-            first.backward(second(first(numbers(0, 4, 7)).float()).float().square().mean())
-            found.append(full_gradients(first))
-    for half, halves, want in zip(found[::3], found[1::3], found[2::3], strict=True):
-        for name, gradient in want.items():
-            torch.testing.assert_close(half[name], gradient, atol=1e-2, rtol=1e-2)
-            torch.testing.assert_close(halves[name], gradient, atol=1e-2, rtol=1e-2)
+    return {stage: problems for stage in SOME_STAGES if (problems := together_and_apart(stage))}
 
 
 @on_ranks(2)
 def test_a_scaled_backward_that_comes_to_another_engine_is_refused():
     found = []
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         for scales in ((2.0**8, None), (2.0**8, 2.0**8)):
             first, second = engines = pair(stage, scales)
             found.append(caught(lambda: first.backward(loss_of(first, 0) + loss_of(second, 0))))  # noqa: B023
@@ -90,7 +74,7 @@ def test_a_scaled_backward_that_comes_to_another_engine_is_refused():
                 for one in (engine, alone):
                     one.backward(loss_of(one, 1))
                 found += unequal(full_gradients(engine), full_gradients(alone))
-    assert len(found) == 2 * len(STAGES)
+    assert len(found) == 2 * len(SOME_STAGES)
     assert all("of another engine, which does not know the scale" in text for text in found)
 
 
@@ -120,7 +104,7 @@ def assignments(stage):
 
 @on_ranks(2)
 def test_the_number_of_micro_batches_is_checked_and_kept_within_a_step():
-    stages = [assignments(stage) for stage in STAGES]
+    stages = [assignments(stage) for stage in SOME_STAGES]
     for wrong, inside, after, number, configured in stages:
         assert all("expected an integer >= 1" in text for text in wrong)
         assert all("in the middle of a step: its gradients are divided by 2" in text for text in inside)

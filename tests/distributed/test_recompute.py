@@ -12,7 +12,6 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import (
-    STAGES,
     build,
     differences,
     distance_of_all,
@@ -26,34 +25,6 @@ from tests.distributed.training import (
     train_sharded,
 )
 from tests.ranks import on_ranks
-
-
-class Normalized(nn.Module):
-    """A block with running statistics, which a forward changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(7, 7), nn.BatchNorm1d(7)
-
-    def forward(self, x):
-        return x + self.norm(self.linear(x)).tanh()
-
-
-@on_ranks(2)
-def test_a_graph_is_recomputed_in_each_backward_through_it():
-    """The second through the graph of the first."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Normalized(), Normalized())
-
-    def loss(net, number):
-        x = numbers(number, 5, 7).requires_grad_()
-        value = net(x).square().mean()
-        (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
-        return value * gradient.square().sum()
-
-    want = train_replicated(model, "SGD", 2, loss).losses
-    runs = [train_sharded(model, "SGD", 2, loss, stage=stage, recompute="unit") for stage in STAGES]
-    assert [run.losses == want for run in runs] == [True] * len(STAGES)
 
 
 class Averaging(nn.Module):
@@ -113,23 +84,6 @@ def test_recomputation_gathers_nothing_twice_and_keeps_fewer_activations():
     gathered, reduced = (2 * P - sum(last)) // 2, P // 2
     assert found["none"][1:] == found["unit"][1:] == (gathered, reduced)
     assert found["unit"][0] < 0.5 * found["none"][0]
-
-
-@on_ranks(2)
-def test_a_cache_that_recomputation_would_fill_twice_is_refused_with_the_remedy():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
-    )
-    engine, _ = start(LlamaForCausalLM(config), "SGD", recompute="unit")
-    ids = torch.zeros(1, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="twice") as refused:
-        engine(ids, labels=ids, use_cache=True)
-    message = str(refused.value)
-    engine(ids, labels=ids, use_cache=False).loss.backward()
-    assert "LlamaDecoderLayer" in message
-    assert "set use_cache=False" in message
 
 
 @on_ranks(1)

@@ -1,35 +1,24 @@
-"""Parametrized and pruned layers, buffers of every kind, attributes of parameters, autocast."""
+"""Attributes of parameters, and autocast."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.utils.parametrize as parametrize
 from torch import nn
-from torch.nn.utils import parametrizations, prune
 
 import zeroshard
 from tests.distributed.training import (
-    STAGES,
+    SOME_STAGES,
     apart,
-    averaged_step,
     finish,
     numbers,
     sgd,
-    square_loss,
     start,
-    step,
 )
 from tests.ranks import on_ranks
-
-
-class Lower(nn.Module):
-    def forward(self, weight):
-        return weight.tril()
 
 
 def base():
@@ -38,88 +27,7 @@ def base():
     return nn.Sequential(nn.Linear(7, 7), *blocks, nn.Linear(7, 3))
 
 
-REPARAMETRIZE = {
-    "weight_norm": parametrizations.weight_norm,
-    "spectral_norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
-    "own": lambda layer: parametrize.register_parametrization(layer, "weight", Lower()),
-    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.4),
-    "pruned rows": lambda layer: prune.ln_structured(layer, "weight", 0.3, n=2, dim=0),
-    "old weight_norm": nn.utils.weight_norm,
-    "old spectral_norm": nn.utils.spectral_norm,
-}
-
-
-@on_ranks(2)
-def test_layers_reparametrized_before_initialize_train_as_in_plain_pytorch():
-    for stage in STAGES:
-        warnings.simplefilter("ignore")
-        found = []
-        for name, change in REPARAMETRIZE.items():
-            model = base()
-            for layer in (model[0], model[1][0], model[2][2]):
-                change(layer)
-            plain = base()
-            for layer in (plain[0], plain[1][0], plain[2][2]):
-                change(layer)
-            plain.load_state_dict(model.state_dict())
-            optimizer = sgd(plain)
-            engine, own = start(model, sgd(model), stage=stage)
-            got = [step(engine, own, square_loss, number) for number in range(2)]
-            want = [averaged_step(plain, optimizer, square_loss, number) for number in range(2)]
-            got, want = finish(engine, got), finish(plain, want)
-            kept = {key: value for key, value in got.parameters.items() if not key.endswith(("_u", "_v"))}
-            got.parameters = kept  # each rank's own power iterations
-            found += apart(f"stage {stage}, {name}", got, want)
-        assert found == []
-
-
-def change_shown(engine, change, write_back=True):
-    with engine.unsharded(write_back=write_back):
-        change(engine.module)
-
-
-def change_inside(stage):
-    warnings.simplefilter("ignore")
-    for write_back in (False, True):
-        for name, change in REPARAMETRIZE.items():
-            engine, _ = start(base(), stage=stage)
-            refused = (
-                r"'0\.weight' was replaced, tied or removed|Creating a Parameter"  # torch's, of weight_norm
-            )
-            with pytest.raises(RuntimeError, match=refused):
-                change_shown(engine, lambda model, change=change: change(model[0]), write_back)
-            if name != "weight_norm":  # torch refuses it before anything is changed
-                with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced, tied or removed"):
-                    engine(numbers(0, 5, 7))
-    pruned = base()
-    prune.l1_unstructured(pruned[0], "weight", 0.4)
-    engine, _ = start(pruned, stage=stage)
-    with pytest.raises(RuntimeError, match=r"'0\.weight_orig' was replaced, tied or removed"):
-        change_shown(engine, lambda model: prune.remove(model[0], "weight"))
-    engine, _ = start(base(), stage=stage)
-    with engine.unsharded(write_back=True):  # undone: the values stay
-        prune.l1_unstructured(engine.module[0], "weight", 0.4)
-        prune.remove(engine.module[0], "weight")
-    expected = prune.l1_unstructured(base()[0], "weight", 0.4).weight
-    state = engine.full_state_dict()
-    return not state or torch.equal(state["0.weight"], expected)
-
-
-def change_on_one_rank():
-    engine, _ = start(base(), stage=3)
-    with pytest.raises(RuntimeError, match=r"'4\.weight' was added to a sharded model.* \(rank 1\)"):
-        change_shown(engine, lambda model: dist.get_rank() == 1 and model.append(nn.Linear(3, 3)))
-    return True
-
-
-def test_a_model_that_is_changed_under_unsharded_is_refused_by_name(ranks):
-    for stage in (0, 3):
-        assert ranks(2, change_inside, stage) == [True, True]
-    assert ranks(2, change_on_one_rank) == [True, True]
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", SOME_STAGES)
 @on_ranks(2)
 def test_attributes_of_parameters_are_seen_before_and_after_initialize_and_in_forward(stage):
     model = base()
@@ -165,7 +73,7 @@ def accumulate_in_autocast(model, optimizer, number, *, averages):
 @on_ranks(2)
 def test_casts_that_autocast_caches_are_not_used_after_a_step():
     """Several steps inside one context, which caches the casts of parameters to its end."""
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         config = {}
         model = base()
         plain = copy.deepcopy(model)

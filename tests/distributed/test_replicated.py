@@ -9,10 +9,8 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import (
-    ALL_STAGES,
     averaged_step,
     numbers,
-    same_as_replicated,
     start,
     step,
     unequal,
@@ -64,14 +62,6 @@ def loss_of(model, number, **others):
     return model(numbers(number, 5, WIDTH), **others).float().square().mean()
 
 
-@on_ranks(2)
-def test_replicated_parameters_train_as_in_ddp_to_the_bit():
-    found = []
-    for frozen in ("replicate", "tower", ["tower.blocks.*", "trunk.1.up.weight"]):
-        found += same_as_replicated(build(), "AdamW", 3, loss_of, stages=ALL_STAGES, frozen=frozen)
-    return found
-
-
 # ------------------------------------------------------------------------------------- memory and traffic
 
 
@@ -110,25 +100,11 @@ def test_nothing_of_replicated_parameters_is_gathered(ranks, config):
         assert report.peak_unsharded == want.peak_unsharded
 
 
-def test_sharded_ones_are_gathered_and_take_less_at_rest(ranks):
-    ((_, sent, report, want, _), _) = ranks(2, costs, "shard", {})
-    ((_, fewer, more, _, _), _) = ranks(2, costs, "replicate", {})
-    assert sent["all_gather"] > 2 * fewer["all_gather"]
-    assert sent["reduce_scatter"] == fewer["reduce_scatter"]
-    assert report.parameters == want.parameters < more.parameters
-    assert report.peak_unsharded > more.peak_unsharded
-
-
-@pytest.mark.parametrize("is_first", [True, False])
 @on_ranks(2)
-def test_a_rank_may_leave_out_a_tower_that_is_not_gathered(is_first):
-    """Where runs differ in which ranks leave out the blocks of a tower by turns.
-
-    Args:
-        is_first: False for a tower with a trained layer before its blocks.
-    """
+def test_a_rank_may_leave_out_a_tower_that_is_not_gathered():
+    """Where runs differ in which ranks leave out the blocks of a tower, with a trained layer before them."""
     model, found = build(), []
-    model.tower["stem"].requires_grad_(not is_first)
+    model.tower["stem"].requires_grad_(True)
     replica = copy.deepcopy(model)
     engine, optimizer = start(model, frozen=["tower.blocks"], num_prefetch=2)
     other = torch.optim.AdamW([p for p in replica.parameters() if p.requires_grad], lr=1e-3)

@@ -11,11 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.distributed.training import (
     averaged_step,
-    by_hand,
     differences,
     finish,
     numbers,
-    only,
     square_loss,
     start,
     step,
@@ -153,27 +151,3 @@ def test_a_view_of_a_parameter_outlives_its_unit_in_evaluation():
     engine, _ = start(model, stage=3, units=["Positions", "Block"])
     with torch.no_grad():
         assert torch.equal(engine(numbers(0, 5, 7)), expected)
-
-
-class Normalized(nn.Sequential):
-    def __init__(self):
-        blocks = (nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Tanh()) for _ in range(2))
-        super().__init__(*blocks, nn.Linear(7, 3))
-
-
-@pytest.mark.parametrize(("make", "keep"), [(Collecting, ()), (Normalized, nn.BatchNorm1d)])
-@on_ranks(2)
-def test_in_bfloat16_lists_that_blocks_are_given_are_added_to_and_batch_norm_keeps_its_dtype(make, keep):
-    model = make()
-
-    def cast_loss(net, number):
-        return net(numbers(number, 6, 7).bfloat16()).float().square().mean()
-
-    def loss(net, number):
-        return net(numbers(number, 6, 7)).float().square().mean()
-
-    want = by_hand(model, "SGD", range(3), cast_loss, torch.bfloat16, keep=keep)
-    engine, optimizer = start(model, "SGD", precision={"param_dtype": "bf16"})
-    got = finish(engine, [step(engine, optimizer, loss, number) for number in range(3)])
-    names = dict(engine.named_parameters())
-    return differences(make.__name__, only(got, names), only(want, names))

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.models import Layered
 from tests.distributed.training import (
-    STAGES,
+    SOME_STAGES,
     distances,
     flat_gradients,
     full_gradients,
@@ -57,7 +57,7 @@ def test_gradients_that_were_forgotten_do_not_come_back(precision):
         replica = replicate(Layered(), find_unused=True)
         two_backwards(replica, forget)
         want = flat_gradients(replica)
-        for stage in STAGES:
+        for stage in SOME_STAGES:
             engine, _ = start(Layered(), "SGD", stage=stage, precision=precision)
             two_backwards(engine, forget)
             far = distances(full_gradients(engine), want)
@@ -86,7 +86,7 @@ def test_other_ways_are_refused_while_sums_wait(ranks):
 def read_with_sums():
     """By stage, the ends of a read of p.grad before and while sums of a later micro-batch wait."""
     found = []
-    for stage in STAGES:
+    for stage in SOME_STAGES:
         engine, _ = start(Layered(), "SGD", stage=stage)
         square_loss(engine, 0).backward()
         ends = []
@@ -108,4 +108,4 @@ def test_a_gradient_that_lacks_sums_is_not_read(ranks):
         for before, while_waiting in found:
             assert before == "read"
             assert "lacks gradients of micro-batches that wait for a reduction" in while_waiting
-    assert ranks(1, read_with_sums) == [[["read", "read"]] * len(STAGES)]
+    assert ranks(1, read_with_sums) == [[["read", "read"]] * len(SOME_STAGES)]

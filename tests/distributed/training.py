@@ -25,6 +25,8 @@ ALL_STAGES = (0, 1, 2, 3)
 """For tests whose subject is the stages: parity, bytes at rest and on the wire."""
 STAGES = ALL_STAGES if os.environ.get("ALL_STAGES") else (1, 3)
 """For the others: all with `--all`, and otherwise two that shard as much and as little as sharding can."""
+SOME_STAGES = ALL_STAGES if os.environ.get("ALL_STAGES") else (3,)
+"""For tests of what users do around steps: all with `--all`, and otherwise the one that shards most."""
 
 Loss = Callable[[nn.Module, int], Tensor]
 """(model or engine, number of the step) -> this rank's loss."""
@@ -172,22 +174,11 @@ def by_hand(
     *,
     reduce_dtype: torch.dtype = torch.float32,
     loss_scale: float = 1.0,
-    keep: type[nn.Module] | tuple[()] = (),
-    wide: Iterable[str] = (),
 ) -> Run:
-    """Plain PyTorch: forward and backward in `compute_dtype`; mean of the gradients and step in fp32.
-
-    Args:
-        keep: modules whose parameters are computed with in their own dtype.
-        wide: names of modules that compute in float32: their inputs are cast, and their outputs cast back.
-    """
+    """Plain PyTorch: forward and backward in `compute_dtype`; mean of the gradients and step in fp32."""
     compute = copy.deepcopy(model)
-    for module in compute.modules():
-        for parameter in module.parameters(recurse=False):
-            if not isinstance(module, keep):
-                parameter.data = parameter.data.to(compute_dtype)
-    for name in wide:
-        _compute_wide(compute.get_submodule(name), model.get_submodule(name))
+    for parameter in compute.parameters():
+        parameter.data = parameter.data.to(compute_dtype)
     given = dict(model.named_parameters())
     main = {name: nn.Parameter(given[name].detach().clone()) for name, _ in compute.named_parameters()}
     made, losses, n = OPTIMIZERS[optimizer](main.values()), [], dist.get_world_size()
@@ -208,18 +199,6 @@ def by_hand(
             for name, parameter in compute.named_parameters():
                 parameter.copy_(main[name])
     return Run(losses, {name: value.detach().clone() for name, value in main.items()})
-
-
-def _compute_wide(module: nn.Module, given: nn.Module) -> None:
-    """Let a module of plain PyTorch compute in float32, in a model of another dtype."""
-    module.float().load_state_dict(given.state_dict())
-    forward = module.forward
-
-    def wide(x: Tensor) -> Tensor:
-        back = x.dtype if x.is_floating_point() else torch.bfloat16
-        return forward(x.float() if x.is_floating_point() else x).to(back)
-
-    module.forward = wide
 
 
 def only(run: Run, names: Iterable[str]) -> Run:

@@ -32,7 +32,7 @@ EXCHANGES = (
         file="zeroshard/plan/exchange.py",
         find="_AXES = (DP_INNER, DP_SHARD, DP_REPLICATE, TP)",
         replace="_AXES = (DP_INNER, DP_SHARD, TP)",
-        tests=("test_ranks_that_hold_the_same_shard_hold_the_same_bits",),
+        tests=("seed 8", "seed 9"),
     ),
     Break(
         name="missing_gradients_are_not_zeroed",
@@ -43,7 +43,7 @@ EXCHANGES = (
         file="zeroshard/sharding/gradients.py",
         find="torch._foreach_zero_(missing)",
         replace="torch._foreach_add_(missing, 1.0)",
-        tests=("test_layers_left_out_inside_a_unit_on_one_rank_count_zeros",),
+        tests=("seed 1", "seed 3"),
     ),
     Break(
         name="padding_is_not_zeroed",
@@ -154,7 +154,7 @@ EXCHANGES = (
         file="zeroshard/sharding/reducer.py",
         find="used = [list(islice(flag, len(gradients.used))) for gradients in self._all]",
         replace="used = [list(islice(flag, len(g.used))) and list(g.used) for g in self._all]",
-        tests=("test_layers_left_out_inside_a_unit_on_one_rank_count_zeros",),
+        tests=("seed 1", "seed 3"),
     ),
     Break(
         name="first_values_are_not_broadcast",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,101 +19,87 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MP
 """Variables that number the ranks of a node: of torchrun, Slurm's srun, Open MPI, MPICH and Intel MPI."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """The facts that the choice of a device depends on, other than the config."""
-
-    environment: Mapping[str, str]
-    accelerator: str | None
-    """The type of the devices that torch sees ("cuda"); None: there are none."""
-    num_devices: int
-    current_index: int
-    rank: int
-    num_ranks: int
-    backends: str | None
-    """The backends of the process group that the user has opened ("cpu:gloo,cuda:nccl"); None without one."""
-
-    @staticmethod
-    def of_this_process() -> Surroundings:
-        """Read the facts of this process."""
-        has_group = dist.is_initialized()
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return Surroundings(
-            environment=os.environ,
-            accelerator=accelerator.type if accelerator is not None else None,
-            num_devices=torch.accelerator.device_count() if accelerator is not None else 0,
-            current_index=torch.accelerator.current_device_index() if accelerator is not None else 0,
-            rank=dist.get_rank() if has_group else int(os.environ.get("RANK", "0")),
-            num_ranks=dist.get_world_size() if has_group else int(os.environ.get("WORLD_SIZE", "1")),
-            backends=dist.get_backend_config() if has_group else None,
-        )
-
-    def serves(self, kind: str) -> bool:
-        """True when the user's group exchanges tensors of these devices.
-
-        Gloo takes tensors of a GPU, too, through the host; a group of Gloo alone means the CPU.
-        """
-        if self.backends is None:
-            return True
-        backend = dict(pair.split(":") for pair in self.backends.split(",")).get(kind)
-        return backend is not None and (kind == "cpu" or backend != "gloo")
+def use_device(asked: str | None) -> torch.device:
+    """Choose the device of this rank, and make it the current one."""
+    has_group = dist.is_initialized()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = choose_device(
+        asked,
+        environment=os.environ,
+        accelerator=accelerator.type if accelerator is not None else None,
+        num_devices=torch.accelerator.device_count() if accelerator is not None else 0,
+        current_index=torch.accelerator.current_device_index() if accelerator is not None else 0,
+        rank=dist.get_rank() if has_group else int(os.environ.get("RANK", "0")),
+        num_ranks=dist.get_world_size() if has_group else int(os.environ.get("WORLD_SIZE", "1")),
+        backends=dist.get_backend_config() if has_group else None,
+    )
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    return device
 
 
-def choose_device(asked: str | None, around: Surroundings) -> torch.device:
+def choose_device(
+    asked: str | None,
+    *,
+    environment: Mapping[str, str],
+    accelerator: str | None,
+    num_devices: int,
+    current_index: int,
+    rank: int,
+    num_ranks: int,
+    backends: str | None,
+) -> torch.device:
     """Return the device of this rank.
 
     Args:
         asked: `Config.device`.
-        around: the facts of this process.
+        environment: the variables of this process.
+        accelerator: the type of the devices that torch sees ("cuda"); None: there are none.
+        num_devices, current_index: their number, and the current one.
+        rank, num_ranks: this rank and the number of ranks.
+        backends: the backends of the process group that the user has opened ("cpu:gloo,cuda:nccl"); None
+            without one.
 
     Raises:
         ValueError: there is no such device, or the process group cannot exchange its tensors.
     """
-    kind = around.accelerator
-    default = kind if kind is not None and around.serves(kind) else "cpu"
+    by_type = dict(pair.split(":") for pair in backends.split(",")) if backends is not None else {}
+
+    def serves(kind: str) -> bool:
+        # Gloo takes tensors of a GPU, too, through the host; a group of Gloo alone means the CPU.
+        return backends is None or (kind in by_type and (kind == "cpu" or by_type[kind] != "gloo"))
+
+    default = accelerator if accelerator is not None and serves(accelerator) else "cpu"
     wanted = torch.device(asked or default)
-    if wanted.type not in ("cpu", around.accelerator):
+    if wanted.type not in ("cpu", accelerator):
         raise ValueError(
             f"config key 'device': expected the CPU or an accelerator that torch sees "
-            f"({around.accelerator or 'there is none'}), got {asked!r}"
+            f"({accelerator or 'there is none'}), got {asked!r}"
         )
-    if not around.serves(wanted.type):
+    if not serves(wanted.type):
         raise ValueError(
-            f"device {wanted.type!r}: the open process group has the backends {around.backends}, and none of "
+            f"device {wanted.type!r}: the open process group has the backends {backends}, and none of "
             "them serves this type of device. Open the group with another backend, let initialize open it, "
             "or set config.device"
         )
     if wanted.type == "cpu":
         return wanted
-    has_index = str(wanted) != wanted.type
-    index = wanted.index if has_index else _index(around)
-    if index >= around.num_devices:
+    index = wanted.index
+    if str(wanted) == wanted.type:  # without an index
+        # In the shell of a job, only torchrun's variable is about a process that runs alone.
+        names = _LOCAL_RANKS if num_ranks > 1 else _LOCAL_RANKS[:1]
+        name = next((name for name in names if environment.get(name, "").isdecimal()), None)
+        if name is not None:  # the only device is mostly shown to this rank alone
+            index = 0 if num_devices == 1 else int(environment[name])
+        else:
+            index = current_index if num_ranks == 1 or current_index != 0 else rank % num_devices
+    if index >= num_devices:
         raise ValueError(
-            f"config key 'device': expected an index below {around.num_devices}, the number of {wanted.type} "
-            f"devices that rank {around.rank} sees, got {wanted.type}:{index}. Ask for another one, or check "
+            f"config key 'device': expected an index below {num_devices}, the number of {wanted.type} "
+            f"devices that rank {rank} sees, got {wanted.type}:{index}. Ask for another one, or check "
             "CUDA_VISIBLE_DEVICES and the number of ranks of a node (torchrun --nproc-per-node)"
         )
     return torch.device(wanted.type, index)
-
-
-def _index(around: Surroundings) -> int:
-    num, environment = around.num_devices, around.environment
-    # In the shell of a job, only torchrun's variable is about a process that runs alone.
-    names = _LOCAL_RANKS if around.num_ranks > 1 else _LOCAL_RANKS[:1]
-    name = next((name for name in names if environment.get(name, "").isdecimal()), None)
-    if name is None:
-        if around.num_ranks == 1 or around.current_index != 0:
-            return around.current_index
-        return around.rank % num
-    return 0 if num == 1 else int(environment[name])  # the only one is mostly shown to this rank alone
-
-
-def use_device(asked: str | None) -> torch.device:
-    """Choose the device of this rank, and make it the current one."""
-    device = choose_device(asked, Surroundings.of_this_process())
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
-    return device
 
 
 def available_backends() -> tuple[str, ...]:

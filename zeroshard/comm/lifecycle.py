@@ -9,15 +9,23 @@ watchdog's thread.
 from __future__ import annotations
 
 import atexit
+import json
+import os
+import socket
 from collections.abc import Callable
+from datetime import timedelta
+from uuid import uuid4
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.comm.mesh import Axes, open_group, open_world, start_process_group, stop_process_group
-from zeroshard.comm.watch.watchdog import Watchdog, open_watchdog
+from zeroshard.comm.watch.status import Status
+from zeroshard.comm.watch.watchdog import STORE_S, Watchdog
+from zeroshard.internals.warn import warn_user
 
 _DRAIN_S = 5.0
 
@@ -72,11 +80,49 @@ def start_world(device: torch.device, timeout_s: float) -> Axis:
 def watch(axis: Axis) -> None:
     """Have this process's watchdog watch `axis` too; collective. One rank alone has no watchdog."""
     if axis.size > 1:
-        _lifecycle.watchdog = open_watchdog(
-            axis.rank, axis.size, axis.all_gather_object, axis.timeout_s, _lifecycle.watchdog
-        )
+        _lifecycle.watchdog = open_watchdog(axis, _lifecycle.watchdog)
         if _lifecycle.watchdog is not None:
             axis.watch(_lifecycle.watchdog)
+
+
+def open_watchdog(axis: Axis, running: Watchdog | None) -> Watchdog | None:
+    """Return the running watchdog if it is the watchdog of these ranks, or a new one. Collective.
+
+    Args:
+        axis: the ranks.
+        running: the watchdog of this process.
+
+    Returns:
+        None, after a warning, if a rank cannot connect to rank 0.
+    """
+    label, rank, size = "agreement on the watchdog", axis.rank, axis.size
+    name = running.name if running is not None and running.watches_as(rank, size) else None
+    everyone = set(axis.all_gather_object(name, label))
+    if name is not None and everyone == {name}:
+        return running
+    if running is not None:
+        running.announce_end()
+        running.close(linger_s=0.0)
+    timeout = timedelta(seconds=min(STORE_S, axis.timeout_s / 4))  # torch may try longer
+    store: dist.TCPStore | None = None
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    own = (socket.gethostname(), store.port if store is not None else 0, uuid4().hex)
+    hosts, ports, names = zip(*axis.all_gather_object(own, label), strict=True)
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1" if len(set(hosts)) == 1 else hosts[0])
+    problem = None
+    try:
+        store = store or dist.TCPStore(address, ports[0], is_master=False, timeout=timeout)
+        store.set_timeout(timedelta(seconds=STORE_S))
+        store.set(str(rank), json.dumps(Status("is in initialize", 0.0)))
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        problem = f"rank {rank} cannot reach rank 0 at {address}:{ports[0]} ({reason})"
+    problems = [problem for problem in axis.all_gather_object(problem, label) if problem]
+    if problems or store is None:
+        warn_user(f"zeroshard runs without its watchdog: {problems[0]}")
+        return None
+    return Watchdog(store, rank, size, names[0])
 
 
 def open_background(axis: Axis) -> Axis:

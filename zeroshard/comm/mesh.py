@@ -104,17 +104,15 @@ def check_device_types(store: dist.Store, rank: int, size: int, own: str) -> Non
     Different backends would wait for each other.
 
     Raises:
-        ValueError: on all ranks, with the types and the ranks that have them.
+        ValueError: on all ranks, with the first rank that has another type than rank 0.
     """
     store.set(f"device/{rank}", own)
-    if store.add("num_devices", 1) == size:  # the last rank to come reads the types of all ranks
-        ranks: dict[str, list[int]] = {}
-        for other in range(size):
-            ranks.setdefault(store.get(f"device/{other}").decode(), []).append(other)
-        store.set("devices", "; ".join(f"rank(s) {who} on {what}" for what, who in sorted(ranks.items())))
-    found = store.get("devices").decode()
-    if ";" in found:
-        raise ValueError(f"expected devices of one type on all ranks, got {found}")
+    kinds = [kind.decode() for kind in store.multi_get([f"device/{other}" for other in range(size)])]
+    for other, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise ValueError(
+                f"expected devices of one type on all ranks, got {kinds[0]} on rank 0, {kind} on rank {other}"
+            )
 
 
 def _agree_on_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -106,12 +105,6 @@ def reentrant_error() -> RuntimeError:
         "outside: pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or to "
         'gradient_checkpointing_enable({"use_reentrant": False}), or set recompute="unit" in the Config'
     )
-
-
-def is_in_second_forward(frame: FrameType | None) -> bool:
-    """True if `torch.utils.checkpoint.checkpoint` runs a function again for its backward, around a frame."""
-    again = (_CHECKPOINT.co_filename, "recompute_fn")
-    return any((f.f_code.co_filename, f.f_code.co_name) == again for f, _ in walk_stack(frame))
 
 
 def capture_around() -> str | None:

@@ -17,18 +17,15 @@ import json
 import math
 import os
 import re
-import socket
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import starmap
 from textwrap import shorten
-from typing import Any
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -46,7 +43,6 @@ from zeroshard.comm.watch.status import (
     find_lost,
     report,
 )
-from zeroshard.internals.warn import warn_user
 
 _MAX_PAUSE_S = 1.0
 _PAUSES_PER_LIMIT = 5
@@ -58,7 +54,7 @@ _GRACE_S = 2.0
 """Seconds that the main thread has to raise an error by itself."""
 _BUSY_PAUSE_S = 0.05
 """The pause when a report is collected, or the process ends."""
-_STORE_S = 30.0
+STORE_S = 30.0
 """Seconds that the store may take to answer."""
 _EXTRA_BEATS = 3
 """Heartbeats that a rank with a report still sends, so that the others complete theirs."""
@@ -149,7 +145,7 @@ class Watchdog:
         """
         self._closes_at = time.monotonic() + (self._silence_s if linger_s is None else linger_s)
         self._wake.set()
-        self._thread.join(_STORE_S)
+        self._thread.join(STORE_S)
         self._store = None
 
     # -- the thread -----------------------------------------------------------------------------------
@@ -274,50 +270,6 @@ class Watchdog:
         sys.stderr.flush()
         faulthandler.dump_traceback(2)
         os._exit(1)
-
-
-def open_watchdog(
-    rank: int, size: int, gather: Callable[[Any, str], list[Any]], timeout_s: float, running: Watchdog | None
-) -> Watchdog | None:
-    """Return the running watchdog if it is the watchdog of these ranks, or a new one. Collective.
-
-    Args:
-        rank, size: this rank and the number of ranks.
-        gather: a function of a picklable value and a label, which returns the values of all ranks.
-        timeout_s: the seconds that the other ranks wait in `gather` for one that connects to rank 0.
-        running: the watchdog of this process.
-
-    Returns:
-        None, after a warning, if a rank cannot connect to rank 0.
-    """
-    label = "agreement on the watchdog"
-    name = running.name if running is not None and running.watches_as(rank, size) else None
-    everyone = set(gather(name, label))
-    if name is not None and everyone == {name}:
-        return running
-    if running is not None:
-        running.announce_end()
-        running.close(linger_s=0.0)
-    timeout = timedelta(seconds=min(_STORE_S, timeout_s / 4))  # torch may try longer
-    store: dist.TCPStore | None = None
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    own = (socket.gethostname(), store.port if store is not None else 0, uuid4().hex)
-    hosts, ports, names = zip(*gather(own, label), strict=True)
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1" if len(set(hosts)) == 1 else hosts[0])
-    try:
-        store = store or dist.TCPStore(address, ports[0], is_master=False, timeout=timeout)
-        store.set_timeout(timedelta(seconds=_STORE_S))
-        store.set(str(rank), json.dumps(Status("is in initialize", 0.0)))
-        problem = None
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        problem = f"rank {rank} cannot reach rank 0 at {address}:{ports[0]} ({reason})"
-    problems = [problem for problem in gather(problem, label) if problem]
-    if problems or store is None:
-        warn_user(f"zeroshard runs without its watchdog: {problems[0]}")
-        return None
-    return Watchdog(store, rank, size, names[0])
 
 
 _SHORTEST_S = 0.001

@@ -402,7 +402,7 @@ class AsynchronousMethod:
         finally:
             self._kept = {}
             for buffer in self._buffers:
-                buffer.source.use()
+                buffer.store.use()
             if self._buffers:
                 self._runtime.passes.refresh()
 
@@ -419,9 +419,9 @@ class AsynchronousMethod:
             kept = None if use.version in (None, self._taken) else self._kept[use.version]
             for buffer in self._buffers:
                 if use.ahead and self._change is not None:
-                    buffer.source.use(MovedWeights(buffer, self._change, use.ahead))
+                    buffer.store.use(MovedWeights(buffer, self._change, use.ahead))
                 else:
-                    buffer.source.use(None if kept is None else kept[buffer])
+                    buffer.store.use(None if kept is None else kept[buffer])
             self._runtime.passes.refresh()
 
     @contextmanager
