@@ -86,10 +86,10 @@ def test_the_length_of_samples_and_recomputation_are_counted(capsys):
 
 
 def test_a_pipeline_is_estimated(capsys):
-    out = shown(capsys, "7B", "--pp", 4, "--microbatches", 8, "--stage", 1, "--tokens", 2048)
+    out = shown(capsys, "7B", "--pp", 4, "--microbatches", 8, "--stage", 1)
     config = {"stage": 1, "mesh": {"pp": 4}, "pipeline": {"num_microbatches": 8}}
-    found = zeroshard.estimate(7e9, 8, config, num_tokens=2048)
-    for number in (found.parameters, found.gradients, found.activations, found.peak):
+    found = zeroshard.estimate(7e9, 8, config)
+    for number in (found.parameters, found.gradients, found.peak):
         assert format_bytes(number) in out
     assert "blocks divided over 4 pipeline ranks" in " ".join(out.split())
 
@@ -133,6 +133,7 @@ def test_a_package_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
         (("7B", "--length", "4096"), "--length needs --tokens"),
         (("7B", "--tokens", "-1"), "num_tokens: expected an integer >= 0, got -1"),
         (("7B", "--pp", "3"), "mesh.pp=3"),
+        (("7B", "--pp", "4", "--tokens", "4096"), "expected mesh.pp=1 for activations, got 4"),
         (("7B", "--pp", "64", "--ranks", "64"), "expected at most 31 chunks"),
     ],
 )

@@ -261,6 +261,14 @@ def test_the_activations_of_any_model_are_counted_with_a_loss():
     assert zeroshard.estimate(model, 2).activations == 0
 
 
+def test_sums_over_tensor_ranks_are_sent_in_each_micro_batch():
+    def sent(num_tokens, steps):
+        config = {"stage": 1, "mesh": {"tp": 2}, "gradient_accumulation_steps": steps}
+        return zeroshard.estimate(10**9, 4, config, num_tokens=num_tokens).wire_bytes_per_step
+
+    assert sent(1024, 3) - sent(0, 3) == 3 * (sent(1024, 1) - sent(0, 1)) > 0
+
+
 def test_a_loss_that_needs_values_is_refused_with_its_error():
     with pytest.raises(ValueError, match=r"activations of Tiny: .* raise RuntimeError: .*item"):
         zeroshard.estimate(Tiny(), 2, loss_of=lambda model: model(torch.ones(2, 7)).sum().item())

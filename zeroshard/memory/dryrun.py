@@ -18,8 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -51,28 +50,12 @@ LossOf = Callable[[nn.Module], Tensor]
 """(model on the meta device) -> the loss of a micro-batch. Tensors that it makes are on the meta device."""
 
 
-class ModuleCall(NamedTuple):
-    """The forward of a module."""
-
-    before: int
-    """Bytes of activations when it began."""
-    after: int
-    """Bytes when it ended, its output included."""
-    output: int
-    """Bytes of its output, if this is a tensor or has one first; else 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class DryRun:
+class DryRun(NamedTuple):
     """Bytes of activations of a micro-batch on one rank."""
 
-    held: int
-    """Bytes between the forward and the backward."""
-    peak: int
-    """The most bytes at the end of a module's forward, in a recomputation too; at least `held`."""
-    calls: Mapping[str, ModuleCall]
-    """The first forward of each module."""
-    sent: int
+    peak: int = 0
+    """The most bytes at the end of a module's forward, in a recomputation too, or before the backward."""
+    sent: int = 0
     """Bytes that the rank sends to the other tensor ranks, in forward and backward."""
 
 
@@ -95,18 +78,25 @@ def dry_run(
     with torch.random.fork_rng(devices=[]):  # divided layers set the generator
         _prepare(runs, config, setting, tp_plan, over)
         live = LiveBytes([*runs.parameters(), *runs.buffers()])
-        watch = _Watch(runs, live)
+        peak = 0
+
+        def sample(*_: Any) -> None:
+            nonlocal peak
+            peak = max(peak, live.now)
+
+        for module in runs.modules():
+            module.register_forward_hook(sample)
         try:
             with _META, torch.enable_grad(), _FusedAttention(), Assumed(), live:  # type: ignore[no-untyped-call]
                 loss = loss_of(runs)
-                held = watch.sample()
+                sample()
                 loss.backward()
         except Exception as error:  # of any kind, as the model and the loss are the user's
             raise ValueError(
                 f"activations of {type(model).__name__}: the forward and backward run without memory, and "
                 f"raise {type(error).__name__}: {error}"
             ) from error
-    return DryRun(held, watch.peak, watch.calls, over.sent)
+    return DryRun(peak, over.sent)
 
 
 def loss_of_tokens(model: nn.Module, tokens: Tokens) -> LossOf:
@@ -166,34 +156,6 @@ class LiveBytes(TorchDispatchMode):
 
         self._alive[key] = weakref.ref(storage, drop)
         self.now += num_bytes
-
-
-class _Watch:
-    """Reads the bytes that are alive at the end of each module's forward."""
-
-    def __init__(self, model: nn.Module, live: LiveBytes) -> None:
-        self._live = live
-        self._before: dict[nn.Module, int] = {}
-        self.peak = 0
-        self.calls: dict[str, ModuleCall] = {}
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda module, _: self._begin(module), prepend=True)
-            module.register_forward_hook(
-                lambda module, args, output, name=name: self._end(module, output, name)
-            )
-
-    def sample(self) -> int:
-        self.peak = max(self.peak, self._live.now)
-        return self._live.now
-
-    def _begin(self, module: nn.Module) -> None:
-        self._before[module] = self._live.now
-
-    def _end(self, module: nn.Module, output: Any, name: str) -> None:
-        now = self.sample()
-        first = output[0] if isinstance(output, tuple) and output else output
-        size = first.nbytes if isinstance(first, Tensor) else 0
-        self.calls.setdefault(name, ModuleCall(self._before[module], now, size))
 
 
 def without_memory(
