@@ -227,7 +227,7 @@ class PlanOptions(NamedTuple):
 
 
 class DoctorOptions(NamedTuple):
-    """Show versions, devices, limits, and the features that work here.
+    """Show versions, devices, and the features whose packages are here.
 
     Print facts for a plan or a report of a bug. Nothing is sent anywhere else.
 
