@@ -328,21 +328,6 @@ def test_an_iterator_and_a_loader_without_a_state_are_no_training_data(kind):
         zeroshard.initialize(nn.Linear(1, 1), None, {}, training_data=data)
 
 
-def test_a_place_of_an_older_checkpoint_is_taken_or_the_next_epoch_begins():
-    first = GivenLoader(with_sampler(stateful), CPU)
-    before = run(first, 2)
-    state = first.state_dict()
-    old = {key: state[key] for key in ("epoch", "is_over", "length", "own")}
-    old |= {"num_batches": 2, "has_ended": False, "random": [state["random"]]}
-    resumed = GivenLoader(with_sampler(stateful), CPU)
-    resumed.load_state_dict(old)
-    whole = run(GivenLoader(with_sampler(stateful), CPU), 6)
-    assert [one[:2] for one in before + run(resumed, 4)] == [one[:2] for one in whole]
-    with pytest.warns(UserWarning, match="expected a loader without a state of its own.* start of epoch 1"):
-        resumed.load_state_dict(old | {"own": None})
-    assert resumed.num_epochs == 1
-
-
 def test_a_generator_of_the_loader_or_its_sampler_is_refused():
     generator, data = torch.Generator(), Numbers(4)
     sampler = RandomSampler(data, generator=generator)
