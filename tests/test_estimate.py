@@ -221,7 +221,8 @@ REFUSED = [
     ),
     ((with_integers(), 2), {}, "parameter 'count' has dtype torch.int64"),
     ((Tiny(), 4, {"mesh": {"pp": 2}}), {}, "mesh.pp: expected a torch.nn.Sequential"),
-    ((1 << 30, 32, {"mesh": {"pp": 32}}), {}, "at most 16 chunks"),
+    ((1 << 30, 32, {"mesh": {"pp": 32}}), {}, "mesh.pp > 1: expected a model"),
+    ((1000, 2, {"mesh": {"pp": 2}}), {"num_tokens": 8}, "expected mesh.pp=1 for activations, got 2"),
     (
         (1000, 4, {"stage": 3, "reshard_after_forward": 3}),
         {},

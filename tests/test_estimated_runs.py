@@ -20,8 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import zeroshard
 from zeroshard.hf.pretrained import with_codes
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.memory.activations import Tokens
-from zeroshard.memory.dryrun import LiveBytes
+from zeroshard.memory.activations import LiveBytes, Tokens
 from zeroshard.optim import AdamW8bit
 
 SIZES = {

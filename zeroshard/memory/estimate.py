@@ -13,16 +13,24 @@ from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory import traffic
-from zeroshard.memory.activations import MicroBatch, Sizes, Tokens, typical_sizes
-from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens, without_memory
+from zeroshard.memory.activations import (
+    DryRun,
+    LossOf,
+    MicroBatch,
+    Sizes,
+    Tokens,
+    dry_run,
+    loss_of_tokens,
+    typical_sizes,
+    without_memory,
+)
 from zeroshard.memory.report import STATES, ModelStates, byte_rows
 from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.part import take_part
-from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import SampleSource
-from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
+from zeroshard.parallel.pipeline.schedules import with_schedule
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
@@ -100,7 +108,7 @@ def estimate(
         num_tokens: tokens of a micro-batch of a rank (samples x length), or `Tokens` with a length, for the
             activations and the bytes that tensor ranks exchange; 0 leaves both out. The forward and the
             backward of a causal language model of transformers run without memory, see
-            `zeroshard.memory.dryrun`. For a number of parameters the formulas of
+            `zeroshard.memory.activations`. For a number of parameters the formulas of
             `zeroshard.memory.activations` hold. Not for a pipeline, whose ranks hold several micro-batches.
         loss_of: computes the loss of a micro-batch of any other model, in place of `num_tokens`. It is called
             with a copy of the model on the meta device, where tensors are made, too.
@@ -110,9 +118,9 @@ def estimate(
     Raises:
         ValueError: fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a parameter that
             cannot be sharded or divided; a model that cannot be cut; more than 10**15 parameters; a number of
-            parameters with `precision.overrides`; an asynchronous pipeline; a pipeline with `num_tokens` or
-            `loss_of`; `num_tokens` with a model that is not of transformers; a forward or a backward that
-            does not run without values.
+            parameters with `precision.overrides` or a pipeline; an asynchronous pipeline; a pipeline with
+            `num_tokens` or `loss_of`; `num_tokens` with a model that is not of transformers; a forward or a
+            backward that does not run without values.
     """
     counted = Counted(model_or_num_params, num_tokens, loss_of, tp_plan)
     return counted.on(world_size, config, optimizer_bits=optimizer_bits, host_computes=host_computes)
@@ -177,9 +185,8 @@ class Counted:
         if self._model is None:
             assert self._sizes is not None, "it is a model or a number"
             planned = _plan_number(self._sizes, config, setting)
-            if config.mesh.pp == 1:
-                batch = _micro_batch(self._tokens, config)
-                usage = DryRun(self._sizes.bytes_held(batch), self._sizes.bytes_sent(batch))
+            batch = _micro_batch(self._tokens, config)
+            usage = DryRun(self._sizes.bytes_held(batch), self._sizes.bytes_sent(batch))
         else:
             planned = _plan_model(self._model, config, setting, self._tp_plan)
             if self._loss_of is not None:
@@ -307,58 +314,22 @@ def _units_of(
 
 
 def _plan_number(sizes: Sizes, config: Config, setting: Setting) -> list[RankUnits]:
-    """Plan the units of a typical model.
+    """Plan the units of a typical model: the root, which holds a tied table, the table, blocks, the head.
 
     Raises:
-        ValueError: more chunks than blocks; dtypes by name.
+        ValueError: a pipeline or dtypes by name, which need the names of a model.
     """
-    if config.precision.overrides:
-        patterns = ", ".join(dict(config.precision.overrides))
+    if config.precision.overrides or config.mesh.pp > 1:
         raise ValueError(
-            f"precision.overrides: expected a model, whose parameters have names, got a number of parameters "
-            f"for the patterns {patterns}"
+            "precision.overrides, mesh.pp > 1: expected a model, whose parameters and blocks have names, got "
+            "a number of parameters"
         )
     tp = setting.sizes[TP]
-    if config.mesh.pp == 1:
-        units = _units(*_counts(sizes, range(sizes.depth), tp=tp), setting)
-        return [(units, 0)]
-    config = with_schedule(config, read_schedule(config))
-    if config.pipeline.split is not None or config.pipeline.trace:
-        raise ValueError("pipeline.split: expected a model, whose blocks have names, got a number")
-    schedule = schedule_of(config, config.pipeline.num_microbatches)
-    if schedule.num_chunks > sizes.depth:
-        raise ValueError(
-            f"mesh.pp: expected at most {sizes.depth} chunks, one for each block of such a model, got "
-            f"{schedule.num_chunks}"
-        )
-    runs = partition(_profiles(sizes), schedule.num_chunks)
-    parts = [[runs[chunk] for chunk in chunks] for chunks in schedule.chunks]
-    return [(_units(*_counts(sizes, *own, tp=tp), setting), 0) for own in parts]
-
-
-def _profiles(sizes: Sizes) -> list[BlockProfile]:
-    """The parameters of each block; the embedding belongs to the first one, the head to the last one."""
-    numbers = list(sizes.blocks)
-    numbers[0] += sizes.embedding
-    numbers[-1] += sizes.embedding
-    return [BlockProfile(time=number) for number in numbers]
-
-
-def _counts(sizes: Sizes, *runs: range, tp: int) -> tuple[list[int], bool]:
-    """Return the parameters of the units of a rank with some runs of blocks, divided over tensor ranks.
-
-    Returns:
-        The parameters of the root, and of the others; and True if the first of the others is an embedding,
-        whose backward needs no parameters.
-    """
     if not sizes.depth:  # neither the root nor the last: it is not kept
-        return [0, -(-sizes.num_params // tp), 0], False
-    blocks, starts = sizes.blocks, [run.start for run in runs]
-    embeds, ends = 0 in starts, any(run.stop == sizes.depth for run in runs)
-    table, own = -(-sizes.embedding // tp), [-(-blocks[number] // tp) for run in runs for number in run]
-    if sizes.is_tied:  # the root holds the table that the embedding and the head share
-        return [table if embeds or ends else 0, *own], False
-    return [0, *([table] * embeds), *own, *([table] * ends)], embeds
+        return [(_units([0, -(-sizes.num_params // tp), 0], False, setting), 0)]
+    table, blocks = -(-sizes.embedding // tp), [-(-block // tp) for block in sizes.blocks]
+    nums = [table, *blocks] if sizes.is_tied else [0, table, *blocks, table]
+    return [(_units(nums, not sizes.is_tied, setting), 0)]
 
 
 def _units(sizes: Sequence[int], embeds: bool, setting: Setting) -> list[UnitPlan]:

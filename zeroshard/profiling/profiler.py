@@ -101,7 +101,7 @@ class Profile:
         rows.append(("share", *(f"{phases[kind] / total:.1%}" for kind in used), "100.0%"))
         title = f"a step by unit, mean of {self.num_steps}, ms"
         waits = [f"wait for {name}: {_ms(time)} ms" for name, time in list(self.waits.items())[:_MOST_WAITS]]
-        return "\n".join([render(title, ("unit", *used, "all"), rows, 120), *waits])
+        return "\n".join([render(title, ("unit", *used, "all"), rows), *waits])
 
 
 def _label(event: Any) -> tuple[str, str]:
