@@ -53,10 +53,8 @@ def test_the_settings_that_fit_a_device_are_listed_best_first(capsys):
 @pytest.mark.parametrize(
     ("option", "value", "part"),
     [
-        ("--stage", 2, "stage 2,"),
         ("--stage", 3, "stage 3,"),
         ("--optimizer-bits", 8, "8-bit states"),
-        ("--optimizer-bits", 32, "32-bit states"),
         ("--recompute", "unit", "recompute"),
     ],
 )
@@ -85,6 +83,7 @@ def test_the_length_of_samples_and_recomputation_are_counted(capsys):
     assert again.activations < whole.activations
 
 
+@pytest.mark.long  # the example of the help is quick
 def test_adapters_over_codes_are_estimated(capsys, tmp_path):
     importlib.import_module("peft.tuners.lora")  # the first import of what it imports may write warnings
     capsys.readouterr()

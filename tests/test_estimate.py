@@ -74,7 +74,7 @@ def measured(configs):
 
 @pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.parametrize(
-    "names", [["tied GPT", "partly frozen"], pytest.param(["GPT", "Llama"], marks=pytest.mark.long)]
+    "names", [["partly frozen"], pytest.param(["tied GPT", "GPT", "Llama"], marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_an_estimate_is_what_is_measured_but_for_padding_and_step_numbers(ranks, num_ranks, names):
@@ -153,6 +153,7 @@ LLAMAS = {  # the configs that were published: Touvron et al. 2023, Grattafiori 
 }
 
 
+@pytest.mark.long_where(name=["Llama 3.2 1B", "Llama 3.2 3B", "Llama 3 70B"])
 @pytest.mark.parametrize("name", LLAMAS)
 def test_a_number_of_parameters_is_estimated_like_a_llama_of_that_size(name):
     transformers = pytest.importorskip("transformers")

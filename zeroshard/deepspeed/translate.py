@@ -53,9 +53,6 @@ class KeyRule(NamedTuple):
 
 _BOOLEAN = instance(bool, "true or false")
 _AT_LEAST_0 = number("a number >= 0", lambda value: 0 <= value < math.inf)
-_NO_HALVES = ValueRule(
-    "false: main parameters are float32, or bfloat16", lambda on: on if on is False else REFUSED
-)
 
 
 def _as(option: str, rule: ValueRule, *neutral: Any) -> KeyRule:
@@ -97,7 +94,6 @@ MAPPED: dict[str, KeyRule] = {
     "fp16.loss_scale_window": _as(f"{_DYNAMIC}window", integer(1)),
     "fp16.min_loss_scale": _as(f"{_DYNAMIC}minimum", _AT_LEAST_0, 0),
     "fp16.hysteresis": _as(f"{_DYNAMIC}hysteresis", integer(1)),
-    "fp16.fp16_master_weights_and_grads": KeyRule(_NO_HALVES, lambda _: {}),
     "data_types.param_dtype": _as("precision.param_dtype", DTYPE),
     "activation_checkpointing.partition_activations": _flag(_RECOMPUTE),
     "activation_checkpointing.contiguous_memory_optimization": _flag(_RECOMPUTE),
@@ -164,6 +160,7 @@ NO_EQUIVALENT: dict[str, str] = {
     "hybrid_engine": "leave the section out: engine.generate keeps parameters gathered",
     **dict.fromkeys(_CURRICULUM, "choose samples in your Dataset or DataLoader"),
     "elasticity": "start torchrun with other ranks and keep the global batch yourself",
+    "fp16.fp16_master_weights_and_grads": "main parameters are float32, or bfloat16",
     "nebula": "checkpoints go to a directory",
     "sparse_attention": "use an attention implementation of the model's own",
     "progressive_layer_drop": "drop layers in the model's own forward",
