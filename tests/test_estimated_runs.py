@@ -141,10 +141,6 @@ CASES = {
 """Cases by ranks and a name: stage x precision x bits of states x tier x hybrid x tensor x pipeline."""
 
 
-def test_there_are_at_least_forty_cases():
-    assert len({repr((ranks, case)) for (ranks, _), own in CASES.items() for case in own}) >= 40
-
-
 def with_path(config: dict[str, Any], path: str) -> dict[str, Any]:
     """Give files a place."""
     offload = config.get("offload", {})
