@@ -116,10 +116,6 @@ class Sizes:
             return -(-(one * _WHOLE + divided) // batch.tp)
         return one * _WHOLE + -(-divided // batch.tp)
 
-    def bytes_kept(self, batch: MicroBatch) -> int:
-        """Bytes that a block keeps from its forward to its backward: its input alone if it is recomputed."""
-        return self.bytes_of_input(batch) if batch.recomputes else self.bytes_of_block(batch)
-
     def bytes_of_head(self, batch: MicroBatch) -> int:
         """Bytes of the inputs of the last norm and of the head, and of the logits."""
         logits = -(-_LOGIT * batch.num_tokens * self.vocabulary // batch.tp)
@@ -127,8 +123,10 @@ class Sizes:
 
     def bytes_held(self, batch: MicroBatch) -> int:
         """Bytes of activations of a rank with all blocks, at most, for one micro-batch."""
-        again = self.bytes_of_block(batch) if batch.recomputes and self.depth else 0
-        return self.depth * self.bytes_kept(batch) + max(again, self.bytes_of_head(batch))
+        block, head = self.bytes_of_block(batch), self.bytes_of_head(batch)
+        if batch.recomputes and self.depth:
+            return self.depth * self.bytes_of_input(batch) + max(block, head)
+        return self.depth * block + head
 
     def bytes_sent(self, batch: MicroBatch) -> int:
         """Bytes that a rank sends to its tensor ranks in a micro-batch, for all blocks.

@@ -185,7 +185,13 @@ class Counted:
         if self._model is None:
             assert self._sizes is not None, "it is a model or a number"
             planned = _plan_number(self._sizes, config, setting)
-            batch = _micro_batch(self._tokens, config)
+            batch = MicroBatch(
+                num_tokens=self._tokens.num,
+                itemsize=(config.precision.param_dtype or torch.float32).itemsize,
+                tp=config.mesh.tp,
+                sequence=config.mesh.sequence,
+                recomputes=config.recompute == "unit",
+            )
             usage = DryRun(self._sizes.bytes_held(batch), self._sizes.bytes_sent(batch))
         else:
             planned = _plan_model(self._model, config, setting, self._tp_plan)
@@ -211,16 +217,6 @@ def _checked_number(given: object) -> int:
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return given
     raise ValueError(f"expected a model or a number of parameters, got {given!r}")
-
-
-def _micro_batch(tokens: Tokens, config: Config) -> MicroBatch:
-    return MicroBatch(
-        num_tokens=tokens.num,
-        itemsize=(config.precision.param_dtype or torch.float32).itemsize,
-        tp=config.mesh.tp,
-        sequence=config.mesh.sequence,
-        recomputes=config.recompute == "unit",
-    )
 
 
 def _of_rank(
