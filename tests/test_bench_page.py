@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from zeroshard import Config
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 sys.path.append(str(ROOT / "benchmarks"))  # its modules import each other by their bare names
@@ -137,24 +135,6 @@ def test_a_benchmark_that_fails_does_not_stop_the_others(tmp_path: Path) -> None
     assert "bad: failed; exit status 3" in text_of(tmp_path)
 
 
-def test_a_benchmark_gets_the_place_of_its_document_and_its_rounds() -> None:
-    run = suite.Run(name="some", command='some.py --seeds ""', start_s=10, rounds=20, round_s=2)
-    assert run.arguments(1, "page") == ["some.py", "--seeds", "", "--rounds", "20", "--name", "page/some"]
-    assert run.arguments(0.5, "page")[4] == "10"
-    assert run.arguments(0.01, "page")[4] == str(suite.LEAST_ROUNDS)
-    assert run.estimated_s(1) == 50
-    assert run.estimated_s(0.5) == 30
-
-
-def test_each_section_of_offload_has_a_config_that_initialize_takes() -> None:
-    import offload_gpu
-
-    for part, sections in offload_gpu.PARTS.items():
-        assert part in offload_gpu.MINUTES
-        for section in sections:
-            Config.parse(offload_gpu.config_of(section))
-
-
 # ----------------------------------------------------------------------------------------------- the suite
 
 
@@ -180,23 +160,6 @@ def test_each_script_has_the_flags_that_it_is_given(device: str) -> None:
                 assert f'"{flag}"' in source, f"{script} {flag}"
 
 
-def test_each_engine_that_a_script_is_given_exists() -> None:
-    import engines
-    import offload_engines
-
-    known = {
-        "step_time.py": engines.ENGINES,
-        "rss.py": engines.ENGINES,
-        "offload.py": offload_engines.ENGINES,
-    }
-    for one in (*suite.CPU, *suite.GPU):
-        for run in one.runs:
-            script, *arguments = run.arguments(1, "page")
-            if "--engines" in arguments:
-                names = arguments[arguments.index("--engines") + 1].split(",")
-                assert not set(names) - set(known[script]), script
-
-
 # ------------------------------------------------------------------------------------- the tables of the docs
 
 
@@ -218,20 +181,3 @@ def test_every_table_of_performance_is_made_of_documents() -> None:
     by_hand = re.findall(r"^\|(?: *:?-+:? *\|)+$", rest, re.MULTILINE)
     assert len(by_hand) <= 1, "only the table of choices has no figures"
     assert len(re.findall(r"<!-- table: ", text)) == len(re.findall(r"<!-- end -->", text)) > 10
-
-
-def test_a_table_of_a_page_is_filled_in_and_wrong_comments_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "some.json").write_text(json.dumps(document(TENSOR_PARALLEL)))
-    filled = tables.fill(
-        "a\n<!-- table: tensor_parallel some -->\nold\n<!-- end -->\nb\n", tmp_path, page.OF_DOCS
-    )
-    assert "| tp 2, dp 2, stage 3 | 0.500 | 2.000 | 0.250 [0.125, 0.375] |" in filled
-    assert "\n- [some.json](../benchmarks/results/some.json), torch " in filled
-    assert "old" not in filled
-    assert filled.startswith("a\n")
-    assert filled.endswith("<!-- end -->\nb\n")
-    assert tables.fill(filled, tmp_path, page.OF_DOCS) == filled
-    with pytest.raises(ValueError, match=r"Expected a table among step_time, .* got speed"):
-        tables.fill("<!-- table: speed some -->\n<!-- end -->", tmp_path, page.OF_DOCS)
-    with pytest.raises(FileNotFoundError):
-        tables.fill("<!-- table: memory other -->\n<!-- end -->", tmp_path, page.OF_DOCS)

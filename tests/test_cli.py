@@ -200,18 +200,6 @@ def test_estimate_shows_all_stages_side_by_side(capsys):
     assert max(map(len, out.splitlines())) < 80
 
 
-def test_estimate_counts_tensor_ranks_and_activations(capsys):
-    assert main(["estimate", "7B", "--precision", "bf16", "--tp", "4", "--tokens", "8192"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    config = {"precision": "bf16", "mesh": {"tp": 4}}
-    answers = [zeroshard.estimate(7e9, 8, config | {"stage": s}, num_tokens=8192) for s in range(4)]
-    for kind, name in (("activations", "activations"), ("peak", "total at the peak")):
-        row = " ".join(format_bytes(getattr(answer, kind)) for answer in answers)
-        assert f"{name} {row}" in text
-    assert "layers divided over 4 tensor ranks, 8,192 tokens in a micro-batch" in text
-    assert "not counted" not in text
-
-
 def test_estimate_takes_ranks_bits_and_a_config(tmp_path, capsys):
     assert main(["estimate", "1e9", "--world-size", "2", "--stage", "1", "--optimizer-bits", "8"]) == 0
     expected = zeroshard.estimate(1e9, 2, {"stage": 1}, optimizer_bits=8)

@@ -71,13 +71,6 @@ def test_a_list_is_printed_and_read_back_as_a_schedule_of_the_user(capsys, tmp_p
     assert rows(shown(capsys, *named(str(file), "varuna"), *FOUR_EIGHT))["makespan"] == ["39", "39"]
 
 
-def test_a_list_of_torch_is_read(capsys, tmp_path):
-    """As torch.distributed.pipelining writes its CSV files: an empty cell where a rank waits."""
-    file = tmp_path / "torch.csv"
-    file.write_text("0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n", encoding="utf-8")
-    assert rows(shown(capsys, *named(str(file))))["makespan"] == ["9"]  # (p - 1 + m) * 3 for p = m = 2
-
-
 DEADLOCK = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
 
 

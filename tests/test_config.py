@@ -5,10 +5,8 @@ import json
 import math
 import pathlib
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
 from torch import nn
 
 from zeroshard.config.sections import (
@@ -67,12 +65,6 @@ def test_a_config_is_frozen_keyword_only_and_hashable():
 )
 def test_a_device_is_kept_as_its_name(given, stored):
     assert Config(device=given).device == stored
-
-
-def test_replacing_a_field_checks_again():
-    config = Config(shard_group_size=4)
-    assert dataclasses.replace(config, num_prefetch=2).shard_group_size == 4
-    assert "shard_group_size=4" in refusal(dataclasses.replace, config, stage=0)
 
 
 # ---------------------------------------------------------------------------------- types and ranges
@@ -160,10 +152,6 @@ def test_a_wrong_value_is_refused_with_its_key_what_was_expected_and_what_came(k
     assert repr(value).removeprefix("torch.")[:200] in by_dict
 
 
-def test_a_refusal_stays_short_when_what_came_is_huge():
-    assert len(refusal(Config, stage=["x" * 10**6])) < 400
-
-
 def test_choices_are_read_in_upper_or_lower_case():
     assert Pipeline(schedule="1F1B").schedule == "1f1b"
     assert Pipeline(schedule="ZB-H1").schedule == "zb-h1"
@@ -210,14 +198,6 @@ def test_a_loss_scale_is_a_number_or_dynamic_and_needs_float16():
 @pytest.mark.parametrize("units", ["Block", Block, ["Block"], ("Block",), [Block], {"Block"}, {Block}])
 def test_units_are_named_by_class_name_or_class_alone_or_in_a_collection(units):
     assert Config(units=units).units == ("Block",)
-
-
-def test_ignored_names_are_kept_in_their_order_and_written_down():
-    config = Config(ignored=["router.*", "blocks.?.scale"])
-    assert config.ignored == ("router.*", "blocks.?.scale")
-    assert Config.from_dict(config.to_dict()) == config
-    assert Config(ignored="bias").ignored == ("bias",)
-    assert "config key 'ignored': expected None or parameter names" in refusal(lambda: Config(ignored=[3]))
 
 
 def test_a_predicate_is_kept_but_cannot_be_written_down():
@@ -281,8 +261,6 @@ def test_a_dtype_alone_is_a_precision_that_computes_in_it(dtype):
 def test_a_key_that_belongs_elsewhere_is_sent_there():
     message = refusal(Config.from_dict, {"param_dtype": "bf16"})
     assert "unknown config key 'param_dtype'; did you mean 'precision.param_dtype'?" in message
-    message = refusal(Config.from_dict, {"mesh": {"stage": 1}})
-    assert "unknown config key 'mesh.stage'; did you mean 'stage'? Known keys of 'mesh': pp, tp" in message
 
 
 def test_reading_a_dict_leaves_it_as_it_was():
@@ -293,68 +271,21 @@ def test_reading_a_dict_leaves_it_as_it_was():
 
 # -------------------------------------------------------------------------------------------- to_dict
 
-dtypes = st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32, torch.float64])
-counts = st.integers(1, 2**40)
-positive = st.floats(0, exclude_min=True, allow_infinity=False, allow_nan=False)
-tiers = st.sampled_from(["none", "cpu", "nvme"])
-names = st.none() | st.lists(st.text(min_size=1), max_size=3)
-precisions = st.builds(
-    Precision,
-    param_dtype=dtypes,
-    reduce_dtype=dtypes,
-    main_dtype=st.sampled_from([None, torch.bfloat16, torch.float32, torch.float64]),
-    output_dtype=dtypes,
-) | st.builds(Precision, param_dtype=st.just("fp16"), loss_scale=st.none() | st.just("dynamic") | positive)
-offloads = st.builds(
-    Offload,
-    optimizer=tiers,
-    parameters=tiers,
-    activations=st.just("none"),
-    device_fraction=st.floats(0, 1),
-    nvme_path=st.text(min_size=1),
-)
-configs = st.builds(
-    Config,
-    stage=st.just(3),
-    precision=precisions,
-    clip_grad_norm=st.none() | positive,
-    nonfinite=st.sampled_from(["report", "skip", "error"]),
-    device=st.sampled_from([None, "cpu", "cuda", "cuda:1", "xpu:3"]),
-    micro_batch_size=counts,
-    units=names,
-    shard_group_size=st.none() | counts,
-    reshard_after_forward=st.booleans() | st.integers(2, 4096),
-    num_prefetch=st.integers(0, 100),
-    recompute=st.sampled_from(["none", "unit"]),
-    compile=st.booleans(),
-    offload=offloads,
-    checkpoint=st.builds(
-        Checkpoint, keep_last=st.none() | counts, verify=st.booleans(), frozen=st.booleans()
-    ),
-    mesh=st.builds(Mesh, pp=st.integers(2, 64), tp=counts),
-    pipeline=st.builds(
-        Pipeline,
-        schedule=st.sampled_from(
-            ["1f1b", "GPipe", "zb-h1", "own.csv", pathlib.Path("own.CSV"), LISTS, parse_schedule(LISTS)]
-        ),
-        num_microbatches=counts,
-        num_chunks=st.none() | counts,
-        split=names,
-    )
-    | st.builds(Pipeline, balance=st.sampled_from(["time", "memory"])),
-    watchdog_s=st.floats(0, 1e6, exclude_min=True),
-) | st.builds(
-    Config,
-    stage=st.integers(0, 2),
-    precision=precisions,
-    gradient_accumulation_steps=counts,
-    clip_grad_norm=st.none() | positive,
-    offload=st.builds(Offload, activations=st.sampled_from(["none", "cpu"])),
-)
+WRITTEN = [
+    {"precision": {"param_dtype": "fp16", "loss_scale": 8, "output_dtype": "fp32"}, "nonfinite": "skip"},
+    {"precision": {"param_dtype": "fp16", "loss_scale": {"start": 4.0}}, "device": "cuda:1"},
+    {"precision": {"param_dtype": "bf16", "main_dtype": "bf16", "overrides": {"*.norm": "fp32"}}},
+    {"units": ["Block", "Head"], "ignored": ["router.*"], "frozen": ["tower"], "reshard_after_forward": 4},
+    {"offload": {"optimizer": "nvme", "parameters": "cpu", "nvme_path": "/a", "device_fraction": 0.5}},
+    {"stage": 0, "clip_grad_norm": 0.5, "gradient_accumulation_steps": 2, "offload": {"activations": "cpu"}},
+    {"mesh": {"pp": 2, "tp": 3}, "pipeline": {"schedule": LISTS, "num_microbatches": 5, "split": ["a"]}},
+    {"mesh": {"pp": 2}, "pipeline": {"schedule": "2bw", "balance": "memory"}, "watchdog_s": 0.5},
+]
 
 
-@given(configs)
-def test_a_config_survives_being_written_down_as_json_and_read_again(config):
+@pytest.mark.parametrize("options", WRITTEN)
+def test_a_config_survives_being_written_down_as_json_and_read_again(options):
+    config = Config.from_dict(options)
     written = json.dumps(config.to_dict(), allow_nan=False)
     assert Config.from_dict(json.loads(written)) == config
 

@@ -77,18 +77,6 @@ def test_order_and_turns_are_those_of_torchs_distributed_sampler(length, num_ran
     assert taken.tolist() == torch_sampler(length, rank, num_ranks, epoch, seed)
 
 
-@given(LENGTHS, NUM_RANKS, st.data())
-def test_the_ranks_together_take_the_rest_of_the_order_once(length, num_ranks, data):
-    position = data.draw(st.integers(0, length))
-    of_ranks = [turns(length, position, rank, num_ranks).tolist() for rank in range(num_ranks)]
-    in_order = [place for turn in zip(*of_ranks, strict=True) for place in turn]  # all ranks take as many
-    rest = list(range(position, length))
-    assert in_order[: len(rest)] == rest
-    extra = in_order[len(rest) :]
-    assert len(extra) < num_ranks
-    assert extra == list(itertools.islice(itertools.cycle(range(length)), len(extra)))
-
-
 def test_a_loop_that_was_left_is_followed_by_a_new_epoch():
     ours = loader(6)
     for _ in ours:
@@ -116,18 +104,6 @@ def test_a_batch_that_cannot_be_loaded_is_passed_by():
 
 
 # ------------------------------------------------------------------------------------------------- state
-
-
-@given(LENGTHS, NUM_RANKS, BATCH_SIZES)
-def test_the_position_is_what_all_ranks_were_handed_without_the_padding(length, num_ranks, batch_size):
-    for ours in loaders(length, batch_size, num_ranks):
-        assert ours.state_dict() == {"epoch": 0, "position": 0, "seed": 0, "num_samples": length}
-        for epoch in range(2):
-            for num_batches, _ in enumerate(ours, start=1):
-                position = min(length, num_batches * batch_size * num_ranks)
-                state = {"epoch": epoch, "position": position, "seed": 0, "num_samples": length}
-                assert ours.state_dict() == state
-            assert ours.state_dict()["position"] == length
 
 
 # ----------------------------------------------------------------------------------------------- resuming

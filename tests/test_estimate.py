@@ -74,7 +74,7 @@ def measured(configs):
 
 @pytest.mark.long_where(num_ranks=[1, 4])
 @pytest.mark.parametrize(
-    "names", [["tied GPT", "partly frozen"], pytest.param(["GPT", "Llama"], marks=pytest.mark.long)]
+    "names", [["partly frozen"], pytest.param(["tied GPT", "GPT", "Llama"], marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_an_estimate_is_what_is_measured_but_for_padding_and_step_numbers(ranks, num_ranks, names):
@@ -153,6 +153,7 @@ LLAMAS = {  # the configs that were published: Touvron et al. 2023, Grattafiori 
 }
 
 
+@pytest.mark.long_where(name=["Llama 3.2 1B", "Llama 3.2 3B", "Llama 3 70B"])
 @pytest.mark.parametrize("name", LLAMAS)
 def test_a_number_of_parameters_is_estimated_like_a_llama_of_that_size(name):
     transformers = pytest.importorskip("transformers")
@@ -221,7 +222,8 @@ REFUSED = [
     ),
     ((with_integers(), 2), {}, "parameter 'count' has dtype torch.int64"),
     ((Tiny(), 4, {"mesh": {"pp": 2}}), {}, "mesh.pp: expected a torch.nn.Sequential"),
-    ((1 << 30, 32, {"mesh": {"pp": 32}}), {}, "at most 16 chunks"),
+    ((1 << 30, 32, {"mesh": {"pp": 32}}), {}, "mesh.pp > 1: expected a model"),
+    ((1000, 2, {"mesh": {"pp": 2}}), {"num_tokens": 8}, "expected mesh.pp=1 for activations, got 2"),
     (
         (1000, 4, {"stage": 3, "reshard_after_forward": 3}),
         {},
@@ -259,6 +261,14 @@ def test_the_activations_of_any_model_are_counted_with_a_loss():
     assert 0 < found - (3 + 8 + 8) * of_channel < 2 * of_channel
     assert next(model.parameters()).device.type == "cpu"
     assert zeroshard.estimate(model, 2).activations == 0
+
+
+def test_sums_over_tensor_ranks_are_sent_in_each_micro_batch():
+    def sent(num_tokens, steps):
+        config = {"stage": 1, "mesh": {"tp": 2}, "gradient_accumulation_steps": steps}
+        return zeroshard.estimate(10**9, 4, config, num_tokens=num_tokens).wire_bytes_per_step
+
+    assert sent(1024, 3) - sent(0, 3) == 3 * (sent(1024, 1) - sent(0, 1)) > 0
 
 
 def test_a_loss_that_needs_values_is_refused_with_its_error():

@@ -43,17 +43,6 @@ def test_a_shortage_of_memory_is_told_by_kind_with_what_needs_less(monkeypatch):
     assert 'offload.optimizer="nvme"' in remedy
 
 
-def test_each_disk_has_the_share_of_its_folder(tmp_path, monkeypatch):
-    disks = {tmp_path / "a": 4 * GIB, tmp_path / "b": 4 * GIB, tmp_path / "c": 3 * GIB}
-    with pytest.raises(RuntimeError) as caught:
-        check(monkeypatch, {}, 6 * GIB, 100 * GIB, disks)
-    line, _ = str(caught.value).splitlines()
-    assert line == (  # 4 GiB in each of 3 folders
-        f"offload.nvme_path: expected 4.00 GiB on the disk of {tmp_path / 'c'} for 2 rank(s), "
-        "got 3.00 GiB free"
-    )
-
-
 def test_the_check_reads_this_node(tmp_path):
     check_budget({"optimizer states": 1}, 4096, [tmp_path, str(tmp_path)], 2)
     with pytest.raises(RuntimeError, match=r"Expected \d+.* of host memory(.|\n)*/.* got .* free"):

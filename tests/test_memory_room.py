@@ -33,6 +33,7 @@ def refusals(folder):
     return messages
 
 
+@pytest.mark.long_where(num_ranks=[1])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_is_needed_what_there_is_and_what_needs_less_are_told_on_all_ranks(ranks, tmp_path, num_ranks):
     for messages in ranks(num_ranks, refusals, tmp_path):

@@ -29,7 +29,7 @@ def test_changelog_and_citation_have_the_version_of_the_package() -> None:
 
 def test_no_package_that_the_smoke_test_expects_to_be_absent_is_required() -> None:
     names = {re.match(r"[\w.-]+", line)[0] for line in PROJECT["dependencies"]}  # type: ignore[index]
-    assert names == {"torch", "numpy", "psutil", "rich"}
+    assert names == {"torch", "numpy", "psutil"}
     assert not names & OPTIONAL
 
 
@@ -41,7 +41,7 @@ def test_the_smoke_test_knows_each_package_that_the_import_of_a_module_needs() -
                 names.add(node.names[0].name.partition(".")[0])
             elif isinstance(node, ast.ImportFrom):
                 names.add(str(node.module).partition(".")[0])
-    known = {"torch", "numpy", "psutil", "rich", "zeroshard", "triton"} | OPTIONAL
+    known = {"torch", "numpy", "psutil", "zeroshard", "triton"} | OPTIONAL
     assert names - sys.stdlib_module_names <= known
 
 

@@ -20,12 +20,6 @@ def describe(*values: object, **named: object) -> tuple[object, ...]:
     return dist.get_rank(), dist.get_world_size(), values, named
 
 
-def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    tensor += dist.get_rank()
-    dist.all_reduce(tensor)
-    return tensor
-
-
 def draw_number_with_threads() -> tuple[float, int]:
     return torch.rand(()).item(), torch.get_num_threads()
 
@@ -89,22 +83,9 @@ def test_results_come_by_rank_with_arguments_passed_on(ranks: Ranks) -> None:
     ]
 
 
-def test_tensors_travel_by_value_and_ranks_communicate(ranks: Ranks) -> None:
-    tensor = torch.ones(3)
-    results = ranks(2, sum_over_ranks, tensor)
-    assert all(torch.equal(result, torch.full((3,), 3.0)) for result in results)
-    assert torch.equal(tensor, torch.ones(3))
-
-
 def test_every_call_starts_from_the_same_seed_with_one_thread(ranks: Ranks) -> None:
     assert ranks(2, draw_number_with_threads) == ranks(2, draw_number_with_threads)
     assert ranks(1, draw_number_with_threads)[0][1] == 1
-
-
-def test_processes_are_reused_at_every_world_size(ranks: Ranks) -> None:
-    processes = ranks(2, process_id)
-    assert ranks(1, process_id) == processes[:1]
-    assert ranks(2, process_id) == processes
 
 
 def test_function_can_open_the_process_group_as_under_torchrun(ranks: Ranks) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from io import StringIO
 
 LINE: tuple[str, ...] = ()
 """In the place of a row: a line across the table, above totals."""
@@ -27,32 +26,21 @@ def format_count(count: float) -> str:
     return f"{count:,.2f} B" if count < 99.995 else f"{count:,.0f} B"
 
 
-def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], width: int = 100) -> str:
+def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A plain-text table: the first column to the left, all others to the right.
 
     Args:
         title: the line above the table; "" for none.
         columns: the names of the columns.
         rows: a cell for each column; or LINE.
-        width: the most characters of a line; cells of a wider table are broken into lines.
     """
-    # Imported when a report is printed, not with the package.
-    from rich.box import Box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    blank, line = "    \n", " ── \n"
-    # rich's lines: top, head, below the head, middle, between sections, above the foot, foot, bottom
-    table = Table(box=Box(2 * blank + line + blank + line + 3 * blank), pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(escape(column), justify="right" if index else "left", overflow="fold")
-    for row in rows:
+    cells = [columns, LINE, *rows]
+    widths = [max(len(row[index]) for row in cells if row) for index in range(len(columns))]
+    lines = [title] if title else []
+    for row in cells:
         if row:
-            table.add_row(*map(escape, row))
+            _, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            lines.append("   ".join((f" {row[0]:<{widths[0]}}", *others)).rstrip())
         else:
-            table.add_section()
-    text = StringIO()
-    Console(file=text, width=width, no_color=True).print(table)
-    lines = [title, *text.getvalue().splitlines()]
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+            lines.append(" " + "─" * (sum(widths) + 3 * (len(widths) - 1)))
+    return "\n".join(lines)

@@ -107,6 +107,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
+@pytest.mark.long
 def test_the_memory_that_is_taken_does_not_grow_with_the_text(tmp_path: Path) -> None:
     file = tmp_path / "large.txt"
     file.write_text(

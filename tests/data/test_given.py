@@ -144,24 +144,6 @@ def test_a_place_between_two_epochs_goes_on_with_the_next_one():
     assert resumed.loader.told == [2]
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_stateful_loader_goes_on_between_two_epochs(shuffle):
-    def loader():
-        return stateful(Numbers(11), batch_size=2, shuffle=shuffle)
-
-    torch.manual_seed(7)
-    whole = GivenLoader(loader(), CPU)
-    epochs = [[batch.flatten().tolist() for batch in whole] for _ in range(4)]
-    torch.manual_seed(7)
-    first = GivenLoader(loader(), CPU)
-    assert [[batch.flatten().tolist() for batch in first] for _ in range(2)] == epochs[:2]
-    state, random = first.state_dict(), torch.get_rng_state()
-    resumed = GivenLoader(loader(), CPU)
-    resumed.load_state_dict(state)
-    torch.set_rng_state(random)
-    assert [[batch.flatten().tolist() for batch in resumed] for _ in range(2)] == epochs[2:]
-
-
 def test_a_place_that_was_loaded_is_the_place_until_it_is_taken():
     first = GivenLoader(with_sampler(stateful), CPU)
     run(first, 2)
@@ -326,21 +308,6 @@ def test_an_iterator_and_a_loader_without_a_state_are_no_training_data(kind):
         ValueError, match=r"^training_data: expected a Dataset .*, or a loader with a state_dict\(\).* got <"
     ):
         zeroshard.initialize(nn.Linear(1, 1), None, {}, training_data=data)
-
-
-def test_a_place_of_an_older_checkpoint_is_taken_or_the_next_epoch_begins():
-    first = GivenLoader(with_sampler(stateful), CPU)
-    before = run(first, 2)
-    state = first.state_dict()
-    old = {key: state[key] for key in ("epoch", "is_over", "length", "own")}
-    old |= {"num_batches": 2, "has_ended": False, "random": [state["random"]]}
-    resumed = GivenLoader(with_sampler(stateful), CPU)
-    resumed.load_state_dict(old)
-    whole = run(GivenLoader(with_sampler(stateful), CPU), 6)
-    assert [one[:2] for one in before + run(resumed, 4)] == [one[:2] for one in whole]
-    with pytest.warns(UserWarning, match="expected a loader without a state of its own.* start of epoch 1"):
-        resumed.load_state_dict(old | {"own": None})
-    assert resumed.num_epochs == 1
 
 
 def test_a_generator_of_the_loader_or_its_sampler_is_refused():

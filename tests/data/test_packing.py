@@ -36,17 +36,6 @@ def test_blocks_hold_each_piece_once_and_no_two_blocks_could_be_one(lengths: np.
     assert all(one + other > 16 for one, other in itertools.pairwise(sorted(sums)))
 
 
-@given(LENGTHS, st.floats(0.01, 0.9), st.integers(1, 5))
-def test_whole_documents_are_held_out_up_to_the_share(
-    lengths: np.ndarray, share: float, num_digests: int
-) -> None:
-    lengths = np.append(lengths, [3, 7])
-    digests = (np.arange(len(lengths)) * 7 % num_digests).astype(np.uint64)
-    held = choose_held_out(lengths, digests, share)
-    assert held.any()
-    assert not held.all()
-
-
 def test_equal_documents_are_all_held_out_or_none_and_others_do_not_matter_to_the_order() -> None:
     rng = np.random.default_rng(0)
     digests = rng.integers(0, 2**63, 500).astype(np.uint64)

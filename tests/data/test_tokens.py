@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.tokenizers import CHATML, MARKED, Bytes, letters
+from tests.data.tokenizers import CHATML, MARKED, letters
 from tokens import NO_LOSS, Chat, TextSection, TokenEncoder
 
 TURNS = [
@@ -33,12 +33,6 @@ def test_a_text_has_the_bos_of_the_tokenizer_and_ends_with_eos_also_in_sections(
     tokens = list(TokenEncoder(tokenizer).encode(sections))
     assert [tokenizer.decode(part.stored.tolist()) for part in tokens] == ["<s>ab", "c</s>", "<s>d</s>"]
     assert [part.is_last for part in tokens] == [False, True, True]
-
-
-def test_a_tokenizer_without_eos_ends_no_document() -> None:
-    (tokens,) = TokenEncoder(Bytes()).encode([TextSection("aä")])
-    assert tokens.stored.tolist() == list("aä".encode())
-    assert TokenEncoder(letters(eos_token=None)).eos == []
 
 
 @pytest.mark.parametrize(

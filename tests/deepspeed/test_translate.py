@@ -53,7 +53,6 @@ BF16 = Config(stage=0, precision=Precision(param_dtype="bf16"), nonfinite="skip"
     [
         ({}, Config(stage=0)),
         ({"zero_optimization": None}, Config(stage=0)),
-        ({"zero_optimization": True}, Config(stage=1)),
         ({"zero_optimization": {"stage": 2}}, Config(stage=2)),
         ({"gradient_clipping": 0.5}, Config(stage=0, clip_grad_norm=0.5)),
         ({"gradient_clipping": 0.0}, Config(stage=0, clip_grad_norm=None)),
@@ -101,11 +100,6 @@ NVME = {"device": "nvme", "nvme_path": "/local"}
     [
         ({"offload_optimizer": {"device": "cpu"}}, {"offload": Offload(optimizer="cpu")}),
         ({"offload_optimizer": {"device": "none"}, "offload_param": None}, {}),
-        (
-            {"cpu_offload": True, "cpu_offload_param": True},
-            {"offload": Offload(optimizer="cpu", parameters="cpu")},
-        ),
-        ({"cpu_offload": False}, {}),
         (
             {"offload_optimizer": {"device": "cpu", "ratio": 0.75}},
             {"offload": Offload(optimizer="cpu", device_fraction=0.25)},
@@ -206,8 +200,8 @@ def test_sections_of_objects_are_not_read_and_the_warning_says_what_to_give():
     config, note = warned(QUIET | {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}})
     assert config == Config(stage=0)
     assert note == (
-        "DeepSpeed config:\n- not read: optimizer, scheduler (initialize takes objects of torch: "
-        '"Optimizer and scheduler sections" in docs/migrating.md has them)'
+        "DeepSpeed config:\n- not read: optimizer, scheduler (initialize takes objects of torch; "
+        "docs/migrating.md has what does the work of the others)"
     )
 
 
@@ -303,22 +297,14 @@ ASKED = {
 }
 
 
-def test_main_parameters_of_float16_are_refused():
-    options = {"enabled": True, "fp16_master_weights_and_grads": True}
-    assert refusal({"fp16": options}) == [
-        "'fp16.fp16_master_weights_and_grads': expected false: main parameters are float32, or bfloat16, "
-        "got True (bool)"
-    ]
-    assert read({"fp16": options | {"fp16_master_weights_and_grads": False}}) == read(
-        {"fp16": {"enabled": True}}
-    )
-
-
 @pytest.mark.parametrize("key", sorted(NO_EQUIVALENT))
 def test_what_has_no_equivalent_may_be_there_when_it_is_switched_off(key):
     for value in [HARMLESS[key]] if key in HARMLESS else (False, None, {}, {"enabled": False}):
         assert read(nested(key, value)) == Config(stage=0)
-    (problem,) = refusal(nested(key, ASKED.get(key, {"enabled": True})))
+    asked = nested(key, ASKED.get(key, {"enabled": True}))
+    if key.startswith("fp16."):  # a section without effect unless it is on
+        asked["fp16"]["enabled"] = True
+    (problem,) = refusal(asked)
     assert problem.startswith(f"'{key}' has no equivalent: ")
 
 
@@ -337,6 +323,6 @@ def test_a_config_of_deepspeed_given_as_zeroshards_own_is_told_apart():
 
 
 def test_no_key_has_two_fates():
-    assert not MAPPED.keys() & IGNORED.keys()
+    assert not MAPPED.keys() & IGNORED
     assert not MAPPED.keys() & NO_EQUIVALENT.keys()
-    assert not IGNORED.keys() & NO_EQUIVALENT.keys()
+    assert not IGNORED & NO_EQUIVALENT.keys()

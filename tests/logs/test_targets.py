@@ -67,15 +67,18 @@ def test_json_lines_are_there_at_once_and_a_second_run_appends(tmp_path: Path) -
     assert found[3].keys() == VALUES.keys() - {"grad_norm"} | {"step"}
 
 
-def test_tensorboard_hides_points_that_a_resumed_run_repeats(tmp_path: Path) -> None:
+def test_tensorboard_has_all_and_hides_points_that_a_resumed_run_repeats(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     write(parse_target(f"tensorboard:{tmp_path}")(RUN))
     again = parse_target(f"tensorboard:{tmp_path}")(RUN._replace(first_step=15))
     again.log(20, {"loss": 1.5})
     again.close()
-    points = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
-    assert [(point.step, point.value) for point in points] == [(10, 2.25), (20, 1.5)]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(10, 2.25), (20, 1.5)]
+    assert [point.step for point in events.Scalars("train/held_out")] == [10]
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert '"zeroshard.stage": 3' in text
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
@@ -146,15 +149,3 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         ImportError, match=r"log target 'wandb': expected the package wandb: pip install wandb"
     ):
         parse_target("wandb")
-
-
-def test_tensorboard_has_the_metrics_and_the_config(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    write(parse_target(f"tensorboard:{tmp_path}")(RUN))
-    events = EventAccumulator(str(tmp_path)).Reload()
-    points = [(point.step, point.value) for point in events.Scalars("train/loss")]
-    assert points == [(10, 2.25), (20, 1.75)]
-    assert [point.step for point in events.Scalars("train/held_out")] == [10]
-    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert '"zeroshard.stage": 3' in text

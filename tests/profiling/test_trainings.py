@@ -15,11 +15,9 @@ LOST, CLOCK_S = 0.1, 0.02
 
 ON_HOST = {"optimizer": "cpu", "parameters": "cpu"}
 CASES = {
-    "accumulated": {"stage": 2, "gradient_accumulation_steps": 2},
-    "states on the host": {"stage": 2, "offload": {"optimizer": "cpu"}},
+    "accumulated": {"stage": 2, "gradient_accumulation_steps": 2, "offload": {"optimizer": "cpu"}},
     "parameters on the host": {"stage": 3, "offload": ON_HOST, "precision": {"main_dtype": "bf16"}},
     "stepped in the backward": {"stage": 3, "offload": {"optimizer": "cpu", "step_in_backward": True}},
-    "states in files": {"stage": 3, "offload": {"optimizer": "nvme"}},
     "parameters in files": {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme"}},
 }
 COPIED = {"parameters on the host", "parameters in files"}
@@ -100,7 +98,7 @@ def profiled(config, folder):
     return profile, around, is_clean, is_same
 
 
-@pytest.mark.long_where(case=["parameters in files", "states on the host"])
+@pytest.mark.long_where(case=["parameters in files"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_parts_of_steps_add_up_and_nothing_is_left(ranks, tmp_path, case):
     for profile, around, is_clean, is_same in ranks(2, profiled, CASES[case], str(tmp_path)):

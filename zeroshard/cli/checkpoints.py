@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
@@ -46,7 +44,6 @@ def inspect(options: InspectOptions) -> None:
         print("intact: all files are there and as they were written")
 
 
-_WIDTH = 400  # characters of a line in a file or a pipe, so that names stay on one line
 _KINDS = {
     "parameter": "parameters",
     "buffer": "buffers",
@@ -62,19 +59,18 @@ def describe(stored: Stored) -> str:
     facts["files"] = f"{len(files):,}, {format_bytes(sum(files.values()))}"
     facts["left_out"] = f"{len(facts['left_out']):,} frozen parameters" if facts["left_out"] else ""
     facts["tied"] = "; ".join(" = ".join((name, *others)) for name, others in facts["tied"].items())
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     names = {kind: [name for name in tensors if tensors[name]["kind"] == kind] for kind in _KINDS}
     totals = [_total(_KINDS[kind], [tensors[name] for name in own]) for kind, own in names.items() if own]
     totals += [LINE, _total("total", tensors.values())]
     known = {name.replace("_", " "): fact for name, fact in facts.items() if fact not in (None, "", {})}
     parts = [
         "\n".join(f"{name + ':':<15}{_text(fact)}" for name, fact in known.items()),
-        render("content", ("kind", "dtype", "tensors", "elements", "bytes"), totals, width),
+        render("content", ("kind", "dtype", "tensors", "elements", "bytes"), totals),
     ]
     for kind, own in names.items():
         rows = [(name, tensors[name]["dtype"], *_sizes(tensors[name])) for name in own]
         if rows:
-            parts.append(render(_KINDS[kind], ("name", "dtype", "shape", "bytes"), rows, width))
+            parts.append(render(_KINDS[kind], ("name", "dtype", "shape", "bytes"), rows))
     return "\n\n".join(parts) + "\n"
 
 

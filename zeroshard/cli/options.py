@@ -121,7 +121,7 @@ class EstimateOptions(NamedTuple):
         config: config of zeroshard, .json or .toml, in place of --stage, --precision, --tp, --pp,
             --microbatches and --recompute
         tp: tensor ranks that divide each layer (default: none, 1)
-        pp: ranks of the pipeline (default: none, 1)
+        pp: ranks of the pipeline of a model, not a number (default: none, 1)
         microbatches: micro-batches of a pipeline's batch
         recompute: recompute the activations of units
         tokens: tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)
@@ -227,7 +227,7 @@ class PlanOptions(NamedTuple):
 
 
 class DoctorOptions(NamedTuple):
-    """Show versions, devices, limits, and the features that work here.
+    """Show versions, devices, and the features whose packages are here.
 
     Print facts for a plan or a report of a bug. Nothing is sent anywhere else.
 

@@ -26,7 +26,6 @@ from torch import nn
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.hf.pretrained import build_skeleton, with_adapters, with_codes
 from zeroshard.memory.activations import Tokens, typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.plan.arrangement import AXES, Arrangement
@@ -170,6 +169,8 @@ def _model(options: EstimateOptions) -> nn.Module | int:
         if options.lora is not None or options.weight_bits is not None:
             raise ValueError("--lora and --weight-bits: expected the config.json of a model, got a number")
         return given
+    from zeroshard.hf.pretrained import build_skeleton, with_adapters, with_codes  # a number needs none of it
+
     model = build_skeleton(given)
     if options.weight_bits is not None:
         model = with_codes(model, options.weight_bits)
@@ -208,7 +209,7 @@ def _fits(counted: Counted, configs: Sequence[Config], options: EstimateOptions)
         for one, found in ((one, one.estimate) for one in list(reversed(fits.values()))[:_MOST_FITS])
     ]
     title = f"{_number(options.ranks)}: settings that take at most {limit}, best first"
-    table = render(title, ("setting", "peak", "host", "NVMe", "sent in a step"), rows, 120)
+    table = render(title, ("setting", "peak", "host", "NVMe", "sent in a step"), rows)
     more = len(fits) - len(rows)
     return f"{table}\n and {more} more" if more else table
 

@@ -326,8 +326,7 @@ class GivenLoader:
             self._place = replace(place, is_over=True)
 
     def _tell_epoch(self, epoch: int) -> None:
-        parts = *_parts_of(self.loader), getattr(self.loader, "dataset", None)
-        for part in parts:
+        for part in (*_parts_of(self.loader), getattr(self.loader, "dataset", None)):
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
 
@@ -363,8 +362,6 @@ class GivenLoader:
             self._place, self._resumed = _LoaderPosition(epoch=place.epoch), None
         elif place.length != length:
             self._skip_to_next(place, f"epochs of {place.length} batches on this rank", f"{length}")
-        elif place.own is None and not place.is_over:
-            self._skip_to_next(place, "a loader without a state of its own", type(self.loader).__name__)
         else:
             self._resumed = place
 
@@ -396,14 +393,6 @@ class GivenLoader:
 
 def parse_place(state: Any) -> _LoaderPosition:
     """Return the place in a state. Raises an error if it is not as `GivenLoader.state_dict` makes it."""
-    if isinstance(state, Mapping) and "num_batches" in state:  # of checkpoints until November 2026
-        random, own = state.get("random"), state.get("own")
-        if isinstance(random, list) and len(random) > 1:  # of samplers, too
-            own, state = None, {**state, "is_over": False}
-        kept = {name: state.get(name) for name in ("epoch", "length")}
-        is_over = state.get("is_over" if own is None else "has_ended")
-        first = next(iter(random), None) if isinstance(random, list) else random
-        state = kept | {"is_over": is_over, "random": first, "own": own}
     place: _LoaderPosition = typed(_LoaderPosition, state, "state of training_data")
     if place.random is not None:
         Generator().set_state(place.random)

@@ -12,8 +12,7 @@ Keys are dotted.
 import difflib
 import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -54,10 +53,6 @@ class KeyRule(NamedTuple):
 
 _BOOLEAN = instance(bool, "true or false")
 _AT_LEAST_0 = number("a number >= 0", lambda value: 0 <= value < math.inf)
-_OLD_SECTION = instance(bool, "a section")  # true or false in old configs
-_NO_HALVES = ValueRule(
-    "false: main parameters are float32, or bfloat16", lambda on: on if on is False else REFUSED
-)
 
 
 def _as(option: str, rule: ValueRule, *neutral: Any) -> KeyRule:
@@ -79,7 +74,6 @@ MAPPED: dict[str, KeyRule] = {
     "gradient_accumulation_steps": _as("gradient_accumulation_steps", integer(1)),
     "gradient_clipping": _as("clip_grad_norm", _AT_LEAST_0, 0),
     "communication_data_type": _as("precision.reduce_dtype", DTYPE),
-    "zero_optimization": KeyRule(_OLD_SECTION, lambda on: {"stage": int(on)}),
     "zero_optimization.stage": _as("stage", integer(0, 3)),
     "zero_optimization.offload_optimizer.device": _as("offload.optimizer", TIER, "none"),
     "zero_optimization.offload_optimizer.nvme_path": _as("offload.nvme_path", PATH),
@@ -88,8 +82,6 @@ MAPPED: dict[str, KeyRule] = {
     ),
     "zero_optimization.offload_param.device": _as("offload.parameters", TIER, "none"),
     "zero_optimization.offload_param.nvme_path": _as("offload.nvme_path", PATH),
-    "zero_optimization.cpu_offload": _flag({"offload.optimizer": "cpu"}),
-    "zero_optimization.cpu_offload_param": _flag({"offload.parameters": "cpu"}),
     "zero_optimization.zero_hpz_partition_size": _as("reshard_after_forward", integer(0), 0, 1),
     "zero_optimization.mics_shard_size": _as("shard_group_size", integer(-1), -1, 0),
     "bf16.enabled": _flag({"precision.param_dtype": torch.bfloat16}),
@@ -102,7 +94,6 @@ MAPPED: dict[str, KeyRule] = {
     "fp16.loss_scale_window": _as(f"{_DYNAMIC}window", integer(1)),
     "fp16.min_loss_scale": _as(f"{_DYNAMIC}minimum", _AT_LEAST_0, 0),
     "fp16.hysteresis": _as(f"{_DYNAMIC}hysteresis", integer(1)),
-    "fp16.fp16_master_weights_and_grads": KeyRule(_NO_HALVES, lambda _: {}),
     "data_types.param_dtype": _as("precision.param_dtype", DTYPE),
     "activation_checkpointing.partition_activations": _flag(_RECOMPUTE),
     "activation_checkpointing.contiguous_memory_optimization": _flag(_RECOMPUTE),
@@ -119,59 +110,33 @@ _STAGE_3 = (
     "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
     "max_reuse_distance module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential"
 )
-_NOT_READ: dict[str, dict[str, str]] = {
-    'initialize takes objects of torch: "Optimizer and scheduler sections" in docs/migrating.md has them': {
-        "": "optimizer scheduler"
-    },
-    "communication goes by units, see Config(units=..., num_prefetch=...)": {
-        "": "disable_allgather prescale_gradients gradient_predivide_factor",
-        "zero_optimization.": "contiguous_gradients reduce_scatter reduce_bucket_size "
-        "use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size overlap_comm "
-        "round_robin_gradients parameter_alignment sub_group_size mics_hierarchical_params_gather "
-        "memory_efficient_linear leaf_module override_module_apply legacy_stage1 ignore_unused_parameters "
-        "compute_grad_norm log_trace_cache_warnings enable_sanity_checks "
-        f"save_muon_momentum_buffer_in_memory {_STAGE_3}",
-        "zero_optimization.stage3_": _STAGE_3,
-    },
-    "offload sizes its own buffers": {
-        "": "aio zero_force_ds_cpu_optimizer",
-        "zero_optimization.": "cpu_offload_use_pin_memory",
-        "zero_optimization.offload_param.": "buffer_count buffer_size max_in_cpu pin_memory",
-        "zero_optimization.offload_optimizer.": "buffer_count pin_memory pipeline_read pipeline_write "
-        "fast_init super_offload cpuadam_cores_perc",
-    },
-    "checkpoints have one layout; engine.full_state_dict() gathers": {
-        "": "checkpoint datastates_ckpt",
-        "zero_optimization.": "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint "
-        "stage3_gather_fp16_weights_on_model_save stage3_gather_16bit_weights_on_model_save "
-        "gather_16bit_weights_on_model_save",
-    },
-    "reports are asked for, such as engine.memory_report()": {
-        "": "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level flops_profiler "
-        "comms_logger timers tensorboard wandb csv_monitor comet monitor_config vocabulary_size autotuning"
-    },
-    "gradients add up in the main dtype, buffers keep theirs; loss scaling follows zeroshard's own rules": {
-        "bf16.": "immediate_grad_update check_overflow",
-        "fp16.": "auto_cast consecutive_hysteresis",
-        "data_types.": "grad_accum_dtype keep_in_fp32_modules",
-    },
-    "nothing to set": {
-        "": "seq_parallel_communication_data_type pipeline zero_allow_untested_optimizer disable_python_gc "
-        "graph_harvesting",
-        "activation_checkpointing.": "synchronize_checkpoint_boundary profile",
-        "compile.": "backend kwargs free_activation free_activation_threshold autoep_non_moe",
-        "tensor_parallel.": "tp_overlap_comm tp dtype preset_model vocab_parallel_lm_head "
-        "vocab_parallel_ce_backend",
-    },
+_NOT_READ = {
+    "": "optimizer scheduler disable_allgather prescale_gradients gradient_predivide_factor aio "
+    "zero_force_ds_cpu_optimizer checkpoint datastates_ckpt steps_per_print wall_clock_breakdown "
+    "memory_breakdown dump_state log_level flops_profiler comms_logger timers tensorboard wandb csv_monitor "
+    "comet monitor_config vocabulary_size autotuning seq_parallel_communication_data_type pipeline "
+    "zero_allow_untested_optimizer disable_python_gc graph_harvesting",
+    "zero_optimization.": "contiguous_gradients reduce_scatter reduce_bucket_size "
+    "use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size overlap_comm "
+    "round_robin_gradients parameter_alignment sub_group_size mics_hierarchical_params_gather "
+    "memory_efficient_linear leaf_module override_module_apply legacy_stage1 ignore_unused_parameters "
+    "compute_grad_norm log_trace_cache_warnings enable_sanity_checks cpu_offload_use_pin_memory "
+    "save_muon_momentum_buffer_in_memory load_from_fp32_weights elastic_checkpoint "
+    "pipeline_loading_checkpoint stage3_gather_fp16_weights_on_model_save "
+    f"stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save {_STAGE_3}",
+    "zero_optimization.stage3_": _STAGE_3,
+    "zero_optimization.offload_param.": "buffer_count buffer_size max_in_cpu pin_memory",
+    "zero_optimization.offload_optimizer.": "buffer_count pin_memory pipeline_read pipeline_write fast_init "
+    "super_offload cpuadam_cores_perc",
+    "bf16.": "immediate_grad_update check_overflow",
+    "fp16.": "auto_cast consecutive_hysteresis",
+    "data_types.": "grad_accum_dtype keep_in_fp32_modules",
+    "activation_checkpointing.": "synchronize_checkpoint_boundary profile",
+    "compile.": "backend kwargs free_activation free_activation_threshold autoep_non_moe",
+    "tensor_parallel.": "tp_overlap_comm tp dtype preset_model vocab_parallel_lm_head "
+    "vocab_parallel_ce_backend",
 }
-"""For each reason the keys, by the sections that they are in."""
-
-IGNORED: dict[str, str] = {
-    section + name: reason
-    for reason, sections in _NOT_READ.items()
-    for section, names in sections.items()
-    for name in names.split()
-}
+IGNORED = frozenset(section + name for section, names in _NOT_READ.items() for name in names.split())
 
 # --------------------------------------------------------------------------------------- no equivalent
 
@@ -195,6 +160,7 @@ NO_EQUIVALENT: dict[str, str] = {
     "hybrid_engine": "leave the section out: engine.generate keeps parameters gathered",
     **dict.fromkeys(_CURRICULUM, "choose samples in your Dataset or DataLoader"),
     "elasticity": "start torchrun with other ranks and keep the global batch yourself",
+    "fp16.fp16_master_weights_and_grads": "main parameters are float32, or bfloat16",
     "nebula": "checkpoints go to a directory",
     "sparse_attention": "use an attention implementation of the model's own",
     "progressive_layer_drop": "drop layers in the model's own forward",
@@ -215,7 +181,7 @@ HARMLESS: dict[str, object] = {
 
 # ------------------------------------------------------------------------------------------- all of them
 
-KNOWN = frozenset(MAPPED) | frozenset(IGNORED) | frozenset(NO_EQUIVALENT)
+KNOWN = frozenset(MAPPED) | IGNORED | frozenset(NO_EQUIVALENT)
 
 SECTIONS = frozenset(key.rpartition(".")[0] for key in KNOWN) - {""}
 
@@ -371,12 +337,10 @@ def _resolve_batch(options: Options, num_ranks: int | None) -> tuple[list[str], 
     return [], [note] if num_ranks is None else []
 
 
-def _ignored_note(keys: Mapping[str, Any]) -> list[str]:
-    reasons = defaultdict(list)
-    for key in keys:
-        if key in IGNORED:
-            reasons[IGNORED[key]].append(key)
-    return [f"not read: {', '.join(ignored)} ({reason})" for reason, ignored in reasons.items()]
+def _ignored_note(keys: Iterable[str]) -> list[str]:
+    ignored = ", ".join(key for key in keys if key in IGNORED)
+    where = "initialize takes objects of torch; docs/migrating.md has what does the work of the others"
+    return [f"not read: {ignored} ({where})"] if ignored else []
 
 
 _UNCLIPPED = (

@@ -198,26 +198,14 @@ def open_mlflow(place: str, run: RunFacts) -> Target:
 Opener = Callable[[RunFacts], Target]
 """Opens a target; called on rank 0 alone."""
 
-
-class TargetKind(NamedTuple):
-    """A kind of target that a word names."""
-
-    open: Callable[[str, RunFacts], Target]
-    """Opens a target from the text after the colon."""
-    place: str
-    """The meaning of this text, for messages."""
-    default: str | None
-    """The text if none is given; None: one is required."""
-
-
-KINDS: Mapping[str, TargetKind] = {
-    "terminal": TargetKind(open_terminal, "", ""),
-    "jsonl": TargetKind(open_json_lines, "FILE", None),
-    "tensorboard": TargetKind(open_tensorboard, "FOLDER", "runs"),
-    "wandb": TargetKind(open_wandb, "PROJECT", "zeroshard"),
-    "mlflow": TargetKind(open_mlflow, "URI", ""),
+KINDS: Mapping[str, tuple[Callable[[str, RunFacts], Target], str]] = {
+    "terminal": (open_terminal, ""),
+    "jsonl": (open_json_lines, ""),
+    "tensorboard": (open_tensorboard, "runs"),
+    "wandb": (open_wandb, "zeroshard"),
+    "mlflow": (open_mlflow, ""),
 }
-"""The targets by name. All but the first two need the package of this name."""
+"""The targets by name, each with the place if none is given. All but the first two need a package."""
 
 
 def parse_target(given: str | Target) -> Opener:
@@ -230,21 +218,16 @@ def parse_target(given: str | Target) -> Opener:
     """
     if isinstance(given, Target):
         return lambda run: given
-    if not isinstance(given, str):
-        raise ValueError(f"log target: expected a text, or an object with log() and close(), got {given!r}")
-    name, _, place = given.partition(":")
-    known = ", ".join(f"{name}:{kind.place}" if kind.place else name for name, kind in KINDS.items())
-    if name not in KINDS:
-        raise ValueError(f"log target: expected one of {known}, got {given!r}")
-    kind = KINDS[name]
-    place = place or kind.default or ""
-    if kind.default is None and not place:
-        raise ValueError(f"log target: expected {name}:{kind.place}, got {given!r}")
-    if place and not kind.place:
-        raise ValueError(f"log target: expected {name} without a place, got {given!r}")
+    name, _, place = str(given).partition(":")
+    if name not in KINDS or (name == "terminal" and place) or (name == "jsonl" and not place):
+        raise ValueError(
+            "log target: expected terminal, jsonl:FILE, tensorboard:FOLDER, wandb:PROJECT, mlflow:URI, or an "
+            f"object with log() and close(), got {given!r}"
+        )
     if name not in ("terminal", "jsonl") and find_spec(name) is None:
         raise ImportError(f"log target {name!r}: expected the package {name}: pip install {name}")
-    return lambda run: kind.open(place, run)
+    opened, default = KINDS[name]
+    return lambda run: opened(place or default, run)
 
 
 class Share(NamedTuple):

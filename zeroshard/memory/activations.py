@@ -1,4 +1,6 @@
-"""Bytes of activations in a decoder-only transformer, and those that tensor ranks send for them.
+"""Activations of a micro-batch: formulas for a number of parameters, and a run of a model without memory.
+
+The formulas are for a decoder-only transformer, and for what its tensor ranks send.
 
 The backward of a block needs so many tensors of tokens x width elements, in the compute dtype:
 
@@ -26,11 +28,49 @@ The rule is a decoder-only transformer in the manner of Llama 3:
 
 `tests/test_estimate.py` compares it with Llama 3 and 3.2 of 1 B to 70 B: the gathered parameters at the peak
 are within an eighth. A model with a smaller vocabulary gathers less: Llama 2 of 7 B, with 32000, about half.
+
+The run is a forward and a backward on the meta device, of a copy of the model. Its parameters have the
+compute dtype, divided layers have the shapes of one tensor rank, and units are recomputed if the config says
+so. All of it is done by the code that an engine uses. The storages of the tensors that stay alive are
+counted: those that autograd saves, and those that the model itself holds, each once.
+
+    forward  | embedding | unit | unit | unit | head, loss |        bytes alive are read where a module ends
+    backward                            | unit again | ...          and here, if units are recomputed
+
+Attention is fused, as on GPUs and CPUs: `scaled_dot_product_attention` saves its inputs, its output and a
+float32 for each query and head (Dao et al. 2022, "FlashAttention", section 3.1). A model that computes
+attention by other operations is counted with these.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroshard.assemble import divide_and_cast, find_module_casts, specify_units
+from zeroshard.config.sections import Config
+from zeroshard.forwards.quantized import is_quantized
+from zeroshard.forwards.wrapped import checkpointed, outermost
+from zeroshard.internals import pytree
+from zeroshard.internals.nested import cast_inputs, cast_outputs
+from zeroshard.parallel.pipeline.profile import Assumed
+from zeroshard.parallel.tensor.division import plan_division
+from zeroshard.parallel.tensor.sequence import Activations
+from zeroshard.parallel.tensor.styles import Plan
+from zeroshard.plan.buffers import Setting
+from zeroshard.plan.originals import computes_in_own_dtype
+from zeroshard.plan.placement import TP
+from zeroshard.sharding.context import Changes
 
 WIDTH_PER_BLOCK = 128
 VOCABULARY = 128_256
@@ -76,10 +116,6 @@ class Sizes:
             return -(-(one * _WHOLE + divided) // batch.tp)
         return one * _WHOLE + -(-divided // batch.tp)
 
-    def bytes_kept(self, batch: MicroBatch) -> int:
-        """Bytes that a block keeps from its forward to its backward: its input alone if it is recomputed."""
-        return self.bytes_of_input(batch) if batch.recomputes else self.bytes_of_block(batch)
-
     def bytes_of_head(self, batch: MicroBatch) -> int:
         """Bytes of the inputs of the last norm and of the head, and of the logits."""
         logits = -(-_LOGIT * batch.num_tokens * self.vocabulary // batch.tp)
@@ -87,8 +123,10 @@ class Sizes:
 
     def bytes_held(self, batch: MicroBatch) -> int:
         """Bytes of activations of a rank with all blocks, at most, for one micro-batch."""
-        again = self.bytes_of_block(batch) if batch.recomputes and self.depth else 0
-        return self.depth * self.bytes_kept(batch) + max(again, self.bytes_of_head(batch))
+        block, head = self.bytes_of_block(batch), self.bytes_of_head(batch)
+        if batch.recomputes and self.depth:
+            return self.depth * self.bytes_of_input(batch) + max(block, head)
+        return self.depth * block + head
 
     def bytes_sent(self, batch: MicroBatch) -> int:
         """Bytes that a rank sends to its tensor ranks in a micro-batch, for all blocks.
@@ -169,3 +207,247 @@ class MicroBatch:
     """True if the values between divided pairs are divided along the sequence."""
     recomputes: bool = False
     """True if only the inputs of blocks are kept."""
+
+
+# -------------------------------------------------------------------------------- the run without memory
+
+_META = torch.device("meta")
+_Value = TypeVar("_Value")
+
+LossOf = Callable[[nn.Module], Tensor]
+"""(model on the meta device) -> the loss of a micro-batch. Tensors that it makes are on the meta device."""
+
+
+class DryRun(NamedTuple):
+    """Bytes of activations of a micro-batch on one rank."""
+
+    peak: int = 0
+    """The most bytes at the end of a module's forward, in a recomputation too, or before the backward."""
+    sent: int = 0
+    """Bytes that the rank sends to the other tensor ranks, in forward and backward."""
+
+
+def dry_run(
+    model: nn.Module, config: Config, setting: Setting, loss_of: LossOf, tp_plan: Plan | None = None
+) -> DryRun:
+    """Run the forward and the backward of a micro-batch of a model, without memory.
+
+    Args:
+        model: the model; it does not change, and is not read.
+        config: the config.
+        setting: the setting of its plans.
+        loss_of: computes the loss.
+        tp_plan: see `plan_division`.
+
+    Raises:
+        ValueError: the forward or backward raises an error without values.
+    """
+    runs, over = without_memory(model, _with_numbers), _OneOfMany(setting.sizes[TP])
+    with torch.random.fork_rng(devices=[]):  # divided layers set the generator
+        _prepare(runs, config, setting, tp_plan, over)
+        live = LiveBytes([*runs.parameters(), *runs.buffers()])
+        peak = 0
+
+        def sample(*_: Any) -> None:
+            nonlocal peak
+            peak = max(peak, live.now)
+
+        for module in runs.modules():
+            module.register_forward_hook(sample)
+        try:
+            with _META, torch.enable_grad(), _FusedAttention(), Assumed(), live:  # type: ignore[no-untyped-call]
+                loss = loss_of(runs)
+                sample()
+                loss.backward()
+        except Exception as error:  # of any kind, as the model and the loss are the user's
+            raise ValueError(
+                f"activations of {type(model).__name__}: the forward and backward run without memory, and "
+                f"raise {type(error).__name__}: {error}"
+            ) from error
+    return DryRun(peak, over.sent)
+
+
+def loss_of_tokens(model: nn.Module, tokens: Tokens) -> LossOf:
+    """Return the loss of a causal language model of transformers over a micro-batch of tokens.
+
+    Raises:
+        ValueError: it is no model of transformers.
+    """
+    if getattr(model, "config", None) is None or not hasattr(model, "get_input_embeddings"):
+        raise ValueError(
+            f"num_tokens: expected a causal language model of transformers, got {type(model).__name__}: give "
+            "loss_of= in its place, which computes a loss with the model"
+        )
+
+    def loss_of(runs: nn.Module) -> Tensor:
+        ids = torch.zeros(tokens.num // tokens.length, tokens.length, dtype=torch.long)
+        loss: Tensor = runs(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss
+
+    return loss_of
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages of the results of operations, each once, on any device.
+
+    Args:
+        left_out: tensors whose storages do not count, such as parameters.
+    """
+
+    def __init__(self, left_out: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in left_out:
+            self._note(tensor.untyped_storage(), 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and note its results."""
+        results = func(*args, **(kwargs or {}))
+        for result in pytree.tree_leaves(results):
+            if isinstance(result, Tensor):
+                storage = result.untyped_storage()
+                self._note(storage, storage.nbytes())
+        return results
+
+    def _note(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        # The storage of a tensor is one Python object while it lives, so its id is its own.
+        key = id(storage)
+        if key in self._alive:
+            return
+
+        def drop(_: Any) -> None:
+            del self._alive[key]
+            self.now -= num_bytes
+
+        self._alive[key] = weakref.ref(storage, drop)
+        self.now += num_bytes
+
+
+def without_memory(
+    model: nn.Module, standing_for: Callable[[nn.Module], nn.Module] = lambda m: m
+) -> nn.Module:
+    """Return a copy of a model on the meta device.
+
+    Args:
+        model: the model.
+        standing_for: gives the layer that stands in the copy for a layer with codes.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device=_META)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device=_META)
+    for module in filter(is_quantized, model.modules()):
+        memo[id(module)] = standing_for(module)
+    return copy.deepcopy(model, memo)
+
+
+def _with_numbers(layer: Any) -> nn.Module:
+    """Return a frozen layer of plain numbers: it keeps what one with codes keeps, which it needs no more."""
+    has_bias = layer.bias is not None
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=has_bias, device=_META)
+    return plain.requires_grad_(False)
+
+
+def _prepare(
+    model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None, over: _OneOfMany
+) -> None:
+    """Give a model the dtypes, the parts and the forwards that it has in an engine."""
+    specs, changes = specify_units(model, config), Changes()
+    division = plan_division(model, specs, tp_plan, over.size, by_sequence=config.mesh.sequence)
+    casts = find_module_casts(model, division.specs, config)
+    originals = [original for spec in division.specs for original in spec.originals]
+    for original in originals:
+        given = original.parameter
+        dtype = setting.dtypes.of(original).param_dtype or given.dtype
+        local = nn.Parameter(
+            torch.empty(original.shape, dtype=dtype, device=_META), requires_grad=given.requires_grad
+        )
+        local.register_post_accumulate_grad_hook(_drop_gradient) if local.requires_grad else None
+        for module, attribute in original.owners:
+            module._parameters[attribute] = local
+    divide_and_cast(model, division, casts, over if over.size > 1 else None, changes)
+    if config.recompute == "unit":
+        for module in outermost(model, {spec.module for spec in specs[1:] if spec.originals}):
+            changes.around(module, "fused attention", _with_fused_attention)
+            changes.around(module, "recompute", functools.partial(checkpointed, module))
+    precision = config.precision
+    if precision.param_dtype is not None:
+        for spec in specs:
+            cast = functools.partial(cast_inputs, dtype=precision.param_dtype, in_lists=spec is specs[0])
+            if spec.module not in casts and not computes_in_own_dtype(spec.module):
+                spec.module.register_forward_pre_hook(cast, with_kwargs=True)
+    model.register_forward_hook(lambda module, args, output: cast_outputs(output, precision.output_dtype))
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    """Gradients are no activations."""
+    parameter.grad = None
+
+
+class _OneOfMany(Activations):
+    """The exchanges of a tensor rank without the others: results have their shapes, and memory of their own.
+
+    Args:
+        size: the ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self.device, self.last = 0, size, torch.device("cpu"), None
+        self.sent = 0
+
+    def sum(self, value: Tensor, label: str) -> Tensor:
+        self.sent += 2 * value.nbytes * (self.size - 1) // self.size
+        return value.contiguous().clone()
+
+    def gather(self, value: Tensor, dim: int, label: str) -> Tensor:
+        self.sent += value.nbytes * (self.size - 1)
+        return torch.cat([value] * self.size, dim)
+
+    def scatter(self, value: Tensor, dim: int, label: str) -> Tensor:
+        self.sent += value.nbytes * (self.size - 1) // self.size
+        return self.split(value, dim).clone()
+
+    def first(self, value: _Value, label: str) -> _Value:
+        return value
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention without scores in memory; the meta device has only the kernel that keeps them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            query, key, value = args[:3]
+            return _Attention.apply(query, key, value)
+        return func(*args, **(kwargs or {}))
+
+
+def _with_fused_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Autograd runs a recomputation outside of the mode."""
+
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        with _FusedAttention():
+            return forward(*args, **kwargs)
+
+    return fused
+
+
+class _Attention(torch.autograd.Function):
+    """[..., heads, queries, size], [..., heads or fewer, keys, size] twice -> [..., heads, queries, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        *batch, heads, length, _ = query.shape
+        output = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-3, -2)  # as kernels do
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,19 +13,24 @@ from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory import traffic
-from zeroshard.memory.activations import MicroBatch, Sizes, Tokens, typical_sizes
-from zeroshard.memory.dryrun import DryRun, LossOf, dry_run, loss_of_tokens, without_memory
+from zeroshard.memory.activations import (
+    DryRun,
+    LossOf,
+    MicroBatch,
+    Sizes,
+    Tokens,
+    dry_run,
+    loss_of_tokens,
+    typical_sizes,
+    without_memory,
+)
 from zeroshard.memory.report import STATES, ModelStates, byte_rows
 from zeroshard.memory.tiered import States, bytes_on_tiers
-from zeroshard.parallel.pipeline.actions import Schedule
-from zeroshard.parallel.pipeline.chunked import Chunked, Outline
-from zeroshard.parallel.pipeline.cut import ModelCut, cut_model
+from zeroshard.parallel.pipeline.chunked import Chunked
+from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.part import take_part
-from zeroshard.parallel.pipeline.partition import BlockProfile, partition
 from zeroshard.parallel.pipeline.profile import SampleSource
-from zeroshard.parallel.pipeline.runner import AHEAD
-from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
-from zeroshard.parallel.pipeline.simulate import count_activations
+from zeroshard.parallel.pipeline.schedules import with_schedule
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
@@ -104,8 +108,8 @@ def estimate(
         num_tokens: tokens of a micro-batch of a rank (samples x length), or `Tokens` with a length, for the
             activations and the bytes that tensor ranks exchange; 0 leaves both out. The forward and the
             backward of a causal language model of transformers run without memory, see
-            `zeroshard.memory.dryrun`. For a number of parameters the formulas of
-            `zeroshard.memory.activations` hold.
+            `zeroshard.memory.activations`. For a number of parameters the formulas of
+            `zeroshard.memory.activations` hold. Not for a pipeline, whose ranks hold several micro-batches.
         loss_of: computes the loss of a micro-batch of any other model, in place of `num_tokens`. It is called
             with a copy of the model on the meta device, where tensors are made, too.
         tp_plan: the plan by which `config.mesh.tp` ranks divide the layers of a model, as `initialize` takes
@@ -114,8 +118,9 @@ def estimate(
     Raises:
         ValueError: fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a parameter that
             cannot be sharded or divided; a model that cannot be cut; more than 10**15 parameters; a number of
-            parameters with `precision.overrides`; an asynchronous pipeline; `num_tokens` with a model that is
-            not of transformers; a forward or a backward that does not run without values.
+            parameters with `precision.overrides` or a pipeline; an asynchronous pipeline; a pipeline with
+            `num_tokens` or `loss_of`; `num_tokens` with a model that is not of transformers; a forward or a
+            backward that does not run without values.
     """
     counted = Counted(model_or_num_params, num_tokens, loss_of, tp_plan)
     return counted.on(world_size, config, optimizer_bits=optimizer_bits, host_computes=host_computes)
@@ -170,37 +175,39 @@ class Counted:
                 "`zeroshard plan` counts the versions of weights, and engine.memory_report() measures their "
                 "bytes"
             )
+        if config.mesh.pp > 1 and (self._loss_of is not None or self._tokens.num):
+            raise ValueError(
+                f"num_tokens, loss_of: expected mesh.pp=1 for activations, got {config.mesh.pp}. Of a "
+                "pipeline `zeroshard plan` counts the micro-batches whose activations a rank holds"
+            )
         setting = setting_of(config, world_size, host_computes=host_computes)
-        if self._model is not None:
-            planned = _plan_model(self._model, config, setting, self._tp_plan)
-            usages = self._usages_of_model(self._model, config, planned)
-        else:
+        states, usage = States(bits=optimizer_bits), DryRun()
+        if self._model is None:
             assert self._sizes is not None, "it is a model or a number"
             planned = _plan_number(self._sizes, config, setting)
-            usages = _usages_of_sizes(self._sizes, _micro_batch(self._tokens, config), planned)
-        states = States(bits=optimizer_bits)
-        ranks = zip(planned.units, planned.scales, usages, strict=True)
+            batch = MicroBatch(
+                num_tokens=self._tokens.num,
+                itemsize=(config.precision.param_dtype or torch.float32).itemsize,
+                tp=config.mesh.tp,
+                sequence=config.mesh.sequence,
+                recomputes=config.recompute == "unit",
+            )
+            usage = DryRun(self._sizes.bytes_held(batch), self._sizes.bytes_sent(batch))
+        else:
+            planned = _plan_model(self._model, config, setting, self._tp_plan)
+            if self._loss_of is not None:
+                usage = self._run(self._model, config, setting, self._loss_of)
         estimates = (
-            replace(_of_rank(units, planned, config, states, usage), scales=scales)
-            for units, scales, usage in ranks
+            replace(_of_rank(units, setting, config, states, usage), scales=scales)
+            for units, scales in planned
         )
         return max(estimates, key=lambda found: found.peak)
 
-    def _usages_of_model(self, model: nn.Module, config: Config, planned: PlannedRanks) -> list[Usage]:
-        if self._loss_of is None:
-            return [Usage()] * len(planned.units)
-        run, pipelined = self._run(model, config, planned, self._loss_of), planned.pipelined
-        if pipelined is None:
-            return [Usage(held=run.peak, sent=run.sent)]
-        assert pipelined.cut is not None, "a model was cut"
-        whole = self._run(model, replace(config, recompute="none"), planned, self._loss_of)
-        return usage_of_ranks(pipelined, costs_of_run(whole, run, pipelined.cut.outline))
-
-    def _run(self, model: nn.Module, config: Config, planned: PlannedRanks, loss_of: LossOf) -> DryRun:
+    def _run(self, model: nn.Module, config: Config, setting: Setting, loss_of: LossOf) -> DryRun:
         """A dry run depends neither on the stage nor on tiers."""
         key = repr((config.precision, config.recompute, config.mesh, config.units, config.ignored))
         if key not in self._runs:
-            self._runs[key] = dry_run(model, config, planned.setting, loss_of, self._tp_plan)
+            self._runs[key] = dry_run(model, config, setting, loss_of, self._tp_plan)
         return self._runs[key]
 
 
@@ -212,29 +219,18 @@ def _checked_number(given: object) -> int:
     raise ValueError(f"expected a model or a number of parameters, got {given!r}")
 
 
-def _micro_batch(tokens: Tokens, config: Config) -> MicroBatch:
-    return MicroBatch(
-        num_tokens=tokens.num,
-        itemsize=(config.precision.param_dtype or torch.float32).itemsize,
-        tp=config.mesh.tp,
-        sequence=config.mesh.sequence,
-        recomputes=config.recompute == "unit",
-    )
-
-
 def _of_rank(
     units: list[UnitPlan],
-    planned: PlannedRanks,
+    setting: Setting,
     config: Config,
     states: States,
-    usage: Usage,
+    usage: DryRun,
 ) -> Estimate:
     """The estimate of a rank with some units."""
-    setting, steps = planned.setting, config.gradient_accumulation_steps * config.pipeline.num_microbatches
+    steps = config.gradient_accumulation_steps * config.pipeline.num_microbatches
     together = 1 + config.num_prefetch if setting.placements.kept else len(units)
     tiers = bytes_on_tiers(units, setting, steps, states)
     device = tiers[Tier.DEVICE]
-    sent = usage.sent * config.gradient_accumulation_steps * steps // config.pipeline.num_microbatches
     return Estimate(
         parameters=device.parameters,
         gradients=device.gradients,
@@ -243,15 +239,9 @@ def _of_rank(
         peak_unsharded=traffic.peak_unsharded_bytes(units, together),
         host=tiers[Tier.HOST].total,
         nvme=tiers[Tier.DISK].total,
-        activations=usage.held,
-        wire_bytes_per_step=traffic.wire_bytes(units, setting, steps) + sent,
+        activations=usage.peak,
+        wire_bytes_per_step=traffic.wire_bytes(units, setting, steps) + usage.sent * steps,
     )
-
-
-def _usages_of_sizes(sizes: Sizes, batch: MicroBatch, planned: PlannedRanks) -> list[Usage]:
-    if planned.pipelined is not None:
-        return usage_of_ranks(planned.pipelined, costs_of_sizes(sizes, batch))
-    return [Usage(held=sizes.bytes_held(batch), sent=sizes.bytes_sent(batch))]
 
 
 # ---------------------------------------------------------------------------------- the units of ranks
@@ -259,30 +249,8 @@ def _usages_of_sizes(sizes: Sizes, batch: MicroBatch, planned: PlannedRanks) -> 
 
 _CPU = torch.device("cpu")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedPipeline:
-    """A model that is cut into chunks."""
-
-    schedule: Schedule
-    """The lists that take the most memory."""
-    num_microbatches: int
-    runs: tuple[range, ...]
-    """The blocks of each chunk."""
-    cut: ModelCut | None = None
-    """The cut; None for a number of parameters."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRanks:
-    """The units of a model on all ranks."""
-
-    setting: Setting
-    units: tuple[list[UnitPlan], ...]
-    """For each pipeline rank its units in order, the root first."""
-    scales: tuple[int, ...]
-    """For each pipeline rank the bytes of quantized weights other than their codes; each rank keeps them."""
-    pipelined: PlannedPipeline | None = None
+RankUnits = tuple[list[UnitPlan], int]
+"""The units of a pipeline rank, the root first; and bytes of quantized weights other than their codes."""
 
 
 def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setting:
@@ -303,33 +271,29 @@ def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setti
     return replace(setting, placements=replace(setting.placements, gradient=SUMMANDS))
 
 
-def _plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None) -> PlannedRanks:
-    """Plan the units of a model, which does not change.
+def _plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None) -> list[RankUnits]:
+    """Plan the units of a model on each pipeline rank; the model does not change.
 
     Raises:
         ValueError: a parameter that cannot be sharded or divided; a model that cannot be cut.
     """
     if config.mesh.pp == 1:
         units = _units_of(model, specify_units(model, config), config, setting, tp_plan)
-        return PlannedRanks(setting=setting, units=(units,), scales=(_scale_bytes(model),))
+        return [(units, _scale_bytes(model))]
     if config.pipeline.trace:
         raise ValueError(
             "pipeline.trace: an estimate cannot trace a model, whose samples it does not have: expected False"
         )
     cut = cut_model(Chunked(without_memory(model)), config, SampleSource(), _CPU, counts=False)
     config = with_schedule(config, cut.schedule)
-    ranks, scales = [], []
+    ranks = []
     for rank in range(config.mesh.pp):
         whole = without_memory(model)
         part = take_part(Chunked(whole), config, cut, rank)
         specs = part.named(specify_units(whole, part.narrowed))
-        ranks.append(_units_of(whole, specs, part.narrowed, setting, tp_plan))
-        scales.append(_scale_bytes(whole))
-    schedule = schedule_of(config, config.pipeline.num_microbatches)
-    pipelined = PlannedPipeline(
-        schedule=schedule, num_microbatches=config.pipeline.num_microbatches, runs=cut.runs, cut=cut
-    )
-    return PlannedRanks(setting=setting, units=tuple(ranks), scales=tuple(scales), pipelined=pipelined)
+        units = _units_of(whole, specs, part.narrowed, setting, tp_plan)
+        ranks.append((units, _scale_bytes(whole)))
+    return ranks
 
 
 def _scale_bytes(model: nn.Module) -> int:
@@ -345,65 +309,23 @@ def _units_of(
     return plan_units(specs, setting)
 
 
-def _plan_number(sizes: Sizes, config: Config, setting: Setting) -> PlannedRanks:
-    """Plan the units of a typical model.
+def _plan_number(sizes: Sizes, config: Config, setting: Setting) -> list[RankUnits]:
+    """Plan the units of a typical model: the root, which holds a tied table, the table, blocks, the head.
 
     Raises:
-        ValueError: more chunks than blocks; dtypes by name.
+        ValueError: a pipeline or dtypes by name, which need the names of a model.
     """
-    if config.precision.overrides:
-        patterns = ", ".join(dict(config.precision.overrides))
+    if config.precision.overrides or config.mesh.pp > 1:
         raise ValueError(
-            f"precision.overrides: expected a model, whose parameters have names, got a number of parameters "
-            f"for the patterns {patterns}"
+            "precision.overrides, mesh.pp > 1: expected a model, whose parameters and blocks have names, got "
+            "a number of parameters"
         )
     tp = setting.sizes[TP]
-    if config.mesh.pp == 1:
-        units = _units(*_counts(sizes, range(sizes.depth), tp=tp), setting)
-        return PlannedRanks(setting=setting, units=(units,), scales=(0,))
-    config = with_schedule(config, read_schedule(config))
-    if config.pipeline.split is not None or config.pipeline.trace:
-        raise ValueError("pipeline.split: expected a model, whose blocks have names, got a number")
-    schedule = schedule_of(config, config.pipeline.num_microbatches)
-    if schedule.num_chunks > sizes.depth:
-        raise ValueError(
-            f"mesh.pp: expected at most {sizes.depth} chunks, one for each block of such a model, got "
-            f"{schedule.num_chunks}"
-        )
-    runs = partition(_profiles(sizes), schedule.num_chunks)
-    ranks = tuple(
-        _units(*_counts(sizes, *(runs[chunk] for chunk in schedule.chunks[rank]), tp=tp), setting)
-        for rank in range(schedule.num_ranks)
-    )
-    pipelined = PlannedPipeline(
-        schedule=schedule, num_microbatches=config.pipeline.num_microbatches, runs=runs
-    )
-    return PlannedRanks(setting=setting, units=ranks, scales=(0,) * len(ranks), pipelined=pipelined)
-
-
-def _profiles(sizes: Sizes) -> list[BlockProfile]:
-    """The parameters of each block; the embedding belongs to the first one, the head to the last one."""
-    numbers = list(sizes.blocks)
-    numbers[0] += sizes.embedding
-    numbers[-1] += sizes.embedding
-    return [BlockProfile(time=number) for number in numbers]
-
-
-def _counts(sizes: Sizes, *runs: range, tp: int) -> tuple[list[int], bool]:
-    """Return the parameters of the units of a rank with some runs of blocks, divided over tensor ranks.
-
-    Returns:
-        The parameters of the root, and of the others; and True if the first of the others is an embedding,
-        whose backward needs no parameters.
-    """
     if not sizes.depth:  # neither the root nor the last: it is not kept
-        return [0, -(-sizes.num_params // tp), 0], False
-    blocks, starts = sizes.blocks, [run.start for run in runs]
-    embeds, ends = 0 in starts, any(run.stop == sizes.depth for run in runs)
-    table, own = -(-sizes.embedding // tp), [-(-blocks[number] // tp) for run in runs for number in run]
-    if sizes.is_tied:  # the root holds the table that the embedding and the head share
-        return [table if embeds or ends else 0, *own], False
-    return [0, *([table] * embeds), *own, *([table] * ends)], embeds
+        return [(_units([0, -(-sizes.num_params // tp), 0], False, setting), 0)]
+    table, blocks = -(-sizes.embedding // tp), [-(-block // tp) for block in sizes.blocks]
+    nums = [table, *blocks] if sizes.is_tied else [0, table, *blocks, table]
+    return [(_units(nums, not sizes.is_tied, setting), 0)]
 
 
 def _units(sizes: Sequence[int], embeds: bool, setting: Setting) -> list[UnitPlan]:
@@ -416,125 +338,3 @@ def _units(sizes: Sequence[int], embeds: bool, setting: Setting) -> list[UnitPla
     names = ["", *map(str, range(1, len(sizes)))]
     found = zip(names, modules, originals, strict=True)
     return plan_units([UnitSpec(name, module, own) for name, module, own in found], setting)
-
-
-# ------------------------------------------------------------------------- the activations of pipelines
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Bytes of one rank for activations."""
-
-    held: int = 0
-    """The most bytes that it holds at a time."""
-    sent: int = 0
-    """Bytes that it sends in a micro-batch, or in a batch of a pipeline."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartBytes:
-    """Bytes of a micro-batch on one rank of each part of a model that is cut into chunks.
-
-        chunk       input | what its modules keep | if it is the last one: the loss
-        rank        the sum over the micro-batches of its chunks that are in flight, at most
-
-    A chunk keeps its input, which has come from another rank, up to its backward; values such as rotary
-    tables and masks are made by each chunk.
-    """
-
-    blocks: tuple[int, ...]
-    """Bytes that each block keeps for its backward, its output included."""
-    freed: tuple[int, ...]
-    """Bytes that go when a block is over, its input: not negative; of each block but the last one."""
-    first: int
-    """Bytes that the modules before the blocks keep."""
-    last: int
-    """Bytes that the modules after the blocks and the loss add to the bytes of the blocks."""
-    shared: int = 0
-    """Bytes that the model keeps outside of these modules; each chunk has them."""
-    inside: int = 0
-    """Bytes beyond those at the end of a block that are there inside it, at most; in a recomputation, too."""
-    loss: int = 0
-    """Bytes beyond those at the end that are there in the modules after the blocks and the loss, at most."""
-    between: int
-    """Bytes of the tensor that a block hands on."""
-    sent: int = 0
-    """Bytes that all of the model sends to tensor ranks."""
-
-
-def costs_of_run(whole: DryRun, kept: DryRun, outline: Outline) -> PartBytes:
-    """Return the bytes of the parts of a model.
-
-    Args:
-        whole: its dry run without recomputation.
-        kept: its dry run as it is trained.
-        outline: the order of its modules.
-    """
-    before = [kept.calls[name] for name in outline.before]
-    blocks = [kept.calls[name] for name in outline.blocks]
-    first = sum(call.after - call.before for call in before)
-    return PartBytes(
-        blocks=tuple(call.after - call.before for call in blocks),
-        freed=tuple(max(0, call.after - later.before) for call, later in pairwise(blocks)),
-        first=first,
-        last=max(0, kept.held - blocks[-1].after),
-        shared=blocks[0].before - first,
-        inside=max(
-            _most_inside(whole, name) - (call.after - call.before)
-            for name, call in zip(outline.blocks, blocks, strict=True)
-        ),
-        loss=whole.peak - whole.held,
-        between=blocks[0].output,
-        sent=kept.sent,
-    )
-
-
-def _most_inside(run: DryRun, block: str) -> int:
-    """The most bytes that a block adds, at the end of any module in it."""
-    ends = (call.after for name, call in run.calls.items() if name == block or name.startswith(f"{block}."))
-    return max(ends) - run.calls[block].before
-
-
-def costs_of_sizes(sizes: Sizes, batch: MicroBatch) -> PartBytes:
-    """Return the bytes of the parts of a transformer by the formulas of `activations`."""
-    return PartBytes(
-        blocks=(sizes.bytes_kept(batch),) * sizes.depth,
-        freed=(0,) * (sizes.depth - 1),
-        first=0,
-        last=sizes.bytes_of_head(batch),
-        inside=sizes.bytes_of_block(batch) if batch.recomputes else 0,
-        between=batch.num_tokens * sizes.width * batch.itemsize,
-        sent=sizes.bytes_sent(batch),
-    )
-
-
-def usage_of_ranks(pipelined: PlannedPipeline, costs: PartBytes) -> list[Usage]:
-    """Return the usage of each pipeline rank in a batch."""
-    schedule, runs = pipelined.schedule, pipelined.runs
-    most = count_activations(schedule, [_bytes_of_chunk(costs, run) for run in runs]).per_rank
-    usages = []
-    for rank, chunks in enumerate(schedule.chunks):
-        num_blocks = sum(len(runs[chunk]) for chunk in chunks)
-        sums = pipelined.num_microbatches * costs.sent * num_blocks // len(costs.blocks)
-        messages = sum(_num_messages(schedule.placement, chunk, rank) for chunk in chunks)
-        sent = pipelined.num_microbatches * messages * costs.between
-        # Some are received ahead of their use, and some are sent while their sender goes on.
-        under_way = min(schedule.num_microbatches, 2 * AHEAD) * costs.between if messages else 0
-        is_last = len(runs) - 1 in chunks
-        beyond = max(costs.inside, under_way, costs.loss if is_last else 0)
-        usages.append(Usage(held=most[rank] + beyond, sent=sums + sent))
-    return usages
-
-
-def _bytes_of_chunk(costs: PartBytes, run: range) -> int:
-    """Bytes of a chunk, whose input and output stay there up to its backward."""
-    before = costs.first if run.start == 0 else costs.between
-    after = costs.last if run.stop == len(costs.blocks) else 0
-    freed = sum(costs.freed[number] for number in run[1:-1])
-    return before + costs.shared + sum(costs.blocks[number] for number in run) - freed + after
-
-
-def _num_messages(placement: Sequence[int], chunk: int, rank: int) -> int:
-    """Messages of a chunk to other ranks: its output to the next one, a gradient to the one before."""
-    near = (chunk - 1, chunk + 1)
-    return sum(0 <= other < len(placement) and placement[other] != rank for other in near)

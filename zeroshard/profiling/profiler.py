@@ -30,7 +30,7 @@ from zeroshard.internals.autograd import is_in_backward
 from zeroshard.parallel.pipeline.actions import Kind, parse_action
 from zeroshard.sharded import Sharded
 from zeroshard.sharding.runtime import Runtime
-from zeroshard.sharding.unit import Unit, UnitState
+from zeroshard.sharding.unit import UnitState
 from zeroshard.tables import LINE, render
 
 COLUMNS = ("forward", "backward", "gather", "copy", "reduce", "free", "wait", "step", "other")
@@ -101,7 +101,7 @@ class Profile:
         rows.append(("share", *(f"{phases[kind] / total:.1%}" for kind in used), "100.0%"))
         title = f"a step by unit, mean of {self.num_steps}, ms"
         waits = [f"wait for {name}: {_ms(time)} ms" for name, time in list(self.waits.items())[:_MOST_WAITS]]
-        return "\n".join([render(title, ("unit", *used, "all"), rows, 120), *waits])
+        return "\n".join([render(title, ("unit", *used, "all"), rows), *waits])
 
 
 def _label(event: Any) -> tuple[str, str]:
@@ -193,20 +193,15 @@ _ACTIONS = {
 }
 
 
-def _never(unit: Unit) -> bool:
-    return False
-
-
-_VERBS: dict[str, tuple[str, Callable[[Unit], bool]]] = {
-    "unshard": ("gather of ", lambda unit: unit.state is not UnitState.SHARDED),
-    "wait": ("wait of gather of ", lambda unit: unit.state is UnitState.UNSHARDED),
-    "reshard": ("free of ", lambda unit: unit.is_resident or unit.state is UnitState.SHARDED),
-    "start_reduce": ("reduce of ", _never),
-    "wait_reduce": ("wait of reduction of ", _never),
-    "progress_reduce": ("reduce of ", _never),
+_VERBS = {
+    "unshard": "gather of ",
+    "wait": "wait of gather of ",
+    "reshard": "free of ",
+    "start_reduce": "reduce of ",
+    "wait_reduce": "wait of reduction of ",
+    "progress_reduce": "reduce of ",
 }
-"""For each verb of a unit the text before the name of the unit, and a function that is true if a call has
-nothing to do."""
+"""For each verb of a unit the text before the name of the unit."""
 
 
 class _RangeRecorder:
@@ -223,15 +218,15 @@ class _RangeRecorder:
         runtime = self._runtime
         runtime.here.__class__ = _telling(self)
         for unit in runtime.units:
-            for verb, (text, is_idle) in _VERBS.items():
-                self._replace(unit, verb, text + unit.described, is_idle)
+            for verb, text in _VERBS.items():
+                self._replace(unit, verb, text + unit.described)
             for gradients in unit.gradients:
                 for verb in ("pack", "deliver"):
-                    self._replace(gradients, verb, f"reduce of {unit.described}", _never)
+                    self._replace(gradients, verb, f"reduce of {unit.described}")
             # The streams of an accelerator copy during compute, which notes nothing of it.
             for buffer in unit.buffers if runtime.context.device.type == "cpu" else ():
                 for verb in ("begin", "follow"):
-                    self._replace(buffer.store, verb, f"copy of {unit.described}", _never)
+                    self._replace(buffer.store, verb, f"copy of {unit.described}")
         after_step = runtime.after_step
 
         def count(stepped: Any = (), is_last: bool = True) -> None:
@@ -253,11 +248,11 @@ class _RangeRecorder:
             if unit.state is UnitState.GATHERING:
                 unit.wait()
 
-    def _replace(self, holder: Any, verb: str, text: str, is_idle: Callable[[Any], bool]) -> None:
+    def _replace(self, holder: Any, verb: str, text: str) -> None:
         call = getattr(holder, verb)
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            if is_idle(holder) or not self._is_here:
+            if not self._is_here:
                 return call(*args, **kwargs)
             with record_function(_PREFIX + text):
                 return call(*args, **kwargs)
