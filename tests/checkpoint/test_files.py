@@ -45,7 +45,7 @@ class Save:
         self.folder, self.tag, self.content, self.keep_last = folder, tag, content, keep_last
 
     def __call__(self) -> None:
-        place = open_place(self.folder, self.tag, 100)
+        place = open_place(self.folder, self.tag)
         (place.temporary / "tensors").write_text(self.content)
         (place.temporary / MANIFEST).write_text(self.content)
         commit(place, self.keep_last)
@@ -182,7 +182,7 @@ def test_an_error_at_any_point_leaves_a_checkpoint_and_nothing_of_the_new_one(tm
     for number in range(1, 7):
         folder = tmp_path / str(number)
         Save(folder, "a", "old")()
-        place = open_place(folder, tag, 100)
+        place = open_place(folder, tag)
         (place.temporary / "tensors").write_text("new")
         (place.temporary / MANIFEST).write_text("new")
         stop = stop_before(number, full)
@@ -214,7 +214,7 @@ def test_a_name_that_is_damaged_does_not_cost_the_checkpoint_before_the_next_is_
         folder = tmp_path / str(number)
         Save(folder, "a", "old")()
         (folder / "a").write_text(name)
-        place = open_place(folder, "a", 100)
+        place = open_place(folder, "a")
         assert visible(folder) == ["old"]
         discard(place)
         Save(folder, "a", "new")()
@@ -318,7 +318,7 @@ def test_no_order_of_saves_lets_one_tag_touch_another_whose_name_is_like_its_dir
 def test_a_save_that_meets_the_file_of_another_tag_in_its_place_leaves_that_alone(tmp_path):
     """Of two engines that save at once: the one saves v1 for the second time, the other one v1.1."""
     Save(tmp_path, "v1", "first")()
-    place = open_place(tmp_path, "v1", 100)
+    place = open_place(tmp_path, "v1")
     (place.temporary / MANIFEST).write_text("second")
     Save(tmp_path, "v1.1", "of another tag")()
     with pytest.raises(OSError, match=r"v1\.1"):
@@ -353,11 +353,3 @@ def test_a_link_in_the_place_of_the_directory_is_refused_and_a_given_path_may_be
     assert read(find(folder)) == "next"
     assert not hidden(folder)
     assert read(tmp_path / "elsewhere") == "content"
-
-
-def test_too_little_space_is_an_error_before_anything_is_written(tmp_path):
-    Save(tmp_path, "a", "old")()
-    with pytest.raises(RuntimeError, match=re.escape(str(tmp_path)) + r": .* bytes are free"):
-        open_place(tmp_path, "a", 1 << 60)
-    assert visible(tmp_path) == ["old"]
-    assert not hidden(tmp_path)

@@ -37,9 +37,6 @@ from zeroshard.stores.host import HostBuffer
 from zeroshard.stores.store import TierMemory
 
 INDEX = ".metadata"
-_MARGIN = 1 << 20
-"""Bytes for the small files, and what each box takes in addition to its elements."""
-_PER_BOX = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +63,9 @@ def write(snapshot: Snapshot, axis: Axis) -> None:
         RuntimeError: a rank could not write its part, and why, on all ranks; nothing of it is left.
     """
 
-    def size() -> int:
-        """Estimate the bytes that this rank writes."""
-        snapshot.wait()  # here, so that an error of the device is told to all ranks
-        boxes = sum(1 for part in snapshot.slices for _ in part.boxes(MAX_BOX_BYTES))
-        return sum(part.data.nbytes for part in snapshot.slices) + boxes * _PER_BOX
-
-    total = _MARGIN + sum(on_all(axis, "agreement on the size of a checkpoint", size))
+    on_all(axis, "copies for a checkpoint", snapshot.wait)  # an error of the device is told to all ranks
     place: CheckpointPlace = on_first(
-        axis, "start of a checkpoint", lambda: files.open_place(snapshot.folder, snapshot.tag, total)
+        axis, "start of a checkpoint", lambda: files.open_place(snapshot.folder, snapshot.tag)
     )
     try:
         on_all(axis, "start of a checkpoint", lambda: _check_shared(place))

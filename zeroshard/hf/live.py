@@ -332,7 +332,7 @@ def _export(
             weights.parameters.update(dict.fromkeys(saved[names[0]], in_dtype(info, how.dtype)))
         weights.buffers.update({name: info for name, info in buffers.items() if name not in saved})
         saved |= {name: [name] for name in buffers}
-    on_first(axes.world, label, lambda: check_folder(folder, weights.tensors))
+    on_first(axes.world, label, lambda: check_folder(folder))
 
     def slices() -> Iterator[TensorSlice]:
         """Whole tensors on rank 0, parameters first; nothing on other ranks."""
