@@ -117,7 +117,7 @@ def test_what_is_no_safetensors_checkpoint_of_the_model_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:-4])
     assert "damaged or shortened" in refusal(tmp_path)
     file.write_bytes(b"\xff" * 20)
-    assert "expected a safetensors file" in refusal(tmp_path)
+    assert "expected a JSON object of safetensors" in refusal(tmp_path)
 
 
 def write_tensors(file: Path, header: object) -> None:

@@ -49,15 +49,6 @@ def overlap(entry: Any) -> None:
     box[0] -= 1
 
 
-def one_place_for_all(content: Any) -> None:
-    """A tensor larger than all files: each of its boxes is the same bytes again."""
-    content["tensors"]["extra"] = {
-        "dtype": "uint8",
-        "shape": [1 << 20, 1000],
-        "boxes": [[at, 0, 1, 1000, 0, 0] for at in range(1 << 10)],
-    }
-
-
 def rename(content: Any) -> None:
     name = next(name for name in content["tensors"] if not name.startswith("optimizer/"))
     content["tensors"]["another"] = content["tensors"].pop(name)
@@ -107,7 +98,6 @@ PLACES: dict[str, Callable[[Path], None]] = {
     "no entry": edit_manifest(lambda content: content["tensors"].update(x=None)),
     "an empty entry": edit_manifest(lambda content: content["tensors"].update(x={})),
     "an unlisted file": edit_manifest(lambda content: content["files"].pop("__1_0.distcp") and None),
-    "one place for all boxes": edit_manifest(one_place_for_all),
     "a parameter is missing": edit_manifest(rename),
     "a buffer is missing": edit_manifest(lambda content: content["buffers"].append("another")),
     "no tensors": edit_manifest(lambda content: content["tensors"].clear()),

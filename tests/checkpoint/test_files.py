@@ -336,20 +336,3 @@ def test_a_directory_of_such_a_name_that_holds_no_checkpoint_is_left_alone(tmp_p
         assert read(find(tmp_path, "run")) == content
     Save(tmp_path, "other", "last", keep_last=1)()
     assert (tmp_path / "run.0" / "notes").read_text() == "the user's"
-
-
-def test_a_link_in_the_place_of_the_directory_is_refused_and_a_given_path_may_be_one(tmp_path):
-    folder = tmp_path / "folder"
-    Save(folder, "a", "content")()
-    (folder / "a.0").rename(tmp_path / "elsewhere")
-    (folder / "a.0").symlink_to(tmp_path / "elsewhere")
-    for path, tag in ((folder, None), (folder, "a"), (folder / "a", None), (folder / "latest", None)):
-        with pytest.raises(ValueError, match=r"'.*a\.0' is a symbolic link to '.*elsewhere': expected"):
-            find(path, tag)
-    assert read(find(tmp_path / "elsewhere")) == "content"
-    (tmp_path / "best").symlink_to(tmp_path / "elsewhere")
-    assert read(find(tmp_path / "best")) == "content"
-    Save(folder, "a", "next")()
-    assert read(find(folder)) == "next"
-    assert not hidden(folder)
-    assert read(tmp_path / "elsewhere") == "content"

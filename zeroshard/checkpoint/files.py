@@ -191,11 +191,6 @@ def find(path: Path, tag: str | None = None) -> Path:
     if name is None:
         tags = ", ".join(_tags_by_age(path)) or "none"
         raise ValueError(f"'{pointer}': expected a checkpoint with tag '{tag}'; the tags there are: {tags}")
-    if (path / name).is_symlink():
-        raise ValueError(
-            f"'{path / name}' is a symbolic link to '{os.readlink(path / name)}': expected the directory of "
-            "a checkpoint itself. To load the one that the link leads to, give the path of its directory"
-        )
     if not (path / name / MANIFEST).is_file():
         raise ValueError(f"'{path / name}': expected a checkpoint, found no {MANIFEST} in it")
     return path / name
