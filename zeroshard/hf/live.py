@@ -274,17 +274,13 @@ def _read(
             places = [original.owners[0] for original in buffer.originals]
             shown = [owner._parameters[attribute] for owner, attribute in places]
             wholes = [cast(Tensor, one).detach() for one in shown] if layers else buffer.gather_wholes()
-            for original, (owner, attribute), values in zip(buffer.originals, places, wholes, strict=True):
+            for original, (owner, _), values in zip(buffer.originals, places, wholes, strict=True):
                 if original.fqn not in streamed:
                     continue
-                layer = of_codes.get(owner)
                 if is_packed(original.parameter):
                     values = dequantized(owner, values)  # peft would quantize the sum again
-                    Merging.add_to_weight(layer, values)
+                    Merging.add_to_weight(of_codes.get(owner), values)
                     values = _as_plain(owner, values)
-                elif layer is not None and attribute == "bias":
-                    values = values.clone()
-                    Merging.add_to_bias(layer, values)
                 found[streamed[original.fqn].names[0]] = values
     return found
 

@@ -66,8 +66,6 @@ _FILLS = frozenset(
 )
 """In-place operations whose outcome does not depend on earlier values of the tensor."""
 
-_EMPTY, _EMPTY_LIKE = torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default
-
 _numbers = count()
 
 
@@ -104,10 +102,6 @@ class OperationRecorder(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         device = kwargs.get("device")
-        if func is _EMPTY_LIKE and device == _CPU and not has_memory(tensors[0]):  # to_empty()
-            like = func(*args, **kwargs | {"device": _META})
-            func, args, tensors = _EMPTY, (like.shape, like.stride()), []
-            kwargs = {"dtype": like.dtype, "device": _CPU}
         is_wanted = device in _DEFERRED or (self.loads and device == _META)
         is_made = not tensors and _has_device(func) and is_wanted
         if not is_made and not any(map(self.takes, tensors)):
@@ -286,11 +280,11 @@ def deferred_init() -> Iterator[None]:
     values of an ordinary init on the CPU with the same random seed, unit by unit. Random numbers are drawn
     as always, one tensor at a time: the generator ends in the state that an ordinary init leaves. Building
     takes as long. Tensors that are given another device than the CPU are made there; those on the meta device
-    have no values until they are given some (`to_empty(device="cpu")` and an init).
+    have no values until they are given memory and values (`to_empty(device="cpu")` and an init).
 
     Initialize weights inside the block: changes after it are refused.
     """
-    with recording(loads=False):
+    with recording("zeroshard.deferred_init()", loads=False):
         yield
 
 
@@ -303,15 +297,11 @@ def refuse_recording(what: str) -> None:
     Raises:
         RuntimeError: inside `deferred_init()`.
     """
-    if _active_recorders():
+    if any(isinstance(mode, OperationRecorder) for mode in _get_current_dispatch_mode_stack()):
         raise RuntimeError(
             f"{what} inside zeroshard.deferred_init(), where new tensors have no memory: build the model in "
             f"the block, and call {what} after it"
         )
-
-
-def _active_recorders() -> list[OperationRecorder]:
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, OperationRecorder)]
 
 
 @contextmanager
@@ -342,19 +332,20 @@ def _watch_modules(recorder: OperationRecorder) -> Iterator[None]:
 
 
 @contextmanager
-def recording(*, loads: bool) -> Iterator[None]:
-    """Record the operations that compute tensors without memory; see `OperationRecorder`."""
-    if not (active := _active_recorders()):
-        recorder = OperationRecorder(loads)
-        with _watch_modules(recorder), _AsOnCPU(recorder), recorder:
-            yield
-        return
-    outer = active[-1]  # from_pretrained under deferred_init: one recorder is enough
-    before, outer.loads = outer.loads, loads
-    try:
+def recording(what: str, *, loads: bool) -> Iterator[None]:
+    """Record the operations that compute tensors without memory.
+
+    Args:
+        what: the name of the function that was called.
+        loads: see `OperationRecorder`.
+
+    Raises:
+        RuntimeError: inside `deferred_init()`.
+    """
+    refuse_recording(what)
+    recorder = OperationRecorder(loads)
+    with _watch_modules(recorder), _AsOnCPU(recorder), recorder:
         yield
-    finally:
-        outer.loads = before
 
 
 class _AsOnCPU(TorchFunctionMode):
