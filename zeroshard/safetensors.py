@@ -224,11 +224,11 @@ def find_tensors(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
 
 def _read_index(file: Path) -> dict[str, str]:
     """Return the name of the file of each tensor, which is a file in the folder of the index."""
-    places: dict[str, str] | None = _read_object(file, begins_with_size=False)[0].get("weight_map")
+    places: Any = _read_object(file, begins_with_size=False)[0].get("weight_map")
     names = places.values() if isinstance(places, dict) else (None,)
     if not all(isinstance(name, str) and is_file_name(name) for name in names):
         raise ValueError(f"{file}: expected a 'weight_map' from tensors to names of files in its folder")
-    return places
+    return dict(places)
 
 
 def is_file_name(name: str) -> bool:
