@@ -138,20 +138,13 @@ HEADERS = {
         json.dumps(change): {"a": SOUND | change}
         for change in (
             {"shape": [-1, -2]},
-            {"shape": [2.0]},
             {"shape": [True, 2]},
-            {"shape": ["x"]},
-            {"shape": 2},
             {"shape": [1 << 62, 4]},
             {"data_offsets": [-8, 0]},
-            {"data_offsets": [0, 8.0]},
             {"data_offsets": [False, 8]},
-            {"data_offsets": [8, 0]},
             {"data_offsets": [60, 68]},
             {"data_offsets": [1 << 70, (1 << 70) + 8]},
             {"shape": [True], "data_offsets": [False, 4]},
-            {"shape": [0], "data_offsets": [-8, -8]},
-            {"dtype": 3},
             {"dtype": "X"},
         )
     },

@@ -81,13 +81,6 @@ def test_what_is_equal_and_not_the_same_comes_back_as_it_was(tmp_path):
     assert math.copysign(1, got["zero"]) == math.copysign(1, got["parts"].imag) == -1
 
 
-def test_a_few_keys_may_have_one_hash(tmp_path):
-    numbers = {number * (2**61 - 1) for number in range(100)}
-    assert {hash(number) for number in numbers} == {0}
-    values = {"seen": numbers, "counts": dict.fromkeys(numbers, 1)}
-    assert round_trip(tmp_path, values) == values
-
-
 def test_other_tools_read_the_files(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     round_trip(tmp_path, {"a": {"lr": 0.1, "weights": torch.arange(6.0).view(2, 3)}})
