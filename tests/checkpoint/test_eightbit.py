@@ -253,18 +253,6 @@ REFUSED = {
         {},
         "expected states of 'gain' in the 8 bits that Lion8bit keeps",
     ),
-    "another class": (
-        ("AdamW", {}),
-        ("AdamW8bit", {}),
-        {},
-        "states of AdamW; the engine has AdamW8bit: expected the same optimizer, or convert_states=True",
-    ),
-    "another family": (
-        ("AdamW", {}),
-        ("Lion8bit", {}),
-        CONVERTED,
-        "holds states of AdamW; the engine has Lion8bit",
-    ),
     "amsgrad": (
         ("AdamW", {"amsgrad": True}),
         ("AdamW8bit", ALL),
