@@ -214,21 +214,17 @@ def find_tensors(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
         pickled = [file.name for file in path.glob("*.bin")]
         hint = f"; {pickled[0]} is a pickle, which could run code: convert it" if pickled else ""
         raise ValueError(f"'{folder}': expected {SINGLE} or {INDEX}, found neither{hint}")
-    places = _read_index(path / INDEX)
+    places: Any = _read_object(path / INDEX, begins_with_size=False)[0].get("weight_map")
+    names = places.values() if isinstance(places, dict) else (None,)
+    if not all(isinstance(name, str) and is_file_name(name) for name in names):
+        raise ValueError(
+            f"{path / INDEX}: expected a 'weight_map' from tensors to names of files in its folder"
+        )
     files = {name: read_header(path / name) for name in sorted(set(places.values()))}
     for name, file in places.items():
         if name not in files[file]:
             raise ValueError(f"{path / file}: expected tensor '{name}', as {INDEX} says, found none")
     return {name: files[file][name] for name, file in places.items()}
-
-
-def _read_index(file: Path) -> dict[str, str]:
-    """Return the name of the file of each tensor, which is a file in the folder of the index."""
-    places: Any = _read_object(file, begins_with_size=False)[0].get("weight_map")
-    names = places.values() if isinstance(places, dict) else (None,)
-    if not all(isinstance(name, str) and is_file_name(name) for name in names):
-        raise ValueError(f"{file}: expected a 'weight_map' from tensors to names of files in its folder")
-    return dict(places)
 
 
 def is_file_name(name: str) -> bool:

@@ -161,7 +161,9 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     axis, tells_part = axes.world, axes.pp.size > 1 and axes.everyone.rank == 0
     _check_moment(runtime)
     keeps_frozen = parts.config.checkpoint.frozen
-    left_out = [] if keeps_frozen else frozen_names(runtime)
+    # Of parameters that were frozen at initialize: no optimizer can have changed them.
+    frozen = [] if keeps_frozen else [buffer for buffer in runtime.buffers if not buffer.trainable]
+    left_out = [parameter.fqn for buffer in frozen for parameter in buffer.sharded]
     readings: list[_Reading] = []
 
     def read() -> _Answer:
@@ -283,11 +285,6 @@ def _describe(engine: Engine, parts: EngineState, model: ModelState, left_out: l
 
 # A parameter is known by the crc32 of its whole bytes: the same at any number of ranks and stage. The ranks
 # gather a unit at a time, and share the checksums of its parameters among each other.
-
-
-def frozen_names(runtime: Runtime) -> list[str]:
-    """The parameters that were frozen at initialize: no optimizer can have changed them."""
-    return [p.fqn for buffer in runtime.buffers if not buffer.trainable for p in buffer.sharded]
 
 
 def sums_of(runtime: Runtime, names: Collection[str]) -> dict[str, int]:

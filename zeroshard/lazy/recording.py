@@ -103,11 +103,12 @@ class OperationRecorder(TorchDispatchMode):
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         device = kwargs.get("device")
         is_wanted = device in _DEFERRED or (self.loads and device == _META)
-        is_made = not tensors and _has_device(func) and is_wanted
+        is_made = not tensors and is_wanted and any(one.name == "device" for one in func._schema.arguments)
         if not is_made and not any(map(self.takes, tensors)):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
-        is_asked = not _returns_tensors(func) or (tensors and device not in (None, _META))
+        gives_tensors = any("Tensor" in str(returned.type) for returned in func._schema.returns)
+        is_asked = not gives_tensors or (tensors and device not in (None, _META))
         if is_asked or any(map(has_memory, written)):
             real_args, real_kwargs = values_in((args, kwargs))
             return func(*real_args, **real_kwargs)
@@ -186,14 +187,6 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     except NotImplementedError:  # the shape depends on the values
         real_args, real_kwargs = values_in((args, kwargs | ({"device": _CPU} if "device" in kwargs else {})))
         return pytree.tree_map_only(Tensor, lambda t: t.to(_META), func(*real_args, **real_kwargs))
-
-
-def _has_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)
-
-
-def _returns_tensors(func: Any) -> bool:
-    return any("Tensor" in str(returned.type) for returned in func._schema.returns)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
