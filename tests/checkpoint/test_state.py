@@ -323,7 +323,8 @@ def test_a_value_that_needs_code_on_one_rank_is_refused_by_its_key_on_all(tmp_pa
     assert "client_state: expected a dict, got list" in kinds[0]
     assert "client_state: expected a dict, got int" in kinds[1]
     assert "client_state['a']['b'][1]['c']: expected tensors" in said
-    assert "Local (rank 1)" in said
+    assert "Local. Give what it is made from" in said
+    assert said.endswith("(rank 1)")
     assert not written
     assert loaded == {"a": 1}
 
