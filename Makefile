@@ -59,8 +59,8 @@ test-all: setup-all  ## Run all tests: those, and the long ones
 fuzz: setup-dev  ## Train random models in random ways, against plain PyTorch (ARGS="--cases 300")
 	"$(PYTHON)" -m tests.fuzz $(ARGS)
 
-kill-trials: setup-dev  ## Kill ranks while they save, 50 times (ARGS="--trials 50")
-	"$(PYTHON)" -m tests.checkpoint.kill $(ARGS)
+kill-trials: setup-dev  ## Kill ranks while they save, 50 times
+	KILL_TRIALS=50 "$(PYTHON)" -m pytest --all tests/checkpoint/test_kill.py $(ARGS)
 
 lint: setup-dev  ## Check style, format and types
 	"$(PYTHON)" -m ruff check .

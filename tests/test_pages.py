@@ -50,9 +50,10 @@ PAGES = {
 SLOW = {
     *("data.md", "lora.md", "pipeline_parallel.md", "reference.md", "tensor_parallel.md"),  # transformers
     "integrations.md",  # lightning
+    *("asynchronous_pipelines.md", "concepts.md"),  # many engines
     "optimizers.md",  # numba
 }
-"""The pages that import transformers or compile, which takes seconds on each rank: long tests."""
+"""The pages that take many seconds: they import transformers, compile, or start many engines: long tests."""
 
 MOST_NOT_RUN = 0
 """Blocks of all pages together that may be left out."""

@@ -32,7 +32,6 @@ from zeroshard.lazy.recording import (
     check_values,
     materialize_others,
     place_ignored,
-    record_resets,
     refuse_recording,
 )
 from zeroshard.parallel.pipeline.chunked import Absent
@@ -96,7 +95,6 @@ def shard_over(
     over = Activations(axes.activations, _TAG_OF_ACTIVATIONS) if axes.tp.size > 1 else None
     change_forwards(module, changes)
     divide_and_cast(module, division, casts, over, changes)
-    record_resets(module)
     check_values(module)
     host_computes = not streams.has_streams(device)
     setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=steps_by_parts)

@@ -25,7 +25,7 @@ from zeroshard.data.loader import EpochLoader, GivenLoader, is_loader, refuse_ge
 from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
 from zeroshard.lazy.deferred import has_memory
-from zeroshard.lazy.recording import record_resets, refuse_recording
+from zeroshard.lazy.recording import refuse_recording
 from zeroshard.memory.tiered import check_room
 from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
 from zeroshard.parallel.pipeline.chunked import Absent, Chunked
@@ -171,8 +171,6 @@ def _part_of_model(
     described = describe_model(model)
     chunked = _traced(model, config, world, source) if config.pipeline.trace else Chunked(model)
     model = chunked.model
-    if not config.pipeline.trace:
-        record_resets(model)  # before modules are taken out: each reset draws random numbers after the last
     specs = specify_units(model, config)
     check_agreement(world, model, config, specs, None, {}, source.training_data)
     made = on_first(

@@ -94,26 +94,34 @@ def read_header(file: Path) -> dict[str, FileTensor]:
     Raises:
         ValueError: the file cannot be read, or its header is not one of safetensors.
     """
+    header, end = _read_object(file, begins_with_size=True)
+    header.pop("__metadata__", None)
+    return {name: _tensor(file, end, name, entry) for name, entry in header.items()}
+
+
+def _read_object(file: Path, *, begins_with_size: bool) -> tuple[dict[str, Any], int]:
+    """Return the JSON object at the start of a file, and the bytes up to its end.
+
+    Args:
+        file: the file.
+        begins_with_size: True if 8 bytes with the size of the JSON lie before it; False if it is the file.
+
+    Raises:
+        ValueError: with the name of the file.
+    """
     try:
         with file.open("rb") as opened:
-            header_size = int.from_bytes(opened.read(8), "little")
-            header = parse_json(opened.read(header_size)) if header_size <= file.stat().st_size else None
+            start, size = 0, (most := file.stat().st_size)
+            if begins_with_size:
+                start, size = 8, int.from_bytes(opened.read(8), "little")
+            content = json.loads(opened.read(size)) if size <= most else None
     except OSError as error:
         raise ValueError(f"{file}: can't be read: {error.strerror}") from None
-    if not isinstance(header, dict):
-        raise ValueError(
-            f"{file}: expected a safetensors file, got a header of {header_size} bytes that is no JSON object"
-        )
-    header.pop("__metadata__", None)
-    return {name: _tensor(file, 8 + header_size, name, entry) for name, entry in header.items()}
-
-
-def parse_json(text: bytes) -> Any:
-    """Return the value of JSON text; None for text that is no JSON."""
-    try:
-        return json.loads(text)
     except (ValueError, RecursionError):  # no UTF-8, no JSON, a number that is too long; or nested too deep
-        return None
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: expected a JSON object{' of safetensors' * begins_with_size}, got none")
+    return content, start + size
 
 
 def _tensor(file: Path, data_start: int, name: str, entry: Any) -> FileTensor:
@@ -206,29 +214,17 @@ def find_tensors(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
         pickled = [file.name for file in path.glob("*.bin")]
         hint = f"; {pickled[0]} is a pickle, which could run code: convert it" if pickled else ""
         raise ValueError(f"'{folder}': expected {SINGLE} or {INDEX}, found neither{hint}")
-    places = _read_index(path / INDEX)
+    places: Any = _read_object(path / INDEX, begins_with_size=False)[0].get("weight_map")
+    names = places.values() if isinstance(places, dict) else (None,)
+    if not all(isinstance(name, str) and is_file_name(name) for name in names):
+        raise ValueError(
+            f"{path / INDEX}: expected a 'weight_map' from tensors to names of files in its folder"
+        )
     files = {name: read_header(path / name) for name in sorted(set(places.values()))}
     for name, file in places.items():
         if name not in files[file]:
             raise ValueError(f"{path / file}: expected tensor '{name}', as {INDEX} says, found none")
     return {name: files[file][name] for name, file in places.items()}
-
-
-def _read_index(file: Path) -> dict[str, str]:
-    """Return the name of the file of each tensor, which is a file in the folder of the index."""
-    try:
-        index = parse_json(file.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{file}: can't be read: {error.strerror}") from None
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict):
-        raise ValueError(f"{file}: expected JSON with a 'weight_map' of names of tensors and files, got none")
-    for name, place in places.items():
-        if not isinstance(place, str) or not is_file_name(place):
-            raise ValueError(
-                f"{file}: tensor '{name}': expected the name of a file in the same folder, got {place!r}"
-            )
-    return places
 
 
 def is_file_name(name: str) -> bool:

@@ -4,58 +4,43 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import struct
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from tests.checkpoint.damage import PART, Edit, Run, damaged, edit_manifest, edit_values, message_of, refit
-from tests.checkpoint.peaks import growth, needs_linux
+from tests.checkpoint.damage import PART, Edit, damaged, edit_manifest, edit_values, message_of, refit
+from tests.checkpoint.runs import differences, start, state, train
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES
-from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, tile
-from zeroshard.checkpoint.values import read_values, to_files
+
+Craft = Callable[[Path], None]
 
 # ------------------------------------------------------------------------------------------ manifests
 
 
-def tensor(content: Any) -> Any:
-    """The entry of the first tensor of two dimensions that has more than one box."""
-    entries = content["tensors"].values()
-    return next(entry for entry in entries if len(entry["boxes"]) > 1 and len(entry["shape"]) == 2)
+def edit_tensor(change: Edit) -> Craft:
+    """Change the entry of the first tensor of two dimensions that has more than one box."""
+
+    def edit(content: Any) -> None:
+        entries = content["tensors"].values()
+        change(next(entry for entry in entries if len(entry["boxes"]) > 1 and len(entry["shape"]) == 2))
+
+    return edit_manifest(edit)
 
 
-def edit_tensor(change: Edit) -> Callable[[Path], None]:
-    return edit_manifest(lambda content: change(tensor(content)) and None)
-
-
-def edit_row(at: int, value: Any) -> Callable[[Path], None]:
+def edit_row(at: int, value: Any) -> Craft:
     """Another number in the row of a box: offsets, sizes, rank, first byte."""
-
-    def change(entry: Any) -> None:
-        entry["boxes"][1][at] = value
-
-    return edit_tensor(change)
-
-
-def overlap(entry: Any) -> None:
-    """As many elements as before, but a row twice and another one not at all."""
-    box = entry["boxes"][1]
-    box[0] -= 1
-
-
-def one_place_for_all(content: Any) -> None:
-    """A tensor larger than all files: each of its boxes is the same bytes again."""
-    content["tensors"]["extra"] = {
-        "dtype": "uint8",
-        "shape": [1 << 20, 1000],
-        "boxes": [[at, 0, 1, 1000, 0, 0] for at in range(1 << 10)],
-    }
+    return edit_tensor(lambda entry: entry["boxes"][1].__setitem__(at, value))
 
 
 def rename(content: Any) -> None:
@@ -63,54 +48,41 @@ def rename(content: Any) -> None:
     content["tensors"]["another"] = content["tensors"].pop(name)
 
 
-def list_outside(path: str) -> Callable[[Path], None]:
+def list_outside(directory: Path) -> None:
     """A file elsewhere, which is there."""
-
-    def craft(directory: Path) -> None:
-        outside = directory / path
-        outside.write_bytes((directory / PART).read_bytes())
-        record = {"num_bytes": outside.stat().st_size, "crc32": zlib.crc32(outside.read_bytes())}
-        refit(directory, lambda content: content["files"].update({path: record}))
-
-    return craft
+    outside = directory / "../outside"
+    outside.write_bytes((directory / PART).read_bytes())
+    record = {"num_bytes": outside.stat().st_size, "crc32": zlib.crc32(outside.read_bytes())}
+    refit(directory, lambda content: content["files"].update({"../outside": record}))
 
 
-PLACES: dict[str, Callable[[Path], None]] = {
-    "file outside": list_outside("../outside"),
-    "file by its whole path": lambda directory: list_outside(f"{directory.parent}/outside")(directory),
+PLACES: dict[str, Craft] = {
+    "file outside": list_outside,
     **{
         f"{column} {value!r}": edit_row(at, value)
         for column, at in {"row": 0, "column": 1, "rows": 2, "columns": 3, "rank": 4, "byte": 5}.items()
-        for value in (-1, 1 << 40, 1 << 70, 0.5, True, None, "1", [1])
+        for value in (-1, 1 << 40, 1 << 70, 0.5, True)
     },
     **{
-        f"shape {value!r}": edit_tensor(lambda entry, value=value: entry.update(shape=value))
-        for value in ([1 << 62, 1 << 62], [1] * 65, [-1, 3], [0.5, 2], [0, 0], None, "22")
-    },
-    **{
-        f"dtype {value!r}": edit_tensor(lambda entry, value=value: entry.update(dtype=value))
-        for value in ("quint8", "float64", "int8", "load", "", None, [1])
-    },
-    **{
-        f"boxes {value!s:.20}": edit_tensor(lambda entry, value=value: entry.update(boxes=value))
-        for value in ([], None, "x", [[]], [3], [None], {}, [[0] * 6] * 3)
+        f"{key} {value!r:.20}": edit_tensor(lambda entry, key=key, value=value: entry.update({key: value}))
+        for key, values in {
+            "shape": ([1 << 62, 1 << 62], [1] * 65, [-1, 3], [0.5, 2], [0, 0], None),
+            "dtype": ("quint8", "float64", "load", None),
+            "boxes": ([], None, [[]], [3], {}, [[0] * 6] * 3),
+        }.items()
+        for value in values
     },
     "shape turned": edit_tensor(lambda entry: entry["shape"].reverse()),
     "short row": edit_tensor(lambda entry: entry["boxes"][0].pop()),
-    "long row": edit_tensor(lambda entry: entry["boxes"][0].append(0)),
-    "boxes that overlap": edit_tensor(overlap),
-    "a box twice": edit_tensor(lambda entry: entry["boxes"].append(entry["boxes"][0])),
+    "boxes that overlap": edit_tensor(lambda entry: entry["boxes"][1].__setitem__(0, 0)),
     "a box instead of another": edit_tensor(
         lambda entry: entry["boxes"].__setitem__(1, entry["boxes"][0]),
     ),
     "a box is missing": edit_tensor(lambda entry: entry["boxes"].pop()),
-    "no entry": edit_manifest(lambda content: content["tensors"].update(x=None)),
     "an empty entry": edit_manifest(lambda content: content["tensors"].update(x={})),
     "an unlisted file": edit_manifest(lambda content: content["files"].pop("__1_0.distcp") and None),
-    "one place for all boxes": edit_manifest(one_place_for_all),
     "a parameter is missing": edit_manifest(rename),
     "a buffer is missing": edit_manifest(lambda content: content["buffers"].append("another")),
-    "no tensors": edit_manifest(lambda content: content["tensors"].clear()),
 }
 
 
@@ -118,9 +90,12 @@ def some_parameter(content: Any) -> Any:
     return next(iter(content["parameters"].values()))
 
 
-MANIFESTS: dict[str, Callable[[Path], None]] = {
+def loss_scale(**change: Any) -> dict[str, Any]:
+    return {"value": 2.0, "is_dynamic": True, "num_steps": 0} | change
+
+
+MANIFESTS: dict[str, Craft] = {
     "list": edit_manifest(lambda content: [1]),
-    "text": lambda directory: (directory / MANIFEST).write_text('"x"') and None,
     "deep": lambda directory: (directory / MANIFEST).write_text("[" * 100_000) and None,
     "no json": lambda directory: (directory / MANIFEST).write_bytes(b"\x80\x02") and None,
     **{
@@ -129,92 +104,93 @@ MANIFESTS: dict[str, Callable[[Path], None]] = {
     },
     **{
         f"{key} {value!r}": edit_manifest(lambda content, key=key, value=value: content.update({key: value}))
-        for key in ("files", "parameters", "buffers", "loss_scale", "rounding", "data", "seed", "tensors")
-        for value in (-0.5, "x", [[1]], {"x": 1})
+        for key, values in {
+            "format": (99, 1, [2]),
+            "files": (-0.5, "x", [[1]], {"x": 1}),
+            "parameters": ("x", {"x": 1}),
+            "buffers": ("x", [[1]]),
+            "global_step": (-7, True, 1 << 60, 1.0, None),
+            "skipped_steps": (-1, False),
+            "optimizer": (3, []),
+            "model": (3, []),
+            "loss_scale": (loss_scale(value="x"), loss_scale(is_dynamic="x"), loss_scale(num_steps=-1)),
+            "rounding": ({"seed": 1, "step": -1}, {"seed": "x", "step": 1}),
+            "data": ({"x": 1}, {"epoch": -1, "position": 0, "seed": 0, "num_samples": 10}),
+        }.items()
+        for value in values
     },
-    "newer": edit_manifest(lambda content: content.update(format=99)),
-    "older": edit_manifest(lambda content: content.update(format=1)),
-    "another format": edit_manifest(lambda content: content.update(format=[2])),
-    "negative size": edit_manifest(lambda content: content["files"][VALUES].update(num_bytes=-1)),
     "shape": edit_manifest(lambda content: some_parameter(content).update(shape=["1"])),
-    "negative shape": edit_manifest(lambda content: some_parameter(content).update(shape=[-1])),
     "aliases": edit_manifest(lambda content: some_parameter(content).update(aliases=[[]])),
     "directory": edit_manifest(lambda content: content["files"].update({"..": content["files"][VALUES]})),
     "no values": edit_manifest(lambda content: content["files"].pop(VALUES) and None),
-    "no tensors of values": edit_manifest(lambda content: content["files"].pop(TENSORS) and None),
 }
 
 
 # --------------------------------------------------------------------------------------------- values
 
 
-def replace_values(made: bytes | str) -> Callable[[Path], None]:
+def replace_values(made: bytes) -> Craft:
     """Another content of the JSON file."""
 
     def craft(directory: Path) -> None:
-        (directory / VALUES).write_bytes(made if isinstance(made, bytes) else made.encode())
+        (directory / VALUES).write_bytes(made)
         refit(directory)
 
     return craft
 
 
-def insert(made: Any) -> Callable[[Path], None]:
+def insert(made: Any) -> Craft:
     """Any JSON in the place of a value of the user's."""
 
     def craft(directory: Path) -> None:
         content = json.loads((directory / VALUES).read_bytes())
         content["client_state"]["x"] = made
-        (directory / VALUES).write_text(json.dumps(content))
-        refit(directory)
+        replace_values(json.dumps(content).encode())(directory)
 
     return craft
 
 
-def edit_header(change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    """Another header of the file of tensors."""
+def update(path: str, value: Any) -> Craft:
+    """Another value at a place in the values, such as groups/0/lr; `*` is any one key."""
 
-    def craft(directory: Path) -> None:
-        data = (directory / TENSORS).read_bytes()
-        end = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:end])
-        made = json.dumps(change(header) or header).encode()
-        (directory / TENSORS).write_bytes(struct.pack("<Q", len(made)) + made + data[end:])
-        refit(directory)
+    def change(values: Any) -> None:
+        *steps, last = path.split("/")
+        for step in steps:
+            key = next(iter(values)) if step == "*" else int(step) if step.isdigit() else step
+            values = values[key]
+        values[int(last) if last.isdigit() else last] = value
 
-    return craft
-
-
-def set_header(size: int) -> Callable[[Path], None]:
-    """Another length of the header."""
-
-    def craft(directory: Path) -> None:
-        data = (directory / TENSORS).read_bytes()
-        (directory / TENSORS).write_bytes(struct.pack("<Q", size) + data[8:])
-        refit(directory)
-
-    return craft
+    return edit_values(change)
 
 
-def all_in_one_place(header: Any) -> None:
-    """More tensors than the file has bytes for, each of them the same bytes."""
-    entries = [entry for name, entry in header.items() if name != "__metadata__"]
-    entry = max(entries, key=lambda entry: entry["data_offsets"][1] - entry["data_offsets"][0])
-    header.update({f"x{number}": entry for number in range(100_000)})
+def numpy_state(size: int = 624, position: int = 0, gauss: Any = 0.0) -> list[Any]:
+    return ["MT19937", [0] * size, position, 0, gauss]
 
 
-def first_entry(header: Any) -> Any:
-    return header["0"]
-
-
-CONTENTS: dict[str, Callable[[Path], None]] = {
+CONTENTS: dict[str, Craft] = {
     **{
         f"content {made[:10]!r}": replace_values(made)
-        for made in ("[1]", "{}", "", "3", "x", '"x"', "[" * 100_000, '{"a":' * 100_000, b"\x80\x02]q\x00.")
+        for made in (b"[1]", b"{}", b"", b"x", b"[" * 100_000, b'{"a":' * 100_000, b"\x80\x02]q\x00.")
     },
-    "groups": edit_values(lambda values: values.update(groups=[{"lr": 1}])),
-    "scalars": edit_values(lambda values: values.update(scalars={"blocks.0": 1})),
-    "generators": edit_values(lambda values: values.update(rng=[{"python": (3, (1, 2), None)}] * 2)),
     "no client state": edit_values(lambda values: values.pop("client_state")),
+    **{
+        f"{path} {number}": update(path, value)
+        for path, values in {
+            "groups/0/names": (3, None),
+            "groups/0": (3, [], {"lr": 1}),
+            "scalars/*": (3, []),
+            "lr_scheduler": (3, "x"),
+            "rng/0": (3, {}),
+            "rng/1/torch": ("x", torch.zeros(5056), torch.zeros(5056, dtype=torch.uint8)),
+            "rng/0/python": ((3, (1, 2), None), (3, (0,) * 624 + (9999,), None), "x"),
+            "rng/0/numpy": (
+                *("x", numpy_state(position=1 << 30), numpy_state(position=-5)),
+                *(numpy_state(size=9, position=3), numpy_state(gauss="x")),
+            ),
+            "client_state": (3, []),
+        }.items()
+        for number, value in enumerate(values)
+    },
     **{
         f"inserted {number}": insert(made)
         for number, made in enumerate(
@@ -231,148 +207,127 @@ CONTENTS: dict[str, Callable[[Path], None]] = {
     },
 }
 
-HEADERS: dict[str, Callable[[Path], None]] = {
-    **{f"length {size}": set_header(size) for size in (0, 3, 1 << 20, 1 << 63)},
-    "list": edit_header(lambda header: [1]),
-    "empty": edit_header(lambda header: header.clear()),
+
+def write_tensors(directory: Path, data: bytes) -> None:
+    (directory / TENSORS).write_bytes(data)
+    refit(directory)
+
+
+def edit_header(change: Callable[[Any], Any]) -> Craft:
+    """Another header of the file of tensors."""
+
+    def craft(directory: Path) -> None:
+        data = (directory / TENSORS).read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])
+        made = json.dumps(change(header) or header).encode()
+        write_tensors(directory, struct.pack("<Q", len(made)) + made + data[end:])
+
+    return craft
+
+
+def all_in_one_place(header: Any) -> None:
+    """More tensors than the file has bytes for, each of them the same bytes."""
+    header.update({f"x{number}": header["0"] for number in range(1000)})
+
+
+HEADERS: dict[str, Craft] = {
+    **{
+        f"length {size}": lambda directory, size=size: write_tensors(
+            directory, struct.pack("<Q", size) + (directory / TENSORS).read_bytes()[8:]
+        )
+        for size in (0, 3, 1 << 20, 1 << 63)
+    },
     "missing": edit_header(lambda header: header.pop("0") and None),
     "overlap": edit_header(all_in_one_place),
-    **{
-        f"{key} {value!r}": edit_header(
-            lambda header, key=key, value=value: first_entry(header).update({key: value})
-        )
-        for key, values in {
-            "data_offsets": ([0, 1 << 40], [-4, 0], [0.5, 4.5], [4, 0], None, "x", [1]),
-            "shape": ([1 << 62], [-1], [1 << 40, 1 << 40], "x", None),
-            "dtype": ("X", None, 3, "F64"),
-        }.items()
-        for value in values
-    },
+    "shape": edit_header(lambda header: header["0"].update(shape=[-1])),
+}
+"""A few: tests/test_pretrained.py has more of them, for the same reader."""
+
+
+def link(name: str, target: str = "") -> Craft:
+    """A link in the place of a file, to a file that is as good."""
+
+    def craft(directory: Path) -> None:
+        outside = directory.parent / f"of {name}"
+        shutil.copy(directory / name, outside)
+        (directory / name).unlink()
+        (directory / name).symlink_to(target or outside)
+
+    return craft
+
+
+LINKS = {name: link(name) for name in (".metadata", VALUES, TENSORS, MANIFEST, PART)} | {
+    "to nowhere": link(PART, "nowhere")
 }
 
+KINDS = {"places": PLACES, MANIFEST: MANIFESTS, VALUES: CONTENTS, TENSORS: HEADERS, "links": LINKS}
 
-KINDS = {"places": PLACES, MANIFEST: MANIFESTS, VALUES: CONTENTS, TENSORS: HEADERS}
+
+# ------------------------------------------------------------------------------------------- loading
 
 
-@pytest.mark.long_where(kind=["values.json", "values.safetensors", "places"])
+class Small(nn.Module):
+    """Two units, so that each rank holds something of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(20, 20) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def loss(engine: nn.Module, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return engine(torch.randn(4, 20, generator=generator)).square().mean()
+
+
+def generators() -> Any:
+    _, keys, *rest = numpy.random.get_state()
+    return random.getstate(), torch.get_rng_state().tolist(), keys.tolist(), rest
+
+
+@pytest.mark.long_where(kind=[VALUES, TENSORS, "places"])
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2, timeout=300)
-def test_crafted_file_is_one_error_that_names_it_before_anything_changes(tmp_path, kind):
-    """Load each of the crafted checkpoints; what was not as expected."""
-    run, good, found = Run(), Path(str(tmp_path)) / "good", []
-    run.train()
-    run.engine.save_checkpoint(good, "tag")
-    run.train()
+def test_a_crafted_checkpoint_is_one_error_that_names_the_file_before_anything_changes(tmp_path, kind):
+    """What was not refused as it should be, or changed something."""
+    found: list[str] = []
+    good = tmp_path / "good"
+    data = torch.utils.data.TensorDataset(torch.arange(10))
+    schedule = {"lr_scheduler": lambda optimizer: CosineAnnealingLR(optimizer, T_max=9)}
+    engine = start(3, model=Small(), training_data=data, **schedule)
+    train(engine, [0], loss)
+    engine.save_checkpoint(good, "tag")
+    train(engine, [1], loss)
+    before, drawn = state(engine), generators()
     for name, craft in KINDS[kind].items():
         bad = damaged(good, craft, "tag.0")
-        begun = time.monotonic()
-        text = message_of(lambda bad=bad: run.engine.load_checkpoint(bad))
+        text = message_of(lambda bad=bad: engine.load_checkpoint(bad))  # type: ignore[misc]
         found += [] if f"{bad / 'tag.0'}/" in text else [f"{name}: {text}"]
         found += [f"{name}: {len(text)} characters"] * (len(text) > 600)
-        found += [f"{name}: took long"] * (time.monotonic() - begun > 20)
-        if text == "nothing was raised":
-            return found
-        run.check()
-    run.engine.load_checkpoint(good)
-    assert run.engine.global_step == 1
-    run.engine.save_checkpoint(good, "tag")
-    run.engine.load_checkpoint(good)
+        found += [f"{name}: loaded in part: {text}"] * ("in part" in text)
+    found += ["generators"] * (generators() != drawn)
+    found += differences(state(engine), before)
+    engine.load_checkpoint(good)
+    assert engine.global_step == 1
     return found
 
 
-@needs_linux
-@pytest.mark.parametrize("craft", [edit_header(all_in_one_place), insert({"$tensor": {"name": "0"}})])
-def test_values_take_no_more_memory_than_their_files(tmp_path, craft):
-    """Tensors that share one megabyte of the file; in sum they would be 100 GB."""
-    values = {"client_state": {"big": torch.zeros(1 << 20, dtype=torch.uint8)}}
-    for name, data in to_files(values).items():
-        (tmp_path / name).write_bytes(data)
-    content = {"files": {VALUES: {}, TENSORS: {}}}
-    (tmp_path / MANIFEST).write_text(json.dumps({"content": content}))
-    craft(tmp_path)
-
-    def read() -> None:
-        with pytest.raises(RuntimeError, match=str(tmp_path / VALUES)):
-            read_values(tmp_path)
-
-    assert growth(read) < 1 << 28
-
-
-def tiles(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    return tile(StoredTensor(torch.uint8, shape, [StoredBox(box, 0, 0).row for box in boxes]))
-
-
-def test_boxes_tile_a_tensor_when_they_hold_each_element_once():
-    halves = [Box((0, 0), (2, 3)), Box((2, 0), (1, 3))]
-    assert tiles(halves, (3, 3))
-    assert tiles(halves[::-1], (3, 3))
-    assert tiles([*halves, Box((1, 1), (0, 2))], (3, 3))
-    assert tiles([], (0, 3))
-    assert tiles([Box((0, 0), (0, 3))], (0, 3))
-    assert tiles([Box((), ())], ())
-    assert not tiles([], ())
-    assert not tiles([Box((), ()), Box((), ())], ())
-    assert not tiles(halves[:1], (3, 3))
-    assert not tiles([Box((0, 0), (2, 3)), Box((1, 0), (1, 3))], (3, 3))  # as many, but one row twice
-    assert not tiles([Box((0, 0), (3, 2)), Box((2, 1), (1, 1)), Box((0, 2), (2, 1))], (3, 3))
-    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1))]
-    assert tiles([*pinwheel, Box((1, 1), (1, 1))], (3, 3))  # no cut goes through
-    assert not tiles(pinwheel, (3, 3))
-
-
-def test_boxes_of_columns_that_many_rows_cross_are_told_apart_soon():
-    """To compare each of 10,000 columns with each of 10,000 rows would take 100 million steps."""
-    num = 10_000
-    columns = [Box((0, at), (num, 1)) for at in range(num)]
-    rows = [Box((at, num), (1, 1)) for at in range(num)]
-    begun = time.monotonic()
-    assert tiles(columns + rows, (num, num + 1))
-    assert not tiles([*columns, *rows[1:], rows[1]], (num, num + 1))
-    assert time.monotonic() - begun < 10
-
-
-def test_boxes_with_too_many_corners_are_refused():
-    with pytest.raises(ValueError, match="too many corners"):
-        tiles([Box((0,) * 40, (1,) * 40)], (1,) * 40)
-
-
-def refit_damaged(directory: Path) -> None:
-    """Let the checksum of a manifest fit, if it is JSON still."""
-    try:
-        outer = json.loads((directory / MANIFEST).read_bytes())
-        content = outer["content"]
-        outer["crc32"] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
-        (directory / MANIFEST).write_text(json.dumps(outer))
-    except (ValueError, KeyError, TypeError):
-        pass
-
-
-def load_flipped(folder: str, file: str, seeds: range) -> list[str]:
-    """Flip bytes and refit the checksums: the checkpoint is refused, or loads with what it then says."""
-    run, good, found = Run(), Path(folder) / "good", []
-    run.train()
-    run.engine.save_checkpoint(good, "tag")
-    data = (good / "tag.0" / file).read_bytes()
-    for seed in seeds:
-        pick, flipped = random.Random(seed), bytearray(data)
-        for _ in range(pick.choice((1, 1, 2, 8))):
-            flipped[pick.randrange(len(data))] = pick.randrange(256)
-        (good / "tag.0" / file).write_bytes(flipped)
-        if file == MANIFEST:
-            refit_damaged(good / "tag.0")
-        else:
-            refit(good / "tag.0")
-        try:
-            run.engine.load_checkpoint(good)
-        except (RuntimeError, ValueError) as error:
-            found += [] if str(good) in str(error) else [f"{seed}: {error}"]
-        except BaseException as error:
-            found.append(f"{seed}: {type(error).__name__}: {error}")
-    return found
-
-
-@pytest.mark.long_where(file=[VALUES, TENSORS])
-@pytest.mark.parametrize("file", [MANIFEST, VALUES, TENSORS])
-def test_random_bytes_in_a_file_never_end_in_another_kind_of_error(ranks, tmp_path, file):
-    (found,) = ranks(1, load_flipped, str(tmp_path), file, range(80), timeout=120)
-    assert not found
+@on_ranks(2)
+def test_a_directory_that_is_a_link_is_loaded(tmp_path):
+    engine = start(3, model=Small())
+    train(engine, [0], loss)
+    engine.save_checkpoint(tmp_path / "real", "tag")
+    if dist.get_rank() == 0:
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        (tmp_path / "direct").symlink_to(tmp_path / "real" / "tag.0")
+    dist.barrier()
+    want, other = state(engine), start(3, model=Small(), seed=1)
+    for path in (tmp_path / "link", tmp_path / "direct"):
+        other.load_checkpoint(path)
+        assert not differences(state(other), want)
+        train(other, [1], loss)

@@ -9,11 +9,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.checkpoint.damage import damaged, edit_manifest, message_of
-from tests.checkpoint.peaks import SLACK, Rows, growth, needs_linux
 from tests.checkpoint.runs import build, differences, start, state, train, without_numba
 from tests.optim.eightbit.reference import SIGNED, UNSIGNED, Blocks
 from tests.ranks import on_ranks
-from zeroshard import initialize, optim
+from zeroshard import optim
 from zeroshard.checkpoint import optimizers as loading
 from zeroshard.checkpoint.files import MANIFEST, find
 
@@ -254,18 +253,6 @@ REFUSED = {
         {},
         "expected states of 'gain' in the 8 bits that Lion8bit keeps",
     ),
-    "another class": (
-        ("AdamW", {}),
-        ("AdamW8bit", {}),
-        {},
-        "states of AdamW; the engine has AdamW8bit: expected the same optimizer, or convert_states=True",
-    ),
-    "another family": (
-        ("AdamW", {}),
-        ("Lion8bit", {}),
-        CONVERTED,
-        "holds states of AdamW; the engine has Lion8bit",
-    ),
     "amsgrad": (
         ("AdamW", {"amsgrad": True}),
         ("AdamW8bit", ALL),
@@ -407,34 +394,3 @@ def test_bitsandbytes_and_others_load_each_others_states(tmp_path):
         else:
             assert train(back, AFTER) == train(engine, AFTER), kind
     return found
-
-
-# ---------------------------------------------------------------------------------------------------- memory
-
-
-def rows_engine(kind, rows):
-    model = Rows(rows, 16)
-    return initialize(model, make(model, kind), {"stage": 3}).engine
-
-
-@without_numba
-def convert_large(folder, rows):
-    """By what is saved: growth of memory while its states are converted."""
-    found = {}
-    for there, here in (("AdamW", "AdamW8bit"), ("AdamW8bit", "AdamW")):
-        engine = rows_engine(there, rows)
-        engine.backward(engine(torch.tensor([1, 2])))
-        engine.step()
-        engine.save_checkpoint(folder, there)
-        load = rows_engine(here, rows).load_checkpoint
-        found[there] = growth(functools.partial(load, folder, there, convert_states=True))
-    return found
-
-
-@needs_linux
-def test_states_are_converted_a_piece_at_a_time(ranks, tmp_path):
-    rows = 20_000
-    ranks(1, convert_large, tmp_path, 16)  # imports all that it needs
-    (found,) = ranks(1, convert_large, tmp_path, rows)
-    for there, num_bytes in (("AdamW", 1 + 4 / 256), ("AdamW8bit", 4)):
-        assert found[there] <= 2 * num_bytes * rows * 512 + SLACK

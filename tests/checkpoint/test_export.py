@@ -7,10 +7,9 @@ import json
 import os
 import resource
 import shutil
-from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -75,26 +74,25 @@ class Tokenizer:
         (Path(folder) / "tokenizer.json").write_text("{}")
 
 
-def train_and_save(folder: str, kinds: list[str]) -> dict[str, tuple]:
-    """The whole state_dict and the logits of each model; a checkpoint and two exports are in `folder`."""
-    ends = {}
-    for kind in kinds:
-        engine, _ = start(build(kind), stage=3)
-        train(engine)
-        path = Path(folder, kind)
-        engine.save_checkpoint(path / "checkpoint")
-        engine.save_pretrained(path / "engine", Tokenizer())
-        engine.save_pretrained(path / "small", dtype="bf16", max_shard_bytes=10_000)
-        with torch.no_grad():
-            ends[kind] = engine.full_state_dict(), answer(engine)
-    return ends
+def train_and_save(folder: str, kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The whole state_dict and the logits of a model; a checkpoint and two exports are in `folder`."""
+    engine, _ = start(build(kind), stage=3)
+    train(engine)
+    engine.save_checkpoint(Path(folder, "checkpoint"))
+    engine.save_pretrained(Path(folder, "engine"), Tokenizer())
+    engine.save_pretrained(Path(folder, "small"), dtype="bf16", max_shard_bytes=10_000)
+    with torch.no_grad():
+        return engine.full_state_dict(), answer(engine)
 
 
 @pytest.fixture(scope="module")
 def trained(ranks, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    ends, _ = ranks(2, train_and_save, str(folder), list(KINDS), timeout=200)
-    return {kind: (folder / kind, *end) for kind, end in ends.items()}
+    @cache
+    def of(kind: str) -> tuple[Path, dict[str, torch.Tensor], torch.Tensor]:
+        folder = tmp_path_factory.mktemp(kind)
+        return folder, *ranks(2, train_and_save, str(folder), kind, timeout=200)[0]
+
+    return of
 
 
 def load(kind: str, folder: Path, **options) -> nn.Module:
@@ -116,7 +114,7 @@ def assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.long_where(kind=["T5", "Mixtral", "Bert"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers_loads_what_was_trained_to_the_bit(trained, tmp_path, kind):
-    folder, state, logits = trained[kind]
+    folder, state, logits = trained(kind)
     assert main(["export", str(folder / "checkpoint"), str(tmp_path)]) == 0
     for exported in (tmp_path, folder / "engine"):
         model = load(kind, exported)
@@ -134,9 +132,9 @@ def test_transformers_loads_what_was_trained_to_the_bit(trained, tmp_path, kind)
     assert_equal({name: values_of(value) for name, value in own.state_dict(keep_vars=True).items()}, state)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["Llama"])
 def test_files_are_cut_and_values_cast_as_asked(trained, tmp_path, kind):
-    folder, state, _ = trained[kind]
+    folder, state, _ = trained(kind)
     size = ["--dtype", "bf16", "--max-shard-size", "10KB"]
     assert main(["export", str(folder / "checkpoint"), str(tmp_path), *size, "--no-verify"]) == 0
     for exported in (tmp_path, folder / "small"):
@@ -157,11 +155,11 @@ def test_files_are_cut_and_values_cast_as_asked(trained, tmp_path, kind):
 
 
 def test_a_new_export_leaves_nothing_of_the_one_before(trained, tmp_path):
-    checkpoint = str(trained["Llama"][0] / "checkpoint")
+    checkpoint = str(trained("Llama")[0] / "checkpoint")
     listings = []
     for size in ("10KB", "5GB", "20KB"):
         assert main(["export", checkpoint, str(tmp_path), "--max-shard-size", size]) == 0
-        assert_equal(load("Llama", tmp_path).state_dict(), trained["Llama"][1])
+        assert_equal(load("Llama", tmp_path).state_dict(), trained("Llama")[1])
         listings.append({file.name for file in tmp_path.iterdir()})
     configs = {"config.json", "generation_config.json"}
     assert listings[1] == configs | {"model.safetensors"}
@@ -273,14 +271,11 @@ def test_of_a_model_with_adapters_peft_loads_those_or_the_whole_as_peft_merges_i
 TIED = {
     "rows": {"trainable_token_indices": [1, 4]},
     "copy of both": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    "copy of one": {"modules_to_save": ["embed_tokens"]},
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
-    "rows of the head": {"trainable_token_indices": {"lm_head": [1, 4]}},
 }
 """Adapters of a model whose embedding and head share a weight."""
 UNMERGED = {
     "embedding": "embed_tokens.base_layer.weight', and adapters ('base_model.model.model.embed_tokens')",
-    "rows of the head": "adapters ('base_model.model.lm_head.token_adapter.trainable_tokens_delta.default')",
 }
 """Of adapters that the weight cannot take in, a part of the error."""
 
@@ -362,6 +357,7 @@ def export_large(folder: str) -> int:
     return growth(main, command)
 
 
+@pytest.mark.long
 @needs_linux
 def test_an_export_holds_a_unit_or_a_tensor_at_a_time(ranks, tmp_path):
     by_engine = ranks(2, save_large, str(tmp_path))
@@ -430,8 +426,8 @@ def failure(capsys, *arguments: object) -> tuple[int, str]:
     return code, err
 
 
-def test_the_command_says_what_could_not_be_written(trained, tmp_path, capsys, monkeypatch):
-    export = "export", trained["Llama"][0] / "checkpoint"
+def test_the_command_says_what_could_not_be_written(trained, tmp_path, capsys):
+    export = "export", trained("Llama")[0] / "checkpoint"
     with full(10_000):
         code, said = failure(capsys, *export, tmp_path / "full")
     assert (code, not list((tmp_path / "full").iterdir())) == (1, True)
@@ -440,15 +436,10 @@ def test_the_command_says_what_could_not_be_written(trained, tmp_path, capsys, m
     code, said = failure(capsys, *export, tmp_path / "file")
     assert code == 1
     assert f"'{tmp_path / 'file'}': expected a folder that can be made and written to" in said
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 5, 5))
-    code, said = failure(capsys, *export, tmp_path / "small")
-    assert code == 1
-    assert "5 bytes are free" in said
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
-    shutil.copytree(trained["Llama"][0] / "checkpoint", tmp_path / "checkpoint")
+    shutil.copytree(trained("Llama")[0] / "checkpoint", tmp_path / "checkpoint")
     file = max(tmp_path.rglob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

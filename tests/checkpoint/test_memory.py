@@ -28,8 +28,8 @@ def engine_of(large, small):
     return engine
 
 
-@pytest.mark.long_where(num_ranks=[1])
-@on_ranks(1, 2, timeout=120)
+@pytest.mark.long
+@on_ranks(2, timeout=120)
 def test_a_rank_holds_one_box_more_and_in_the_background_its_shard_once_more(tmp_path):
     """Growth by what is done, and the bytes of this rank's shard."""
     folder = str(tmp_path)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint.runs import differences, start, state, train
+from tests.distributed.training import STAGES
 from tests.ranks import on_ranks
 from zeroshard.checkpoint.manifest import read_manifest
 from zeroshard.checkpoint.tensors import open_checkpoint
@@ -24,7 +25,7 @@ def test_weights_load_without_touching_optimizer_schedule_and_progress(tmp_path)
     train(engine, [0, 1])
     engine.save_checkpoint(tmp_path, "all", {"n": 1})
     weights, found = engine.full_state_dict(), []
-    for stage in (0, 1, 2, 3):
+    for stage in STAGES:
         for num_steps in (0, 3):
             other = start(stage, seed=1, lr_scheduler=schedule)
             train(other, range(num_steps))
@@ -109,7 +110,7 @@ def save_without_frozen(folder):
 
 def load_without_frozen(folder):
     results, messages = [], []
-    for stage in (0, 1, 2, 3):
+    for stage in STAGES:
         engine = without_frozen(stage)
         train(engine, [9], loss)
         engine.load_checkpoint(folder)
@@ -133,13 +134,12 @@ def engine_with_all(folder):
 
 def test_a_checkpoint_without_what_is_frozen_loads_over_the_same_base_alone(ranks, tmp_path):
     expected, _ = ranks(2, save_without_frozen, tmp_path / "run")
-    for num_ranks in (1, 2):
-        for results, messages in ranks(num_ranks, load_without_frozen, tmp_path / "run"):
-            for losses in results:
-                assert losses == pytest.approx(expected, rel=1e-5)
-            for message in messages:
-                assert "leaves out the frozen parameter 'base.0." in message
-                assert "its present values are others: expected a model with the same" in message
+    for results, messages in ranks(1, load_without_frozen, tmp_path / "run"):
+        for losses in results:
+            assert losses == pytest.approx(expected, rel=1e-5)
+        for message in messages:
+            assert "leaves out the frozen parameter 'base.0." in message
+            assert "are others (bfloat16): expected a model with the same" in message
     stored = open_checkpoint(tmp_path / "run" / "step-2.0")
     assert not [name for name in stored.tensors if "base" in name or "again" in name]
     model, recorded = Adapted(), stored.manifest.frozen
@@ -150,7 +150,7 @@ def test_a_checkpoint_without_what_is_frozen_loads_over_the_same_base_alone(rank
 
 def load_in_another_dtype(folder):
     engine = start(2, trained_adamw, model=Adapted().float())
-    with pytest.raises(ValueError, match=r"present values are float32, not bfloat16"):
+    with pytest.raises(ValueError, match=r"present values \(float32\) are others \(bfloat16\)"):
         engine.load_checkpoint(folder)
 
 
@@ -171,5 +171,5 @@ def test_what_was_frozen_may_be_trained_where_it_has_the_same_values(tmp_path):
     start(config, trained_adamw, model=Adapted().float()).save_checkpoint(folder)
     start(3, model=Adapted().float().requires_grad_(True)).load_checkpoint(folder, optimizer=False)
     other = start(3, model=Adapted(base_seed=8).float().requires_grad_(True))
-    with pytest.raises(ValueError, match="present values are others"):
+    with pytest.raises(ValueError, match=r"present values \(float32\) are others"):
         other.load_checkpoint(folder, optimizer=False)

@@ -1,6 +1,5 @@
 """A checkpoint is one of torch.distributed.checkpoint: torch alone reads it."""
 
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,9 +11,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from tests.checkpoint.runs import read_whole, start, state, train
 from zeroshard.checkpoint.files import find
-from zeroshard.checkpoint.places import Box, runs
-from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorReader, TensorSlice, open_checkpoint
-from zeroshard.plan.layout import Layout
+from zeroshard.checkpoint.places import Box
+from zeroshard.checkpoint.tensors import TensorReader, TensorSlice, open_checkpoint
 
 
 def saved(folder, config):
@@ -85,33 +83,6 @@ def test_every_tensor_is_read_whole_by_zeroshard(checkpoint):
     stored = open_checkpoint(directory)
     assert stored.tensors.keys() == want.keys() - {"head.weight"}  # which is tokens.weight
     assert unequal(read_whole(stored) | {"head.weight": want["head.weight"]}, want) == []
-
-
-@pytest.mark.parametrize(
-    "shape", [(4096, 4096), (32000, 2048), (7, 3, 1031, 513), (64 << 20,)], ids=lambda shape: str(shape)
-)
-@pytest.mark.parametrize(("before", "after"), [(2, 8), (2, 3), (8, 2), (3, 4), (1, 8)])
-def test_boxes_are_small_and_what_another_layout_reads_of_them_is_what_it_needs(shape, before, after):
-    numel = math.prod(shape)
-    data = torch.empty(1, dtype=torch.float32).expand(numel)
-    old, new = Layout((numel,), before), Layout((numel,), after)
-    written = [
-        box
-        for rank in range(before)
-        for box, _ in slice_of(shape, data, old.owned(0, rank)).boxes(MAX_BOX_BYTES)
-    ]
-    assert sum(box.numel for box in written) == numel
-    assert max(box.numel for box in written) * 4 <= MAX_BOX_BYTES
-    rows = max(1, 4 * math.prod(shape[1:]))
-    assert len(written) <= 1.5 * 4 * numel / (MAX_BOX_BYTES // rows * rows) + before * 2 * len(shape)
-    for rank in range(after):
-        wanted = [box for box, _ in slice_of(shape, data, new.owned(0, rank)).boxes()]
-        num_read = sum(run.numel for box in written for part in wanted for run in runs(box, part))
-        assert num_read == new.owned(0, rank).size
-
-
-def slice_of(shape, data, span):
-    return TensorSlice("w", shape, span.start, data[span.slice])
 
 
 def test_a_tensor_of_which_a_part_is_missing_is_named(checkpoint):

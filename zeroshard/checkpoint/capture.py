@@ -28,7 +28,7 @@ from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, SavedScale,
 from zeroshard.checkpoint.optimizers import PER_GROUP, read_optimizer
 from zeroshard.checkpoint.save import Snapshot
 from zeroshard.checkpoint.tensors import ModelState, States, TensorSlice, blocks_by_name, read_model, slices
-from zeroshard.checkpoint.values import Given, SavedValues, check_plain, to_files
+from zeroshard.checkpoint.values import SavedValues, check_plain, to_files
 from zeroshard.comm.collectives import on_all
 from zeroshard.config.sections import Config
 from zeroshard.data.loader import DataPosition, EpochLoader, GivenLoader
@@ -120,8 +120,7 @@ def save_checkpoint(
         tag: the name of the checkpoint; None: "step-<global_step>". An older one of that name is
             replaced.
         client_state: the user's values on rank 0: tensors, numbers, strings, lists and dicts of them.
-            Some other kinds come back as these: numbers of NumPy as Python's, arrays as tensors, paths as
-            strings, dataclasses as dicts, enums as their values, NamedTuples as tuples.
+            Numbers of NumPy come back as Python's.
         blocking: True returns when the checkpoint is there, False when its values are copied. A thread
             then writes it while training goes on. A failure is raised, on all ranks, by a later step,
             save or load; with sharded parameters also by a forward. With values on the nvme
@@ -162,7 +161,9 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     axis, tells_part = axes.world, axes.pp.size > 1 and axes.everyone.rank == 0
     _check_moment(runtime)
     keeps_frozen = parts.config.checkpoint.frozen
-    left_out = [] if keeps_frozen else frozen_names(runtime)
+    # Of parameters that were frozen at initialize: no optimizer can have changed them.
+    frozen = [] if keeps_frozen else [buffer for buffer in runtime.buffers if not buffer.trainable]
+    left_out = [parameter.fqn for buffer in frozen for parameter in buffer.sharded]
     readings: list[_Reading] = []
 
     def read() -> _Answer:
@@ -188,7 +189,7 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
     if axes.everyone.rank == 0:
         buffers |= averaged_buffers(buffers, parts.averages)
         written += [TensorSlice(name, tuple(b.shape), 0, b.reshape(-1)) for name, b in buffers.items()]
-    files = to_files(vars(values) | {"client_state": Given(values.client_state)}) if axis.rank == 0 else {}
+    files = to_files(vars(values)) if axis.rank == 0 else {}
     return Snapshot(
         folder=reading.folder,
         tag=tag,
@@ -240,14 +241,14 @@ def _read(
         lr_scheduler=None if parts.lr_scheduler is None else parts.lr_scheduler.state_dict(),
         extra=model.extra,
         rng=[rng.capture(runtime.context.device)] if axes.tp.rank == 0 else [],
-        places_in_data=[] if place is None or axes.tp.rank else [Given(place)],
+        places_in_data=[] if place is None or axes.tp.rank else [place],
         client_state=dict(client_state or {}),
     )
     states = {} if parts.optimizer is None else read_optimizer(parts.optimizer, values)
     own = ("groups", "scalars", "other", "lr_scheduler", "extra")
     check_plain({key: getattr(values, key) for key in own}, "checkpoint")
-    check_plain(Given(place), "state of training_data")
-    check_plain(Given(values.client_state), "client_state")
+    check_plain(place, "state of training_data")
+    check_plain(values.client_state, "client_state")
     manifest = _describe(engine, parts, model, left_out)
     return _Reading(folder, model.buffers, states, manifest, values)
 
@@ -284,11 +285,6 @@ def _describe(engine: Engine, parts: EngineState, model: ModelState, left_out: l
 
 # A parameter is known by the crc32 of its whole bytes: the same at any number of ranks and stage. The ranks
 # gather a unit at a time, and share the checksums of its parameters among each other.
-
-
-def frozen_names(runtime: Runtime) -> list[str]:
-    """The parameters that were frozen at initialize: no optimizer can have changed them."""
-    return [p.fqn for buffer in runtime.buffers if not buffer.trainable for p in buffer.sharded]
 
 
 def sums_of(runtime: Runtime, names: Collection[str]) -> dict[str, int]:

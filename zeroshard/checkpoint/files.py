@@ -109,15 +109,11 @@ class CheckpointPlace:
         return self.folder / f".{self.tag}.{self.generation}.tmp"
 
 
-def open_place(folder: Path, tag: str, num_bytes: int) -> CheckpointPlace:
+def open_place(folder: Path, tag: str) -> CheckpointPlace:
     """Make the directory for a new generation of `tag`; what an earlier writer left of it is removed.
-
-    Args:
-        num_bytes: that it will hold.
 
     Raises:
         OSError: the folder can't be written to.
-        RuntimeError: there is less space than that.
     """
     make_folder(folder)
     current = _read_pointer(folder, tag)
@@ -127,11 +123,6 @@ def open_place(folder: Path, tag: str, num_bytes: int) -> CheckpointPlace:
         # Where `<tag>` is damaged, a complete directory may be all that there is.
         if path.name != current and (is_named or _is_hidden(path)):
             _drop(path)
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes:
-        raise RuntimeError(
-            f"{folder}: a checkpoint needs {num_bytes:,} bytes of free space; {free:,} bytes are free"
-        )
     number = max(known.values(), default=-1) + 1
     while os.path.lexists(folder / f"{tag}.{number}"):  # such as the file of the tag v1.0, where this is v1
         number += 1
@@ -200,11 +191,6 @@ def find(path: Path, tag: str | None = None) -> Path:
     if name is None:
         tags = ", ".join(_tags_by_age(path)) or "none"
         raise ValueError(f"'{pointer}': expected a checkpoint with tag '{tag}'; the tags there are: {tags}")
-    if (path / name).is_symlink():
-        raise ValueError(
-            f"'{path / name}' is a symbolic link to '{os.readlink(path / name)}': expected the directory of "
-            "a checkpoint itself. To load the one that the link leads to, give the path of its directory"
-        )
     if not (path / name / MANIFEST).is_file():
         raise ValueError(f"'{path / name}': expected a checkpoint, found no {MANIFEST} in it")
     return path / name

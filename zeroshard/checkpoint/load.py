@@ -400,17 +400,13 @@ def _check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) ->
     present = sums_of(runtime, [parameter.fqn for parameter in left_out])
     for parameter in left_out:
         name = names[parameter.fqn]
-        if records[name].dtype != parameter.dtype:
-            found = f"are {dtype_name(parameter.dtype)}, not {dtype_name(records[name].dtype)}"
-        elif present[parameter.fqn] != saved[name]:
-            found = "are others"
-        else:
-            continue
-        raise ValueError(
-            f"'{stored.directory}' leaves out the frozen parameter '{parameter.fqn}', and its present "
-            f"values {found}: expected a model with the same frozen parameters as at saving. Build it from "
-            "the same base, or save with Checkpoint(frozen=True)"
-        )
+        if records[name].dtype != parameter.dtype or present[parameter.fqn] != saved[name]:
+            raise ValueError(
+                f"'{stored.directory}' leaves out the frozen parameter '{parameter.fqn}', and its present "
+                f"values ({dtype_name(parameter.dtype)}) are others ({dtype_name(records[name].dtype)}): "
+                "expected a model with the same frozen parameters as at saving. Build it from the same base, "
+                "or save with Checkpoint(frozen=True)"
+            )
 
 
 # --------------------------------------------------------------------------------------------- averages

@@ -13,31 +13,18 @@
     a parameter, a sparse tensor            {"$parameter": {"name": "3"}}, {"$sparse": {"layout": ..., ...}}
 
 A value comes back with the same type. A tensor comes back on the CPU, contiguous, with memory of its own.
-
-Values that a user keeps in a checkpoint (`Given`) become plain ones, which load without running code:
-
-given                                       comes back as
-numbers, strings, bytes, None, tensors      the same
-lists, tuples, dicts, sets of them          the same; subclasses of dict and list as dict and list
-numbers and strings of NumPy                numbers and strings of Python
-arrays of NumPy                             tensors
-paths                                       strings
-enums                                       their values
-dataclasses                                 dicts, by the names of their fields
-NamedTuples                                 tuples
+Numbers and strings of NumPy come back as numbers and strings of Python.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy
 import torch
@@ -126,38 +113,10 @@ def read_values(directory: Path) -> Any:
 # -------------------------------------------------------------------------------------------- writing
 
 
-class Given(NamedTuple):
-    """A value of the user's, of which parts become plain as the second table says."""
-
-    value: Any
-
-
-def _simpler(value: Any, path: str) -> Any:
-    """Return what a given value comes back as, without regard to its parts; others as they are."""
-    if isinstance(value, Enum):
-        return value.value
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, numpy.ndarray):
-        try:
-            return torch.from_numpy(value.copy())
-        except TypeError as error:
-            raise ValueError(f"{path}: expected an array of numbers: {error}") from None
-    if isinstance(value, numpy.generic):
-        return value.item()
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    kinds: tuple[Callable[[Any], Any], ...] = (list, tuple, set, frozenset, str, bytes, int, float, complex)
-    return next((kind(value) for kind in kinds if isinstance(value, cast(type, kind))), value)
-
-
 class _JsonEncoder:
     """Makes JSON of values, and collects their tensors."""
 
     def __init__(self) -> None:
-        self._is_given = False
         self.tensors: dict[str, Tensor] = {}
         """On the CPU, contiguous, of dtypes that safetensors has."""
 
@@ -172,6 +131,7 @@ class _JsonEncoder:
         Raises:
             ValueError: it has no form in JSON, or is nested too deeply.
         """
+        value = value.item() if isinstance(value, numpy.generic) else value
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
@@ -194,13 +154,6 @@ class _JsonEncoder:
             return items if kind is list else {f"${kind.__name__}": items}
         if kind in _DICTS:
             return self._encode_dict(value, path, depth)
-        if kind is Given:
-            self._is_given = True
-            encoded = self.encode(value.value, path, depth)
-            self._is_given = False
-            return encoded
-        if self._is_given and (simpler := _simpler(value, path)) is not value:
-            return self.encode(simpler, path, depth + 1)
         raise _foreign(value, path)
 
     def _encode_dict(self, value: Mapping[Any, Any], path: str, depth: int) -> Any:
@@ -208,9 +161,6 @@ class _JsonEncoder:
         if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return items
         keys = [self.encode(key, f"{path}: the key {key!r:.100}", depth + 1) for key in items]
-        name, times = Counter(map(repr, keys)).most_common(1)[0] if keys else ("", 1)
-        if times > 1:
-            raise ValueError(f"{path}: expected different keys, got two that are both saved as {name:.100}")
         return {f"${type(value).__name__}": [list(pair) for pair in zip(keys, items.values(), strict=True)]}
 
     def _encode_tensor(self, value: Tensor, path: str) -> dict[str, Any]:
@@ -247,7 +197,8 @@ def _foreign(value: Any, path: str) -> ValueError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return ValueError(
         f"{path}: expected tensors, numbers, strings, None, and lists, tuples and dicts of them, "
-        f"which load without running code; got {kind}"
+        f"which load without running code; got {kind}. Give what it is made from, such as str(path), "
+        "dict(values) or torch.from_numpy(array)"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -115,10 +115,6 @@ def _complete(
     save_file(whole, place / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
-_Rule = Callable[[str], str | None]
-"""Takes the rest of a name inside a module; returns that without adapters, None for a part of an adapter."""
-
-
 class Merging:
     """The layers of a model with adapters, and the names of its parameters without these.
 
@@ -140,8 +136,8 @@ class Merging:
                     "weight can take in: expected adapters of layers"
                 )
         self._layers: dict[str, Any] = {}
-        self._rules: dict[str, _Rule] = {}
-        """By name of a module, as the layers are."""
+        self._inside: dict[str, str] = {}
+        """By name of a module, as the layers are: the place in it of what it has around."""
         base = module.get_base_model() if hasattr(module, "get_base_model") else module
         for name, member in module.named_modules():
             if member is base and member is not module:
@@ -152,9 +148,9 @@ class Merging:
                         f"merge_adapters: expected one adapter layer around a layer, got several at '{name}'"
                     )
                 self._layers[name] = member
-                self._rules[name] = _inside("base_layer.")
+                self._inside[name] = "base_layer."
             elif isinstance(member, AuxiliaryTrainingWrapper):
-                self._rules[name] = _inside(_shown_by(member))
+                self._inside[name] = _shown_by(member)
 
     _prefix = ""
     """The name of the model inside peft's."""
@@ -164,11 +160,11 @@ class Merging:
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             place = ".".join(parts[:end])
-            if (rule := self._rules.get(place)) is not None:
-                rest = rule(name.removeprefix(f"{place}."))
-                if rest is None:
+            if (inside := self._inside.get(place)) is not None:
+                rest = name.removeprefix(f"{place}.")
+                if not rest.startswith(inside):
                     return None
-                name = f"{place}.{rest}"
+                name = f"{place}.{rest.removeprefix(inside)}"
         return name.removeprefix(self._prefix)
 
     def layers_of(self, owners: Collection[nn.Module]) -> list[Any]:
@@ -209,11 +205,12 @@ class Merging:
                 )
             if is_quantized(base):
                 _check_adds(layer, f"{name}.weight")
-            adapters = _added_by(layer)
-            if getattr(base, "bias", None) is None and any(_has_bias(layer, one) for one in adapters):
+            biases = getattr(layer, "lora_bias", {})
+            has_place = getattr(base, "bias", None) is not None and not is_quantized(base)
+            if not has_place and any(biases.get(one) for one in _added_by(layer)):
                 raise ValueError(
-                    f"merge_adapters: expected a bias in '{name}', which takes in the bias of its adapter "
-                    "(lora_bias=True), got none"
+                    f"merge_adapters: expected a bias in '{name}', and no codes, as its adapter has a bias "
+                    "(lora_bias=True)"
                 )
 
     @staticmethod
@@ -226,13 +223,6 @@ class Merging:
         """
         for adapter in () if layer is None else _added_by(layer):
             values += layer.get_delta_weight(adapter).detach()
-
-    @staticmethod
-    def add_to_bias(layer: Any, values: Tensor) -> None:
-        """Add what the active adapters of a layer add to its bias, as `add_to_weight` does."""
-        for adapter in _added_by(layer):
-            if _has_bias(layer, adapter):
-                values += layer.lora_B[adapter].bias.detach() * layer.scaling[adapter]
 
     @staticmethod
     @contextmanager
@@ -274,16 +264,8 @@ def _added_by(layer: Any) -> list[str]:
     return [one for one in layer.active_adapters if one in known and one not in layer.merged_adapters]
 
 
-def _has_bias(layer: Any, adapter: str) -> bool:
-    return bool(getattr(layer, "lora_bias", {}).get(adapter))
-
-
 def _shown_by(wrapper: Any) -> str:
     """The name, inside a wrapper of peft, of the module that it calls."""
     if not hasattr(wrapper, "modules_to_save"):
         return "token_adapter."
     return f"modules_to_save.{active[0]}." if (active := wrapper.active_adapters) else "original_module."
-
-
-def _inside(place: str) -> _Rule:
-    return lambda rest: rest.removeprefix(place) if rest.startswith(place) else None

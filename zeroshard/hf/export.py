@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -49,12 +48,11 @@ ADAPTERS = "adapter_config.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
-def check_folder(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
-    """Make the folder for some tensors.
+def check_folder(folder: Path) -> None:
+    """Make the folder for a model.
 
     Raises:
         OSError: the folder can't be made or written to.
-        RuntimeError: there is too little space.
         ValueError: the folder has adapters of peft.
     """
     make_folder(folder)
@@ -63,9 +61,6 @@ def check_folder(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
             f"'{folder}' has adapters of peft ({ADAPTERS}), which transformers would load in place of the "
             "model: expected another folder"
         )
-    needed = sum(tensor.num_bytes for tensor in tensors.values())
-    if (free := shutil.disk_usage(folder).free) < needed:
-        raise RuntimeError(f"{folder}: weights need {needed:,} bytes of free space; {free:,} bytes are free")
 
 
 def write_weights(
@@ -242,7 +237,7 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
 
     Raises:
         ValueError: the checkpoint is of a model with adapters, or has no frozen parameters.
-        RuntimeError: the checkpoint is damaged; or there is too little space.
+        RuntimeError: the checkpoint is damaged.
         OSError: a file can't be written.
     """
     stored = open_checkpoint(directory)
@@ -273,7 +268,7 @@ def export_checkpoint(directory: Path, folder: Path, how: Format, *, verify: boo
         {name: in_dtype(stored.tensors[first], how.dtype) for name, first in sources.items()},
         {name: info_of(stored.tensors[name]) for name in manifest.buffers if name not in not_saved},
     )
-    check_folder(folder, weights.tensors)
+    check_folder(folder)
     write_model(folder, weights, _read(stored, weights.tensors, sources), how)
 
 

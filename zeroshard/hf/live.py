@@ -274,17 +274,13 @@ def _read(
             places = [original.owners[0] for original in buffer.originals]
             shown = [owner._parameters[attribute] for owner, attribute in places]
             wholes = [cast(Tensor, one).detach() for one in shown] if layers else buffer.gather_wholes()
-            for original, (owner, attribute), values in zip(buffer.originals, places, wholes, strict=True):
+            for original, (owner, _), values in zip(buffer.originals, places, wholes, strict=True):
                 if original.fqn not in streamed:
                     continue
-                layer = of_codes.get(owner)
                 if is_packed(original.parameter):
                     values = dequantized(owner, values)  # peft would quantize the sum again
-                    Merging.add_to_weight(layer, values)
+                    Merging.add_to_weight(of_codes.get(owner), values)
                     values = _as_plain(owner, values)
-                elif layer is not None and attribute == "bias":
-                    values = values.clone()
-                    Merging.add_to_bias(layer, values)
                 found[streamed[original.fqn].names[0]] = values
     return found
 
@@ -332,7 +328,7 @@ def _export(
             weights.parameters.update(dict.fromkeys(saved[names[0]], in_dtype(info, how.dtype)))
         weights.buffers.update({name: info for name, info in buffers.items() if name not in saved})
         saved |= {name: [name] for name in buffers}
-    on_first(axes.world, label, lambda: check_folder(folder, weights.tensors))
+    on_first(axes.world, label, lambda: check_folder(folder))
 
     def slices() -> Iterator[TensorSlice]:
         """Whole tensors on rank 0, parameters first; nothing on other ranks."""

@@ -68,7 +68,7 @@ def from_pretrained(
         )
     dtype = _resolve_dtype(asked or torch_dtype or "auto", model_config, tensors)
     build = getattr(auto_class, "from_config", None) or auto_class._from_config
-    with recording(draw=False), torch.no_grad():
+    with recording("from_pretrained", loads=True), torch.no_grad():
         model: Any = build(model_config, dtype=dtype, **options)
         _load(model, tensors, path, dtype)
     if (Path(path) / GENERATION_CONFIG_NAME).is_file() and hasattr(model, "generation_config"):

@@ -213,7 +213,9 @@ def _replay(target: DeferredStorage) -> torch.UntypedStorage:
 
     def storage(deferred: DeferredStorage) -> torch.UntypedStorage:
         if deferred not in storages:
-            storages[deferred] = _allocate(deferred)
+            source = deferred.source
+            values = allocate(deferred.num_bytes) if source is None else source.read(Span(0, source.numel))
+            storages[deferred] = values.untyped_storage()
         return storages[deferred]
 
     last_uses = {deferred: number for number in sorted(ops) for deferred in ops[number].reads}
@@ -239,12 +241,6 @@ def allocate(num_bytes: int) -> Tensor:
         if num_bytes
         else torch.empty(0, dtype=torch.uint8)
     )
-
-
-def _allocate(deferred: DeferredStorage) -> torch.UntypedStorage:
-    if deferred.source is None:
-        return allocate(deferred.num_bytes).untyped_storage()
-    return deferred.source.read(Span(0, deferred.source.numel)).untyped_storage()
 
 
 def _lay_out(output: Tensor, view: View) -> torch.UntypedStorage:

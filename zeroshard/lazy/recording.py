@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -66,8 +66,6 @@ _FILLS = frozenset(
 )
 """In-place operations whose outcome does not depend on earlier values of the tensor."""
 
-_EMPTY, _EMPTY_LIKE = torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default
-
 _numbers = count()
 
 
@@ -75,18 +73,17 @@ class OperationRecorder(TorchDispatchMode):
     """Records operations, below autograd.
 
     Args:
-        draw: True draws random numbers while recording, as an ordinary init does. False gives each random
-            operation a generator of its own, seeded from torch's seed, when it is run.
-        adopts_meta: True gives tensors that were made on the meta device on purpose the values that are
-            computed for them.
+        loads: False draws random numbers while recording, as an ordinary init does. True is for a loader that
+            makes tensors on the meta device on purpose: they get the values that are computed for them, and
+            each random operation has a generator of its own, seeded from torch's seed, when it is run.
     """
 
     records_for = "zeroshard.deferred_init()"
     """The name of the context, for refusals of calls inside it."""
 
-    def __init__(self, draw: bool, adopts_meta: bool) -> None:
+    def __init__(self, loads: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.draw, self.adopts_meta = draw, adopts_meta
+        self.loads = loads
         self._seen: dict[int, nn.Parameter | None] = {}
         """The parameters of earlier recordings that an operation had, by id; None: changed in between."""
 
@@ -97,7 +94,7 @@ class OperationRecorder(TorchDispatchMode):
 
     def takes(self, tensor: Tensor) -> bool:
         """True if the operations on a tensor are recorded."""
-        return not has_memory(tensor) and (self.adopts_meta or deferred_of(tensor) is not None)
+        return not has_memory(tensor) and (self.loads or deferred_of(tensor) is not None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,16 +102,13 @@ class OperationRecorder(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         device = kwargs.get("device")
-        if func is _EMPTY_LIKE and device == _CPU and not has_memory(tensors[0]):  # to_empty()
-            like = func(*args, **kwargs | {"device": _META})
-            func, args, tensors = _EMPTY, (like.shape, like.stride()), []
-            kwargs = {"dtype": like.dtype, "device": _CPU}
-        is_wanted = device in _DEFERRED or (self.adopts_meta and device == _META)
-        is_made = not tensors and _has_device(func) and is_wanted
+        is_wanted = device in _DEFERRED or (self.loads and device == _META)
+        is_made = not tensors and is_wanted and any(one.name == "device" for one in func._schema.arguments)
         if not is_made and not any(map(self.takes, tensors)):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
-        is_asked = not _returns_tensors(func) or (tensors and device not in (None, _META))
+        gives_tensors = any("Tensor" in str(returned.type) for returned in func._schema.returns)
+        is_asked = not gives_tensors or (tensors and device not in (None, _META))
         if is_asked or any(map(has_memory, written)):
             real_args, real_kwargs = values_in((args, kwargs))
             return func(*real_args, **real_kwargs)
@@ -164,7 +158,7 @@ class OperationRecorder(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, blank: Tensor | None
     ) -> Tensor:
         """Return the generator's state for an operation, and advance the generator as the operation would."""
-        if not self.draw:
+        if self.loads:
             seed = (torch.initial_seed() + number) % (1 << 63)
             return torch.Generator().manual_seed(seed).get_state()
         generator = kwargs.get("generator") or torch.default_generator
@@ -193,14 +187,6 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     except NotImplementedError:  # the shape depends on the values
         real_args, real_kwargs = values_in((args, kwargs | ({"device": _CPU} if "device" in kwargs else {})))
         return pytree.tree_map_only(Tensor, lambda t: t.to(_META), func(*real_args, **real_kwargs))
-
-
-def _has_device(func: Any) -> bool:
-    return any(argument.name == "device" for argument in func._schema.arguments)
-
-
-def _returns_tensors(func: Any) -> bool:
-    return any("Tensor" in str(returned.type) for returned in func._schema.returns)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -256,7 +242,7 @@ def _copy_of(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     source = readable(tensor)
     twin: Any
     if source is None:
-        with torch.no_grad(), OperationRecorder(draw=True, adopts_meta=False):
+        with torch.no_grad(), OperationRecorder(loads=False):
             twin = tensor.detach().clone()
     else:
         twin = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -287,11 +273,11 @@ def deferred_init() -> Iterator[None]:
     values of an ordinary init on the CPU with the same random seed, unit by unit. Random numbers are drawn
     as always, one tensor at a time: the generator ends in the state that an ordinary init leaves. Building
     takes as long. Tensors that are given another device than the CPU are made there; those on the meta device
-    have no values until they are given some (`to_empty(device="cpu")` and an init).
+    have no values until they are given memory and values (`to_empty(device="cpu")` and an init).
 
     Initialize weights inside the block: changes after it are refused.
     """
-    with recording(draw=True, adopts_meta=False):
+    with recording("zeroshard.deferred_init()", loads=False):
         yield
 
 
@@ -304,15 +290,11 @@ def refuse_recording(what: str) -> None:
     Raises:
         RuntimeError: inside `deferred_init()`.
     """
-    if _active_recorders():
+    if any(isinstance(mode, OperationRecorder) for mode in _get_current_dispatch_mode_stack()):
         raise RuntimeError(
             f"{what} inside zeroshard.deferred_init(), where new tensors have no memory: build the model in "
             f"the block, and call {what} after it"
         )
-
-
-def _active_recorders() -> list[OperationRecorder]:
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, OperationRecorder)]
 
 
 @contextmanager
@@ -343,26 +325,20 @@ def _watch_modules(recorder: OperationRecorder) -> Iterator[None]:
 
 
 @contextmanager
-def recording(*, draw: bool, adopts_meta: bool = True) -> Iterator[None]:
+def recording(what: str, *, loads: bool) -> Iterator[None]:
     """Record the operations that compute tensors without memory.
 
     Args:
-        draw: True draws random numbers while recording, as an ordinary init does. False gives each random
-            operation a generator of its own, seeded from torch's seed, when it is run.
-        adopts_meta: True gives tensors that were made on the meta device on purpose the values that are
-            computed for them.
+        what: the name of the function that was called.
+        loads: see `OperationRecorder`.
+
+    Raises:
+        RuntimeError: inside `deferred_init()`.
     """
-    if not (active := _active_recorders()):
-        recorder = OperationRecorder(draw, adopts_meta)
-        with _watch_modules(recorder), _AsOnCPU(recorder), recorder:
-            yield
-        return
-    outer = active[-1]  # from_pretrained under deferred_init: one recorder is enough
-    before, outer.draw, outer.adopts_meta = (outer.draw, outer.adopts_meta), draw, adopts_meta
-    try:
+    refuse_recording(what)
+    recorder = OperationRecorder(loads)
+    with _watch_modules(recorder), _AsOnCPU(recorder), recorder:
         yield
-    finally:
-        outer.draw, outer.adopts_meta = before
 
 
 class _AsOnCPU(TorchFunctionMode):
@@ -383,7 +359,7 @@ class _AsOnCPU(TorchFunctionMode):
         if func == _GET_IS_META and recorder.takes(args[0]):
             return False
         # transformers looks for meta tensors while it loads, and from_pretrained adopts them.
-        if not recorder.adopts_meta and (func in _DEVICES or func is Tensor.to) and recorder.takes(args[0]):
+        if not recorder.loads and (func in _DEVICES or func is Tensor.to) and recorder.takes(args[0]):
             if func in _DEVICES:
                 return _DEVICES[func]
             args, kwargs = pytree.tree_map_only((str, torch.device), _as_meta, (args, kwargs))
@@ -392,34 +368,6 @@ class _AsOnCPU(TorchFunctionMode):
 
 def _as_meta(device: str | torch.device) -> str | torch.device:
     return _META if torch.device(device) == _CPU else device
-
-
-def record_resets(root: nn.Module) -> None:
-    """Give values to a model that was built on the meta device, by the resets of its modules.
-
-    A module's `reset_parameters()` is recorded, or `_init_weights(module)` of a transformers model. A model
-    with some deferred values is left alone: its other values were lost, and a reset would hide that.
-    """
-    tensors = [*root.parameters(), *root.buffers()]
-    if all(map(has_memory, tensors)) or any(deferred_of(tensor) is not None for tensor in tensors):
-        return
-    with torch.no_grad(), recording(draw=True):
-        _record_resets(root, None)
-
-
-def _record_resets(module: nn.Module, init_weights: Callable[[nn.Module], None] | None) -> None:
-    init_weights = getattr(module, "_init_weights", init_weights)
-    for child in module.children():
-        _record_resets(child, init_weights)
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    own = [tensor for tensor in tensors if tensor is not None]
-    if not own or any(is_known(tensor) for tensor in own):
-        return  # a reset would change what has values
-    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-    if init_weights is not None:
-        init_weights(module)
-    elif reset is not None:
-        reset()
 
 
 def check_values(root: nn.Module) -> None:
@@ -431,12 +379,10 @@ def check_values(root: nn.Module) -> None:
     for kind, tensors in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
         for name, tensor in tensors:
             if not is_known(tensor):
-                owner = type(root.get_submodule(name.rpartition(".")[0])).__name__
                 raise ValueError(
                     f"{kind} '{name}' is on the meta device; expected values. Build the model, and what "
                     "changes it (adapters, resized embeddings), under zeroshard.deferred_init() "
-                    f"without device='meta', or give {owner} a reset_parameters() that sets all its "
-                    "parameters and buffers"
+                    "without device='meta'"
                 )
             if is_changed(tensor):
                 raise ValueError(

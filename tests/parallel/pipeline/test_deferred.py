@@ -47,34 +47,6 @@ def test_a_model_that_was_never_in_memory_trains_as_the_same_one_in_one_process(
     agree([run for *_, run in found], plain(name, range(3)))
 
 
-def layers():
-    return torch.nn.Sequential(
-        torch.nn.Embedding(50, 16), *(torch.nn.Linear(16, 16) for _ in range(4)), torch.nn.Linear(16, 50)
-    )
-
-
-def reset():
-    """The first values of a rank's part of a model on the meta device, and the numbers drawn after it."""
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = layers()
-    engine = start(model, config_of("pp 2"))
-    found = parameters_of(engine), torch.rand(3)
-    engine.close(restore=False)
-    return found
-
-
-def test_resets_of_a_model_on_the_meta_device_draw_the_numbers_of_the_whole_model(ranks):
-    torch.manual_seed(0)
-    wanted, found = dict(layers().named_parameters()), {}
-    numbers = torch.rand(3)
-    for first, drawn in ranks(2, reset):
-        assert torch.equal(drawn, numbers)
-        found |= first
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(value, wanted[key]) for key, value in found.items())
-
-
 # -------------------------------------------------------------------------------------------- from files
 
 
