@@ -145,16 +145,26 @@ def test_a_checkpoint_of_divided_layers_loads_under_any_layout(ranks, tmp_path, 
 def refuses_other_blocks(folder, tp):
     engine = start(3, tp, optimizer="8-bit")
     before = engine.full_state_dict()
-    for convert in (False, True):
-        with pytest.raises(ValueError, match=r"states of '.*' have scales for blocks of other tensor ranks"):
-            engine.load_checkpoint(folder, "saved", convert_states=convert)
+    with pytest.raises(ValueError, match=r"states of '.*' in the 8 bits .* in the blocks of this layout"):
+        engine.load_checkpoint(folder, "saved")
     assert same(engine.full_state_dict(), before) == []
+    engine.load_checkpoint(folder, "saved", convert_states=True)
+    found = values_of(engine), train(engine, range(3, 6))
     engine.close(restore=False)
+    return found
 
 
-def test_8_bit_states_in_blocks_of_other_tensor_ranks_are_refused(ranks, tmp_path):
-    ranks(4, save, tmp_path, 3, 2, "8-bit", {})
-    ranks(1, refuses_other_blocks, tmp_path, 1)
+def test_8_bit_states_get_new_blocks_only_on_request(ranks, tmp_path):
+    [(want, _, losses), *_] = ranks(4, save, tmp_path, 3, 2, "8-bit", {})
+    for got, got_losses in ranks(1, refuses_other_blocks, tmp_path, 1):
+        assert got_losses == pytest.approx(losses, rel=1e-2)  # states are rounded to 8 bits once more
+        for name, value in want.items():
+            if "exp_avg" not in name:
+                assert torch.equal(got[name], value), name
+                continue
+            # A value of 8 bits may move by one code: the widest gap of the codebook is 0.02 of the largest.
+            bound = 0.02 * value.abs().max()
+            torch.testing.assert_close(got[name], value, rtol=0, atol=bound.item(), msg=name)
 
 
 # ------------------------------------------------------------------------------- whole parameters
