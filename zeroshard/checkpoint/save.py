@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import threading
 import warnings
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -181,13 +183,31 @@ def write_part(directory: Path, slices: Sequence[TensorSlice], rank: int, memory
                 archive.truncate()
                 memory.evict(values)
                 offset = file.tell()
-                archive.seek(0)
-                opened: Any = torch._C.PyTorchFileReader(archive)
-                place = StoredBox(box, rank, offset + opened.get_record_offset("data/0"))
+                place = StoredBox(box, rank, offset + find_elements(archive, values.nbytes))
                 size = file.write(archive.getbuffer())
                 boxes.append(WrittenBox(part.name, values.dtype, part.shape, place, offset, size))
         os.fsync(file.fileno())
     return Written(boxes, {path.name: FileRecord(file.num_bytes, file.crc32)})
+
+
+def find_elements(archive: io.BytesIO, num_bytes: int) -> int:
+    """Return the first byte of the elements of a tensor that torch.save has written.
+
+    Args:
+        archive: a zip archive by torch.save, which stores the elements as they are.
+        num_bytes: bytes of the elements.
+
+    Raises:
+        zipfile.BadZipFile: it is no such archive.
+    """
+    with zipfile.ZipFile(archive) as opened:
+        records = [record for record in opened.infolist() if record.filename.endswith("/data/0")]
+    if len(records) != 1 or records[0].compress_type or records[0].file_size != num_bytes:
+        raise zipfile.BadZipFile(f"expected one record of {num_bytes} bytes")
+    header = records[0].header_offset
+    archive.seek(header + 26)  # the lengths of two fields that follow the 30 bytes of a header
+    name_size, extra_size = struct.unpack("<HH", archive.read(4))
+    return header + 30 + int(name_size) + int(extra_size)
 
 
 def tensors_of(boxes: Iterable[WrittenBox]) -> dict[str, StoredTensor]:
