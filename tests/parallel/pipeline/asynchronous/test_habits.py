@@ -198,14 +198,16 @@ def test_a_forward_that_runs_again_or_reads_weights_changes_none(ranks, kind, nu
 
 def autocast():
     engine = begin({"schedule": "pipedream"})
-    with (
-        pytest.raises(
-            RuntimeError, match=r"^train_batch\(\) of an asynchronous pipeline inside torch.autocast"
-        ),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
+    text = r"^train_batch\(\) of an asynchronous pipeline inside torch.autocast"
+    with pytest.raises(RuntimeError, match=text), torch.autocast("cpu", torch.bfloat16):
         train(engine, [0])
     return finish(engine, train(engine, [0]))
+
+
+def test_autocast_is_refused_and_training_goes_on(ranks):
+    plain = ({"schedule": "pipedream"},), {"numbers": (0,)}
+    for found, (want,) in zip(ranks(2, autocast), ranks(2, runs, plain), strict=True):
+        assert found.losses == want.losses
 
 
 # ------------------------------------------------------------------------------------ batches in a row
