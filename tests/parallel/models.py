@@ -51,6 +51,7 @@ MODELS = {
         "GPT2LMHeadModel",
         GPT2 | {"tie_word_embeddings": False, "n_inner": 48, "scale_attn_by_inverse_layer_idx": True},
     ),
+    "GPT-2, cross": ("GPT2LMHeadModel", GPT2 | {"add_cross_attention": True}),  # which is left whole
     "T5": ("T5ForConditionalGeneration", T5),
     "T5, gated": ("T5ForConditionalGeneration", GATED),
     "mT5": ("MT5ForConditionalGeneration", GATED),
@@ -79,7 +80,13 @@ def build(name, seed=0, **others):
 def batch(name, number):
     """Inputs of a model by name."""
     tokens = tokens_of(number)
-    return {"input_ids": tokens, "labels": tokens.flip(1)[:, 2:].contiguous() if "T5" in name else tokens}
+    labels = tokens.flip(1)[:, 2:].contiguous() if "T5" in name else tokens
+    crossed = {
+        "encoder_hidden_states": torch.randn(
+            BATCH, 5, 32, generator=torch.Generator().manual_seed(number)
+        ).double()
+    }
+    return {"input_ids": tokens, "labels": labels} | (crossed if "cross" in name else {})
 
 
 def tokens_of(number):

@@ -1,7 +1,9 @@
 """LoRA over divided layers trains as in one process."""
 
 import functools
+import math
 import re
+import warnings
 from unittest import mock
 
 import peft
@@ -173,3 +175,29 @@ def test_dropout_of_adapters_is_that_of_their_inputs(ranks):
     assert len(masks) == len(their_masks)
     for (shape, mask), (_, other) in zip(masks, their_masks, strict=True):
         assert (mask == other) == (shape[-1] == width), shape  # parts have other masks, whole inputs the same
+
+
+# ------------------------------------------------------------------------------------------ float16
+
+
+def step_in_float16(alpha):
+    precision = {"param_dtype": "fp16", "loss_scale": 1024.0}
+    config = {"stage": 1, "mesh": {"tp": 2}, "precision": precision, "clip_grad_norm": 1.0}
+    engine = initialize(adapted(0, lora_alpha=alpha).float(), adamw, config, behind(PLAN))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a step that is left out
+        engine.backward(loss_of(engine, 0))
+        found = engine.step(), engine.grad_norm.item()
+    engine.close(restore=False)
+    return found
+
+
+@pytest.mark.parametrize(("alpha", "is_taken"), [(16, True), (4096, False)])
+def test_float16_overflows_on_all_ranks_where_it_does_in_one_process(ranks, alpha, is_taken):
+    model = adapted(0, lora_alpha=alpha).half()
+    (loss_of(model, 0) * 1024.0).backward()
+    norms = [p.grad.double().norm() / 1024.0 for p in model.parameters() if p.grad is not None]
+    want = torch.stack(norms).norm().item()
+    for found, norm in ranks(2, step_in_float16, alpha):
+        assert found == is_taken == math.isfinite(want)
+        assert norm == pytest.approx(want, rel=1e-2, nan_ok=True)

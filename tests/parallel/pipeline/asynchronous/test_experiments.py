@@ -1,6 +1,7 @@
 """The experiments of benchmarks/asynchronous.py train as a single process that keeps a history of weights."""
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,14 +9,17 @@ import pytest
 import torch
 from torch import nn
 
+import zeroshard
 from tests.parallel.pipeline.asynchronous.runs import MAKERS, METHODS, batch_of, expected, method_of, model_of
 from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS
 from zeroshard.parallel.pipeline.schedules import steady
+from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
 
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))  # its modules have bare names
 
 from asynchronous import Case, scaled, train
 from asynchronous_executor import Delays, Executor, Rule
+from pipeline_jobs import Sleepers
 
 
 def executed(num_stages, method, maker, numbers, num):
@@ -75,3 +79,28 @@ def test_scaled_hyperparameters_change_as_much_in_as_many_samples():
     lr, momentum = scaled(0.1, 0.9, 8)
     assert momentum**8 == pytest.approx(0.9)
     assert 8 * lr / (1 - momentum) == pytest.approx(0.1 / (1 - 0.9))
+
+
+# ------------------------------------------------------------------------------------------ throughput
+
+
+def shortest_list(num, block_s):
+    """The least time of three lists, whose blocks sleep: ranks need no cores of their own."""
+    job, times = Sleepers(block_s, 2, num), []
+    pipeline = {"schedule": "pipedream", "num_microbatches": num, "balance": "memory"}
+    config = {"stage": 0, "mesh": {"pp": 2}, "pipeline": pipeline}
+    engine = zeroshard.initialize(job.model(), torch.optim.AdamW, config, loss_fn=job.loss).engine
+    for number in range(4):
+        start = time.monotonic()
+        engine.train_batch(*job.batch(number))
+        times.append(time.monotonic() - start)
+    engine.close(restore=False)
+    return min(times[1:])  # the messages of the first list say their shapes
+
+
+def test_no_rank_idles_between_steps(ranks):
+    """The time of a list is that of its actions; with a drain at each step it would be 1.8 times that."""
+    num, block_s = 12, 0.02
+    want = block_s * simulate(steady(2, num), ActionCosts()).makespan  # a backward has two halves
+    for found in ranks(2, shortest_list, num, block_s):
+        assert found < 1.4 * want
