@@ -3,6 +3,7 @@
 The model is linear in its parameters, with gradients whose mean over 1 to 4 ranks is exact.
 """
 
+import copy
 import functools
 import zlib
 from unittest import mock
@@ -246,3 +247,27 @@ def test_the_composable_layer_refuses_what_would_depend_on_slices():
             answers.append(str(error))
     for name, answer in zip(("AdamW8bit", "Derived"), answers, strict=True):
         assert f"{name} would choose the precision of its states by the sizes of this rank's slices" in answer
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_replicated_parameters_follow_steps_that_autograd_does_not_see(stage):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 80), nn.Tanh(), nn.Linear(80, 70))
+    plain = copy.deepcopy(model)
+    zeroshard.shard(model, {"stage": stage})
+    x = torch.ones(3, 70)
+    losses = []
+    for net in (plain, model):
+        optimizer = bnb.AdamW32bit(net.parameters(), lr=1e-2)
+        own = []
+        for _ in range(3):
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            own.append(loss.item())
+        losses.append(own)
+    want, got = losses
+    assert got == want
+    assert len(set(got)) == 3

@@ -17,6 +17,8 @@ from tests.distributed.training import (
     same_as_replicated,
     start,
     step,
+    train_replicated,
+    train_sharded,
 )
 from tests.ranks import on_ranks
 
@@ -181,6 +183,31 @@ def test_an_edit_of_an_object_that_a_forward_has_left_is_refused_before_values_a
     with torch.no_grad():
         message = caught(lambda: (kept[0].mul_(2), engine.full_state_dict()))
         assert "'0.0.bias' was edited" in message
+
+
+def reads(block):
+    assert block.weight.data.norm() > 0
+    assert not block.weight.data.requires_grad
+    block.weight.data = block.weight.data.bfloat16()  # as layers of bitsandbytes do
+
+
+def moves_unseen(block):
+    """Gives parameters other memory and counts no version, as a recurrent layer on a GPU does."""
+    for parameter in (block.weight, block.bias):
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
+            parameter.set_(parameter.clone())
+
+
+@pytest.mark.parametrize("act", [reads, moves_unseen])
+@on_ranks(2)
+def test_a_parameter_whose_values_stay_trains_as_before(act):
+    for units in (["Sequential"], []):
+        want = train_replicated(build(), "SGD", 3, same_batch_loss)
+        found = []
+        for stage in SOME_STAGES:
+            got = train_sharded(build(act), "SGD", 3, same_batch_loss, stage=stage, units=units)
+            found += differences(f"stage {stage}", got, want)
+        assert not found
 
 
 @on_ranks(1, 2)

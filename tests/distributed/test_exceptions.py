@@ -5,15 +5,20 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.distributed.training import (
     STAGES,
     build,
     differences,
     finish,
+    full_gradients,
+    numbers,
+    square_loss,
     start,
     step,
     token_loss,
+    unequal,
 )
 from tests.ranks import on_ranks
 
@@ -104,6 +109,78 @@ def test_a_backward_that_failed_on_top_of_gradients_is_an_error_until_zero_grad(
             runs.append(finish(again, []))
         found += differences(f"stage {stage}", *runs)
     return found
+
+
+@on_ranks(2)
+def test_a_backward_right_after_a_failed_one_gives_its_own_gradients():
+    """Two forwards, the backward of the first fails, that of the second follows at once."""
+    found = []
+    for stage in STAGES:
+        model = build("tied GPT")
+        fuse = Fuse(model)
+        engine, _ = start(model, "SGD", stage=stage)
+        want_engine, _ = start(build("tied GPT"), "SGD", stage=stage)
+        token_loss(want_engine, 1).backward()
+        first, second = token_loss(engine, 0), token_loss(engine, 1)
+        with fuse.burns("backward", ValueError("boom")):
+            first.backward()
+        second.backward()
+        found += unequal(f"stage {stage}", full_gradients(engine), full_gradients(want_engine))
+    return found
+
+
+class Skippable(nn.Module):
+    """No parameter is unused, so its reduction starts with its last gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.tanh = nn.Linear(7, 7), nn.Tanh()
+
+    def forward(self, x, skip):
+        return x if skip else x + self.tanh(self.linear(x))
+
+
+class Halved(nn.Module):
+    """Blocks of which each rank skips another one inside; the input of block 1 can fail in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Skippable() for _ in range(3))
+
+    def forward(self, x, fuse=None):
+        for number, block in enumerate(self.blocks):
+            x = Boom.apply(x, fuse) if fuse is not None and number == 1 else x
+            x = block(x, skip=number == 1 + dist.get_rank())
+        return x
+
+
+def failed_in_branches(at, **config):
+    torch.manual_seed(0)
+    engine, optimizer = start(Halved(), "SGD", watchdog_s=10.0, **config)
+    fuse, losses = Fuse.__new__(Fuse), []
+    for number in range(3):
+        if number == at:
+            fuse.where = fuse.error = None
+            loss = engine(numbers(9, 5, 7), fuse).square().mean()
+            with fuse.burns("backward", ValueError("boom")):
+                loss.backward()
+        losses.append(step(engine, optimizer, square_loss, number))
+    return finish(engine, losses)
+
+
+@on_ranks(2, timeout=120)
+def test_a_failure_where_ranks_took_different_branches_leaves_no_exchange_half_done():
+    """When block 1's input fails, rank 1 reduces block 1 already, and rank 0, which skipped it, does not."""
+    return [
+        line
+        for stage in STAGES
+        for at in (0, 1)
+        for line in differences(
+            f"stage {stage}, step {at}",
+            failed_in_branches(at, stage=stage),
+            failed_in_branches(-1, stage=stage),
+        )
+    ]
 
 
 def one_rank_fails(stage):

@@ -85,6 +85,23 @@ def test_a_static_scale_equals_the_hand_written_loop_to_the_bit(reduce_dtype):
     return found
 
 
+@on_ranks(2)
+def test_a_half_model_gets_fp32_main_parameters_and_a_dynamic_scale():
+    """A model that is given in float16, and one that is told to compute in it."""
+    found = []
+    for stage in STAGES:
+        native, _ = start(tiny().half(), stage=stage)
+        told, _ = start(tiny().half().float(), stage=stage, **half(None))
+
+        def loss(model, number):
+            return model(batch(number).half()).float().square().mean()
+
+        runs = [steps(engine, range(3), loss)[0] for engine in (native, told)]
+        found += differences(f"stage {stage}", *runs)
+        found += [(e.loss_scale, p.dtype) for e in (native, told) for p in e.parameters()]
+    assert set(found) == {(65536.0, torch.float32)}
+
+
 # ---------------------------------------------------------------------------------------------- overflow
 
 

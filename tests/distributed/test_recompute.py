@@ -12,6 +12,7 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import (
+    SOME_STAGES,
     build,
     differences,
     distance_of_all,
@@ -25,6 +26,34 @@ from tests.distributed.training import (
     train_sharded,
 )
 from tests.ranks import on_ranks
+
+
+class Normalized(nn.Module):
+    """A block with running statistics, which a forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(7, 7), nn.BatchNorm1d(7)
+
+    def forward(self, x):
+        return x + self.norm(self.linear(x)).tanh()
+
+
+@on_ranks(2)
+def test_a_graph_is_recomputed_in_each_backward_through_it():
+    """The second through the graph of the first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Normalized(), Normalized())
+
+    def loss(net, number):
+        x = numbers(number, 5, 7).requires_grad_()
+        value = net(x).square().mean()
+        (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
+        return value * gradient.square().sum()
+
+    want = train_replicated(model, "SGD", 2, loss).losses
+    runs = [train_sharded(model, "SGD", 2, loss, stage=stage, recompute="unit") for stage in SOME_STAGES]
+    assert [run.losses == want for run in runs] == [True] * len(SOME_STAGES)
 
 
 class Averaging(nn.Module):

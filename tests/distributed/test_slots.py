@@ -137,3 +137,13 @@ def test_a_parameter_that_was_kept_elsewhere_raises_by_name_where_it_is_used():
         assert model.kept[0].dtype is torch.float32
         step(engine, optimizer, square_loss, 0)
         assert not found
+
+
+@on_ranks(2)
+def test_data_of_an_empty_slice_is_not_replaced_either():
+    """Of a parameter of one element, one of two ranks has nothing."""
+    engine, _ = start(nn.PReLU(), "SGD", stage=3)
+    with pytest.raises(RuntimeError, match=r"'weight'.*its data cannot be replaced"):
+        engine.module.weight.data = engine.module.weight.data * 2
+    engine.module.weight.data -= 0.5
+    assert engine.full_state_dict().get("weight", -0.25) == -0.25

@@ -15,6 +15,7 @@ from torch import nn
 import zeroshard
 from tests.distributed.training import ALL_STAGES
 from tests.optim.matrices import FUSED, build, gradient, is_used, step_plainly, step_sharded, unequal
+from tests.ranks import on_ranks
 from zeroshard.optim import Deferred, Muon, muon_groups
 from zeroshard.optim.muon import orthogonalize
 from zeroshard.stepping.wholes import Key
@@ -141,6 +142,22 @@ def test_a_state_dict_of_torchs_muon_goes_on_here():
     step(one, ours, 1)
     step(other, theirs, 1)
     assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_states_of_the_other_kind_of_group_are_refused_before_anything_changes(before):
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(4, 6)) for _ in range(2)]
+    optimizers = [Muon([{"params": [p], "use_muon": use} for p in weights]) for use in (before, not before)]
+    for p in weights:
+        p.grad = torch.randn(4, 6)
+    optimizers[0].step()
+    optimizers[1].state[weights[1]].update(optimizers[0].state[weights[1]])
+    values = [p.detach().clone() for p in weights]
+    with pytest.raises(RuntimeError, match="group 1 has states of the other value of use_muon"):
+        optimizers[1].step()
+    assert all(map(torch.equal, weights, values))
+    assert weights[0] not in optimizers[1].state
 
 
 @pytest.mark.parametrize(
@@ -299,6 +316,17 @@ def test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way(rank
         assert max(num_unowned for _, num_unowned in answers) > 1
 
 
+def without_gradients():
+    engine, optimizer = start(stage=3)
+    engine.reset_comm_report()
+    optimizer.step()
+    return engine.comm_report().calls["all_to_all"], len(optimizer.state)
+
+
+def test_a_step_without_any_gradient_exchanges_and_changes_nothing(ranks):
+    assert ranks(2, without_gradients) == [(0, 0)] * 2
+
+
 def attach_by_hand(want):
     """Differences for the composable layer, and what an optimizer says that nobody attached."""
     model = build()
@@ -338,6 +366,18 @@ def test_it_works_with_the_composable_layer_and_slices_are_never_taken_for_the_w
         assert "'layers.0.wide.bias': expected a matrix" in refusals[0]
         assert "this rank holds a slice of '" in refusals[1]
         assert "attach()" in refusals[1]
+
+
+@on_ranks(1)
+def test_parameters_of_a_module_that_it_was_not_attached_to_are_refused_by_name():
+    model, other = build(), build()
+    runtime, _ = zeroshard.shard(model, {"stage": 3}), zeroshard.shard(other, {"stage": 3})
+    optimizer = Muon([other.row])
+    runtime.attach(optimizer)
+    other.row.grad = torch.zeros_like(other.row)
+    expected = r"expected parameters of the one sharded module.*got 'row' of shape \[300\] of another module"
+    with pytest.raises(RuntimeError, match=expected):
+        optimizer.step()
 
 
 def without_one(rank, names):

@@ -244,10 +244,17 @@ class Muon(Optimizer):
         """Update all parameters that have a gradient.
 
         Raises:
-            RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known.
-            KeyError: states of Muon in a group of AdamW, or the reverse.
+            RuntimeError: a sparse gradient; a slice of a parameter whose other slices are not known; states
+                of Muon in a group of AdamW, or the reverse.
         """
         loss = called(closure)
+        for number, group in enumerate(self.param_groups):
+            key, states = "momentum_buffer", [self.state.get(parameter) for parameter in group["params"]]
+            if any(state and (key in state) != group["use_muon"] for state in states):
+                raise RuntimeError(
+                    f"group {number} has states of the other value of use_muon: expected the groups in which "
+                    "its states were made; or let a parameter begin anew, by del optimizer.state[parameter]"
+                )
         matrices: list[_Matrix] = []
         for group in self.param_groups:
             if parameters := [p for p in group["params"] if p.grad is not None]:
