@@ -61,21 +61,21 @@ def test_the_same_state_is_the_same_bytes_however_it_is_saved_and_tells_who_wrot
 @on_ranks(2)
 def test_a_save_in_the_background_holds_the_values_of_the_call(tmp_path):
     """Three saves in the background that write after further steps: state at each call, and as written."""
-    engine, found = start(3), []
-    has_trained, write_part = threading.Event(), saving.write_part
+    engine, found, write_part = start(3), [], saving.write_part
+    have_trained = [threading.Event() for _ in range(3)]
+    awaited = iter(have_trained)  # one for each save: a thread may come late to its wait
 
     def write_later(*args):
-        assert has_trained.wait(55)
+        assert next(awaited).wait(55)
         return write_part(*args)
 
     with mock.patch.object(saving, "write_part", write_later):
         for number in range(3):
             train(engine, [number])
-            has_trained.clear()
             engine.save_checkpoint(tmp_path, f"at-{number}", {"n": number}, blocking=False)
             found.append(state(engine))
             train(engine, range(3, 3 + number))
-            has_trained.set()
+            have_trained[number].set()
         engine.close()  # waits for the last save: another engine cannot
     for number, want in enumerate(found):
         other = start(number, seed=1)

@@ -58,7 +58,7 @@ KINDS = {
     r"\bengine\.(\w+)\(": (lambda name: hasattr(Engine, name), 60),
     r"\bzeroshard\.(?!toml\b)((?:optim\.|data\.)?\w+)": (exists, 25),
     r"zeroshard\[(\w+)\]": (EXTRAS.__contains__, 2),
-    r"\bConfig\((\w+)=": (keys(Config).__contains__, 8),
+    r"\bConfig\((\w+)=": (keys(Config).__contains__, 7),
     r"\bPrecision\((\w+)=": (keys(Precision).__contains__, 1),
     **{
         rf"(?<![\w.]){name}\.(?!toml\b)(\w+)\b(?!\()": (keys(section).__contains__, 0)

@@ -115,11 +115,6 @@ class BufferPlan:
         return self.state_tier is not Tier.DEVICE
 
     @property
-    def is_in_files(self) -> bool:
-        """True if its optimizer states rest in files."""
-        return self.state_tier is Tier.DISK
-
-    @property
     def is_alias(self) -> bool:
         """True if the main parameters are a view of the unsharded ones."""
         is_near = self.main_tier is Tier.DEVICE
@@ -173,6 +168,11 @@ class UnitPlan:
         """
         is_needed = self.needs_parameters_in_backward and not self.is_resident
         return is_root or ends_forward or not is_needed or not placements.kept
+
+
+def lie_in_files(plans: Iterable[BufferPlan]) -> bool:
+    """True if optimizer states of any of these buffers rest in files."""
+    return any(plan.state_tier is Tier.DISK for plan in plans)
 
 
 def plan_units(specs: Iterable[UnitSpec], setting: Setting) -> list[UnitPlan]:

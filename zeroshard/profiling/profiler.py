@@ -225,8 +225,8 @@ class _RangeRecorder:
                     self._replace(gradients, verb, f"reduce of {unit.described}")
             # The streams of an accelerator copy during compute, which notes nothing of it.
             for buffer in unit.buffers if runtime.context.device.type == "cpu" else ():
-                for verb in ("begin", "follow"):
-                    self._replace(buffer.store, verb, f"copy of {unit.described}")
+                for store in filter(None, (buffer.store, buffer.store.copy)):
+                    self._replace(store, "load", f"copy of {unit.described}")
         after_step = runtime.after_step
 
         def count(stepped: Any = (), is_last: bool = True) -> None:

@@ -29,7 +29,7 @@ from zeroshard.parameters.sharded import ShardedParameter, gradient_of, set_grad
 from zeroshard.plan.exchange import Collective, Exchange
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.context import Context
-from zeroshard.stores.gradients import GradientStore
+from zeroshard.stores.store import GradientStore
 
 
 class GradientState(Enum):
@@ -82,11 +82,12 @@ class Gradients:
         """The sum of squares of the `p.grad` that were set last, if the device took it, and `_places`."""
         self._unscale = 1.0
         """One over the loss scale."""
-        self.is_kept = self._copies = False
-        """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits; and while
-        gradients are copied, whose step may wait."""
+        self.is_kept = False
+        """True while sums stay here until the last micro-batch, because `p.grad` has fewer bits."""
         self._sum_dtype = plan.main_dtype
         """The dtype of reduced gradients where there is no sum yet."""
+        self._kept_as: torch.dtype | None = None
+        """The dtype of gradients that are kept as they are; None: all are copied, as their step may wait."""
         self._reset()
 
     def _reset(self) -> None:
@@ -132,7 +133,8 @@ class Gradients:
         self._defer, plan = defer, self.buffer.plan
         self.is_kept = more and not defer and plan.wide_dtype != plan.main_dtype
         self._sum_dtype = plan.wide_dtype if self.is_kept else plan.main_dtype
-        self._copies = self._unscale == 1.0 and not steps and self._context.state.gives_memory is not None
+        may_wait = self._unscale == 1.0 and not steps and self._context.state.gives_memory is not None
+        self._kept_as = None if may_wait else self._sum_dtype
         self._target = _NEAR if steps and not self.store.is_near else self.store
         self.missing = set(range(len(self.used)))
 
@@ -176,10 +178,10 @@ class Gradients:
             gradient = gradient.to(self.buffer.plan.wide_dtype) * self._unscale
         if (total := self._sum_of(index)) is not None:
             total.add_(gradient)
-        elif self._copies or gradient.dtype is not self._sum_dtype:
-            self._reduced[index] = gradient.to(self._sum_dtype, copy=self._copies)
-        else:
+        elif gradient.dtype is self._kept_as:
             self._reduced[index] = gradient
+        else:
+            self._reduced[index] = gradient.to(self._sum_dtype, copy=True)
 
     def _write(self, index: int, gradient: Tensor) -> None:
         """Add a gradient to its place in the flat buffer."""

@@ -28,6 +28,7 @@ from zeroshard.parameters.saved import SavedSlices
 from zeroshard.parameters.sharded import ShardedParameter, gradient_of, only_sharded
 from zeroshard.parameters.state import Moment
 from zeroshard.plan import pieces
+from zeroshard.plan.buffers import lie_in_files
 from zeroshard.sharding.buffer import FlatBuffer
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import Unit
@@ -148,7 +149,7 @@ def _travelling(runtime: Runtime, optimizer: Optimizer) -> list[Travelling]:
     filled = [(unit, buffer) for unit in runtime.units for buffer in unit.buffers if buffer.main.numel()]
     if is_known(optimizer):
         return [(unit, b, indices) for unit, b in filled for indices in pieces.near_parts(b.plan)]
-    if any(b.trainable and b.plan.is_in_files for b in runtime.buffers):
+    if lie_in_files(b.plan for b in runtime.buffers if b.trainable):
         raise ValueError(
             f"offload.optimizer='nvme': expected an optimizer of torch, zeroshard or bitsandbytes, got "
             f"{type(optimizer).__qualname__} of {type(optimizer).__module__}, which may hold states that no "

@@ -12,7 +12,7 @@ takes the sum of squares before they leave: the host would have to read all of t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,31 +21,10 @@ from zeroshard.comm import streams
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.plan.tiers import Tier
 from zeroshard.stores.storage import count_views
-from zeroshard.stores.store import TierMemory
+from zeroshard.stores.store import GradientStore, TierMemory
 
 _MOST_UNDER_WAY = 2
 """Reduced gradients of flat buffers that hold memory on the device while they are copied."""
-
-
-class GradientStore:
-    """Reduced gradients that stay where they are."""
-
-    is_near = True
-    """True if the device that computes has them."""
-
-    def beside(self, values: Tensor) -> AbstractContextManager[None]:
-        """Issue work that uses `values`, a tensor of the device, where `store` is called."""
-        return nullcontext()
-
-    def store(self, values: Tensor) -> Tensor:
-        """Return `values`, [n], where they rest, to be read after `wait`; called `beside`."""
-        return values
-
-    def follow(self) -> None:
-        """Let the current stream wait until all values are at rest; their memory of the device may go."""
-
-    def wait(self) -> None:
-        """Let the host wait until all values are at rest."""
 
 
 class HostGradients(GradientStore):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zeroshard.comm import moves, streams
 from zeroshard.comm.streams import Mark, Streams
-from zeroshard.plan.buffers import BufferPlan
+from zeroshard.plan.buffers import BufferPlan, lie_in_files
 from zeroshard.plan.tiers import Tier
 from zeroshard.stores import swapfile
 from zeroshard.stores.files import FileTransfer
@@ -335,5 +335,4 @@ def _place_of_steps(device: torch.device) -> Tier:
 
 def pieces_for(plans: Iterable[BufferPlan], memory: TierMemory, streams: Streams) -> HostPieces:
     """Return pieces for optimizer states of some buffers: in files, if any lie there, else on the host."""
-    kind = FilePieces if any(plan.is_in_files for plan in plans) else HostPieces
-    return kind(memory, streams)
+    return (FilePieces if lie_in_files(plans) else HostPieces)(memory, streams)

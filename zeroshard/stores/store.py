@@ -6,6 +6,7 @@
         prefetch    the system reads files ahead of a load
         version     another one after each write
     TierMemory  makes them, and moves values between them
+    GradientStore  reduced gradients until their step; those that leave the device are in `gradients.py`
 
 Main parameters, their copies, averages and versions of an asynchronous pipeline are stores. States of an
 optimizer are tensors at rest, as its `state` shows them; `pieces.py` moves these.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -207,3 +209,24 @@ class Store:
     def store(self, values: Tensor, start: int = 0) -> None:
         """Copy values of any tier and dtype here, from an element on, on the current stream."""
         self._memory.copy(values, self.values[start : start + values.numel()])
+
+
+class GradientStore:
+    """Reduced gradients that stay where they are."""
+
+    is_near = True
+    """True if the device that computes has them."""
+
+    def beside(self, values: Tensor) -> AbstractContextManager[None]:
+        """Issue work that uses `values`, a tensor of the device, where `store` is called."""
+        return nullcontext()
+
+    def store(self, values: Tensor) -> Tensor:
+        """Return `values`, [n], where they rest, to be read after `wait`; called `beside`."""
+        return values
+
+    def follow(self) -> None:
+        """Let the current stream wait until all values are at rest; their memory of the device may go."""
+
+    def wait(self) -> None:
+        """Let the host wait until all values are at rest."""
