@@ -119,8 +119,7 @@ def _homes(
     context = runtime.context
     homes: list[Home] = []
     if travelling:
-        plans = [buffer.plan for _, buffer, _ in travelling]
-        pieces = pieces_for(plans, context.memory, context.streams)
+        pieces = pieces_for((buffer.plan for _, buffer, _ in travelling), context.memory, context.streams)
         parts = [
             (unit, buffer, indices, pieces_of(buffer, indices) if is_divisible(optimizer) else [None])
             for unit, buffer, indices in travelling
