@@ -274,3 +274,36 @@ def other_batches():
 
 def test_later_batches_that_differ_between_pipeline_ranks_are_noticed(ranks):
     ranks(2, other_batches)
+
+
+# ------------------------------------------------------------------------------------ changes in checkpoints
+
+
+def changes_at(folder, num_stages, tag, number):
+    """Train from a checkpoint and save; the parameters whose last change is noted before and after."""
+    engine = begin({"schedule": "lwp", "weights": "lwp-weights"}, num_stages=num_stages, model=model_of(4))
+    found = []
+    if tag is not None:
+        engine.load_checkpoint(folder, tag)
+    for last in (False, True):
+        noted = (p.fqn for p, state in engine.optimizer.state.items() if "last_change" in state)
+        found.append(sorted(noted))
+        if not last:
+            train(engine, [number])
+    engine.save_checkpoint(folder, str(number))
+    engine.close(restore=False)
+    return found
+
+
+@pytest.mark.long
+def test_a_rank_that_crosses_no_step_takes_no_change_from_a_checkpoint(ranks, tmp_path):
+    """Else it would save it again, unchanged, for a run that crosses steps there."""
+    ranks(4, changes_at, str(tmp_path), 4, None, 0)
+    (_, first), last = ranks(2, changes_at, str(tmp_path), 2, "0", 1)
+    assert first
+    assert last == [[], []]
+    found = ranks(4, changes_at, str(tmp_path), 4, "1", 2)
+    assert [[bool(names) for names in own] for own in found] == [[True, True]] * 2 + [
+        [False, True],
+        [False, False],
+    ]
