@@ -420,6 +420,22 @@ def two_layers():
 
 # Of rank 0 (and 2) and of rank 1: (model, optimizer, config); and what the message says.
 DISAGREEMENTS = {
+    "shape": (
+        (lambda: nn.Linear(5, 7), None, None),
+        (lambda: nn.Linear(5, 8), None, None),
+        "rank(s) 0, 2 have parameter 'weight' (7, 5) torch.float32; "
+        "rank(s) 1 have parameter 'weight' (8, 5) torch.float32",
+    ),
+    "optimizer or none": (
+        (Tiny, torch.optim.AdamW, None),
+        (Tiny, None, None),
+        r"rank(s) 0, 2 have optimizer AdamW group 0 of 9 parameters; rank(s) 1 have no optimizer",
+    ),
+    "learning rate": (
+        (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.5), None),
+        (Tiny, lambda parameters: torch.optim.SGD(parameters, lr=0.25), None),
+        "rank(s) 0, 2 have optimizer SGD group 0 lr=0.5; rank(s) 1 have optimizer SGD group 0 lr=0.25",
+    ),
     "frozen": (
         (Tiny, None, None),
         (lambda: frozen(Tiny()), None, None),

@@ -70,3 +70,14 @@ def test_limits_of_control_groups_of_version_2(tmp_path):
     write(tmp_path / "job/rank", memory__max="max\n", memory__current="7\n", memory__stat="inactive_file 3\n")
     assert list(limits_of_groups("0::/job/rank\n", tmp_path)) == [150]
     assert list(limits_of_groups("0::/elsewhere\n", tmp_path)) == []
+
+
+def test_each_disk_has_the_share_of_its_folder(tmp_path, monkeypatch):
+    disks = {tmp_path / "a": 4 * GIB, tmp_path / "b": 4 * GIB, tmp_path / "c": 3 * GIB}
+    with pytest.raises(RuntimeError) as caught:
+        check(monkeypatch, {}, 6 * GIB, 100 * GIB, disks)
+    line, _ = str(caught.value).splitlines()
+    assert line == (  # 4 GiB in each of 3 folders
+        f"offload.nvme_path: expected 4.00 GiB on the disk of {tmp_path / 'c'} for 2 rank(s), "
+        "got 3.00 GiB free"
+    )

@@ -90,3 +90,39 @@ def closed_alone():
 
 def test_a_rank_can_close_alone_to_give_back_memory(ranks):
     assert ranks(2, closed_alone) == [0, 0]
+
+
+def closed_and_sharded_again():
+    """By stage, where a module that is closed between two steps, and sharded again, differs from DDP."""
+    found = []
+    for stage in SOME_STAGES:
+        replica, model = replicate(tiny()), tiny()
+        names = [name for name, _ in model.named_parameters()]
+        for number in range(2):
+            sharded = zeroshard.shard(model, {"stage": stage})
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            sharded.attach(optimizer)
+            reference = torch.optim.SGD(replica.parameters(), lr=0.05)
+            for one, its in ((model, optimizer), (replica, reference)):
+                one(numbers(number, 5, 7)).square().mean().backward()
+                its.step()
+                its.zero_grad()
+            sharded.close()
+            sharded.close()
+            got, want = dict(model.named_parameters()), dict(plain(replica).named_parameters())
+            if list(got) != names or sharded.module is not model:
+                found.append((stage, list(got)))
+            found += [
+                (stage, number, name)
+                for name, value in got.items()
+                if type(value) is not torch.nn.Parameter or not torch.allclose(value, want[name], rtol=1e-5)
+            ]
+            for call in (sharded.full_state_dict, sharded.no_sync, lambda at=sharded: at.units):
+                with pytest.raises(RuntimeError, match="is closed"):
+                    call()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_module_that_was_closed_is_plain_and_can_be_sharded_again(ranks, num_ranks):
+    assert ranks(num_ranks, closed_and_sharded_again) == [[]] * num_ranks

@@ -23,11 +23,11 @@ def shown(engine, ema):
         return engine.full_state_dict() | {"updates": torch.tensor(ema.num_updates)}
 
 
-def save(folder, config=3):
+def save(folder, config=3, **options):
     engine = start(config)
     ema = zeroshard.EMA(engine, 0.9)
     train(engine, BEFORE)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(folder, **options)
     saved = shown(engine, ema)
     train(engine, AFTER)
     end = shown(engine, ema)
@@ -75,6 +75,13 @@ def test_averages_load_at_another_number_of_ranks_and_come_back(ranks, run, tmp_
     for number, _ in enumerate(configs):
         [(again, _)] = ranks(2, load, tmp_path / str(number), [3])[0]
         assert not differences(again, saved)
+
+
+def test_a_checkpoint_that_a_thread_writes_holds_the_averages_of_its_moment(ranks, run, tmp_path):
+    _, saved, _ = run
+    ranks(2, save, tmp_path, blocking=False)
+    [(loaded, _)] = ranks(1, load, tmp_path, [3])[0]
+    assert not differences(loaded, saved)
 
 
 def alone(folder, other):

@@ -321,3 +321,26 @@ def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(tm
     with ema.applied():
         shown = engine.full_state_dict()
     return list(unequal("begun anew", shown, engine.full_state_dict()))
+
+
+@on_ranks(2)
+def test_an_evaluation_in_the_middle_of_a_step_changes_nothing():
+    """An evaluation between the micro-batches of a step changes nothing of it."""
+    found = []
+    for stage in SOME_STAGES:
+        states = []
+        for evaluates in (False, True):
+            engine, _ = start(build(), stage=stage, gradient_accumulation_steps=2)
+            ema = zeroshard.EMA(engine, DECAY)
+            for number in range(6):
+                train(engine, number)
+                if evaluates:
+                    with ema.applied(), torch.inference_mode():
+                        engine.eval()(numbers(9, 4, 7))
+                    engine.train()
+            with ema.applied():
+                shown = engine.full_state_dict()
+            states.append({f"average of {name}": value for name, value in shown.items()})
+            states[-1] |= engine.full_state_dict()
+        found += unequal(f"stage {stage}", *states)
+    return found

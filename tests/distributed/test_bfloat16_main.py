@@ -1,9 +1,11 @@
 """Main parameters in bfloat16 against plain PyTorch: a step in float32, rounded with integers of Python."""
 
+import copy
 import hashlib
 import json
 import warnings
 import zlib
+from typing import ClassVar
 
 import bitsandbytes
 import numpy as np
@@ -385,3 +387,72 @@ def test_checkpoints_go_from_float32_to_bfloat16_and_back(tmp_path):
         train(engine, range(2, 4))
     found += [s["exp_avg"].dtype for s in narrow.optimizer.state.values() if s["exp_avg"].element_size() != 4]
     return found
+
+
+@on_ranks(2)
+def test_zero_grad_drops_sums_and_a_plain_step_takes_them():
+    """Sums that zero_grad() drops, and sums that a plain step takes before the boundary."""
+    found = []
+    for stage in (1, 3):
+        engine = start("SGD", stage, gradient_accumulation_steps=3)
+        engine.backward(engine(0))
+        engine.step()
+        engine.zero_grad()
+        found += [stage] if engine.memory_report().gradients else []
+        engine.backward(3 * engine(0))
+        engine.optimizer.step()
+        found += [(stage, name) for name in unequal(engine, by_hand("SGD", build(), [0]))]
+    return found
+
+
+@on_ranks(2)
+def test_a_skipped_step_changes_nothing_and_is_not_counted():
+    engine = start("SGD", nonfinite="skip")
+    for step in range(NUM_STEPS):
+        bad = step == 2 and dist.get_rank() == 1
+        engine.backward(engine(step) * (float("inf") if bad else 1.0))
+        engine.step()
+    want = by_hand("SGD", build(), skipped=(2,))
+    assert (unequal(engine, want), engine.skipped_steps, engine.global_step) == ([], 1, NUM_STEPS - 1)
+
+
+class Seeing(AdamW8bit):
+    """Tells the dtypes of the parameters that its steps change."""
+
+    seen: ClassVar = set()
+
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.seen.update(p.dtype for p in parameters if p.grad is not None)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("module", "dtype"), [("zeroshard.seeing", torch.bfloat16), ("somewhere", torch.float32)]
+)
+@on_ranks(2)
+def test_an_8bit_optimizer_steps_bfloat16_as_it_is_unless_nobody_knows_its_class(module, dtype):
+    """By a class that stands in a module."""
+    model, kind = build(), type("Seeing", (Seeing,), {"__module__": module})
+    torch.manual_seed(SEED)
+    engine = of_unknown(model, kind(model.parameters(), lr=1e-3), stage=2)
+    Seeing.seen.clear()
+    train(engine)
+    assert (unequal(engine, by_hand("AdamW8bit", build())), Seeing.seen) == ([], {dtype})
+
+
+@on_ranks(2)
+def test_load_state_dict_of_the_optimizer_keeps_states_in_float32():
+    """torch's own way of saving a rank's states."""
+    engine = start("fused AdamW")
+    train(engine, range(2))
+    saved = copy.deepcopy(engine.optimizer.state_dict())
+    before = [p.detach().clone() for p in engine.parameters()]
+    engine.optimizer.load_state_dict(saved)
+    got = engine.optimizer.state_dict()["state"]
+    assert all(
+        torch.equal(value, got[number][key]) and value.dtype is got[number][key].dtype
+        for number, state in saved["state"].items()
+        for key, value in state.items()
+    )
+    assert all(torch.equal(p, q) for p, q in zip(engine.parameters(), before, strict=True))

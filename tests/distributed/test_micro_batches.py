@@ -63,6 +63,22 @@ def test_one_plain_backward_over_the_losses_of_two_engines_is_one_for_each():
 
 
 @on_ranks(2)
+def test_a_scaled_backward_may_come_through_a_frozen_engine():
+    """The gradients of an engine in float16 whose loss comes through another engine, and without a scale."""
+    found = []
+    for stage in SOME_STAGES:
+        for scales in ((2.0**8, None), (2.0**8, 2.0**8), (None, None)):
+            first, second = pair(stage, scales)
+            second.requires_grad_(False)
+            first.backward(second(first(numbers(0, 4, 7)).float()).float().square().mean())
+            found.append(full_gradients(first))
+    for half, halves, want in zip(found[::3], found[1::3], found[2::3], strict=True):
+        for name, gradient in want.items():
+            torch.testing.assert_close(half[name], gradient, atol=1e-2, rtol=1e-2)
+            torch.testing.assert_close(halves[name], gradient, atol=1e-2, rtol=1e-2)
+
+
+@on_ranks(2)
 def test_a_scaled_backward_that_comes_to_another_engine_is_refused():
     found = []
     for stage in SOME_STAGES:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.training import SOME_STAGES, differences, finish, numbers, replicate, start, step
+from tests.ranks import on_ranks
 
 WIDTH = 7
 
@@ -157,6 +158,38 @@ def test_a_unit_that_hides_its_tensors_in_an_object_is_refused_by_name(ranks, ki
         assert "units=" in message
     assert ranks(2, hidden, kind, []) == [[], []]  # one unit: the whole model
     assert ranks(1, hidden, kind, ["Block"]) == [[]]
+
+
+class Scale(nn.Module):
+    """Has a parameter of its own, and hides its result along with a tensor that has no backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return SimpleNamespace(out=x * self.scale), x.detach() > 0
+
+
+class Scales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Scale(), Scale()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)[0].out
+        return x
+
+
+@on_ranks(2)
+def test_a_unit_with_parameters_of_its_own_hides_no_tensor_along_with_another_one():
+    model = Scales()
+    engine, _ = start(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=3, units=["Scale"])
+    with pytest.raises(RuntimeError) as caught:
+        engine(numbers(0, 5, WIDTH))
+    message = str(caught.value)
+    assert "unit 'blocks.0' returns a tuple, in which no tensor can be found" in message
 
 
 # ------------------------------------------------------------------------------ beside what a forward returns

@@ -6,6 +6,7 @@ from torch import nn
 import zeroshard
 from tests.distributed.training import (
     ALL_STAGES,
+    SOME_STAGES,
     differences,
     numbers,
     start,
@@ -21,6 +22,69 @@ def bf16(overrides, **options):
 
 
 # ------------------------------------------------------------------------------------------------ dtypes
+
+
+class Router(nn.Module):
+    """Scores of experts: two layers, and a bias of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.seen = []
+
+    def forward(self, x, *, mask=None):
+        hidden = self.layers(x) + self.bias
+        self.seen.append((x.dtype, None if mask is None else mask.dtype, hidden.dtype))
+        return hidden.softmax(-1), hidden.argmax(-1), [hidden.double().sum()]
+
+
+class Mixture(nn.Module):
+    """A router beside layers, one of them frozen, and a table of numbers that the forward adds."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.router, self.out = nn.Embedding(9, 8), Router(), nn.Linear(8, 4)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.decay = nn.Parameter(torch.zeros(8))
+        self.seen = {}
+
+    def forward(self, x):
+        row = self.table(torch.arange(5))
+        x = self.frozen(x) + row
+        scores, chosen, (total,) = self.router(x, mask=torch.ones(5, 1, dtype=torch.float64))
+        self.seen = {
+            "table": row.dtype,
+            "frozen": x.dtype,
+            "scores": scores.dtype,
+            "chosen": chosen.dtype,
+            "total": total.dtype,
+            "decay": self.decay.dtype,
+        }
+        return self.out(x * self.decay.exp().to(x.dtype)) * scores
+
+
+OVERRIDES = {"router": "fp32", "frozen": "fp32", "table": "fp32", "decay": "fp32"}
+
+
+@on_ranks(2)
+def test_inputs_of_a_module_are_cast_once_around_all_of_it_and_its_outputs_back():
+    half, wide = torch.bfloat16, torch.float32
+    for stage in SOME_STAGES:
+        torch.manual_seed(0)
+        engine, optimizer = start(Mixture(), "SGD", stage=stage, **bf16(OVERRIDES))
+        output = engine(numbers(0, 5, 8))
+        output.float().sum().backward()
+        grads = {p.grad.dtype for p in engine.parameters() if p.requires_grad}
+        optimizer.step()
+        seen, in_router, output = engine.module.seen, engine.module.router.seen, output.dtype
+        assert seen == {
+            "table": half, "frozen": half, "scores": half, "chosen": torch.int64,
+            "total": torch.float64, "decay": wide,
+        }  # fmt: skip
+        assert in_router == [(wide, wide, wide)]
+        assert output == half
+        assert grads == {wide}
 
 
 @on_ranks(2)

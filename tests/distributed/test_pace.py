@@ -94,6 +94,50 @@ def test_a_step_without_a_gradient_warns_and_takes_nothing():
     return found
 
 
+@on_ranks(2)
+def test_a_step_without_a_gradient_leaves_the_loss_scale_alone():
+    """What a step that ends three micro-batches without gradients says, and whether the loss scale stays."""
+    precision = {"param_dtype": "fp16"}
+    engine, _ = start(build(), "SGD", stage=1, precision=precision, gradient_accumulation_steps=3)
+    before = engine.loss_scale
+    with warned() as texts:
+        taken = [engine.step() for _ in range(3)] != [False] * 3
+    assert (taken, engine.loss_scale == before, len(texts)) == (False, True, 1)
+
+
+@on_ranks(2)
+def test_a_loss_of_zero_on_one_rank_is_a_gradient():
+    """Rank 1's loss depends on no parameter of ours but through a product with 0, as DDP wants it."""
+    found = []
+    for stage in SOME_STAGES:
+        engine, _ = start(build(), "SGD", stage=stage)
+        with warned() as texts:
+            loss = square_loss(engine, 0)
+            engine.backward(loss * dist.get_rank())
+            taken = engine.step()
+        if not taken or texts:
+            found.append((stage, taken, texts))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "every", "backward"), [(4, 1, "plain"), (4, 1, "engine"), (1, 2, "plain")]
+)
+@on_ranks(2)
+def test_a_plain_loop_is_told_once_that_it_accumulates_nothing_where_it_should(accumulation, every, backward):
+    for stage in SOME_STAGES:
+        engine, optimizer = start(build(), "SGD", stage=stage, gradient_accumulation_steps=accumulation)
+        with warned() as texts:
+            for number in range(3 * every):
+                loss = square_loss(engine, number)
+                engine.backward(loss) if backward == "engine" else loss.backward()
+                if (number + 1) % every == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert len(texts) == (accumulation > 1)
+        assert all("gradient_accumulation_steps=4" in text and "engine.step()" in text for text in texts)
+
+
 def engine_steps(backward):
     """By stage, the warnings of a loop with two micro-batches, and the gradients before the first step."""
     said, gradients = [], []

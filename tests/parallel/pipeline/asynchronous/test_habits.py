@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.checkpoint.runs import without_numba
 from tests.parallel.pipeline.asynchronous.runs import (
+    MAKERS,
     WIDTH,
     assert_same,
     batch_of,
@@ -205,9 +206,30 @@ def autocast():
 
 
 def test_autocast_is_refused_and_training_goes_on(ranks):
-    plain = ({"schedule": "pipedream"},), {"numbers": (0,)}
-    for found, (want,) in zip(ranks(2, autocast), ranks(2, runs, plain), strict=True):
+    """As in a run without it, and in one whose list and weights the user has written."""
+    own = {"schedule": str(steady(2, 6)), "weights": "stash"}
+    cases = [((pipeline,), {"numbers": (0,)}) for pipeline in ({"schedule": "pipedream"}, own)]
+    for found, others in zip(ranks(2, autocast), ranks(2, runs, *cases), strict=True):
+        for other in others:
+            assert found.losses == other.losses
+            assert_same(found.state, other.state)
+
+
+def with_a_group_more(schedule):
+    """Half of the parameters are given to the optimizer later."""
+    engine = begin({"schedule": schedule}, lambda parameters: MAKERS["sgd"](list(parameters)[::2]), stage=0)
+    held = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+    others = [p for p in engine.module.parameters() if id(p) not in held]
+    engine.optimizer.add_param_group({"params": others})
+    return finish(engine, train(engine, [0, 1]))
+
+
+@pytest.mark.parametrize("schedule", ["pipemare", "lwp"])
+def test_parameters_that_are_added_to_the_optimizer_are_moved_too(ranks, schedule):
+    plain = ({"schedule": schedule},), {"stage": 0}
+    for found, (want,) in zip(ranks(2, with_a_group_more, schedule), ranks(2, runs, plain), strict=True):
         assert found.losses == want.losses
+        assert_same(found.state, want.state)
 
 
 # ------------------------------------------------------------------------------------ batches in a row
@@ -252,3 +274,36 @@ def other_batches():
 
 def test_later_batches_that_differ_between_pipeline_ranks_are_noticed(ranks):
     ranks(2, other_batches)
+
+
+# ------------------------------------------------------------------------------------ changes in checkpoints
+
+
+def changes_at(folder, num_stages, tag, number):
+    """Train from a checkpoint and save; the parameters whose last change is noted before and after."""
+    engine = begin({"schedule": "lwp", "weights": "lwp-weights"}, num_stages=num_stages, model=model_of(4))
+    found = []
+    if tag is not None:
+        engine.load_checkpoint(folder, tag)
+    for last in (False, True):
+        noted = (p.fqn for p, state in engine.optimizer.state.items() if "last_change" in state)
+        found.append(sorted(noted))
+        if not last:
+            train(engine, [number])
+    engine.save_checkpoint(folder, str(number))
+    engine.close(restore=False)
+    return found
+
+
+@pytest.mark.long
+def test_a_rank_that_crosses_no_step_takes_no_change_from_a_checkpoint(ranks, tmp_path):
+    """Else it would save it again, unchanged, for a run that crosses steps there."""
+    ranks(4, changes_at, str(tmp_path), 4, None, 0)
+    (_, first), last = ranks(2, changes_at, str(tmp_path), 2, "0", 1)
+    assert first
+    assert last == [[], []]
+    found = ranks(4, changes_at, str(tmp_path), 4, "1", 2)
+    assert [[bool(names) for names in own] for own in found] == [[True, True]] * 2 + [
+        [False, True],
+        [False, False],
+    ]
