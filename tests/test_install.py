@@ -63,9 +63,9 @@ def test_an_active_environment_keeps_its_torch_and_gets_what_it_lacks(tmp_path: 
     done = install(tmp_path, 0)
     assert done.returncode == 0, done.stderr
     asked = (tmp_path / "bin" / "asked").read_text().split()
-    assert asked[-4:] == ["transformers>=5", "rich", "safetensors", "torch==2.14.1"]
+    assert asked[-3:] == ["transformers>=5", "safetensors", "torch==2.14.1"]
     first, download, end = done.stdout.splitlines()
-    assert first == f"Installing into {tmp_path}: transformers>=5, rich, safetensors"
+    assert first == f"Installing into {tmp_path}: transformers>=5, safetensors"
     assert download.strip() == "downloading transformers, 12.3 MB"
     assert end.strip().startswith("done in ")
 

@@ -51,8 +51,7 @@ from zeroshard.sharding.context import Changes, Context
 from zeroshard.sharding.gradients import Gradients
 from zeroshard.sharding.runtime import Runtime, hook
 from zeroshard.sharding.unit import Unit
-from zeroshard.stores.gradients import gradients_of_others
-from zeroshard.stores.store import GradientStore, TierMemory
+from zeroshard.stores.store import GradientStore, TierMemory, gradients_of_others
 
 _TAG_OF_ACTIVATIONS, _TAGS_PER_BUFFER = 1, 2
 

@@ -31,9 +31,9 @@ from zeroshard.sharding.unit import Unit
 from zeroshard.stepping import stored
 from zeroshard.stepping.late import LateSteps
 from zeroshard.stores.files import Swap
-from zeroshard.stores.gradients import HostGradients
 from zeroshard.stores.host import HostBuffer
 from zeroshard.stores.pieces import HostPieces, Piece
+from zeroshard.stores.store import HostGradients
 
 Damage = Callable[[Bench, pytest.MonkeyPatch], None]
 

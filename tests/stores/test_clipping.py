@@ -13,7 +13,7 @@ from tests.checkpoint import runs
 from tests.stores.tiers import BF16_MAIN, CHOSEN_STAGES, FILES, OPTIMIZERS, num_notes, offload
 from zeroshard.parameters.sharded import gradient_of
 from zeroshard.stepping.clipping import global_norm
-from zeroshard.stores import gradients as stores_of_gradients
+from zeroshard.stores import store as stores_of_gradients
 
 # ---------------------------------------------------------------------------------------- the factor by part
 

@@ -7,8 +7,7 @@ import torch
 
 from tests.stores.held import held_bytes
 from zeroshard.comm.streams import Streams
-from zeroshard.stores.gradients import HostGradients
-from zeroshard.stores.store import TierMemory
+from zeroshard.stores.store import HostGradients, TierMemory
 
 SIZE = 1024
 

@@ -759,7 +759,7 @@ def host_waits_for_nothing(bench: Bench) -> None:
             assert "pieces.py" in waits
 
 
-@scenario(num_ranks=1, may_sync=("stores/pieces.py", "stores/gradients.py"))
+@scenario(num_ranks=1, may_sync=("stores/pieces.py", "stores/store.py"))
 def host_gradients_are_held(bench: Bench) -> None:
     """Gradients that somebody holds are written after a step, and read after a backward that adds to them."""
     engine = bench.start(bench.gpt(3), stage=3, precision=NARROW, offload=_WHOLE)
