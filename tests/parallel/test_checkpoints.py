@@ -197,6 +197,27 @@ def test_unsharded_shows_whole_parameters_and_writes_each_rank_its_part_back(ran
         assert same(found, first) == []
 
 
+def whole_gradients():
+    """By name, and one that was set; the model and its batch in one process."""
+    engine = start(3, 2, clip_grad_norm=None)
+    torch.manual_seed(0)
+    plain = Model()
+    tokens = torch.randint(44, (4, 6), generator=torch.Generator().manual_seed(5))
+    for model, backward in ((engine, engine.backward), (plain, torch.Tensor.backward)):
+        backward(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+    for name, p in plain.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(engine.full_gradient(name), p.grad, rtol=1e-4, atol=1e-6, msg=name)
+    ones = torch.ones(24, 44)
+    engine.set_full_gradient("blocks.0.down.weight", ones)
+    assert torch.equal(engine.full_gradient("blocks.0.down.weight"), ones)
+    engine.close(restore=False)
+
+
+def test_gradients_are_whole_by_name(ranks):
+    ranks(2, whole_gradients)
+
+
 def given_back(stage, tp):
     engine = start(stage, tp)
     train(engine, range(2))

@@ -157,6 +157,10 @@ def test_a_model_with_dropout_trains_as_one_process_with_the_same_masks(
 ):
     plan, parts = (BY_SEQUENCE, OF_SEQUENCE) if by_sequence else (PLAN, PARTS)
     found = ranks(num_ranks, trained, {"stage": stage, "mesh": {"tp": tp}}, 3, plan)
+    first, second = (rank["masks"] for rank in found[:2])  # tensor ranks with one batch
+    for name, (mask, *later) in first.items():
+        assert torch.equal(mask, second[name][0]) != (name.rpartition(".")[2] in parts), name
+        assert not torch.equal(mask, later[0]), name
     losses, want = with_masks(found, 3, parts)
     got = [sum(of_all) / num_ranks for of_all in zip(*(rank["losses"] for rank in found), strict=True)]
     assert got == pytest.approx(losses, rel=1e-10)  # float64: sums in another order
