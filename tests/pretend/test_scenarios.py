@@ -51,6 +51,20 @@ LONG = {
     *("files_read_in_backward", "files_stepped_in_backward_accumulate", "host_in_pieces_late_state"),
     *("host_looked_at_1", "some_parameters_on_host", "host_stage2_clip_accumulate", "host_saved_fused"),
     *("tensor_sequence", "host_stage3_clip_accumulate", "ema_stage3_on_host", "log_stage3"),
+    *("host_8bit", "host_waits_for_nothing", "host_frozen_for_a_step", "host_in_pieces_swapped_states"),
+    *("parameters_on_host_frozen_for_a_step_1", "parameters_on_host_frozen_for_a_step_2", "files_in_pieces"),
+    *("host_read_in_backward", "files_in_pieces_stepped_in_backward", "host_backward_fails"),
+    *(
+        "host_read_in_order_of_use",
+        "host_saved_stepped_in_backward",
+        "host_in_pieces_interrupted_in_backward",
+    ),
+    *("host_looked_at_2", "ema_stage3_in_files", "parameters_on_host_stepped_in_backward", "files_batches"),
+    *("some_parameters_on_host_stepped_in_backward", "host_stepped_in_backward_one_rank"),
+    *("host_lamb_alone_in_backward", "muon_parameters_on_host", "parameters_on_host_batches_accumulate"),
+    *("parameters_on_host_clipped", "host_in_pieces_stepped_in_backward", "muon_in_files"),
+    *("parameters_on_host_in_pieces_stepped_in_backward", "parameters_on_host_in_pieces_edited"),
+    *("ema_edited_1_on_host", "ema_edited_2_on_host", "host_in_pieces_interrupted"),
 }
 """Scenarios of features that have another one, alone or together with something else, and of rare uses."""
 
