@@ -26,7 +26,7 @@ LONG = {
     *("stepped_in_backward_evaluated", "files_stepped_in_backward", "fraction_stage3_clip"),
     *("second_copy_recompute", "closed_stage3", "order_changes", "stage3_nonfinite", "offloaded_dropped"),
     *("offloaded_stage3_recompute", "offloaded_exceptions", "offloaded_in_vain", "offloaded_sizes_differ"),
-    *("pieces", "host_stage3_one_rank", "host_gradients_forgotten", "host_named", "host_saved_stage1"),
+    *("host_stage3_one_rank", "host_gradients_forgotten", "host_named", "host_saved_stage1"),
     *("fraction_lamb", "fraction_skips", "fraction_stepped_in_backward", "stepped_in_backward_accumulate"),
     *(
         "tensor_stage0",
@@ -39,7 +39,7 @@ LONG = {
     *("parameters_on_host_kept", "host_stage3_bf16_main"),
     *("pipeline_gpipe", "pipeline_zb_h1", "pipeline_host"),
     *("averages_after_step_stage3", "two_optimizers_stage3", "one_parameter_by_name", "engines_dropped"),
-    *("second_copy", "two_forwards_stage3", "hooks_and_whole_gradients_stage3_bf16", "pieces_in_backward"),
+    *("second_copy", "two_forwards_stage3", "hooks_and_whole_gradients_stage3_bf16"),
     *("muon_stage0", "muon_stage1", "muon_stage2", "muon_clipped", "muon_bf16_main"),
     *("step_after_a_failed_forward", "host_stage3", "stage3_bf16_clip", "parameters_on_host_bf16_main"),
     *("pipeline_varuna", "pipeline_interleaved", "pipeline_of_4", "muon_hybrid", "ema_stage3"),
