@@ -211,7 +211,7 @@ ORDERS = (
         name="a_step_that_waits_reads_memory_of_the_user",
         says="On one rank a late step reads a gradient in the memory of the user, who has changed it since.",
         file="zeroshard/sharding/gradients.py",
-        find=", copy=copies)",
+        find=", copy=self._copies)",
         replace=")",
         tests=("test_steps_of_plain_loops_wait_whatever_becomes_of_the_memory_of_their_gradients[1]",),
     ),
