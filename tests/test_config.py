@@ -358,3 +358,21 @@ def test_parse_takes_nothing_a_config_a_dict_or_a_path(tmp_path):
     assert Config.parse(None) == Config()
     assert Config.parse(config) is config
     assert Config.parse({"stage": 2}) == Config.parse(file) == Config.parse(str(file)) == config
+
+
+def test_replacing_a_field_checks_again():
+    config = Config(shard_group_size=4)
+    assert dataclasses.replace(config, num_prefetch=2).shard_group_size == 4
+    assert "shard_group_size=4" in refusal(dataclasses.replace, config, stage=0)
+
+
+def test_a_refusal_stays_short_when_what_came_is_huge():
+    assert len(refusal(Config, stage=["x" * 10**6])) < 400
+
+
+def test_ignored_names_are_kept_in_their_order_and_written_down():
+    config = Config(ignored=["router.*", "blocks.?.scale"])
+    assert config.ignored == ("router.*", "blocks.?.scale")
+    assert Config.from_dict(config.to_dict()) == config
+    assert Config(ignored="bias").ignored == ("bias",)
+    assert "config key 'ignored': expected None or parameter names" in refusal(lambda: Config(ignored=[3]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -331,3 +332,29 @@ def test_a_directory_that_is_a_link_is_loaded(tmp_path):
         other.load_checkpoint(path)
         assert not differences(state(other), want)
         train(other, [1], loss)
+
+
+@pytest.mark.long_where(file=[VALUES, TENSORS])
+@pytest.mark.parametrize("file", [MANIFEST, VALUES, TENSORS])
+@on_ranks(1)
+def test_random_bytes_in_a_file_never_end_in_another_kind_of_error(tmp_path, file):
+    """Checksums fit again: the checkpoint is refused, or loads with what it then says."""
+    engine = start(3, model=Small())
+    train(engine, [0], loss)
+    engine.save_checkpoint(tmp_path, "tag")
+    directory, found = tmp_path / "tag.0", []
+    data = (directory / file).read_bytes()
+    for seed in range(80):
+        pick, flipped = random.Random(seed), bytearray(data)
+        for _ in range(pick.choice((1, 1, 2, 8))):
+            flipped[pick.randrange(len(data))] = pick.randrange(256)
+        (directory / file).write_bytes(flipped)
+        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):  # no manifest any more
+            refit(directory)
+        try:
+            engine.load_checkpoint(tmp_path)
+        except (RuntimeError, ValueError) as error:
+            found += [] if str(tmp_path) in str(error) else [f"{seed}: {error}"]
+        except BaseException as error:
+            found.append(f"{seed}: {type(error).__name__}: {error}")
+    return found

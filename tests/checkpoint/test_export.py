@@ -270,11 +270,13 @@ def test_of_a_model_with_adapters_peft_loads_those_or_the_whole_as_peft_merges_i
 
 TIED = {
     "rows": {"trainable_token_indices": [1, 4]},
+    "rows of the head": {"trainable_token_indices": {"lm_head": [1, 4]}},
     "copy of both": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
 }
 """Adapters of a model whose embedding and head share a weight."""
 UNMERGED = {
+    "rows of the head": "adapters ('base_model.model.lm_head.token_adapter.trainable_tokens_delta.default')",
     "embedding": "embed_tokens.base_layer.weight', and adapters ('base_model.model.model.embed_tokens')",
 }
 """Of adapters that the weight cannot take in, a part of the error."""

@@ -3,6 +3,9 @@
 import pytest
 
 from tests.checkpoint.runs import build, differences, start, state, train
+from zeroshard.checkpoint import save as saving
+from zeroshard.checkpoint import tensors
+from zeroshard.checkpoint.files import find
 
 BEFORE, AFTER = range(3), range(3, 8)
 HYBRID = {"stage": 3, "shard_group_size": 2}
@@ -74,3 +77,27 @@ def test_dropout_goes_on_to_the_bit_at_the_same_layout(ranks, tmp_path):
         assert not differences(loaded, stop)
         assert not differences(after, end)
         assert after.losses == end.losses
+
+
+def save_in_small_boxes(folder, num_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "MAX_BOX_BYTES", num_bytes)
+        save(folder)
+
+
+def resume_in_small_pieces(folder, num_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "MAX_BOX_BYTES", num_bytes)
+        return resume(folder, [3, 1])
+
+
+@pytest.mark.long
+def test_tensors_of_many_boxes_are_put_together_again(ranks, run, tmp_path):
+    _, stop, end = run
+    ranks(2, save_in_small_boxes, tmp_path, 300)
+    stored = tensors.open_checkpoint(find(tmp_path))
+    assert len(stored.tensors["mix"].boxes) > 1300 * 4 // 300
+    for num_ranks in (2, 3):
+        for loaded, after in ranks(num_ranks, resume_in_small_pieces, tmp_path, 100)[0]:
+            assert not differences(loaded, stop)
+            assert num_ranks == 3 or after.losses == end.losses

@@ -1,5 +1,8 @@
 """Scratch buffers are used again, and never by two at once."""
 
+import gc
+import weakref
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -49,3 +52,23 @@ def test_on_an_accelerator_nothing_is_kept():
     pool.give(buffer)
     assert pool.num_bytes == 0
     assert pool.take(torch.float32, 8) is not buffer
+
+
+def test_released_buffers_are_freed_and_those_in_use_are_not(pool):
+    free, used = pool.take(torch.float32, 8), pool.take(torch.float32, 8)
+    pool.give(free)
+    gone, there = weakref.ref(free), weakref.ref(used)
+    del free
+    pool.release()
+    gc.collect()
+    assert gone() is None
+    assert there() is used
+    pool.give(used)
+    assert pool.take(torch.float32, 8) is used
+
+
+def test_a_buffer_that_somebody_keeps_is_no_longer_counted(pool):
+    kept = pool.take(torch.float32, 8)
+    pool.drop(kept)
+    assert pool.num_bytes == 0
+    assert pool.take(torch.float32, 8) is not kept

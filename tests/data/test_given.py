@@ -367,3 +367,21 @@ def test_a_dataset_that_has_grown_has_all_its_samples_in_the_next_epoch():
     data.length = 8
     assert len(list(loader)) == 4
     assert (loader.state_dict()["position"], loader.state_dict()["num_samples"]) == (8, 8)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_stateful_loader_goes_on_between_two_epochs(shuffle):
+    def loader():
+        return stateful(Numbers(11), batch_size=2, shuffle=shuffle)
+
+    torch.manual_seed(7)
+    whole = GivenLoader(loader(), CPU)
+    epochs = [[batch.flatten().tolist() for batch in whole] for _ in range(4)]
+    torch.manual_seed(7)
+    first = GivenLoader(loader(), CPU)
+    assert [[batch.flatten().tolist() for batch in first] for _ in range(2)] == epochs[:2]
+    state, random = first.state_dict(), torch.get_rng_state()
+    resumed = GivenLoader(loader(), CPU)
+    resumed.load_state_dict(state)
+    torch.set_rng_state(random)
+    assert [[batch.flatten().tolist() for batch in resumed] for _ in range(2)] == epochs[2:]

@@ -47,3 +47,14 @@ def test_equal_documents_are_all_held_out_or_none_and_others_do_not_matter_to_th
     shuffled = rng.permutation(500)
     again = choose_held_out(np.append(lengths, lengths)[shuffled], digests[shuffled], 0.1)
     assert set(digests[shuffled][again]) == set(digests[held])
+
+
+@given(LENGTHS, st.floats(0.01, 0.9), st.integers(1, 5))
+def test_whole_documents_are_held_out_up_to_the_share(
+    lengths: np.ndarray, share: float, num_digests: int
+) -> None:
+    lengths = np.append(lengths, [3, 7])
+    digests = (np.arange(len(lengths)) * 7 % num_digests).astype(np.uint64)
+    held = choose_held_out(lengths, digests, share)
+    assert held.any()
+    assert not held.all()

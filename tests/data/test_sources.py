@@ -77,3 +77,11 @@ def test_an_error_names_the_file_and_line(tmp_path: Path, name: str, content: by
     (tmp_path / name).write_bytes(b'{"text": "good"}\n' + content + b"\nmore")
     with pytest.raises(ValueError, match=message):
         documents(tmp_path / name)
+
+
+def test_a_folder_without_known_files_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"expected files such as .* got none"):
+        find_files(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
+        find_files(tmp_path / "nowhere.txt")

@@ -22,6 +22,7 @@ from tests.distributed.training import (
     micro_batches,
     padded_size,
     start,
+    step,
     token_loss,
 )
 from tests.ranks import on_ranks
@@ -130,3 +131,18 @@ def test_groups_that_do_not_fit_are_refused_with_the_numbers():
     )
     assert "reshard_after_forward=4: expected a divisor of the 2 ranks" in in_group
     assert "rank(s) 0 have config shard_group_size=4; rank(s) 1, 2, 3 have" in differing
+
+
+@on_ranks(4)
+def test_backward_gathers_among_a_few_ranks_as_many_bytes_as_estimated():
+    among, model = 2, build("tied GPT")
+    engine, optimizer = start(model, reshard_after_forward=among)
+    estimate = zeroshard.estimate(build("tied GPT"), dist.get_world_size(), engine.config)
+    for number in range(2):
+        engine.reset_comm_report()
+        step(engine, optimizer, token_loss, number)
+    P, kept = padded_size(engine), sum(unit.numel for unit in engine.units if unit.kept)
+    size, sent = dist.get_world_size(), engine.comm_report().bytes_sent
+    assert sent["all_gather"] == 4 * (P * (size - 1) // size + (P - kept) * (among - 1) // among)
+    assert sent["all_gather"] + sent["reduce_scatter"] == estimate.wire_bytes_per_step
+    assert engine.memory_report().unsharded == 0

@@ -145,3 +145,16 @@ def test_evaluation_gathers_each_unit_once_at_stage_3_and_sends_nothing_at_other
             sent = dict(engine.comm_report().bytes_sent)
             sent = sent["all_gather"] / 4 / padded_size(engine), sent["reduce_scatter"]
             assert sent == (0.5 if stage == 3 else 0.0, 0)
+
+
+@on_ranks(1)
+def test_one_rank_sends_nothing_and_calls_nothing():
+    for stage in ALL_STAGES:
+        engine, optimizer = start(build("tied GPT"), stage=stage)
+        with mock.patch.object(dist, "isend", SendCounter()) as counter:
+            token_loss(engine, 0).backward()
+            optimizer.step()
+        report = engine.comm_report()
+        assert not any(report.bytes_sent.values()), report
+        assert not any(report.calls.values()), report
+        assert not counter.elements
