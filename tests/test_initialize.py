@@ -355,6 +355,12 @@ def test_training_data_that_cannot_be_dealt_to_the_ranks_is_refused(data):
     assert message.startswith(expected)
 
 
+def test_a_loss_that_cannot_be_called_is_refused():
+    assert refusal(Tiny(), loss_fn="mse") == (
+        "loss_fn: expected a callable (output, targets) -> loss, got 'mse'"
+    )
+
+
 # ---------------------------------------------------------------------- refused: models, once ranks are there
 
 

@@ -28,6 +28,7 @@ from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import refuse_recording
 from zeroshard.memory.tiered import check_room
 from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
+from zeroshard.optim.muon import refuse_ignored
 from zeroshard.parallel.pipeline.chunked import Absent, Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.part import ModelPart, take_part
@@ -66,7 +67,7 @@ def initialize(
     the values of the first rank that holds it: give all ranks the same seed.
 
     Args:
-        model: a module with parameters of floating-point dtypes, on any device, the meta device included.
+        model: a module with parameters of floating-point dtypes, on any device, or of `deferred_init`.
         optimizer: an element-wise optimizer over parameters of `model`, not stepped yet; or a callable that
             makes one from the list of the model's original parameters; None to run or evaluate only.
             Bits that were registered for modules with bitsandbytes' GlobalOptimManager hold for its
@@ -89,7 +90,7 @@ def initialize(
         RuntimeError: the ranks' models or configs differ.
     """
     config = Config.parse(config)
-    _check_arguments(model, training_data)
+    _check_arguments(model, training_data, loss_fn)
     dataset = training_data
     if is_loader(training_data):
         _check_loader(training_data, collate_fn, config)
@@ -125,6 +126,7 @@ def initialize(
         pairs = (zip(buffer.originals, buffer.sharded, strict=True) for buffer in runtime.buffers)
         sharded = {original.parameter: own for both in pairs for original, own in both}
         take_over(optimizer, sharded, overrides, device)
+        refuse_ignored(optimizer, runtime.ignored)
     loader = _build_loader(training_data, collate_fn, config, axes)
     parts = EngineState(
         runtime=runtime,
@@ -204,10 +206,12 @@ def _traced(model: nn.Module, config: Config, world: Axis, source: SampleSource)
     return found[0]
 
 
-def _check_arguments(model: Any, training_data: Any) -> None:
+def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:
     """Refuse arguments of other kinds, before anything is started."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected a torch.nn.Module as model, got {type(model).__name__}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(f"loss_fn: expected a callable (output, targets) -> loss, got {loss_fn!r}")
     if training_data is None or is_loader(training_data):
         return
     is_sized = hasattr(training_data, "__len__") and hasattr(training_data, "__getitem__")

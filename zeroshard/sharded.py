@@ -19,9 +19,10 @@ from zeroshard.comm.streams import mark_here
 from zeroshard.config.sections import Config
 from zeroshard.full import parameters as full
 from zeroshard.internals.dispatch import past_guards
+from zeroshard.optim.muon import refuse_ignored
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.parameters.saved import NotCopied
-from zeroshard.parameters.sharded import ShardedParameter, carry_attributes
+from zeroshard.parameters.sharded import ShardedParameter, carry_attributes, set_gradient
 from zeroshard.parameters.state import IN_BATCH, Moment, Phase
 from zeroshard.parameters.unsharded import revive
 from zeroshard.plan.originals import Original, is_packed
@@ -97,7 +98,8 @@ def release(runtime: Runtime, refusal: str) -> None:
     runtime.changes.undo()
     with past_guards():
         for sharded in runtime.parameters:  # the optimizer and the user may keep them
-            sharded.grad, sharded.data = None, sharded.new_empty(0)
+            set_gradient(sharded, None)
+            sharded.data = sharded.new_empty(0)
     for unit in runtime.units:
         unit.release()
     runtime.state.move(Phase.CLOSED)
@@ -285,6 +287,13 @@ class Sharded(NotCopied):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._guard = runtime, StepGuard(runtime)
         self.module = runtime.module
+        zero_grad = self.module.zero_grad
+
+        def zero_all(set_to_none: bool = True) -> None:
+            runtime.drop_deferred()
+            zero_grad(set_to_none)
+
+        runtime.changes.set(self.module, "zero_grad", zero_all)
 
     no_sync, unsharded = no_sync, unsharded
     clip_grad_norm_, full_state_dict = clip_grad_norm_, full_state_dict
@@ -299,8 +308,11 @@ class Sharded(NotCopied):
                 after the last of them. Attach an optimizer that steps alone by itself.
 
         Raises:
-            ValueError: an optimizer is one of bitsandbytes, which `zeroshard.initialize` takes over.
+            ValueError: an optimizer is one of bitsandbytes, which `zeroshard.initialize` takes over; or an
+                ignored parameter is in a group of Muon.
         """
+        for optimizer in optimizers:
+            refuse_ignored(optimizer, self._runtime.ignored)
         attach(self._runtime, self._guard.rounding, *optimizers)
 
 

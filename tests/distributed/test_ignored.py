@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.distributed.training import numbers, start, step
 from tests.ranks import on_ranks
+from zeroshard.optim import Muon, muon_groups
 
 WIDTH = 7
 IGNORED = ["blocks.*.scale", "expert.*"]
@@ -80,6 +81,13 @@ def test_checkpoints_leave_ignored_parameters_out_with_a_warning_and_alone_when_
     assert wrong == []
     assert len(notes) == 1
     assert "'blocks.0.scale'" in notes[0]
+
+
+@on_ranks(1)
+def test_a_matrix_in_a_group_of_muon_is_refused_before_a_step():
+    model = built()
+    with pytest.raises(ValueError, match=r"'expert.weight' is ignored, and in group \d, .*use_muon=False"):
+        start(model, Muon(muon_groups(model)), ignored=["expert.*"])
 
 
 @on_ranks(1)

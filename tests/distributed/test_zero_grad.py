@@ -4,7 +4,9 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import zeroshard
 from tests.distributed.models import Layered
 from tests.distributed.training import (
     SOME_STAGES,
@@ -76,6 +78,30 @@ def forget_while_sums_wait():
             forget(plain(engine))
         errors.append(str(caught.value))
     return errors
+
+
+def forget_by_the_model_alone():
+    """The composable layer: gradients that were dropped while sums waited, by names that they differ at."""
+    want, engine = replicate(Layered(), find_unused=True), Layered()
+    sharded = zeroshard.shard(engine, {"stage": 3})
+    two_backwards(want, WAYS["the model"])
+    with sharded.no_sync():
+        (100 * square_loss(engine, 0)).backward()
+    engine.zero_grad()
+    square_loss(engine, 1).backward()
+    found = torch.cat([p.grad.reshape(-1) for p in engine.parameters() if p.grad is not None])
+    own = [p.grad.square().sum() for p in want.parameters() if p.grad is not None]
+    total = found.square().sum()
+    dist.all_reduce(total)
+    with sharded.no_sync():
+        square_loss(engine, 0).backward()
+    sharded.close(restore=False)  # also with sums that wait
+    return (total / sum(own)).item()
+
+
+def test_a_sharded_model_without_engine_drops_sums_and_is_given_up_with_them(ranks):
+    """1e-5: sums of squares in another order."""
+    assert ranks(2, forget_by_the_model_alone) == [pytest.approx(1.0, rel=1e-5)] * 2
 
 
 def test_other_ways_are_refused_while_sums_wait(ranks):

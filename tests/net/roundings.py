@@ -141,7 +141,7 @@ ROUNDINGS = (
         name="sums_of_a_step_are_rounded_each_time",
         says="Reduced sums of several micro-batches go into a p.grad of bfloat16 after each of them.",
         file="zeroshard/sharding/gradients.py",
-        find="self.is_kept = more and not defer and plan.wide_dtype != plan.main_dtype",
+        find="self.is_kept = wanted and plan.wide_dtype != plan.main_dtype",
         replace="self.is_kept = False",
         tests=("test_micro_batches_add_up_in_float32_and_are_rounded_once",),
     ),

@@ -127,6 +127,14 @@ def accumulate(engine):
     backward(engine, 1)
 
 
+def stop_early(engine):
+    engine.set_gradient_accumulation_steps(3)
+    backward(engine)
+    engine.step()
+    backward(engine, 1)
+    engine._runtime.before_step()
+
+
 def add_up_later(engine):
     with engine.no_sync():
         backward(engine)
@@ -170,6 +178,7 @@ WAYS = {
     backward: True,
     add_up: True,
     accumulate: True,
+    stop_early: None,
     add_up_later: True,
     scale_through_data: False,
     scale_by_a_slot: False,

@@ -120,7 +120,7 @@ def save_checkpoint(
         tag: the name of the checkpoint; None: "step-<global_step>". An older one of that name is
             replaced.
         client_state: the user's values on rank 0: tensors, numbers, strings, lists and dicts of them.
-            Numbers of NumPy come back as Python's.
+            Numbers of NumPy come back as Python's, arrays as tensors.
         blocking: True returns when the checkpoint is there, False when its values are copied. A thread
             then writes it while training goes on. A failure is raised, on all ranks, by a later step,
             save or load; with sharded parameters also by a forward. With values on the nvme

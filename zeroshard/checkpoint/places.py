@@ -143,6 +143,9 @@ _INTEGERS = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
 )
 """Quantized elements and bits are not among them: they do not say what they mean."""
+_MAX_BYTES = 1 << 62
+"""The most bytes of a tensor with one element more in each dimension, so that no sum or product here exceeds
+63 bits."""
 _MAX_CORNERS = 1 << 26
 """The most corners of the boxes of one tensor."""
 
@@ -174,7 +177,7 @@ class StoredTensor:
     """A tensor of a checkpoint, as the manifest has it.
 
     Raises:
-        ValueError: a box has not as many integers as it must.
+        ValueError: the shape is too large, or a box has not as many integers as it must.
     """
 
     dtype: Annotated[torch.dtype, _is_plain]
@@ -183,6 +186,8 @@ class StoredTensor:
     """The boxes as rows of integers: a thousand ranks have millions of boxes, and a reader looks at few."""
 
     def __post_init__(self) -> None:
+        if math.prod(size + 1 for size in self.shape) * self.dtype.itemsize >= _MAX_BYTES:
+            raise ValueError("expected a smaller shape")
         num = 2 * len(self.shape) + 2
         if any(len(row) != num or set(map(type, row)) != {int} for row in self.boxes):
             raise ValueError(f"expected {num} integers for each box")

@@ -13,7 +13,7 @@
     a parameter, a sparse tensor            {"$parameter": {"name": "3"}}, {"$sparse": {"layout": ..., ...}}
 
 A value comes back with the same type. A tensor comes back on the CPU, contiguous, with memory of its own.
-Numbers and strings of NumPy come back as numbers and strings of Python.
+Numbers and strings of NumPy come back as numbers and strings of Python, arrays as tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,9 @@ class _JsonEncoder:
             ValueError: it has no form in JSON, or is nested too deeply.
         """
         value = value.item() if isinstance(value, numpy.generic) else value
+        if isinstance(value, numpy.ndarray):
+            with suppress(TypeError):  # of objects: refused below
+                value = torch.from_numpy(value.copy())
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
@@ -198,7 +202,7 @@ def _foreign(value: Any, path: str) -> ValueError:
     return ValueError(
         f"{path}: expected tensors, numbers, strings, None, and lists, tuples and dicts of them, "
         f"which load without running code; got {kind}. Give what it is made from, such as str(path), "
-        "dict(values) or torch.from_numpy(array)"
+        "dict(values) or list(values)"
     )
 
 

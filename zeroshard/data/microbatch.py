@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def split_batch(value: Any, num_pieces: int, key: str = "gradient_accumulation_s
 def to_device(value: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch to an accelerator through pinned memory, so that the host does not wait.
 
-    Finds tensors in the containers that torch knows, in mappings that take new values.
+    Finds tensors in the containers that torch knows, in mappings that take new values, and in dataclasses.
     Other objects with `to`, such as torch's PackedSequence, move themselves.
 
     Returns:
@@ -70,6 +71,11 @@ def to_device(value: Any, device: torch.device) -> Any:
             return moved
         if hasattr(leaf, "to"):
             return leaf.to(device)  # a PackedSequence keeps a part of it on the CPU
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            twin = copy.copy(leaf)
+            for name in (field.name for field in fields(leaf) if hasattr(leaf, field.name)):
+                object.__setattr__(twin, name, to_device(getattr(leaf, name), device))
+            return twin
         return leaf
 
     if device.type == "cpu":

@@ -146,6 +146,8 @@ _EXPERTS = ("expert_parallel", "use_data_before_expert_parallelism")
 _QUANTIZED = ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients")
 
 NO_EQUIVALENT: dict[str, str] = {
+    "zero_optimization.cpu_offload": "write offload_optimizer: {device: cpu}",
+    "zero_optimization.cpu_offload_param": "write offload_param: {device: cpu}",
     "amp": "use bf16.enabled or fp16.enabled",
     "torch_autocast": "use bf16.enabled, or torch.autocast around the model's own forward",
     "data_types.buffer_dtype": "cast the model's buffers before initialize",

@@ -72,7 +72,7 @@ def register_forward_method(engine: Engine, name: str) -> None:
     if hasattr(type(engine), name):
         raise ValueError(f"the engine has a method {name!r} of its own: give the model's method another name")
     method = getattr(runtime.module, name, None)
-    if not callable(method):
+    if not callable(method) or isinstance(method, nn.Module):
         raise ValueError(
             f"register_forward_method({name!r}): expected the name of a method of "
             f"{type(runtime.module).__name__}. A method of a part is called by one of the model"

@@ -340,6 +340,21 @@ def _check_group(group: dict[str, Any]) -> None:
     check_ranges(group, {**_RANGES, **own})
 
 
+def refuse_ignored(optimizer: Optimizer, ignored: Mapping[nn.Parameter, str]) -> None:
+    """Refuse ignored parameters in groups of Muon: their updates need matrices that ranks share.
+
+    Raises:
+        ValueError: the name of the first one.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"] if group.get("use_muon") else ():
+            if parameter in ignored:
+                raise ValueError(
+                    f"'{ignored[parameter]}' is ignored, and in group {number}, which Muon steps as whole "
+                    "matrices over the ranks: give it to a group with use_muon=False"
+                )
+
+
 def _check_matrices(number: int, group: dict[str, Any]) -> None:
     """Raise ValueError for a parameter of a group of Muon that has no matrices, or others than `split`."""
     names = group.get("param_names") or [None] * len(group["params"])

@@ -15,7 +15,7 @@ It must not pass silently for the whole weight. So these uses are errors:
   torch.autograd.grad        nobody would reduce the gradient; and backward(inputs=[p]), as autograd knows
                              the unsharded parameter alone
   clip_grad_norm_ of torch   and its GradScaler: they would take the slice of the gradient for all of it
-  p.grad is read             while gradients of later micro-batches wait in sums elsewhere
+  p.grad is read or dropped  while gradients of later micro-batches wait in sums elsewhere
   p.data = values            the slice would leave its buffer
   p.requires_grad = True     of a parameter that was frozen at initialize: it has no memory for a gradient
   copies and pickles         they would hold the slice

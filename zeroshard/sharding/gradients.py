@@ -130,13 +130,18 @@ class Gradients:
         """
         if scale is not None:
             self._unscale = 1.0 / scale
-        self._defer, plan = defer, self.buffer.plan
-        self.is_kept = more and not defer and plan.wide_dtype != plan.main_dtype
-        self._sum_dtype = plan.wide_dtype if self.is_kept else plan.main_dtype
+        self._defer = defer
+        self.keep_sums(more and not defer)
         may_wait = self._unscale == 1.0 and not steps and self._context.state.gives_memory is not None
         self._kept_as = None if may_wait else self._sum_dtype
         self._target = _NEAR if steps and not self.store.is_near else self.store
         self.missing = set(range(len(self.used)))
+
+    def keep_sums(self, wanted: bool) -> None:
+        """Keep sums here for a later backward, if that is wanted and `p.grad` has fewer bits."""
+        plan = self.buffer.plan
+        self.is_kept = wanted and plan.wide_dtype != plan.main_dtype
+        self._sum_dtype = plan.wide_dtype if self.is_kept else plan.main_dtype
 
     def pack(self, index: int, gradient: Tensor) -> None:
         """Take over this rank's gradient of one parameter.

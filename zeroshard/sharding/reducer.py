@@ -419,7 +419,7 @@ class Reducer:
         self._state.refuse("a step", Moment.TAINTED)
         if self._state.has_sums:
             for gradients in self._all:
-                gradients.is_kept = False
+                gradients.keep_sums(False)
             self._list_units(self._units)
             self._deliver()
         self.call_hooks()

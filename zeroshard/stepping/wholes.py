@@ -261,7 +261,7 @@ class WholesOverRanks:
         """The layout of each parameter, its number there, and its cut."""
         self._owners: dict[tuple[int, int, tuple[Shape, ...]], int] = {}
         """The owners so far: they stay, with the state that they may have."""
-        self._plan = functools.lru_cache(_MOST_PLANS)(self._make_plan)
+        self._plans: dict[object, _CallPlan] = {}
 
     @torch.no_grad()
     def __call__(
@@ -276,7 +276,12 @@ class WholesOverRanks:
         """Return the updates of slices; see `wholes_here`."""
         asked = shapes_asked(parameters, shapes)
         costs = [tuple(map(cost, own)) for own in asked]
-        plan = self._plan(tuple(parameters), tuple(asked), tuple(costs))
+        key = (*map(id, parameters), *asked, *costs)
+        if key not in self._plans:
+            if len(self._plans) == _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = self._make_plan(parameters, asked, costs)
+        plan = self._plans[key]
         # Without an agreement ranks with other tensors or owners would take pieces of one tensor for pieces
         # of another, or expect other sizes than are sent, for which Gloo ends the process.
         self._axis.ledger.note(f"{WHOLES} {plan.label}", REDUCE)
