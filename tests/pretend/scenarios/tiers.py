@@ -293,7 +293,7 @@ def _overflowing(bench: Bench) -> list[Tensor]:
 
 
 def _forgotten(bench: Bench) -> list[Tensor]:
-    """All gradients are forgotten between two micro-batches, while they are copied to the host; then each."""
+    """All gradients are forgotten between two micro-batches, while they are copied to the host."""
     losses = []
     for number in range(4):
         losses.append(bench.loss(number))
@@ -302,9 +302,6 @@ def _forgotten(bench: Bench) -> list[Tensor]:
             bench.engine.zero_grad()
             bench.engine.set_gradient_accumulation_steps(1)  # gradients in another dtype take other memory
             continue
-        if number == 2:
-            for parameter in bench.engine.parameters():
-                parameter.grad = None
         bench.engine.step()
         bench.engine.set_gradient_accumulation_steps(2) if number == 1 else None
     return [loss.detach() for loss in losses]
