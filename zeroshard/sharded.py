@@ -263,7 +263,7 @@ class UnitInfo:
 
 
 def units(owner: Engine | Sharded) -> list[UnitInfo]:
-    """The units, each with name, padded size, its reason, and True if it needs no second gather."""
+    """The units, each with the facts of `UnitInfo`: name, size, reason, and what lies around its forward."""
     runtime = owner._runtime
     placements, infos = runtime.context.setting.placements, []
     for unit in (unit for unit in runtime.units if unit.plan.buffers):
