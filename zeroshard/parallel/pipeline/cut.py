@@ -1,34 +1,30 @@
 """The cut of a model into chunks, and its report: at modules that are named, or by a balance of its blocks.
 
 split    ["layers.3"]       blocks 0 1 2 | 3 4 5 6
-balance  "time"             runs of blocks with about the same number of operations
+balance  "time"             runs of blocks with about the same number of parameters that multiply
          "memory"           runs with about the same bytes of parameters
+
+A product of matrices takes almost all of the time, and does the same number of operations for each of its
+weights. So weights stand for times: nothing runs, and a cut does not depend on the data. Modules before the
+blocks count as a part of the first block, those after them as a part of the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from zeroshard.config.sections import Config
-from zeroshard.internals.warn import warn_user
 from zeroshard.lazy.deferred import is_known, values_of
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline, base_of, unknown_model, without_adapters
 from zeroshard.parallel.pipeline.partition import Balance, BlockProfile, partition
-from zeroshard.parallel.pipeline.profile import (
-    SampleSource,
-    call_with,
-    count_blocks,
-    same_random_numbers,
-    sample_of,
-    weigh_blocks,
-)
 from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
-from zeroshard.parallel.pipeline.traced import TracedChunks
+from zeroshard.parallel.random import forked
 from zeroshard.tables import format_bytes, render
 
 if TYPE_CHECKING:
@@ -47,26 +43,15 @@ class ModelCut(NamedTuple):
     runs: tuple[range, ...]
     """The blocks of each chunk."""
     blocks: tuple[BlockProfile, ...]
-    is_measured: bool
-    """True if times are operations; False if they are numbers of parameters."""
 
 
-def cut_model(
-    chunks: Chunked | TracedChunks,
-    config: Config,
-    source: SampleSource,
-    device: torch.device,
-    *,
-    counts: bool = True,
-) -> ModelCut:
-    """Return the cut that a config asks for; operations are counted if it depends on them.
+def cut_model(chunks: Chunked, config: Config, device: torch.device) -> ModelCut:
+    """Return the cut that a config asks for.
 
     Args:
         chunks: the whole model; it does not change.
         config: the config.
-        source: the samples of a micro-batch.
         device: the device of a check, see `require_handed_on`.
-        counts: False takes numbers of parameters in place of operations.
 
     Raises:
         ValueError: there is no such schedule or no such block, their numbers do not fit, or the model
@@ -76,16 +61,32 @@ def cut_model(
     config = with_schedule(config, schedule)
     num_chunks = schedule_of(config, config.pipeline.num_microbatches).num_chunks
     outline, split = chunks.outline, config.pipeline.split
-    weighed = counted = weigh_blocks(chunks)
-    if isinstance(chunks, Chunked):
-        require_handed_on(chunks, device)
-        if split is None and counts and config.pipeline.balance != "memory":
-            counted = _count(chunks, config, source) or weighed
+    require_handed_on(chunks, device)
+    blocks = weigh_blocks(chunks)
     if split is None:
-        runs = partition(counted, num_chunks, cast(Balance, config.pipeline.balance))
+        runs = partition(blocks, num_chunks, cast(Balance, config.pipeline.balance))
     else:
         runs = split_at(split, outline, num_chunks)
-    return ModelCut(outline, schedule, runs, counted, counted is not weighed)
+    return ModelCut(outline, schedule, runs, blocks)
+
+
+def weigh_blocks(chunks: Chunked) -> tuple[BlockProfile, ...]:
+    """Return the profile of each block: its time is its number of parameters, without tables of embeddings.
+
+    A table is read, and multiplies nothing.
+    """
+    found = []
+    for number in range(len(chunks.outline.blocks)):
+        names = chunks.outline.chunk(range(number, number + 1))
+        inside = [module for name in names for module in chunks.model.get_submodule(name).modules()]
+        tables = [module for module in inside if isinstance(module, nn.Embedding)]
+        whole, read = (
+            dict.fromkeys(p for module in modules for p in module._parameters.values() if p is not None)
+            for modules in (inside, tables)
+        )
+        time = sum(p.numel() for p in whole.keys() - read.keys())
+        found.append(BlockProfile(time=time, parameter_bytes=sum(p.nbytes for p in whole)))
+    return tuple(found)
 
 
 def require_handed_on(chunks: Chunked, device: torch.device) -> None:
@@ -110,7 +111,7 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
         raise unknown_model(model, f"its parameter '{outside[0]}' is in none of these")
     causal: Any = without_adapters(model)
     embedding = causal.get_input_embeddings()
-    with same_random_numbers(device), torch.no_grad():
+    with forked(device), torch.no_grad():
         placed = {
             name: (values_of(one) if is_known(one) else torch.zeros_like(one, device="cpu")).to(
                 device, copy=True
@@ -121,7 +122,8 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
         whole = Chunked(model)
         whole.keep([range(len(outline.blocks))], [0])
         try:  # all modules are in chunk 0, so in any other chunk all of them hand on
-            found = call_with(model, placed, lambda: whole(1, [value.clone()], {}))[0]
+            tensors = {f"module.{name}": one for name, one in placed.items()}
+            found = functional_call(_With(model), tensors, (lambda: whole(1, value.clone(), {}),))
         except Exception as error:  # of any kind: the model takes apart what its blocks return
             why = f"its forward does not run without its blocks ({type(error).__name__}: {error})"
             raise unknown_model(model, why) from error
@@ -134,17 +136,15 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
             raise unknown_model(model, why)
 
 
-def _count(chunks: Chunked, config: Config, source: SampleSource) -> tuple[BlockProfile, ...] | None:
-    """Return the profile of the blocks; None without samples, or if their operations cannot be counted."""
-    try:
-        sample = sample_of(chunks.model, source, config.micro_batch_size)
-        return None if sample is None else count_blocks(chunks, sample)
-    except Exception as error:  # of any kind: training can do without
-        warn_user(
-            f"pipeline.balance='{config.pipeline.balance}': the operations of the blocks could not be "
-            f"counted; their numbers of parameters stand for these: {type(error).__name__}: {error}"
-        )
-        return None
+class _With(nn.Module):
+    """A model whose buffers `functional_call` replaces during a call of anything."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
 
 
 def split_at(names: Sequence[str], outline: Outline, num_chunks: int) -> tuple[range, ...]:
@@ -171,7 +171,7 @@ class ChunkReport(NamedTuple):
     rank: int
     blocks: tuple[str, ...]
     time_share: float
-    """Its part of the operations of all chunks, 0 to 1. Without a count parameters stand for these."""
+    """Its part of the parameters of all chunks that multiply, 0 to 1; see `weigh_blocks`."""
     parameter_bytes: int
     """Bytes of its parameters, as the model has them; with modules before or after the blocks."""
 
@@ -180,11 +180,8 @@ class PipelineReport(NamedTuple):
     """The chunks of a model, in its order; the same on all ranks."""
 
     chunks: tuple[ChunkReport, ...]
-    is_measured: bool
-    """True if operations were counted. False: parameters stand for them."""
 
     def __str__(self) -> str:
-        origin = "by operations" if self.is_measured else "by number of parameters"
         rows = [
             (
                 f"chunk {number}",
@@ -196,7 +193,7 @@ class PipelineReport(NamedTuple):
             for number, chunk in enumerate(self.chunks)
         ]
         columns = ("", "pipeline rank", "blocks", "time", "parameters")
-        return render(f"chunks of the model; time {origin}", columns, rows)
+        return render("chunks of the model; time by weights", columns, rows)
 
 
 def pipeline_report(engine: Engine) -> PipelineReport:
@@ -218,4 +215,4 @@ def pipeline_report(engine: Engine) -> PipelineReport:
         chunks.append(
             ChunkReport(placement[chunk], names, share, sum(block.parameter_bytes for block in own))
         )
-    return PipelineReport(tuple(chunks), cut.is_measured)
+    return PipelineReport(tuple(chunks))
