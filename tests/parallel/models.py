@@ -32,6 +32,8 @@ CHOSEN = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS = {
     "Llama": ("LlamaForCausalLM", GROUPED),
     "Llama, tied": ("LlamaForCausalLM", GROUPED | TIED | {"attention_bias": True}),
+    "Mistral": ("MistralForCausalLM", GROUPED | {"head_dim": 8}),
+    "Qwen2": ("Qwen2ForCausalLM", GROUPED),
     "Qwen3": ("Qwen3ForCausalLM", GROUPED | {"head_dim": 8}),
     "Qwen3, tied": ("Qwen3ForCausalLM", GROUPED | TIED | {"head_dim": 8}),
     # Its logits are capped before the loss.

@@ -6,7 +6,6 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
 import zeroshard
@@ -82,23 +81,6 @@ def build(cls, seed=0):
     model = cls().double()
     model.places.requires_grad_(cls is Model)
     return model
-
-
-def llama(kind, seed=0):
-    options = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": VOCABULARY,
-        "use_cache": False,
-    }
-    options |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    if kind not in ("GPTNeoX", "Phi"):
-        options |= {"num_key_value_heads": 2, "head_dim": 8}
-    config = getattr(transformers, f"{kind}Config")(**options)
-    torch.manual_seed(seed)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).double().train()
 
 
 def tokens_of(number, own=slice(None), length=LENGTH):

@@ -11,11 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 
 from tests.parallel import models
-from tests.parallel.models import GROUPED
-from tests.parallel.models import tokens_of as batch
 from tests.parallel.runs import (
     BATCH,
     PLAN,
@@ -28,6 +25,7 @@ from tests.parallel.runs import (
     loss_of,
     plain,
 )
+from tests.ranks import on_ranks
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.plan.units import find_units
 
@@ -109,47 +107,38 @@ def test_adapters_where_norms_work_on_parts_are_refused():
         plan_division(model, find_units(model, None), plan, 2)
 
 
-def patched_adapter(model, *, hooks):
-    layer = model.base_model.model.blocks[0].up
-    forward = layer.forward
-    if hooks:
-        layer.register_forward_hook(lambda module, args, output: 3.0 * output)
-    else:
-        layer.forward = lambda x: 3.0 * forward(x)
-    return model
-
-
 @pytest.mark.parametrize("hooks", [False, True])
 def test_adapters_with_code_of_the_user_are_refused(hooks):
     """`test_own_forwards.py` follows the error."""
+    model = adapted(0)
+    layer = model.base_model.model.blocks[0].up
+    if hooks:
+        layer.register_forward_hook(lambda module, args, output: 3.0 * output)
+    else:
+        layer.forward = functools.partial(torch.mul, 3.0)
     what = "hooks" if hooks else "a forward of its own"
-    model = patched_adapter(adapted(0), hooks=hooks)
     with pytest.raises(ValueError, match=rf"blocks\.0\.up' is a Linear with {what}, which would get a part"):
         plan_division(model, find_units(model, None), behind(PLAN), 2)
 
 
 @pytest.mark.parametrize(
-    ("cls", "config", "parameter"),
-    [
-        (transformers.LlamaForCausalLM, transformers.LlamaConfig, "q_proj.weight"),
-        (transformers.MixtralForCausalLM, transformers.MixtralConfig, "experts.gate_up_proj"),
-    ],
+    ("kind", "parameter"), [("Llama", "q_proj.weight"), ("Mixtral", "experts.gate_up_proj")]
 )
-def test_adapters_of_parameters_are_refused_by_name(cls, config, parameter):
+def test_adapters_of_parameters_are_refused_by_name(kind, parameter):
     lora = peft.LoraConfig(r=2, target_modules=[], target_parameters=[parameter])
-    model = peft.get_peft_model(cls(config(**GROUPED)), lora)
+    model = peft.get_peft_model(models.build(kind), lora)
     name = parameter.rpartition(".")[2]
     with pytest.raises(ValueError, match=f"has an adapter of its parameter '{name}', as of `target_param"):
         initialize(model, adamw, {"stage": 1, "mesh": {"tp": 2}}, None)
 
 
-def dropped(tp):
-    """Digests of what each rank holds whole, after steps with dropout in adapters and in attention."""
+@on_ranks(2)
+def test_dropout_of_adapters_is_that_of_their_inputs():
+    """Parts have other masks, whole inputs the same; what each rank holds whole trains alike."""
     torch.manual_seed(dist.get_rank())
-    options = GROUPED | {"attention_dropout": 0.1}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).train()
+    model = models.build("Llama", seed=dist.get_rank(), attention_dropout=0.1).float()
     lora = peft.LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.2)  # B begins with zeros
-    engine = initialize(peft.get_peft_model(model, lora), adamw, {"stage": 1, "mesh": {"tp": tp}}, None)
+    engine = initialize(peft.get_peft_model(model, lora), adamw, {"stage": 1, "mesh": {"tp": 2}}, None)
     masks, dropout = [], F.dropout
 
     def noted(value, *args, **kwargs):
@@ -159,45 +148,35 @@ def dropped(tp):
 
     with mock.patch.object(F, "dropout", noted):
         for number in range(4):
-            tokens = batch(number)
+            tokens = models.tokens_of(number)
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
-    whole = digests(engine)
-    engine.close(restore=False)
-    return whole, masks
-
-
-def test_dropout_of_adapters_is_that_of_their_inputs(ranks):
-    (whole, masks), (others, their_masks) = ranks(2, dropped, 2)
+    everyone = [None, None]
+    dist.all_gather_object(everyone, (digests(engine), masks))
+    (whole, masks), (others, their_masks) = everyone
     assert whole == others
-    width = GROUPED["hidden_size"]
     assert masks
-    assert len(masks) == len(their_masks)
     for (shape, mask), (_, other) in zip(masks, their_masks, strict=True):
-        assert (mask == other) == (shape[-1] == width), shape  # parts have other masks, whole inputs the same
+        assert (mask == other) == (shape[-1] == models.GROUPED["hidden_size"]), shape
+    engine.close(restore=False)
 
 
 # ------------------------------------------------------------------------------------------ float16
 
 
-def step_in_float16(alpha):
+@on_ranks(2)
+def test_float16_overflows_on_all_ranks_where_it_does_in_one_process():
     precision = {"param_dtype": "fp16", "loss_scale": 1024.0}
     config = {"stage": 1, "mesh": {"tp": 2}, "precision": precision, "clip_grad_norm": 1.0}
-    engine = initialize(adapted(0, lora_alpha=alpha).float(), adamw, config, behind(PLAN))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a step that is left out
-        engine.backward(loss_of(engine, 0))
-        found = engine.step(), engine.grad_norm.item()
-    engine.close(restore=False)
-    return found
-
-
-@pytest.mark.parametrize(("alpha", "is_taken"), [(16, True), (4096, False)])
-def test_float16_overflows_on_all_ranks_where_it_does_in_one_process(ranks, alpha, is_taken):
-    model = adapted(0, lora_alpha=alpha).half()
-    (loss_of(model, 0) * 1024.0).backward()
-    norms = [p.grad.double().norm() / 1024.0 for p in model.parameters() if p.grad is not None]
-    want = torch.stack(norms).norm().item()
-    for found, norm in ranks(2, step_in_float16, alpha):
-        assert found == is_taken == math.isfinite(want)
-        assert norm == pytest.approx(want, rel=1e-2, nan_ok=True)
+    for alpha, is_taken in ((16, True), (4096, False)):
+        model = adapted(0, lora_alpha=alpha).half()
+        (loss_of(model, 0) * 1024.0).backward()
+        norms = [p.grad.double().norm() / 1024.0 for p in model.parameters() if p.grad is not None]
+        want = torch.stack(norms).norm().item()
+        engine = initialize(adapted(0, lora_alpha=alpha).float(), adamw, config, behind(PLAN))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a step that is left out
+            engine.backward(loss_of(engine, 0))
+            assert engine.step() == is_taken == math.isfinite(want)
+        assert engine.grad_norm.item() == pytest.approx(want, rel=1e-2, nan_ok=True)
+        engine.close(restore=False)

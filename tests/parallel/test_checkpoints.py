@@ -1,5 +1,7 @@
 """Divided models as wholes: checkpoints under any layout, parameters shown, edited, given back, exported."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch import nn
 import zeroshard
 from tests.checkpoint.runs import without_numba
 from tests.parallel import models
+from tests.ranks import on_ranks
 from zeroshard.optim import AdamW8bit
 from zeroshard.parallel.tensor.styles import LayerPlan, Split
 from zeroshard.plan.cuts import heads
@@ -26,8 +29,6 @@ PLAN = {
     "blocks.*.frozen.1": "rowwise",
     "head": "colwise_gather_output",
 }
-LAYOUTS = {"1x1": (1, 1), "tp 4": (4, 4)}
-"""(ranks, tensor ranks)."""
 
 
 class Block(nn.Module):
@@ -101,21 +102,21 @@ def values_of(engine):
 
 
 @without_numba
-def save(folder, stage, tp, kind, options):
-    engine = start(stage, tp, optimizer=kind, **options)
-    train(engine, range(3))
+def save(folder, tp, kind):
+    engine = start(3, tp, optimizer=kind)
+    train(engine, range(2))
     engine.save_checkpoint(folder, "saved")
-    found = values_of(engine), engine.full_state_dict(), train(engine, range(3, 6))
+    found = values_of(engine), engine.full_state_dict(), train(engine, range(2, 4))
     engine.close(restore=False)
     return found
 
 
-def load(folder, stage, tp, kind, options, seed=None):
+def load(folder, tp):
     """The values that were loaded, the losses after that; what is saved again lies in `again`."""
-    engine = start(stage, tp, 1 + dist.get_rank() if seed is None else seed, kind, **options)
+    engine = start(3, tp, 1 + dist.get_rank())
     engine.load_checkpoint(folder, "saved")
     engine.save_checkpoint(folder / "again", "saved")
-    found = values_of(engine), engine.full_state_dict(), train(engine, range(3, 6))
+    found = values_of(engine), engine.full_state_dict(), train(engine, range(2, 4))
     engine.close(restore=False)
     return found
 
@@ -124,81 +125,96 @@ def same(one, other):
     return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
 
 
-@pytest.mark.parametrize("target", ["1x1", pytest.param("tp 4", marks=pytest.mark.long)])
-def test_a_checkpoint_of_divided_layers_loads_under_any_layout(ranks, tmp_path, target):
+@pytest.mark.parametrize("tp", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_a_checkpoint_of_divided_layers_loads_under_any_layout(ranks, tmp_path, tp):
     """Save over 2 tensor and 2 data ranks, load under another layout, save there, and load again."""
-    second, second_tp = LAYOUTS[target]
-    [(want, model, losses), *_] = ranks(4, save, tmp_path, 3, 2, "AdamW", {})
-    found = ranks(second, load, tmp_path, 3, second_tp, "AdamW", {})
+    [(want, model, losses), *_] = ranks(4, save, tmp_path, 2, "AdamW")
+    found = ranks(tp, load, tmp_path, tp)
     for got, _, got_losses in found:
         assert same(got, want) == []
         assert got_losses == pytest.approx(losses, rel=1e-5)  # other orders of sums in float32
     assert same(found[0][1], model) == []
-    if target == "1x1":
+    if tp == 1:
         return
-    back = ranks(4, load, tmp_path / "again", 3, 2, "AdamW", {})
+    back = ranks(4, load, tmp_path / "again", 2)
     assert same(back[0][0], want) == []
     assert back[0][2] == losses  # the same layout: to the bit
 
 
 @without_numba
-def refuses_other_blocks(folder, tp):
-    engine = start(3, tp, optimizer="8-bit")
+def refuses_other_blocks(folder):
+    engine = start(3, 1, optimizer="8-bit")
     before = engine.full_state_dict()
     with pytest.raises(ValueError, match=r"states of '.*' in the 8 bits .* in the blocks of this layout"):
         engine.load_checkpoint(folder, "saved")
     assert same(engine.full_state_dict(), before) == []
     engine.load_checkpoint(folder, "saved", convert_states=True)
-    found = values_of(engine), train(engine, range(3, 6))
+    found = values_of(engine), train(engine, range(2, 4))
     engine.close(restore=False)
     return found
 
 
 def test_8_bit_states_get_new_blocks_only_on_request(ranks, tmp_path):
-    [(want, _, losses), *_] = ranks(4, save, tmp_path, 3, 2, "8-bit", {})
-    for got, got_losses in ranks(1, refuses_other_blocks, tmp_path, 1):
-        assert got_losses == pytest.approx(losses, rel=1e-2)  # states are rounded to 8 bits once more
-        for name, value in want.items():
-            if "exp_avg" not in name:
-                assert torch.equal(got[name], value), name
-                continue
-            # A value of 8 bits may move by one code: the widest gap of the codebook is 0.02 of the largest.
-            bound = 0.02 * value.abs().max()
-            torch.testing.assert_close(got[name], value, rtol=0, atol=bound.item(), msg=name)
+    [(want, _, losses), *_] = ranks(2, save, tmp_path, 2, "8-bit")
+    [(got, got_losses)] = ranks(1, refuses_other_blocks, tmp_path)
+    assert got_losses == pytest.approx(losses, rel=1e-2)  # states are rounded to 8 bits once more
+    for name, value in want.items():
+        # A value of 8 bits may move by one code: the widest gap of the codebook is 0.02 of the largest.
+        bound = 0.02 * value.abs().max().item() if "exp_avg" in name else 0.0
+        torch.testing.assert_close(got[name], value, rtol=0, atol=bound, msg=name)
 
 
 # ------------------------------------------------------------------------------- whole parameters
 
+UP, SIZE = "blocks.0.up.weight", (44, 24)
 
-def shown_and_edited(stage, tp):
-    engine = start(stage, tp)
+
+def everyone(value):
+    """The value on rank 0."""
+    found = [value]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+@on_ranks(4)
+def test_parameters_are_whole_inside_unsharded_by_name_and_after_a_close():
+    """And edits go back into parts; what the ranks edit must be the same, and products are refused there."""
+    engine, tokens = start(3, 2), torch.arange(12).view(2, 6)
     train(engine, range(2))
-    want = engine.full_state_dict()
+    state, output = everyone(engine.full_state_dict()), engine(tokens).detach()
+    want = {name: state[name] for name, _ in engine.module.named_parameters()}
+    with engine.unsharded():
+        assert torch.equal(engine(tokens), output)  # its units are gathered, in parts
+        text = "'blocks.0.up' is divided over tensor-parallel ranks and has its whole parameters now"
+        with pytest.raises(RuntimeError, match=text):
+            engine.module.blocks[0].up(torch.ones(2, 24))
+    with (
+        pytest.raises(RuntimeError, match="the ranks made different edits"),
+        engine.unsharded(write_back=True),
+        torch.no_grad(),
+    ):
+        engine.module.get_parameter(UP).add_(dist.get_rank())
     with engine.unsharded(write_back=True), torch.no_grad():
-        found = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-        for number, (_, parameter) in enumerate(engine.module.named_parameters()):
+        for number, (name, parameter) in enumerate(engine.module.named_parameters()):
+            assert torch.equal(parameter, want[name]), name
             parameter.add_(torch.arange(parameter.numel()).view(parameter.shape), alpha=0.1 * number)
-    edited = engine.full_state_dict()
-    for name in want if dist.get_rank() == 0 else ():
-        if name in found:
-            assert torch.equal(found[name], want[name]), name
-    engine.close(restore=False)
-    return found, edited
+            want[name] = parameter.detach().clone()
+    with pytest.raises(ValueError, match=r"expected a full tensor of shape \(44, 24\), got shape \(22, 24\)"):
+        engine.set_full_parameter(UP, torch.ones(22, 24))
+    want[UP] = torch.arange(44.0 * 24).view(SIZE)
+    engine.set_full_parameter(UP, want[UP])
+    assert torch.equal(engine.full_parameter(UP), want[UP])
+    module = engine.module
+    engine.close()
+    plain = Model()
+    plain.load_state_dict(want, strict=False)
+    assert same(dict(module.named_parameters()), dict(plain.named_parameters())) == []
+    torch.testing.assert_close(module(tokens), plain(tokens))
 
 
-@pytest.mark.long_where(stage=[0])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_unsharded_shows_whole_parameters_and_writes_each_rank_its_part_back(ranks, stage):
-    [(first, edited), *others] = ranks(4, shown_and_edited, stage, 2)
-    for number, (name, value) in enumerate(first.items()):
-        step = torch.arange(value.numel()).view(value.shape)
-        assert torch.equal(edited[name], value.add(step, alpha=0.1 * number)), name
-    for found, _ in others:
-        assert same(found, first) == []
-
-
-def whole_gradients():
-    """By name, and one that was set; the model and its batch in one process."""
+@on_ranks(2)
+def test_gradients_are_whole_by_name():
+    """And one is set."""
     engine = start(3, 2, clip_grad_norm=None)
     torch.manual_seed(0)
     plain = Model()
@@ -214,76 +230,21 @@ def whole_gradients():
     engine.close(restore=False)
 
 
-def test_gradients_are_whole_by_name(ranks):
-    ranks(2, whole_gradients)
-
-
-def given_back(stage, tp):
-    engine = start(stage, tp)
-    train(engine, range(2))
-    want, module = engine.full_state_dict(), engine.module
-    engine.close()
-    output = module(torch.arange(12).view(2, 6))
-    want.pop("mean", None)  # each rank goes on with its own, as in DistributedDataParallel without buffers
-    return want, dict(module.named_parameters()), output.detach()
-
-
-def test_a_closed_engine_gives_whole_parameters_and_layers_back(ranks):
-    found = ranks(4, given_back, 3, 2)
-    want = found[0][0]
-    for _, state, output in found:
-        assert same({"head.weight": state["tokens.weight"]} | state, want) == []
-        module = Model()
-        module.load_state_dict(want, strict=False)
-        torch.testing.assert_close(output, module(torch.arange(12).view(2, 6)))
-
-
-def refusals(tp):
-    engine = start(3, tp)
-    tokens = torch.arange(12).view(2, 6)
-    want = engine(tokens).detach()
-    with engine.unsharded():
-        assert torch.equal(engine(tokens), want)  # its units are gathered, in parts
-        text = "'blocks.0.up' is divided over tensor-parallel ranks and has its whole parameters now"
-        with pytest.raises(RuntimeError, match=text):
-            engine.module.blocks[0].up(torch.ones(2, 24))
-    with (
-        pytest.raises(RuntimeError, match="the ranks made different edits"),
-        engine.unsharded(write_back=True),
-        torch.no_grad(),
-    ):
-        engine.module.blocks[0].up.weight.add_(dist.get_rank())
-    with pytest.raises(ValueError, match=r"expected a full tensor of shape \(44, 24\), got shape \(22, 24\)"):
-        engine.set_full_parameter("blocks.0.up.weight", torch.ones(22, 24))
-    values = torch.arange(44.0 * 24).view(44, 24)
-    engine.set_full_parameter("blocks.0.up.weight", values)
-    assert torch.equal(engine.full_parameter("blocks.0.up.weight"), values)
-    engine.close(restore=False)
-
-
-def test_products_with_whole_parameters_and_edits_that_differ_between_tensor_ranks_are_refused(ranks):
-    ranks(2, refusals, 2)
-
-
 # ------------------------------------------------------------------------------------------- transformers
 
 
-def trained(folder, tp, stage):
+def trained(folder):
     """Train a model that is read from files, and write it again."""
-    read = []
-    original = FileTensor.read
+    read, original = [], FileTensor.read
 
     def noted(self, *spans):
         read.append(sum(span.size for span in spans))
         return original(self, *spans)
 
-    FileTensor.read = noted
-    try:
+    with mock.patch.object(FileTensor, "read", noted):
         model = zeroshard.from_pretrained(transformers.LlamaForCausalLM, folder / "base")
-        config = {"stage": stage, "mesh": {"tp": tp}}
-        engine = zeroshard.initialize(model, lambda p: torch.optim.AdamW(p, lr=1e-2), config).engine
-    finally:
-        FileTensor.read = original
+        config = {"stage": 3, "mesh": {"tp": 2}}
+        engine = zeroshard.initialize(model, OPTIMIZERS["AdamW"], config).engine
     begun = engine.full_state_dict()
     tokens = torch.arange(24).view(2, 12)
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
@@ -297,7 +258,7 @@ def trained(folder, tp, stage):
 def test_a_model_is_read_in_parts_and_written_whole(ranks, tmp_path):
     base = models.build("Llama").float()
     base.save_pretrained(tmp_path / "base")
-    [(begun, state, _), *others] = found = ranks(4, trained, tmp_path, 2, 3)
+    [(begun, state, _), *others] = found = ranks(4, trained, tmp_path)
     assert same(begun, dict(base.state_dict())) == []
     assert all(other == {} for _, other, _ in others)
     written = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")

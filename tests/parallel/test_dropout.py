@@ -1,7 +1,5 @@
 """Dropout over tensor ranks: one mask for whole values, other masks for parts, the same in a second run."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard
 from tests.parallel import runs
 from tests.parallel.runs import BATCH, HEAD, PLAN, VOCABULARY
+from tests.ranks import on_ranks
 
 LENGTH = 9
 
@@ -93,10 +92,6 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def gradients_of(engine):
-    return {name: p.grad.clone() for name, p in engine.module.named_parameters()}
-
-
 def trained(config, steps, plan=PLAN):
     """Masks, losses and parameters of a divided model whose ranks have other random states."""
     model = build(0)
@@ -112,22 +107,15 @@ def trained(config, steps, plan=PLAN):
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    state, masks = engine.full_state_dict(), masks_of(model)
-    replicated = {name: p.detach().clone() for name, p in model.named_parameters() if "norm" in name}
+    found = {"masks": masks_of(model), "losses": losses, "state": engine.full_state_dict()}
     engine.close(restore=False)
-    return {
-        "masks": masks,
-        "losses": losses,
-        "state": state,
-        "replicated": replicated,
-        "place": (axes.dp.rank, axes.tp.rank),
-    }
+    return found | {"place": axes.dp.rank}
 
 
 def with_masks(found, steps, parts=PARTS):
     """Losses and parameters of one process that drops what the ranks have dropped."""
-    model, size = build(0), 1 + max(rank["place"][0] for rank in found)
-    tensor = [[rank["masks"] for rank in found if rank["place"][0] == one] for one in range(size)]
+    model, size = build(0), 1 + max(rank["place"] for rank in found)
+    tensor = [[rank["masks"] for rank in found if rank["place"] == one] for one in range(size)]
     for name, module in model.named_modules():
         if isinstance(module, Drop):
             dim = parts.get(name.rpartition(".")[2])
@@ -179,7 +167,7 @@ def gradients_of_losses(kind, **config):
     for number in range(2):
         engine.backward(loss_of(engine, number))
     engine.backward(0 * loss_of(engine, 2))
-    found = gradients_of(engine), torch.get_rng_state()
+    found = {name: p.grad.clone() for name, p in engine.module.named_parameters()}, torch.get_rng_state()
     engine.close(restore=False)
     return found
 
@@ -191,35 +179,26 @@ class Partly(Block):
         return checkpoint(self.hidden, self.heads(x), use_reentrant=False)
 
 
-AGAIN = {
-    "units recomputed": functools.partial(gradients_of_losses, Block, stage=3, recompute="unit"),
-    "a part of a forward": functools.partial(gradients_of_losses, Partly, stage=1),
-}
-
-
-@pytest.mark.parametrize("case", AGAIN)
-def test_a_second_run_drops_the_same_elements(ranks, case):
-    stage = 3 if case == "units recomputed" else 1
-    plain = ranks(2, functools.partial(gradients_of_losses, Block, stage=stage))
-    for (want, want_state), (got, got_state) in zip(plain, ranks(2, AGAIN[case]), strict=True):
+@on_ranks(2)
+def test_a_second_run_drops_the_same_elements():
+    for stage, kind, config in ((3, Block, {"recompute": "unit"}), (1, Partly, {})):
+        want, want_state = gradients_of_losses(Block, stage=stage)
+        got, got_state = gradients_of_losses(kind, stage=stage, **config)
         assert torch.equal(got_state, want_state)
         assert all(torch.equal(value, want[name]) for name, value in got.items())
-    assert torch.equal(plain[0][1], plain[1][1])
 
 
 class Fails(Model):
     def forward(self, tokens, fails=False):
-        self.blocks[0].of_hidden.given = (
-            [torch.ones(1)[[0, 0, 0]]] if fails else []
-        )  # a mask that fits nothing
+        wrong = [torch.ones(1)[[0, 0, 0]]]  # a mask that fits nothing
+        self.blocks[0].of_hidden.given = wrong if fails else []
         return super().forward(tokens)
 
 
 def after_an_error():
-    model = Fails().double()
+    model, tokens = Fails().double(), torch.arange(10).view(2, 5)
     engine = sharded(model, sgd, {"stage": 1, "mesh": {"tp": 2}}, PLAN)
     torch.manual_seed(7)
-    tokens = torch.arange(10).view(2, 5)
     with pytest.raises(RuntimeError, match="size"):
         engine(tokens, fails=True)
     state = torch.get_rng_state()
@@ -236,21 +215,17 @@ def test_an_error_in_a_region_leaves_the_shared_state(ranks):
     assert not torch.equal(part, other_part)
 
 
-def without_dropout(is_divided):
-    model = build(0)
-    for module in model.modules():
-        if isinstance(module, Drop):
-            module.eval()
-    torch.manual_seed(3)
-    runs = sharded(model, sgd, {"stage": 1, "mesh": {"tp": 2}}, PLAN) if is_divided else model
-    torch.manual_seed(3)
-    loss_of(runs, 0).backward()
-    drawn = torch.rand(4)
-    if is_divided:
-        runs.close(restore=False)
-    return drawn
-
-
-def test_a_model_that_draws_nothing_changes_no_random_number(ranks):
-    want = without_dropout(is_divided=False)
-    assert all(torch.equal(drawn, want) for drawn in ranks(2, without_dropout, True))
+@on_ranks(2)
+def test_a_model_that_draws_nothing_changes_no_random_number():
+    drawn = []
+    for is_divided in (False, True):
+        model = build(0)
+        for module in model.modules():
+            if isinstance(module, Drop):
+                module.eval()
+        runs = sharded(model, sgd, {"stage": 1, "mesh": {"tp": 2}}, PLAN) if is_divided else model
+        torch.manual_seed(3)
+        loss_of(runs, 0).backward()
+        drawn.append(torch.rand(4))
+    assert torch.equal(*drawn)
+    runs.close(restore=False)

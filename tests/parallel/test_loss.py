@@ -15,6 +15,7 @@ from torch import nn
 import zeroshard
 from tests.parallel.models import GROUPED, VOCABULARY, build
 from tests.parallel.runs import Kind, compare, divided, plain
+from tests.ranks import on_ranks
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
 from zeroshard.parallel.tensor.losses import Classes, cross_entropy, embed
@@ -61,8 +62,8 @@ def test_a_model_of_transformers_trains_as_in_one_process(ranks, name):
     compare(found, plain(sgd, kind=kind, steps=len(batches())), losses=1e-6, norms=1e-5, values=1e-6)
 
 
-def logits_of_ranks():
-    """Logits in each situation, beside those of one process."""
+@on_ranks(2)
+def test_logits_are_gathered_unless_a_loss_is_computed_in_training():
     whole, found = build("Llama"), []
     engine = sharded(build("Llama"), {"stage": 1, "mesh": {"tp": 2}})
     inputs = batches()[1]
@@ -86,13 +87,8 @@ def logits_of_ranks():
     model = engine.module
     engine.close()
     assert model.loss_function.__name__ == "ForCausalLMLoss"
-    return [(got.detach(), expected.detach()) for got, expected in found]
-
-
-def test_logits_are_gathered_unless_a_loss_is_computed_in_training(ranks):
-    for found in ranks(2, logits_of_ranks):
-        for got, want in found:
-            torch.testing.assert_close(got, want, **CLOSE)
+    for got, expected in found:
+        torch.testing.assert_close(got, expected, **CLOSE)
 
 
 class Another(transformers.LlamaForCausalLM):
@@ -106,7 +102,8 @@ class Seldom(Another):
         return self.loss_function(None, labels, 0) if labels is None else super().forward(input_ids, labels)
 
 
-def another_loss():
+@on_ranks(2)
+def test_a_loss_of_the_model_is_over_all_logits_or_an_error():
     torch.manual_seed(0)
     tokens, config = torch.arange(8).view(2, 4), {"stage": 1, "mesh": {"tp": 2}}
     want = Another(transformers.LlamaConfig(**GROUPED)).train()
@@ -120,16 +117,12 @@ def another_loss():
     engine.close(restore=False)
 
 
-def test_a_loss_of_the_model_is_over_all_logits_or_an_error(ranks):
-    ranks(2, another_loss)
-
-
-def sent(plan_of_head):
-    """The bytes of each exchange of a training step in which logits are most of what is computed."""
-    notes, note = [], Axis.note
+def largest_exchange(plan_of_head):
+    """The most bytes of an exchange of a training step in which logits are most of what is computed."""
+    sizes, note = [], Axis.note
 
     def noted(axis, kind, num_bytes, label, *line):
-        notes.append((num_bytes, label))
+        sizes.append(num_bytes)
         note(axis, kind, num_bytes, label, *line)
 
     model = build("Llama", vocab_size=64 * VOCABULARY)
@@ -138,13 +131,14 @@ def sent(plan_of_head):
     with mock.patch.object(Axis, "note", noted):
         engine.backward(engine(**batches()[0]).loss)
     engine.close(restore=False)
-    return max(num_bytes for num_bytes, _ in notes)
+    return max(sizes)
 
 
-def test_no_exchange_is_as_large_as_the_logits(ranks):
+@on_ranks(2)
+def test_no_exchange_is_as_large_as_the_logits():
     part = BATCH * LENGTH * 64 * VOCABULARY // 2 * 8
-    assert all(largest >= part for largest in ranks(2, sent, "colwise_gather_output"))
-    assert all(largest < part / 50 for largest in ranks(2, sent, None))
+    assert largest_exchange("colwise_gather_output") >= part
+    assert largest_exchange(None) < part / 50
 
 
 # -------------------------------------------------------------------------------- losses in a user's loop
@@ -167,17 +161,21 @@ KINDS = [
 ]
 
 
-def own_loop(tp, dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_ranks()
+def test_a_loop_of_the_user_computes_its_loss_over_parts(num_ranks, dtype):
+    # In bfloat16, sums over parts are rounded elsewhere: 3 digits.
+    close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 3e-2, "atol": 6e-2}
     torch.manual_seed(0)
     whole = Classifier().to(dtype)
     model = copy.deepcopy(whole)
-    plan = {"up": "colwise", "down": "rowwise", "head": "colwise"} if tp > 1 else None
-    engine = sharded(model, {"stage": 1, "mesh": {"tp": tp}}, plan)
+    plan = {"up": "colwise", "down": "rowwise", "head": "colwise"} if num_ranks > 1 else None
+    engine = sharded(model, {"stage": 1, "mesh": {"tp": num_ranks}}, plan)
     x, targets = torch.randn(4, 5, 6, dtype=dtype), torch.arange(20).view(4, 5) * 5 % 12
-    found = []
+    wide = torch.promote_types(dtype, torch.float32)
     for kind in KINDS:
         of_targets = targets.masked_fill(targets % 2 == 0, kind["ignore_index"])
-        wide = torch.promote_types(dtype, torch.float32)
         want = F.cross_entropy(whole(x).flatten(0, 1).to(wide), of_targets.flatten(), **kind)
         got = cross_entropy(engine(x), of_targets, engine.module.head, **kind)
         assert got.shape == (() if got.dim() == 0 else targets.shape)
@@ -185,29 +183,18 @@ def own_loop(tp, dtype):
         whole.zero_grad()
         want.sum().backward()
         engine.backward(got.sum())
-        own = engine.module.up.bias.grad
-        rank = engine._axes.tp.rank
-        found += [(got.flatten(), want.flatten()), (own, whole.up.bias.grad.chunk(tp)[rank])]
+        torch.testing.assert_close(got.flatten(), want.flatten(), **close)
+        part = whole.up.bias.grad.chunk(num_ranks)[dist.get_rank()]
+        torch.testing.assert_close(engine.module.up.bias.grad.to(part.dtype), part, **close)
         engine.zero_grad()
     for wrong in (12, -1):
         with pytest.raises(IndexError, match=str(wrong)):
             cross_entropy(engine(x), targets.masked_fill(targets == 0, wrong), engine.module.head)
-    found = [(got.detach().clone(), expected.detach().clone()) for got, expected in found]
     engine.close(restore=False)
-    return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_loop_of_the_user_computes_its_loss_over_parts(ranks, tp, dtype):
-    # In bfloat16, sums over parts are rounded elsewhere: 3 digits.
-    close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 3e-2, "atol": 6e-2}
-    for found in ranks(tp, own_loop, tp, dtype):
-        for got, want in found:
-            torch.testing.assert_close(got.to(want.dtype), want, **close)
-
-
-def refusals():
+@on_ranks(2)
+def test_wrong_arguments_are_named():
     plan = {"up": "colwise", "down": "rowwise", "head": "colwise_gather_output"}
     engine = sharded(Classifier(), {"stage": 1, "mesh": {"tp": 2}}, plan | {"head": "colwise"})
     head, logits, targets = engine.module.head, torch.zeros(4, 12), torch.zeros(4, dtype=torch.long)
@@ -227,11 +214,8 @@ def refusals():
         sharded(Classifier(), {"stage": 1, "mesh": {"tp": 2}}, plan | {"head": "colwise_loss"})
 
 
-def test_wrong_arguments_are_named(ranks):
-    ranks(2, refusals)
-
-
-def edges():
+@on_ranks(2)
+def test_rows_without_tokens_on_a_rank_and_unknown_tokens():
     counter = Counter()
     axis = Axis(dist.group.WORLD, device=torch.device("cpu"), counter=counter, timeout_s=20.0)
     over, rank = Activations(axis, tag=1), dist.get_rank()
@@ -257,7 +241,3 @@ def edges():
     for token in (8, -1):
         with pytest.raises(IndexError, match=f"'tokens': expected tokens in .*, got {token}"):
             embed(torch.tensor([1, token]), lambda at: table[at], own, over, "tokens")
-
-
-def test_rows_without_tokens_on_a_rank_and_unknown_tokens(ranks):
-    ranks(2, edges)

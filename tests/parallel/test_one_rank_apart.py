@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parallel.runs import PLAN, adamw, build, digests, initialize, loss_of, own_part
-from tests.ranks import RankError
+from tests.ranks import RankError, on_ranks
 
 HALF = {"param_dtype": "fp16", "loss_scale": {"start": 8.0, "window": 2, "minimum": 1.0}}
 
@@ -33,37 +33,24 @@ def step_with(engine, number):
     return engine.step()
 
 
-def not_a_number(config):
-    engine = begin(config)
-    step_with(engine, 0)
-    hook, before = spoil(engine, float("nan")), engine.loss_scale
-    found = []
-    try:
-        found.append(step_with(engine, 1))
-    except RuntimeError as error:
-        found.append(str(error))
-        engine.zero_grad()
-    if hook is not None:
-        hook.remove()
-    found += [engine.loss_scale / before, step_with(engine, 2)]
-    whole = digests(engine)
-    engine.close(restore=False)
-    return found, whole
-
-
-@pytest.mark.parametrize(
-    "options", [{"nonfinite": "skip"}, {"precision": HALF}, {"nonfinite": "error"}], ids=str
-)
-def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_all(ranks, options):
-    runs = ranks(2, not_a_number, {"stage": 3, "mesh": {"tp": 2}, **options})
-    for (first, scale, last), whole in runs:
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_on_one_rank_is_seen_by_all():
+    for options in ({"nonfinite": "skip"}, {"precision": HALF}, {"nonfinite": "error"}):
+        engine = begin({"stage": 3, "mesh": {"tp": 2}, **options})
+        step_with(engine, 0)
+        hook, before = spoil(engine, float("nan")), engine.loss_scale
         if options.get("nonfinite") == "error":
-            assert "not finite are the gradients of 'blocks.1.up.weight'. The step was not taken" in first
+            text = "not finite are the gradients of 'blocks.1.up.weight'. The step was not taken"
+            with pytest.raises(RuntimeError, match=text):
+                step_with(engine, 1)
+            engine.zero_grad()
         else:
-            assert first is False
-        assert scale == (0.5 if "precision" in options else 1.0)
-        assert last is True
-        assert whole.keys() == runs[0][1].keys()
+            assert step_with(engine, 1) is False
+        if hook is not None:
+            hook.remove()
+        assert engine.loss_scale / before == (0.5 if "precision" in options else 1.0)
+        assert step_with(engine, 2) is True
+        engine.close(restore=False)
 
 
 class Dropping(nn.Module):
@@ -79,95 +66,68 @@ class Dropping(nn.Module):
         return self.inner(x * torch.rand(x.shape, dtype=x.dtype, generator=self.own))
 
 
-def apart(what):
+def step_apart(what):
+    """The error of a step whose gradients differ between tensor ranks."""
     plan = {key: value for key, value in PLAN.items() if what != "plan" or "each_head" not in key}
     model = build(0)
-    if what in ("dropout", "nothing"):
+    if what != "plan":
         model.norm = Dropping(model.norm)
-        if what == "dropout":  # of numbers that are not those of the default generator
-            model.norm.own = torch.Generator().manual_seed(dist.get_rank())
-    engine = initialize(model, adamw, {"stage": 3, "mesh": {"tp": 2}}, plan)
-    axes, whole = engine._axes, None
+    if what == "dropout":  # of numbers that are not those of the default generator
+        model.norm.own = torch.Generator().manual_seed(dist.get_rank())
+    engine, error = initialize(model, adamw, {"stage": 3, "mesh": {"tp": 2}}, plan), None
     torch.manual_seed(dist.get_rank())
-    part = own_part(axes.dp)
     before = digests(engine)
-    engine.backward(loss_of(engine, 0, part))
+    engine.backward(loss_of(engine, 0, own_part(engine._axes.dp)))
     try:
         engine.step()
-    except RuntimeError as error:
-        whole = str(error)
+    except RuntimeError as caught:
+        error = str(caught)
         assert digests(engine) == before
     engine.close(restore=False)
-    return whole
+    return error
 
 
-@pytest.mark.parametrize(
-    ("what", "name"),
-    [
-        ("dropout", "norm.inner.weight"),
-        ("plan", "blocks.0.each_head.weight"),
-        ("nothing", None),
-    ],
-)
-def test_ranks_that_would_train_different_models_are_told_at_the_first_step(ranks, what, name):
-    for text in ranks(4, apart, what):
-        if name is None:
-            assert text is None
-        else:
-            assert f"the tensor ranks have different gradients of '{name}'" in text
-            assert "The step was not taken" in text
+@on_ranks(4)
+def test_ranks_that_would_train_different_models_are_told_at_the_first_step():
+    for what, name in (("dropout", "norm.inner.weight"), ("plan", "blocks.0.each_head.weight")):
+        text = step_apart(what)
+        assert f"the tensor ranks have different gradients of '{name}'" in text
+        assert "The step was not taken" in text
+    assert step_apart("nothing") is None
 
 
-def other_batches(what):
-    engine, found = begin({"stage": 3, "mesh": {"tp": 2}}), []
-    rank = engine._axes.tp.rank
-    tokens = torch.arange(20).view(4, 5)
-    given = {"values": tokens + (what == "values" and rank), "shapes": tokens[: 4 - rank]}.get(what, tokens)
-    try:
-        engine(given)
-    except RuntimeError as error:
-        found.append(str(error))
-    found.append(step_with(engine, 0))
+@on_ranks(4)
+def test_tensor_ranks_with_different_batches_are_told_before_they_mix_them():
+    engine, tokens = begin({"stage": 3, "mesh": {"tp": 2}}), torch.arange(20).view(4, 5)
+    rank, first = engine._axes.tp.rank, dist.get_rank() // 2 * 2
+    for given, text in (
+        (tokens + rank, "torch.int64 [4, 5] of some values, rank {} others of the same shapes"),
+        (tokens[: 4 - rank], "torch.int64 [4, 5], rank {} torch.int64 [3, 5]"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            engine(given)
+        assert f"expected the same batch on the tensor ranks [{first}, {first + 1}]" in str(caught.value)
+        assert f"rank {first} was given {text.format(first + 1)}. " in str(caught.value)
+    assert step_with(engine, 0)
     engine.close(restore=False)
-    return found
 
 
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("values", "torch.int64 [4, 5] of some values, rank {} others of the same shapes"),
-        ("shapes", "torch.int64 [4, 5], rank {} torch.int64 [3, 5]"),
-    ],
-)
-def test_tensor_ranks_with_different_batches_are_told_before_they_mix_them(ranks, what, text):
-    for rank, (error, is_taken) in enumerate(ranks(4, other_batches, what)):
-        first = rank // 2 * 2
-        assert f"expected the same batch on the tensor ranks [{first}, {first + 1}]" in error
-        assert f"rank {first} was given {text.format(first + 1)}. " in error
-        assert is_taken
-
-
-def burns():
-    """The last rank's backward fails in a hook, after its last exchange; others get an error of their own."""
+@on_ranks(2)
+def test_a_backward_that_fails_on_one_rank_after_its_last_exchange_is_an_error_on_all():
+    """Nothing is changed, and the next step is taken."""
     engine = begin({"stage": 3, "mesh": {"tp": 2}, "watchdog_s": 10})
     step_with(engine, 0)
     before = digests(engine)
     hook = spoil(engine, None, "tokens.weight")  # a product that raises
-    with pytest.raises((RuntimeError, TypeError)) as caught:
+    text = "unsupported operand" if hook else "backward of another rank has ended in an exception"
+    with pytest.raises((RuntimeError, TypeError), match=text):
         step_with(engine, 1)
     if hook is not None:
         hook.remove()
     engine.zero_grad()
-    found = digests(engine) == before, step_with(engine, 1), str(caught.value)
+    assert digests(engine) == before
+    assert step_with(engine, 1)
     engine.close(restore=False)
-    return found
-
-
-def test_a_backward_that_fails_on_one_rank_after_its_last_exchange_is_an_error_on_all(ranks):
-    (*others, told), (*last, burned) = ranks(2, burns)
-    assert others == last == [True, True]  # nothing was changed, and the next step is taken
-    assert "backward of another rank has ended in an exception" in told
-    assert "unsupported operand" in burned
 
 
 def hangs():

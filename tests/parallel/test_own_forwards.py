@@ -52,9 +52,7 @@ def wrapped(layer):
 
 
 def hooked(layer):
-    layer.register_forward_hook(
-        lambda module, args, output: output / (1.0 + output.abs().amax(-1, keepdim=True))
-    )
+    layer.register_forward_hook(lambda module, args, output: output / output.abs().amax(-1, keepdim=True))
 
 
 def hooked_before(layer):
@@ -66,40 +64,30 @@ def hooked_after(layer):
 
 
 ternary, centred, same = (functools.partial(of_class, cls) for cls in (Ternary, Centred, Same))
-MLP = {"blocks.0.up": "replicate", "blocks.0.down": "replicate"}
-TABLE = {"tokens": "replicate", "head": "replicate"}
-"""Plans that leave a layer whole, as the errors say, by the layer."""
 CASES = {
-    "a hook before rows": ("blocks.0.down", hooked_before, MLP, "a Linear with hooks"),
-    "a statistic of tokens": ("tokens", centred, TABLE, "a Centred with a forward of its own"),
+    "blocks.0.down": (hooked_before, ("blocks.0.up", "blocks.0.down"), "a Linear with hooks"),
+    "tokens": (centred, ("tokens", "head"), "a Centred with a forward of its own"),
 }
+"""Code at a layer, and the layers that stay whole then, as the error says."""
 
 
-def changing(case):
-    name, change, *_ = CASES[case]
-    return lambda model: change(model.get_submodule(name))
-
-
-def told_and_trained(case):
-    """The error, and a run with the plan that it asks for."""
+@pytest.mark.parametrize("name", CASES)
+def test_code_of_the_user_is_refused_and_right_in_a_whole_layer(ranks, name):
+    change, whole, what = CASES[name]
+    model = build(0)
+    change(model.get_submodule(name))
+    with pytest.raises(ValueError, match=f"^tp_plan: '{name}' is {what}, which would get a part of") as told:
+        match(model, PLAN, 2)
+    assert f"Put '{name}': 'replicate' first in tp_plan, and the same for the layers" in str(told.value)
+    plan = dict.fromkeys(whole, "replicate")
+    changing = functools.partial(change_at, name)
     config = {"stage": 3, "mesh": {"tp": 2}}
-    with pytest.raises(ValueError, match="tp_plan") as caught:
-        divided(config, adamw, changing(case))
-    plan = CASES[case][2]
-    return str(caught.value), divided(config, adamw, changing(case), plan=plan | PLAN | plan)
+    runs = ranks(2, divided, config, adamw, changing, plan=plan | PLAN | plan)
+    compare(runs, plain(adamw, changing), losses=1e-9, norms=1e-6, values=1e-8)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_code_of_the_user_is_refused_and_right_in_a_whole_layer(ranks, case):
-    name, _, _, what = CASES[case]
-    found = ranks(2, told_and_trained, case)
-    runs = [run for _, run in found]
-    compare(runs, plain(adamw, changing(case)), losses=1e-9, norms=1e-6, values=1e-8)
-    for told, _ in found:
-        assert told.startswith(f"tp_plan: '{name}' is {what}, which would get a part of the weight or of the")
-        assert (
-            f"Put '{name}': 'replicate' first in tp_plan, and the same for the layers that share its" in told
-        )
+def change_at(name, model):
+    CASES[name][0](model.get_submodule(name))
 
 
 @pytest.mark.parametrize(
@@ -127,11 +115,11 @@ def test_forwards_of_transformers_are_known():
     conv = nn.ModuleDict({"inner": Conv1D(24, 8), "outer": Conv1D(8, 24)})
     assert match(conv, {"inner": "colwise", "outer": "rowwise"}, 2)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
-    config = transformers.Gemma3TextConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-    model = transformers.Gemma3ForCausalLM(config)
-    assert match(model, {"model.embed_tokens": "rowwise"}, 2)
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes))
+    plan = {"model.embed_tokens": "rowwise"}
+    assert match(model, plan, 2)
     patched(model.model.embed_tokens)
-    with pytest.raises(
-        ValueError, match=re.escape("'model.embed_tokens' is a Gemma3TextScaledWordEmbedding")
-    ):
-        match(model, {"model.embed_tokens": "rowwise"}, 2)
+    text = "'model.embed_tokens' is a Gemma3TextScaledWordEmbedding"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        match(model, plan, 2)

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from tests.parallel.models import build as of_transformers
 from tests.parallel.runs import compare, divided, plain
 from tests.parallel.sequences import (
     BATCH,
@@ -18,12 +19,12 @@ from tests.parallel.sequences import (
     adamw,
     build,
     kind_of,
-    llama,
     loss_of,
     sent_by,
     sharded,
     tokens_of,
 )
+from tests.ranks import on_ranks
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.sequence import install_regions
 from zeroshard.plan.units import find_units
@@ -49,27 +50,25 @@ def test_a_model_trains_as_in_one_process(ranks, cls, num_ranks, tp, stage):
     train(ranks, num_ranks, kind, {"stage": stage, "mesh": {"tp": tp}})
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks", "tp", "stage"),
-    [
-        ("Llama", 2, 2, 1),
-        *(
-            pytest.param(name, 4, 2, 3, marks=pytest.mark.long)
-            for name in ("Qwen3", "GPTNeoX", "Phi", "Gemma", "Mistral", "Qwen2")
-        ),
-    ],
-)
-def test_a_model_of_transformers_trains_as_in_one_process(ranks, name, num_ranks, tp, stage):
-    config = {"stage": stage, "mesh": {"tp": tp, "sequence": True}}
+NAMES = ("Llama", "Qwen3", "GPT-NeoX", "Phi", "Gemma", "Mistral", "Qwen2")
+
+
+@pytest.mark.long_where(name=NAMES[1:])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_of_transformers_trains_as_in_one_process(ranks, name):
+    config = {"stage": 3, "mesh": {"tp": 2, "sequence": True}}
     # Norms, softmax and the loss of transformers are in float32: their roundings differ in the last bit.
-    train(ranks, num_ranks, kind_of(functools.partial(llama, name)), config, values=1e-6)
+    train(ranks, 2, kind_of(functools.partial(of_transformers, name)), config, values=1e-6)
 
 
-def in_evaluation():
-    engine = sharded(build(Model), {"stage": 1, "mesh": {"tp": 2}}, PLAN)
+@on_ranks(2)
+def test_sequences_have_any_length_where_there_are_no_gradients():
+    model, engine = build(Model).eval(), sharded(build(Model), {"stage": 1, "mesh": {"tp": 2}}, PLAN)
     engine.eval()
     with torch.no_grad():
-        found = [engine(tokens_of(1, length=length)) for length in (1, 7, LENGTH)]
+        for length in (1, 7, LENGTH):
+            tokens = tokens_of(1, length=length)
+            torch.testing.assert_close(engine(tokens), model(tokens), rtol=0, atol=1e-12)
     text = (
         "over mesh.tp=2 ranks, except in evaluation under no_grad: expected [batch, a multiple of 2, hidden]"
     )
@@ -78,47 +77,40 @@ def in_evaluation():
         with pytest.raises(ValueError, match=re.escape(f"{text}, got shape [4, 7, 16]")):
             loss_of(engine, 0, length=7)
     engine.backward(loss_of(engine, 0))
-    gradient = engine.module.blocks[0].norm.weight.grad.clone()
-    engine.close(restore=False)
-    return found, gradient
-
-
-def test_sequences_have_any_length_where_there_are_no_gradients(ranks):
-    model = build(Model).eval()
-    want = [model(tokens_of(1, length=length)).detach() for length in (1, 7, LENGTH)]
     loss_of(model, 0).backward()
-    for found, gradient in ranks(2, in_evaluation):
-        for got, expected in zip(found, want, strict=True):
-            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-        torch.testing.assert_close(gradient, model.blocks[0].norm.weight.grad, rtol=0, atol=1e-12)
-
-
-def generated():
-    tokens, model = torch.arange(10).view(2, 5), llama("Llama").eval()
-    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
-    want = model.generate(tokens, **options)
-    engine = sharded(llama("Llama"), {"stage": 1, "mesh": {"tp": 2, "sequence": True}}, None)
-    engine.eval()
-    got = engine.module.generate(tokens, **options)
+    found, want = (one.blocks[0].norm.weight.grad for one in (engine.module, model))
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
     engine.close(restore=False)
-    return torch.equal(got, want)
 
 
-def test_a_divided_model_generates_the_tokens_of_one_process(ranks):
-    assert ranks(2, generated) == [True, True]
+@on_ranks(2)
+def test_a_divided_model_generates_the_tokens_of_one_process_and_outputs_that_would_be_parts_are_refused():
+    tokens, model = tokens_of(0), of_transformers("Llama").eval()
+    engine = sharded(of_transformers("Llama"), {"stage": 1, "mesh": {"tp": 2, "sequence": True}}, None)
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(ValueError, match=f"^{name}: .*each tensor rank has"):
+            engine(input_ids=tokens, labels=tokens, **{name: True})
+    with torch.inference_mode():
+        logits = engine(input_ids=tokens).logits
+    want = model(input_ids=tokens).logits.detach()
+    torch.testing.assert_close(logits.clone(), want, rtol=0, atol=1e-12)
+    engine.eval()
+    with torch.no_grad():
+        states = engine(input_ids=tokens, output_hidden_states=True).hidden_states
+    assert [state.shape for state in states] == [(BATCH, LENGTH, 32)] * 3
+    options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    found = engine.module.generate(tokens, **options)
+    assert torch.equal(found, model.generate(tokens, **options))
+    engine.close(restore=False)
 
 
-def sent():
-    return sent_by(build(Model), PLAN)
-
-
-def test_a_gather_and_a_reduce_scatter_take_the_place_of_each_all_reduce(ranks):
-    hidden = BATCH * LENGTH * WIDTH * 8
-    for notes in ranks(2, sent):
-        in_blocks = [note for note in notes if "blocks" in note[1] and "blocks.0" not in note[1].split()]
-        # In a block: two gathers in norms and two sums, each with its opposite in the backward.
-        assert sorted(kind for kind, *_ in in_blocks) == 8 * ["all_gather"] + 8 * ["reduce_scatter"]
-        assert {num_bytes for *_, num_bytes in in_blocks} == {hidden // 2}
+@on_ranks(2)
+def test_a_gather_and_a_reduce_scatter_take_the_place_of_each_all_reduce():
+    notes = sent_by(build(Model), PLAN)
+    in_blocks = [note for note in notes if "blocks" in note[1] and "blocks.0" not in note[1].split()]
+    # In a block: two gathers in norms and two sums, each with its opposite in the backward.
+    assert sorted(kind for kind, *_ in in_blocks) == 8 * ["all_gather"] + 8 * ["reduce_scatter"]
+    assert {num_bytes for *_, num_bytes in in_blocks} == {BATCH * LENGTH * WIDTH * 8 // 2}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +134,7 @@ def test_plans_that_would_compute_something_else_are_refused(plan, text):
 
 
 def test_a_model_whose_norms_are_not_known_is_refused():
-    model = llama("Olmo2")
+    model = of_transformers("OLMo 2, gathered")
     with pytest.raises(ValueError, match=r"mesh.sequence: expected .* got Olmo2ForCausalLM: give a tp_plan"):
         plan_division(model, find_units(model, None), None, 2, by_sequence=True)
 
@@ -167,23 +159,21 @@ def test_parts_of_the_sequence_go_together_with_the_rest(ranks, case):
     train(ranks, 4, kind, config | {"stage": 3, "mesh": {"tp": 2}}, change)
 
 
-def asked_for_parts():
-    engine = sharded(llama("Llama"), {"stage": 1, "mesh": {"tp": 2, "sequence": True}}, None)
-    tokens = tokens_of(0)
-    for name in ("output_hidden_states", "output_attentions"):
-        with pytest.raises(ValueError, match=f"^{name}: .*each tensor rank has"):
-            engine(input_ids=tokens, labels=tokens, **{name: True})
-    with torch.inference_mode():
-        logits = engine(input_ids=tokens).logits
-    engine.eval()
-    with torch.no_grad():
-        states = engine(input_ids=tokens, output_hidden_states=True).hidden_states
-    engine.close(restore=False)
-    return logits.clone(), [state.shape for state in states]
-
-
-def test_outputs_that_would_be_parts_are_refused(ranks):
-    want = llama("Llama")(input_ids=tokens_of(0)).logits.detach()
-    for logits, shapes in ranks(2, asked_for_parts):
-        torch.testing.assert_close(logits, want, rtol=0, atol=1e-12)
-        assert shapes == [(BATCH, LENGTH, 32)] * 3
+@on_ranks(2)
+def test_norms_on_parts_of_a_sequence_cast_and_gather_what_goes_on():
+    found = []
+    for overrides in (None, dict.fromkeys(("norm", "second", "after"), "fp32")):
+        config = {"stage": 3, "mesh": {"tp": 2}, "precision": {"overrides": overrides}}
+        engine, losses = sharded(build(Model), config, PLAN), []
+        for number in range(2):
+            engine.reset_comm_report()
+            loss = loss_of(engine, number)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found.append((losses, sum(engine.comm_report().bytes_sent.values())))
+        engine.close(restore=False)
+    (want, sent), (losses, moved) = found
+    assert losses == pytest.approx(want, rel=1e-5)
+    assert losses != want
+    assert moved <= sent  # what is gathered lies in the dtype of the layers around

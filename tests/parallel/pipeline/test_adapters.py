@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import zeroshard
 from tests.parallel.pipeline.runs import (
     LAYOUTS,
     MODELS,
@@ -21,18 +20,17 @@ from tests.parallel.pipeline.runs import (
     train_plainly,
 )
 from tests.parallel.pipeline.runs import start as pipelined
+from tests.ranks import on_ranks
 from zeroshard.parallel.pipeline.chunked import outline_of
 
 STEPS = range(3)
 
 
-def adapted(name, **options):
+def adapted(name):
     """A model with adapters that change its outputs from the start."""
     targets = ["c_attn", "c_proj", "c_fc"] if "gpt" in name else ["q_proj", "v_proj", "o_proj", "down_proj"]
-    targets += options.pop("targets", [])
-    lora = peft.LoraConfig(
-        r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out="gpt" in name, **options
-    )
+    options = {"init_lora_weights": False, "fan_in_fan_out": "gpt" in name}
+    lora = peft.LoraConfig(r=2, target_modules=targets, **options)
     torch.manual_seed(0)
     model = peft.get_peft_model(MODELS[name](), lora).double()
     with torch.no_grad():
@@ -50,59 +48,29 @@ def start(layout, model, **config):
     return pipelined(model, config_of(layout, **config), sgd)
 
 
-def trained(layout, folder, stage, name, options):
-    engine = start(layout, adapted(name, **options), stage=stage)
+def trained(layout, folder, stage, name):
+    engine = start(layout, adapted(name), stage=stage)
     found = (*train(engine, STEPS), parameters_of(engine))
     engine.save_pretrained(folder)
     engine.close(restore=False)
     return found
 
 
-def compare(ranks, folder, layout, stage, name, **options):
-    model = adapted(name, **options)
-    batches = (({"input_ids": tokens}, tokens) for tokens in map(tokens_of, STEPS))
-    losses, norms = train_plainly(model, batches, make=sgd, max_norm=0.5)
-    want = losses, norms, dict(model.named_parameters(remove_duplicate=False))
-    agree(ranks(LAYOUTS[layout][0], trained, layout, folder, stage, name, options), want)
-    model.save_pretrained(folder / "plain")
-    written, expected = (
-        load_file(place / "adapter_model.safetensors") for place in (folder, folder / "plain")
-    )
-    assert written.keys() == expected.keys()
-    read = peft.PeftModel.from_pretrained(build(name), folder).double()
-    tokens = tokens_of(0)
-    torch.testing.assert_close(
-        read(input_ids=tokens).logits, model(input_ids=tokens).logits, rtol=0, atol=1e-5
-    )
-
-
 @pytest.mark.long_where(name=["llama"])
 @pytest.mark.parametrize(("layout", "stage", "name"), [("pp 2", 3, "tied gpt"), ("pp 2 x tp 2", 1, "llama")])
 def test_adapters_train_as_in_one_process_and_peft_reads_them(ranks, tmp_path, layout, stage, name):
-    compare(ranks, tmp_path, layout, stage, name)
-
-
-def save(folder):
-    engine = start("pp 2", adapted("tied gpt"), checkpoint={"frozen": False})
-    train(engine, [0])
-    engine.save_checkpoint(folder, "saved")
-    found = train(engine, [1, 2])
-    engine.close(restore=False)
-    return found
-
-
-def load(folder):
-    model = adapted("tied gpt")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.zero_()
-    config = {"checkpoint": {"frozen": False}, "clip_grad_norm": 0.5, "gradient_accumulation_steps": 2}
-    engine = zeroshard.initialize(model, sgd, config).engine
-    engine.load_checkpoint(folder, "saved")
-    found = train(engine, [1, 2])
-    engine.close(restore=False)
-    return found
+    model = adapted(name)
+    batches = (({"input_ids": tokens}, tokens) for tokens in map(tokens_of, STEPS))
+    losses, norms = train_plainly(model, batches, make=sgd, max_norm=0.5)
+    want = losses, norms, dict(model.named_parameters(remove_duplicate=False))
+    agree(ranks(LAYOUTS[layout][0], trained, layout, tmp_path, stage, name), want)
+    model.save_pretrained(tmp_path / "plain")
+    places = (folder / "adapter_model.safetensors" for folder in (tmp_path, tmp_path / "plain"))
+    written, expected = map(load_file, places)
+    assert written.keys() == expected.keys()
+    read, tokens = peft.PeftModel.from_pretrained(build(name), tmp_path).double(), tokens_of(0)
+    found, want = (one(input_ids=tokens).logits for one in (read, model))
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-5)
 
 
 def test_the_outline_of_a_model_with_adapters_has_the_names_in_the_wrapped_model():
@@ -131,21 +99,16 @@ def test_adapters_that_depend_on_the_tokens_are_refused_by_name(config, text):
         outline_of(peft.get_peft_model(MODELS["llama"](), config))
 
 
-def stream(layout, stage, name):
-    """The stream with merged adapters, and on rank 0 the state that peft is to merge."""
-    engine = start(layout, adapted(name), stage=stage)
+@on_ranks(2)
+def test_a_stream_has_the_merged_parameters_of_all_parts_on_all_ranks():
+    engine = start("pp 2", adapted("llama"))
     train(engine, [0])
-    got = {key: values.clone() for key, values in engine.named_full_parameters(merge_adapters=True)}
-    state = engine.full_state_dict()
-    engine.close(restore=False)
-    return got, state
-
-
-def test_a_stream_has_the_merged_parameters_of_all_parts_on_all_ranks(ranks):
-    (got, state), *others = ranks(2, stream, "pp 2", 3, "llama")
+    found = {key: values.clone() for key, values in engine.named_full_parameters(merge_adapters=True)}
+    state = [engine.full_state_dict()]  # of rank 0, which peft is to merge
+    torch.distributed.broadcast_object_list(state)
     model = adapted("llama")
-    model.load_state_dict(state)
+    model.load_state_dict(state[0])
     want = dict(model.merge_and_unload().named_parameters())
-    for found in (got, *(found for found, _ in others)):
-        assert found.keys() == want.keys()
-        assert all(torch.equal(found[key], want[key]) for key in want)
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[key], want[key]) for key in want)
+    engine.close(restore=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from fractions import Fraction
 from itertools import pairwise, product
@@ -18,10 +19,8 @@ from zeroshard.parallel.pipeline.schedules import SCHEDULES, build_schedule
 from zeroshard.parallel.pipeline.simulate import ActionCosts, ScheduleTimes, count_activations, simulate
 
 
-def length(
-    name: str, num_ranks: int, num_microbatches: int, chunks: int = 1, **options: Any
-) -> ScheduleTimes:
-    schedule = build_schedule(name, num_ranks, num_microbatches, chunks, **options)
+def length(name: str, num_ranks: int, num_microbatches: int, chunks: int = 1) -> ScheduleTimes:
+    schedule = build_schedule(name, num_ranks, num_microbatches, chunks)
     part = 1 / chunks
     costs = ActionCosts(forward=part, backward_input=part, backward_weight=part, recompute=part)
     return simulate(schedule, costs)
@@ -84,16 +83,16 @@ def test_gpipe_and_1f1b_have_the_order_that_torch_runs(name: str, kind: Any) -> 
         )
 
 
-def test_zbv_has_torchs_order() -> None:
+@pytest.mark.parametrize(("name", "chunks"), [("zbv", 2), ("zb-h1", 1)])
+def test_schedules_without_rounds_have_torchs_order(name: str, chunks: int) -> None:
+    """Also where torch's class of ZB-H1 refuses the numbers, as 4 and 9."""
     for num_ranks, num_microbatches in product(range(1, 7), range(1, 14)):
-        assert ours("zbv", num_ranks, num_microbatches) == order_of_torch(
-            "zbv", num_ranks, num_microbatches, 2
-        )
+        want = order_of_torch(name, num_ranks, num_microbatches, chunks)
+        assert ours(name, num_ranks, num_microbatches) == want
 
 
-@pytest.mark.long_where(chunks=[4])
 @pytest.mark.parametrize("name", ["interleaved", "zb-h1"])
-@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("chunks", [2, 3])
 def test_schedules_of_several_chunks_have_torchs_order_and_refuse_what_torch_refuses(
     name: str, chunks: int
 ) -> None:
@@ -108,12 +107,6 @@ def test_schedules_of_several_chunks_have_torchs_order_and_refuse_what_torch_ref
             assert ours(name, num_ranks, num_microbatches, chunks) == expected
             num_compared += 1
     assert num_compared > 50
-
-
-def test_zb_h1_of_one_chunk_has_torchs_order_and_needs_no_rounds() -> None:
-    for num_ranks, num_microbatches in product(range(1, 7), range(1, 14)):
-        found = ours("zb-h1", num_ranks, num_microbatches)
-        assert found == order_of_torch("zb-h1", num_ranks, num_microbatches)  # torch's class refuses 4, 9
 
 
 # ---------------------------------------------------------------------------------------- against papers
@@ -259,6 +252,5 @@ def test_every_schedule_runs_or_is_refused_with_one_microbatch_few_of_them_and_o
     ],
 )
 def test_what_does_not_exist_is_refused_with_the_numbers(arguments: Any, expected: str) -> None:
-    with pytest.raises(ValueError, match="expected") as error:
+    with pytest.raises(ValueError, match=re.escape(expected)):
         build_schedule(*arguments)
-    assert expected in str(error.value)

@@ -1,17 +1,18 @@
-"""Checkpoints of models that are cut over pipeline ranks: read and written under any layout."""
-
-import json
+"""Checkpoints, averages and exports of models that are cut over pipeline ranks, under any layout."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import zeroshard
 from tests.checkpoint.runs import read_whole
 from tests.parallel.pipeline.runs import LAYOUTS, config_of, parameters_of, start, train
 from zeroshard.checkpoint.files import find
 from zeroshard.checkpoint.tensors import open_checkpoint
-from zeroshard.optim import AdamW8bit
+
+DECAY = 0.8
 
 
 def two_groups(parameters):
@@ -21,71 +22,87 @@ def two_groups(parameters):
     return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": matrices}], lr=1e-2)
 
 
-OPTIMIZERS = {
-    "AdamW": two_groups,
-    "8-bit": lambda parameters: AdamW8bit(parameters, lr=1e-2, min_8bit_size=0),
-}
+def begin(layout, name, stage, seed=0):
+    engine = start(name, config_of(layout, stage), two_groups, seed)
+    return engine, zeroshard.EMA(engine, DECAY)
 
 
-def begin(layout, name, kind, stage, seed=0):
-    return start(name, config_of(layout, stage), OPTIMIZERS[kind], seed)
+def shown(engine, ema):
+    """The averages on rank 0; a stream has them on all ranks."""
+    with ema.applied():
+        state = engine.full_state_dict()
+        streamed = {key: values.clone() for key, values in engine.named_full_parameters()}
+    assert len(streamed) > 20
+    assert all(torch.equal(state[key], values) for key, values in streamed.items() if state)
+    return state
 
 
-def save(folder, layout, name, kind, stage):
-    engine = begin(layout, name, kind, stage)
-    train(engine, range(2))
+def save(folder, layout, name):
+    """Losses after a checkpoint, the averages in it, and torch's own over the states after each step."""
+    (engine, ema), reference = begin(layout, name, 3), None
+    for number in range(2):
+        train(engine, [number])
+        state = engine.full_state_dict()
+        model = torch.nn.ParameterDict({key.replace(".", "/"): value for key, value in state.items()})
+        reference = reference or AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        if state:
+            reference.update_parameters(model)
     engine.save_checkpoint(folder, "saved", {"note": 1})
+    averages, again = shown(engine, ema), engine.full_state_dict()
+    assert all(torch.equal(again[key], state[key]) for key in state.keys() | again.keys())
     found = train(engine, range(2, 4))
     engine.close(restore=False)
-    return found
+    return found, averages, {key.replace("/", "."): p.detach() for key, p in reference.module.items()}
 
 
-def load(folder, layout, name, kind, stage):
-    engine = begin(layout, name, kind, stage, seed=1 + dist.get_rank())
+def load(folder, layout, name):
+    engine, ema = begin(layout, name, 1, seed=1 + dist.get_rank())
     note = engine.load_checkpoint(folder, "saved")
-    engine.save_checkpoint(folder / f"again {layout}", "saved", note)
-    found = note, train(engine, range(2, 4))
+    engine.save_checkpoint(folder / "again", "saved", note)
+    averages = shown(engine, ema)
+    found = train(engine, range(2, 4)), averages, note
     engine.close(restore=False)
     return found
 
 
 def facts(folder):
-    """The tensors of a checkpoint, and what its manifest tells of the model and of groups, in any order."""
-    directory = find(folder, "saved")
-    stored = open_checkpoint(directory)
-    values = json.loads((directory / "values.json").read_text())
+    """The tensors of a checkpoint, and what its manifest tells of the model."""
+    stored = open_checkpoint(find(folder, "saved"))
     parameters = {
         name: (record.shape, record.dtype, sorted(record.aliases))
         for name, record in stored.manifest.parameters.items()
     }
-    return read_whole(stored), parameters, values.get("client_state")
+    return read_whole(stored), parameters
 
 
-def exchange(ranks, tmp_path, before, after, name, kind="AdamW", stages=(3, 1)):
-    losses, norms = ranks(LAYOUTS[before][0], save, tmp_path, before, name, kind, stages[0])[0]
-    for note, (again, norms_again) in ranks(LAYOUTS[after][0], load, tmp_path, after, name, kind, stages[1]):
-        assert note == {"note": 1}
-        assert again == pytest.approx(losses, rel=1e-6)
-        assert norms_again == pytest.approx(norms, rel=1e-6)
-    tensors, *others = facts(tmp_path)
-    tensors_again, *others_again = facts(tmp_path / f"again {after}")
-    assert others == others_again
-    assert tensors.keys() == tensors_again.keys()
-    for key, value in tensors.items():
-        assert torch.equal(value, tensors_again[key]), key
+def same(one, other):
+    assert one.keys() == other.keys()
+    assert [key for key in one if not torch.equal(one[key], other[key])] == []
 
 
 @pytest.mark.long_where(before=["pp 2 x tp 2"])
-@pytest.mark.parametrize(("before", "after"), [("pp 2", "1x1x1"), ("pp 2 x tp 2", "pp 2 x dp 2")])
-def test_a_checkpoint_goes_from_layout_to_layout_to_the_bit(ranks, tmp_path, before, after):
-    exchange(ranks, tmp_path, before, after, "tied gpt")
+@pytest.mark.parametrize(
+    ("before", "after", "name"), [("pp 2", "1x1x1", "tied gpt"), ("pp 2 x tp 2", "pp 2 x dp 2", "llama")]
+)
+def test_checkpoints_and_averages_go_from_layout_to_layout_to_the_bit(ranks, tmp_path, before, after, name):
+    (losses, norms), averages, want = ranks(LAYOUTS[before][0], save, tmp_path, before, name)[0]
+    same(averages, want)
+    found = ranks(LAYOUTS[after][0], load, tmp_path, after, name)
+    same(found[0][1], want)
+    for (losses_again, norms_again), _, note in found:
+        assert note == {"note": 1}
+        assert losses_again == pytest.approx(losses, rel=1e-6)
+        assert norms_again == pytest.approx(norms, rel=1e-6)
+    (tensors, parameters), (tensors_again, parameters_again) = facts(tmp_path), facts(tmp_path / "again")
+    assert parameters == parameters_again
+    same(tensors, tensors_again)
 
 
 # --------------------------------------------------------------------------------- for transformers
 
 
 def export(folder, layout, name):
-    engine = begin(layout, name, "AdamW", 3)
+    engine, _ = begin(layout, name, 3)
     train(engine, range(2))
     engine.save_pretrained(folder)
     state = parameters_of(engine)
@@ -100,12 +117,6 @@ def test_transformers_reads_the_whole_model_that_pipeline_ranks_have_trained(ran
     for state in ranks(LAYOUTS[layout][0], export, tmp_path, layout, name):
         found |= state
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    read = dict(model.named_parameters(remove_duplicate=False))
-    assert read.keys() == found.keys()
-    for key, value in found.items():
-        assert torch.equal(read[key], value), key
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    ]
+    same(dict(model.named_parameters(remove_duplicate=False)), found)
+    files = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files

@@ -1,7 +1,5 @@
 """The chunks of a model, one after another, compute the model; one that computes between them is refused."""
 
-import re
-
 import pytest
 import torch
 import transformers
@@ -63,22 +61,15 @@ def test_a_sequence_is_not_checked():
     require_handed_on(chunked, CPU)
 
 
-T5 = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
-
-
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        (lambda: nn.Linear(2, 2), "got a Linear: it is no such model"),
-        (
-            lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)),
-            "got a T5ForConditionalGeneration: it",
-        ),
-    ],
-)
-def test_a_model_without_such_an_order_is_refused(model, text):
-    with pytest.raises(ValueError, match=re.escape(text)):
-        outline_of(model())
+def test_a_model_without_such_an_order_is_refused():
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    for one, text in (
+        (nn.Linear(2, 2), "Linear: it is no such model"),
+        (model, "T5ForConditionalGeneration: it"),
+    ):
+        with pytest.raises(ValueError, match=f"got a {text}"):
+            outline_of(one)
 
 
 BLOOM = {"hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 20}

@@ -70,11 +70,7 @@ def test_names_begin_new_chunks(split, schedule, num_microbatches, runs):
 @pytest.mark.parametrize(
     ("split", "schedule", "text"),
     [
-        (
-            ["layers.3"],
-            "1f1b",
-            "expected 1 blocks that begin all but the first of 2 chunks, after '0'",
-        ),
+        (["layers.3"], "1f1b", "expected 1 blocks that begin all but the first of 2 chunks, after '0'"),
         (["0"], "1f1b", "in the order of the model, got 1: 0"),
         (["2", "3"], "1f1b", "got 2: 2, 3"),
         (["3", "2", "4"], "interleaved", "got 3: 3, 2, 4"),
@@ -105,9 +101,7 @@ def test_a_list_is_read_from_a_text_a_file_or_an_object(form, tmp_path):
         OWN.replace("B1", "B1,STEP"),
         OWN.replace("0B1", "0B1,0STEP").replace("1B1", "1B1,1STEP"),
         OWN.replace("0B1", "0B1,STEP"),
-        re.sub(r"(\d)([FB])(\d)", r"\1UNSHARD\3,\1\2\3,\1RESHARD\3", OWN).replace(
-            "RESHARD1\n", "RESHARD1,STEP\n"
-        ),
+        re.sub(r"(\d)([FB])(\d)", r"\1UNSHARD\3,\1\2\3,\1RESHARD\3", OWN).replace("1\n", "1,STEP\n"),
     ],
 )
 def test_steps_at_the_end_of_each_list_are_that_of_the_batch(text):
@@ -129,12 +123,7 @@ STEPS_LAST = "expected steps after all computations and reduces of the list, got
         (OWN, {"pp": 4}, 2, "mesh.pp: expected 2, as in the lists of pipeline.schedule, got 4"),
         (OWN, {}, 4, "pipeline.num_microbatches: expected 2, as in the lists of pipeline.schedule, got 4"),
         (VEE, {"num_chunks": 3}, 1, "pipeline.num_chunks: expected 2, as in the lists"),
-        (
-            OWN.replace("0B0", "0B0,STEP"),
-            {},
-            2,
-            f"pipeline rank 0: {STEPS_LAST} STEP before 0B1; a list with",
-        ),
+        (OWN.replace("0B0", "0B0,STEP"), {}, 2, f"rank 0: {STEPS_LAST} STEP before 0B1; a list with"),
         (VEE.replace("3B0", "3B0,3STEP"), {}, 1, f"{STEPS_LAST} 3STEP before 0B0"),
         (OWN.replace("0B1", "0B1,STEP,0REDUCE_GRAD"), {}, 2, "got STEP before 0REDUCE_GRAD"),
         ("0F0,0B0\n1B0,1F0\n", {}, 1, "pipeline.schedule: expected lists that run to their end"),

@@ -1,5 +1,7 @@
 """Pipelines over models without memory: the values of the whole model, each rank with its part alone."""
 
+from unittest import mock
+
 import pytest
 import torch
 import transformers
@@ -16,35 +18,29 @@ from tests.parallel.pipeline.runs import (
     start,
     train,
 )
+from tests.ranks import on_ranks
 from zeroshard.safetensors import FileTensor
-
-
-def trained(layout, name, balance):
-    torch.manual_seed(0)
-    with zeroshard.deferred_init():
-        model = MODELS[name]().double()
-    config = config_of(layout)
-    engine = start(model, config | {"pipeline": config["pipeline"] | {"balance": balance}})
-    first = parameters_of(engine)
-    buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
-    found = first, buffers, (*train(engine, range(3)), parameters_of(engine))
-    engine.close(restore=False)
-    return found
 
 
 @pytest.mark.long_where(name=["tied llama"])
 @pytest.mark.parametrize(
-    ("layout", "name", "balance"), [("pp 2", "tied gpt", "memory"), ("pp 2 x tp 2", "tied llama", "time")]
+    ("num_ranks", "layout", "name"), [(2, "pp 2", "tied gpt"), (4, "pp 2 x tp 2", "tied llama")]
 )
-def test_a_model_that_was_never_in_memory_trains_as_the_same_one_in_one_process(ranks, layout, name, balance):
+@on_ranks()
+def test_a_model_that_was_never_in_memory_trains_as_the_same_one_in_one_process(num_ranks, layout, name):
     model = build(name)
     wanted, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    found = ranks(LAYOUTS[layout][0], trained, layout, name, balance)
-    for first, own, _ in found:
-        assert all(torch.equal(value, wanted[key]) for key, value in first.items())
-        assert own or "gpt" in name  # which has no buffers; others have rotary tables
-        assert all(torch.equal(value, buffers[key]) for key, value in own.items())
-    agree([run for *_, run in found], plain(name, range(3)))
+    torch.manual_seed(0)
+    with zeroshard.deferred_init():
+        deferred = MODELS[name]().double()
+    engine = start(deferred, config_of(layout))
+    assert all(torch.equal(value, wanted[key]) for key, value in parameters_of(engine).items())
+    own = dict(engine.module.named_buffers())
+    assert own or "gpt" in name  # which has no buffers; others have rotary tables
+    assert all(torch.equal(value, buffers[key]) for key, value in own.items())
+    found = (*train(engine, range(3)), parameters_of(engine))
+    agree([found], plain(name, range(3)), whole=False)
+    engine.close(restore=False)
 
 
 # -------------------------------------------------------------------------------------------- from files
@@ -58,12 +54,9 @@ def loaded(folder, layout, stage):
         read.append(sum(span.size for span in spans) * self.file_dtype.itemsize)
         return original(self, *spans)
 
-    FileTensor.read = noted
-    try:
+    with mock.patch.object(FileTensor, "read", noted):
         model = zeroshard.from_pretrained(transformers.AutoModelForCausalLM, folder)
         engine = start(model, config_of(layout, stage))
-    finally:
-        FileTensor.read = original
     held = sum(parameter.numel() * 4 for parameter in engine.parameters())
     state = parameters_of(engine)
     engine.close(restore=False)

@@ -21,7 +21,7 @@ model = nn.Sequential(nn.Linear(20, 30), *(nn.Sequential(nn.Linear(30, 30), nn.T
 last = [module for module in model[4].modules()][1]
 x, y = torch.randn(8, 20), torch.randn(8, 30)
 pipeline = {"num_microbatches": 4, "balance": "memory"}
-config = {"stage": 3, "mesh": {"pp": 2}, "pipeline": pipeline, "watchdog_s": 5.0}
+config = {"stage": 3, "mesh": {"pp": 2}, "pipeline": pipeline, "watchdog_s": 2.5}
 engine = zeroshard.initialize(model, torch.optim.AdamW, config, loss_fn=nn.functional.mse_loss).engine
 for _ in range(2):
     engine.train_batch(x, y)
@@ -62,5 +62,7 @@ def test_a_rank_that_fails_in_the_middle_ends_the_other_with_its_error(run: Fork
     assert [waiting.code, failed.code] == [1, 1]
     assert failed.last_line == "LookupError: a row is missing"
     label = "gradient of 1B2 from pipeline rank 1 to 0"
-    assert waiting.last_line.startswith(f"RuntimeError: rank 0 of 2 gave up in the {label} after at most 5 s")
+    assert waiting.last_line.startswith(
+        f"RuntimeError: rank 0 of 2 gave up in the {label} after at most 2.5 s"
+    )
     assert "rank 1 has exited with LookupError: a row is missing" in waiting.last_line

@@ -1,4 +1,12 @@
-"""Habits of users, and models other than language models, over pipeline ranks."""
+"""Habits of users, and models other than language models, over pipeline ranks.
+
+Sums over micro-batches are taken in another order than in one process, which is 1e-15 of a value in float64.
+Under autocast a product is rounded to bfloat16, 2^-8 of it, and float32 sums in another order may round to
+the other side.
+"""
+
+import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -6,14 +14,28 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
-from tests.parallel.pipeline.runs import build, sgd, start, tokens_of
+from tests.parallel.pipeline.runs import (
+    LENGTH,
+    agree,
+    build,
+    language_loss,
+    mixtral,
+    parameters_of,
+    sgd,
+    start,
+    tokens_of,
+    train_plainly,
+)
+from tests.ranks import on_ranks
+from zeroshard.parallel.pipeline.chunked import Chunked, outline_of
 
 WIDTH, BATCH, STEPS = 6, 8, 3
+PIPELINE = {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2, "balance": "memory"}}
 
 
 def one_block():
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    return nn.Sequential(block, block, block, block)
+    return nn.Sequential(block, block, block, block).double()
 
 
 def batch(number):
@@ -24,113 +46,36 @@ def batch(number):
 # ------------------------------------------------------------------------------------------ refusals
 
 
-def message_of(error, call):
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
-
-
-def refusals():
-    engine = start("llama", {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}})
-    tokens, loss = tokens_of(0), torch.ones((), requires_grad=True)
-    found = {
-        "backward": message_of(RuntimeError, lambda: engine.backward(loss)),
-        "step": message_of(RuntimeError, engine.step),
-        "name": message_of(ValueError, lambda: engine.train_batch((tokens,) * 40, tokens)),
-        "output": message_of(
-            ValueError, lambda: engine.train_batch({"input_ids": tokens, "output_attentions": True}, tokens)
+@on_ranks(2)
+def test_calls_that_a_part_cannot_serve_are_refused_on_all_ranks_and_training_goes_on():
+    engine, tokens = start("llama", PIPELINE), tokens_of(0)
+    part = "() with mesh.pp=2: each rank has a part of the model"
+    given, loss = {"input_ids": tokens, "output_attentions": True}, torch.ones((), requires_grad=True)
+    for call, args, text in (
+        (engine.backward, [loss], f"backward{part}"),
+        (engine.step, [], f"step{part}"),
+        (
+            engine.train_batch,
+            [(tokens,) * 40, tokens],
+            "expected inputs as the forward of the model has them: ",
         ),
-    }
-    found["loss"] = engine.train_batch({"input_ids": tokens, "return_dict": True}, tokens).item()
+        (engine.train_batch, [given, tokens], "mesh.pp: expected output_attentions=False, got True"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=f"^{re.escape(text)}"):
+            call(*args)
+    loss = engine.train_batch({"input_ids": tokens, "return_dict": True}, tokens).item()
+    assert loss == pytest.approx(build("llama")(input_ids=tokens, labels=tokens).loss.item(), rel=1e-6)
     engine.close(restore=False)
     evaluating = zeroshard.initialize(build("llama"), None, engine.config).engine
-    call = lambda: evaluating.train_batch({"input_ids": tokens}, tokens)  # noqa: E731
-    found["optimizer"] = [message_of(RuntimeError, call) for _ in range(2)]
-    part, config = evaluating.module, {"mesh": {"pp": 2}, "pipeline": {"balance": "memory"}}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^train_batch\(\) needs an optimizer"):
+            evaluating.train_batch({"input_ids": tokens}, tokens)
+    part = evaluating.module
     evaluating.close()
-    found["part"] = message_of(ValueError, lambda: zeroshard.initialize(part, sgd, config))
-    config["ignored"] = ["*.0.weight"]
-    shared = one_block().double()
-    found["shared"] = message_of(ValueError, lambda: zeroshard.initialize(shared, sgd, config))
-    return found
-
-
-def test_calls_that_a_part_cannot_serve_are_refused_on_all_ranks_and_training_goes_on(ranks):
-    model, tokens = build("llama"), tokens_of(0)
-    want = model(input_ids=tokens, labels=tokens).loss.item()
-    for found in ranks(2, refusals):
-        for call in ("backward", "step"):
-            assert found[call].startswith(f"{call}() with mesh.pp=2: each rank has a part of the model")
-        assert found["name"].startswith("expected inputs as the forward of the model has them: too many")
-        assert found["output"].startswith("mesh.pp: expected output_attentions=False, got True")
-        assert found["loss"] == pytest.approx(want, rel=1e-6)
-        assert all(message.startswith("train_batch() needs an optimizer") for message in found["optimizer"])
-        assert found["part"].startswith("mesh.pp=2: expected a whole model, got a part of one")
-        assert "a parameter of one chunk, got '0.0.weight', which chunks 0, 1 share" in found["shared"]
-
-
-def last_tokens():
-    def loss_fn(output, targets):
-        return F.cross_entropy(output.logits.flatten(0, 1), targets[:, -2:].flatten())
-
-    pipeline = {"num_microbatches": 2, "balance": "memory"}
-    config = {"mesh": {"pp": 2}, "pipeline": pipeline}
-    engine = zeroshard.initialize(build("llama"), sgd, config, loss_fn=loss_fn).engine
-    return engine.train_batch({"input_ids": tokens_of(0), "logits_to_keep": 2}, tokens_of(0)).item()
-
-
-def test_arguments_of_the_head_reach_the_last_chunk_alone(ranks):
-    model, tokens = build("llama"), tokens_of(0)
-    logits = model(input_ids=tokens, logits_to_keep=2).logits
-    want = F.cross_entropy(logits.flatten(0, 1), tokens[:, -2:].flatten()).item()
-    assert ranks(2, last_tokens) == pytest.approx([want] * 2, rel=1e-6)
-
-
-def of_one_part():
-    options = {"ignored": ["*.norm.weight"], "units": ["LlamaDecoderLayer", "Embedding"]}
-    pipeline = {"num_microbatches": 2}
-    engine = start("llama", {"mesh": {"pp": 2}, "pipeline": pipeline, **options})
-    tokens = tokens_of(0)
-    loss = engine.train_batch({"input_ids": tokens}, tokens).item()
-    return loss, [unit.name for unit in engine.units], engine.config.ignored
-
-
-def test_names_that_one_part_alone_has_are_no_error(ranks):
-    model, tokens = build("llama"), tokens_of(0)
-    want = model(input_ids=tokens, labels=tokens).loss.item()
-    first, last = ranks(2, of_one_part)
-    assert first[0] == last[0] == pytest.approx(want, rel=1e-6)
-    assert "model.embed_tokens" in first[1]
-    assert first[2] == last[2] == ("*.norm.weight",)
-
-
-# ------------------------------------------------------------------------------------ frozen in turns
-
-
-def in_turns():
-    engine = start("llama", {"stage": 3, "mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2}})
-    losses = []
-    for number in range(4):
-        for name, parameter in engine.named_parameters():
-            parameter.requires_grad_(number % 2 == 0 or "layers.3" in name)
-        losses.append(engine.train_batch({"input_ids": tokens_of(number)}, tokens_of(number)).item())
-    return losses
-
-
-def test_parameters_that_are_frozen_in_turns_train_as_in_one_process(ranks):
-    model, want = build("llama"), []
-    optimizer = sgd(model.parameters())
-    for number in range(4):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(number % 2 == 0 or "layers.3" in name)
-        loss = model(input_ids=tokens_of(number), labels=tokens_of(number)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        want.append(loss.item())
-    for losses in ranks(2, in_turns):
-        assert losses == pytest.approx(want, rel=1e-6)
+    with pytest.raises(ValueError, match=r"^mesh\.pp=2: expected a whole model, got a part of one"):
+        zeroshard.initialize(part, sgd, PIPELINE)
+    with pytest.raises(ValueError, match=r"of one chunk, got '0\.0\.weight', which chunks 0, 1 share"):
+        zeroshard.initialize(one_block(), sgd, PIPELINE | {"ignored": ["*.0.weight"]})
 
 
 class Pair(nn.Linear):
@@ -138,34 +83,160 @@ class Pair(nn.Linear):
         return super().forward(value), value
 
 
-def pairs():
-    return nn.Sequential(Pair(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double()
-
-
 def detached_loss(output, target):
     return F.mse_loss(output, target).detach()
 
 
-WRONG = {
-    "a loss without a graph": (one_block, detached_loss, 1, "loss of one element that requires a gradient"),
-    "a tuple": (pairs, F.mse_loss, 0, "chunk 0: expected a tensor as output, got tuple"),
-}
-
-
-def computed_wrongly(case):
-    make, loss_fn, _, _ = WRONG[case]
-    config = {"mesh": {"pp": 2}, "pipeline": {"num_microbatches": 2, "balance": "memory"}, "watchdog_s": 10.0}
-    engine = zeroshard.initialize(make().double(), sgd, config, loss_fn=loss_fn).engine
-    return message_of((ValueError, RuntimeError), lambda: engine.train_batch(*batch(0)))
+def computed_wrongly(is_pair):
+    model = nn.Sequential(Pair(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double() if is_pair else one_block()
+    loss_fn = F.mse_loss if is_pair else detached_loss
+    engine = zeroshard.initialize(model, sgd, PIPELINE | {"watchdog_s": 10.0}, loss_fn=loss_fn).engine
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        engine.train_batch(*batch(0))
+    return str(caught.value)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", WRONG)
-def test_what_a_chunk_cannot_hand_on_is_an_error_where_it_is_computed(ranks, case):
-    *_, where, text = WRONG[case]
-    found = ranks(2, computed_wrongly, case)
-    assert text in found[where]
-    assert text not in found[1 - where]
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_what_a_chunk_cannot_hand_on_is_an_error_where_it_is_computed(ranks, is_pair):
+    found = ranks(2, computed_wrongly, is_pair)
+    text = (
+        "chunk 0: expected a tensor as output, got tuple" if is_pair else "loss of one element that requires"
+    )
+    assert [text in message for message in found] == [is_pair, not is_pair]
+
+
+# ------------------------------------------------------------------------------------ as in one process
+
+
+def freeze_in_turns(model, number):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(number % 2 == 0 or "layers.3" in name)
+
+
+def turn_on_checkpoints(model, number):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+
+
+def leave(model, number):
+    pass
+
+
+HABITS = {
+    "frozen in turns": (freeze_in_turns, {"clip_grad_norm": 0.5}),
+    "checkpoints": (turn_on_checkpoints, {}),
+    "ignored": (leave, {"ignored": ["*input_layernorm*"]}),
+    "autocast": (leave, {}),
+}
+"""What is done before each batch, and the config."""
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@on_ranks(2)
+def test_habits_give_what_they_give_in_one_process():
+    for habit, (change, config) in HABITS.items():
+        model, part = build("llama"), build("llama")
+        if is_rounded := habit == "autocast":
+            model, part = model.float(), part.float()
+        engine = start(part, {"clip_grad_norm": None, **PIPELINE, **config})
+
+        def inside(is_rounded=is_rounded):
+            return torch.autocast("cpu", torch.bfloat16) if is_rounded else nullcontext()
+
+        def loss_of(model, inputs, labels, inside=inside):
+            with inside():
+                return language_loss(model, inputs, labels)
+
+        def batches(change=change, model=model):
+            for number in range(STEPS):
+                change(model, number)
+                yield {"input_ids": tokens_of(number)}, tokens_of(number)
+
+        losses = []
+        for number in range(STEPS):
+            change(engine.module, number)
+            with inside():
+                losses.append(engine.train_batch({"input_ids": tokens_of(number)}, tokens_of(number)).item())
+        want, _ = train_plainly(model, batches(), loss_of, num=2, max_norm=config.get("clip_grad_norm"))
+        apart = {"rel": 2e-3, "absolute": 2e-3} if is_rounded else {}
+        parameters = dict(model.named_parameters())
+        agree([(losses, [], parameters_of(engine))], (want, [], parameters), **apart, whole=False)
+        engine.close(restore=False)
+
+
+@on_ranks(2)
+def test_arguments_of_the_head_reach_the_last_chunk_alone_and_names_of_one_part_are_no_error():
+    def loss_fn(output, targets):
+        return F.cross_entropy(output.logits.flatten(0, 1), targets[:, -2:].flatten())
+
+    options = {"ignored": ["*.norm.weight"], "units": ["LlamaDecoderLayer", "Embedding"]}
+    tokens, given = tokens_of(0), {"input_ids": tokens_of(0), "logits_to_keep": 2}
+    engine = zeroshard.initialize(build("llama"), sgd, PIPELINE | options, loss_fn=loss_fn).engine
+    loss = engine.train_batch(given, tokens).item()
+    assert loss == pytest.approx(loss_fn(build("llama")(**given), tokens).item(), rel=1e-6)
+    names = [unit.name for unit in engine.units]
+    assert ("model.embed_tokens" in names) == (torch.distributed.get_rank() == 0)
+    assert engine.config.ignored == ("*.norm.weight",)
+    engine.close(restore=False)
+
+
+# ------------------------------------------------------------------------------- arguments and loaders
+
+
+def padded(number, rows=8):
+    """Rows of several lengths, padded on the left; and their labels."""
+    tokens = tokens_of(number, rows)
+    mask = torch.ones_like(tokens)
+    lengths = torch.randint(2, LENGTH + 1, (rows,), generator=torch.Generator().manual_seed(number))
+    for row, length in enumerate(lengths.tolist()):
+        mask[row, : LENGTH - length] = 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": places}
+    return inputs, tokens.masked_fill(mask == 0, -100)
+
+
+@pytest.mark.long_where(name=["tied gpt"])
+@pytest.mark.parametrize(("name", "schedule", "stage"), [("llama", "zbv", 0), ("tied gpt", "1f1b", 3)])
+@on_ranks(2)
+def test_masks_and_places_reach_every_chunk(name, schedule, stage):
+    """Micro-batches count other numbers of tokens."""
+    want, _ = train_plainly(build(name), map(padded, range(STEPS)), num=4, max_norm=0.5)
+    pipeline = {"schedule": schedule, "num_microbatches": 4}
+    engine = start(name, {"stage": stage, "mesh": {"pp": 2}, "pipeline": pipeline})
+    losses = [engine.train_batch(*padded(number)).item() for number in range(STEPS)]
+    assert losses == pytest.approx(want, rel=1e-6)
+    engine.close(restore=False)
+
+
+def test_losses_of_routers_are_refused():
+    """Each rank would count the routers of its own layers alone."""
+    text = "^mesh.pp: expected output_router_logits=False, got True"
+    with pytest.raises(ValueError, match=text):
+        outline_of(mixtral(output_router_logits=True))
+    with pytest.raises(ValueError, match=text):
+        Chunked.check({"output_router_logits": True})
+
+
+def collated(samples):
+    """A batch with an argument that is no tensor, and that all micro-batches get."""
+    return torch.utils.data.default_collate(samples) | {"use_cache": False}
+
+
+@on_ranks(2)
+def test_the_loader_makes_whole_batches_for_a_pipeline():
+    """By a collator of the user's."""
+    config, model = PIPELINE | {"micro_batch_size": 4}, build("llama")
+    data = [{"input_ids": row, "labels": row} for row in tokens_of(0, rows=16)]
+    given = zeroshard.initialize(build("llama"), sgd, config, training_data=data, collate_fn=collated)
+    batches = list(given.dataloader)
+    assert len(batches) == 2
+    for made in batches:
+        rows = made["input_ids"]
+        assert len(rows) == 8  # 2 micro-batches of 4 rows
+        want = model(input_ids=rows, labels=rows).loss.item()
+        assert given.engine.eval_batch(made).item() == pytest.approx(want, rel=1e-6)
+    given.engine.close(restore=False)
 
 
 # ----------------------------------------------------------------------- shared, and unused on some ranks
@@ -188,34 +259,23 @@ def with_ends():
     return nn.Sequential(ends[0], *inner, ends[1]).double()
 
 
-def left_out(schedule):
-    pipeline = {"schedule": schedule, "num_microbatches": 2, "balance": "memory"}
-    config = {"stage": 1, "mesh": {"pp": 2}, "pipeline": pipeline}
-    model = with_ends()
-    last = model[3]
-    engine = zeroshard.initialize(model, sgd, config, loss_fn=F.mse_loss).engine
+@on_ranks(4)
+def test_a_shared_parameter_may_be_left_out_by_a_data_parallel_rank():
+    model, part, losses = with_ends(), with_ends(), []
+    last, config = part[3], PIPELINE | {"stage": 1, "pipeline": PIPELINE["pipeline"] | {"schedule": "zbv"}}
+    engine = zeroshard.initialize(part, sgd, config, loss_fn=F.mse_loss).engine
     last.is_used = engine.dp_rank == 0
-    losses = []
+
+    def loss_of(model, x, y):
+        found = []
+        for rank, place in ((0, slice(4)), (1, slice(4, 8))):
+            model[3].is_used = rank == 0
+            found.append(F.mse_loss(model(x[place]), y[place]))
+        return sum(found) / 2
+
     for number in range(STEPS):
         x, y = (value.chunk(2)[engine.dp_rank] for value in batch(number))
         losses.append(engine.train_batch(x, y).item())
+    want, _ = train_plainly(model, map(batch, range(STEPS)), loss_of)
+    assert losses == pytest.approx(want, rel=1e-6)
     engine.close(restore=False)
-    return losses
-
-
-def test_a_shared_parameter_may_be_left_out_by_a_data_parallel_rank(ranks):
-    model, want = with_ends(), []
-    optimizer = sgd(model.parameters())
-    for number in range(STEPS):
-        total = 0.0
-        for rank, (x, y) in enumerate(zip(*(value.chunk(2) for value in batch(number)), strict=True)):
-            model[3].is_used = rank == 0
-            for x_part, y_part in zip(x.chunk(2), y.chunk(2), strict=True):
-                loss = F.mse_loss(model(x_part), y_part) / 4
-                loss.backward()
-                total += loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        want.append(total)
-    for losses in ranks(4, left_out, "zbv"):
-        assert losses == pytest.approx(want, rel=1e-6)

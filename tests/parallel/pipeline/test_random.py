@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
 from tests.parallel.pipeline.runs import sgd
+from tests.ranks import on_ranks
 
 WIDTH = 64
 
@@ -16,15 +18,16 @@ class Noted(nn.Dropout):
         return value * self.mask
 
 
-def build():
-    torch.manual_seed(5)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), Noted()) for _ in range(4))).double()
-
-
 def start(schedule):
-    pipeline = {"schedule": schedule, "num_microbatches": 2, "balance": "memory"}
-    config = {"mesh": {"pp": 2}, "pipeline": pipeline}
-    return zeroshard.initialize(build(), sgd, config, loss_fn=nn.functional.mse_loss).engine
+    torch.manual_seed(5)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), Noted()) for _ in range(4))).double()
+    config = {
+        "mesh": {"pp": 2},
+        "pipeline": {"schedule": schedule, "num_microbatches": 2, "balance": "memory"},
+    }
+    engine = zeroshard.initialize(model, sgd, config, loss_fn=nn.functional.mse_loss).engine
+    torch.manual_seed(7)
+    return engine
 
 
 def losses_of(engine, number):
@@ -35,15 +38,19 @@ def losses_of(engine, number):
     return found
 
 
-def masks():
+@on_ranks(2)
+def test_parts_drop_other_elements_and_leave_the_user_the_same_state():
+    """A batch that is refused draws nothing."""
     engine = start("1f1b")
-    torch.manual_seed(7)
+    state, x = torch.get_rng_state(), torch.ones(3, WIDTH, dtype=torch.float64)
+    with pytest.raises(ValueError, match="multiple"):
+        engine.train_batch(x, x)
+    assert torch.equal(torch.get_rng_state(), state)
     losses_of(engine, 2)
-    return [module.mask for module in engine.modules() if isinstance(module, Noted)], torch.get_rng_state()
-
-
-def test_parts_drop_other_elements_and_leave_the_user_the_same_state(ranks):
-    (one, state), (other, other_state) = ranks(2, masks)
+    own = [module.mask for module in engine.modules() if isinstance(module, Noted)], torch.get_rng_state()
+    everyone = [None, None]
+    dist.all_gather_object(everyone, own)
+    (one, state), (other, other_state) = everyone
     assert torch.equal(state, other_state)
     together = [*one, *other]
     assert len(together) == 4
@@ -52,44 +59,18 @@ def test_parts_drop_other_elements_and_leave_the_user_the_same_state(ranks):
         assert all(0.3 < (mask == later).double().mean() < 0.7 for later in together[number + 1 :])
 
 
-def by_schedule(schedule):
-    engine = start(schedule)
-    torch.manual_seed(7)
-    return losses_of(engine, 3)
-
-
-def test_a_recomputation_drops_the_same_elements_again(ranks):
+@on_ranks(2)
+def test_a_recomputation_drops_the_same_elements_again():
     """Each rank draws for its forwards in the order of micro-batches, with both schedules."""
-    assert ranks(2, by_schedule, "varuna") == ranks(2, by_schedule, "gpipe")
+    assert losses_of(start("varuna"), 3) == losses_of(start("gpipe"), 3)
 
 
-def resumed(folder):
+@on_ranks(2)
+def test_a_checkpoint_goes_on_with_the_same_numbers(tmp_path):
     engine = start("1f1b")
-    torch.manual_seed(7)
     losses_of(engine, 2)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     want = losses_of(engine, 2)
     torch.manual_seed(99)
-    engine.load_checkpoint(folder)
-    return want, losses_of(engine, 2)
-
-
-def test_a_checkpoint_goes_on_with_the_same_numbers(ranks, tmp_path):
-    for want, found in ranks(2, resumed, tmp_path):
-        assert found == want
-
-
-def raised(folder):
-    """The state after a batch whose loss has failed on the last rank."""
-    engine = start("gpipe")
-    torch.manual_seed(7)
-    x = torch.randn(3, WIDTH, dtype=torch.float64)
-    with pytest.raises(ValueError, match="multiple"):
-        engine.train_batch(x, x)
-    return torch.rand(1).item()
-
-
-def test_a_batch_that_is_refused_draws_nothing(ranks, tmp_path):
-    torch.manual_seed(7)
-    torch.randn(3, WIDTH, dtype=torch.float64)
-    assert ranks(2, raised, tmp_path) == [torch.rand(1).item()] * 2
+    engine.load_checkpoint(tmp_path)
+    assert losses_of(engine, 2) == want

@@ -4,16 +4,19 @@ Losses and parameters are compared within 1e-6, norms within 1e-6 relative, afte
 computes norms of layers and rotary angles of these models in float32, whose rounding is 6e-8.
 """
 
+import re
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import zeroshard
 from tests.parallel.pipeline.runs import (
     BATCH,
     RECOMPUTED,
+    adamw,
     agree,
     build,
-    compare_bits,
     parameters_of,
     plain,
     run,
@@ -22,28 +25,23 @@ from tests.parallel.pipeline.runs import (
     train,
     train_plainly,
 )
+from tests.ranks import on_ranks
 
 STEPS = range(10)
 
 
 ONE_F = {"schedule": "1f1b", "num_microbatches": 4}
 LAYOUTS = {
-    "pp 2": (2, {"pp": 2}, ONE_F),
     "pp 2 x dp 2, gpipe": (4, {"pp": 2}, {"schedule": "gpipe", "num_microbatches": 2}),
     "pp 4": (4, {"pp": 4}, {"schedule": "zb-h1", "num_microbatches": 4}),
-    "pp 2 x tp 2": (4, {"pp": 2, "tp": 2}, {"schedule": "zbv", "num_microbatches": 4}),
     "2 x 2 x 2": (8, {"pp": 2, "tp": 2}, ONE_F | {"num_microbatches": 2}),
 }
-CASES = [
-    *(("llama", "pp 2", 3), ("llama", "pp 2 x dp 2, gpipe", 3), ("llama", "pp 2 x tp 2", 1)),
-    ("mixtral", "pp 4", 0),
-    ("tied gpt", "2 x 2 x 2", 3),
-]
 
 
+@pytest.mark.long_where(name=["mixtral", "tied gpt"])
 @pytest.mark.parametrize(
     ("name", "layout", "stage"),
-    [pytest.param(*c, marks=[pytest.mark.long] * (c != CASES[1])) for c in CASES],
+    [("llama", "pp 2 x dp 2, gpipe", 3), ("mixtral", "pp 4", 0), ("tied gpt", "2 x 2 x 2", 3)],
 )
 def test_a_model_trains_as_in_one_process(ranks, name, layout, stage):
     num_ranks, mesh, pipeline = LAYOUTS[layout]
@@ -57,125 +55,116 @@ def test_a_list_that_recomputes_the_last_chunk_too_counts_each_loss_once(ranks):
     agree(found, plain("tied llama", range(3)))
 
 
-def test_all_synchronous_schedules_give_the_same_bits(ranks):
-    schedules = ["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"]
-    compare_bits(ranks, 2, "tied gpt", schedules, {"stage": 3})
+def require_same_bits(name, schedules, **options):
+    """Compare losses, norms and all parameters after training by several schedules."""
+    found, everyone = [], [None] * dist.get_world_size()
+    for schedule in schedules:
+        pipeline = {"schedule": schedule, "num_microbatches": 4}
+        engine = start(name, {"mesh": {"pp": 2}, "pipeline": pipeline, **options}, adamw)
+        numbers = train(engine, range(2), 8 * engine.dp_world_size)
+        dist.all_gather_object(everyone, parameters_of(engine))  # ranks have other parts in each schedule
+        found.append((numbers, {key: value for state in everyone for key, value in state.items()}))
+        engine.close(restore=False)
+    for (numbers, state), schedule in zip(found[1:], schedules[1:], strict=True):
+        assert numbers == found[0][0], schedule
+        assert state.keys() == found[0][1].keys()
+        assert [key for key, value in state.items() if not torch.equal(value, found[0][1][key])] == []
+
+
+@on_ranks(2)
+def test_all_synchronous_schedules_give_the_same_bits():
+    require_same_bits("tied gpt", ["1f1b", "gpipe", "interleaved", "zb-h1", "zbv", "varuna"], stage=3)
 
 
 @pytest.mark.long_where(num_ranks=[6])
 @pytest.mark.parametrize(
     ("num_ranks", "precision"), [(2, {"main_dtype": "bf16"}), (6, {"reduce_dtype": "bf16"})]
 )
-def test_gradients_of_tied_parameters_are_rounded_alike_on_one_rank_and_on_two(ranks, num_ranks, precision):
+@on_ranks()
+def test_gradients_of_tied_parameters_are_rounded_alike_on_one_rank_and_on_two(num_ranks, precision):
     """ZBV has both on one rank. A third of a sum is scaled before it is rounded."""
-    options = {"stage": 1, "precision": {"param_dtype": "bf16", **precision}}
-    compare_bits(ranks, num_ranks, "tied llama", ["1f1b", "zbv"], options)
+    precision = {"param_dtype": "bf16", **precision}
+    require_same_bits("tied llama", ["1f1b", "zbv"], stage=1, precision=precision)
 
 
 # ----------------------------------------------------------------------------------------- evaluation
 
 
-def evaluated():
+@on_ranks(4)
+def test_evaluation_gives_the_loss_of_one_process_without_dropout():
     pipeline = {"schedule": "interleaved", "num_microbatches": 4}
-    engine = start("tied gpt", {"mesh": {"pp": 2}, "pipeline": pipeline})
+    engine, model = start("tied gpt", {"mesh": {"pp": 2}, "pipeline": pipeline}), build("tied gpt")
     engine.module.transformer.drop = torch.nn.Dropout(0.5) if engine.module.transformer.drop else None
-    losses = []
-    for number in range(2):
-        tokens = tokens_of(number).chunk(engine.dp_world_size)[engine.dp_rank]
-        losses.append(engine.eval_batch({"input_ids": tokens}, tokens).item())
-    assert all(module.training for module in engine.module.modules())
-    assert all(parameter.grad is None for parameter in engine.parameters())
-    return losses
-
-
-def test_evaluation_gives_the_loss_of_one_process_without_dropout(ranks):
-    model, want = build("tied gpt"), []
     for number in range(2):
         tokens = tokens_of(number)
-        want.append(model(input_ids=tokens, labels=tokens).loss.item())
-    for losses in ranks(4, evaluated):
-        assert losses == pytest.approx(want, rel=1e-6)
+        own = tokens.chunk(engine.dp_world_size)[engine.dp_rank]
+        want = model(input_ids=tokens, labels=tokens).loss.item()
+        assert engine.eval_batch({"input_ids": own}, own).item() == pytest.approx(want, rel=1e-6)
+    assert all(module.training for module in engine.module.modules())
+    assert all(parameter.grad is None for parameter in engine.parameters())
+    engine.close(restore=False)
 
 
 # --------------------------------------------------------------------------------------- number of batches
 
 
-def shorter():
-    engine = start("llama", {"mesh": {"pp": 2}, "pipeline": ONE_F})
-    train(engine, [0])
-    message = ""
-    tokens = tokens_of(1, rows=BATCH - 2)
-    try:
-        engine.train_batch({"input_ids": tokens}, tokens)
-    except ValueError as error:
-        message = str(error)
+@on_ranks(2)
+def test_batches_that_cannot_be_taken_are_refused_on_all_ranks_and_training_goes_on():
+    """One that differs between ranks, and a short one, which takes fewer micro-batches."""
+    engine, last = start("llama", {"mesh": {"pp": 2}, "pipeline": ONE_F}), tokens_of(3, rows=BATCH - 2)
+    other = tokens_of(dist.get_rank(), rows=BATCH)
+    with pytest.raises(RuntimeError, match=re.escape("pipeline ranks [0, 1] have different batches")):
+        engine.train_batch({"input_ids": other}, other)
+    losses, norms = train(engine, range(3))
+    text = "expected a batch whose dim 0 is a multiple of pipeline.num_microbatches=4, got shape (6, 6)"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        engine.train_batch({"input_ids": last}, last)
     engine.set_gradient_accumulation_steps(1)  # one micro-batch, fewer than ranks
-    return message, engine.train_batch({"input_ids": tokens}, tokens).item()
-
-
-def test_a_short_last_batch_is_refused_with_its_numbers_or_takes_fewer_micro_batches(ranks):
-    model, last = build("llama"), tokens_of(1, rows=BATCH - 2)
-    train_plainly(model, [({"input_ids": tokens_of(0)}, tokens_of(0))], max_norm=0.5)
-    want = model(input_ids=last, labels=last).loss.item()
-    for message, loss in ranks(2, shorter):
-        assert message == (
-            "expected a batch whose dim 0 is a multiple of pipeline.num_microbatches=4, got shape (6, 6)"
-        )
-        assert loss == pytest.approx(want, rel=1e-6)
-
-
-def of_each_rank():
-    engine = start("llama", {"stage": 3, "mesh": {"pp": 2}, "pipeline": ONE_F})
-    rank = torch.distributed.get_rank()
-    tokens = tokens_of(rank, rows=BATCH)
-    with pytest.raises(RuntimeError) as caught:
-        engine.train_batch({"input_ids": tokens}, tokens)
-    return str(caught.value), (*train(engine, range(3)), parameters_of(engine))
-
-
-def test_different_batches_are_refused_on_all_ranks_and_training_goes_on(ranks):
-    messages, found = zip(*ranks(2, of_each_rank), strict=True)
-    assert all("pipeline ranks [0, 1] have different batches" in message for message in messages)
-    agree(found, plain("llama", range(3)))
+    losses.append(engine.train_batch({"input_ids": last}, last).item())
+    batches = (({"input_ids": tokens}, tokens) for tokens in [*map(tokens_of, range(3)), last])
+    model = build("llama")
+    want, want_norms = train_plainly(model, batches, max_norm=0.5)
+    found = losses, [*norms, engine.grad_norm.item()], parameters_of(engine)
+    agree([found], (want, want_norms, dict(model.named_parameters())), whole=False)
+    engine.close(restore=False)
 
 
 # ------------------------------------------------------------------------------------- frozen parameters
-
-
-def frozen(trained):
-    model = build("llama")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith(trained))
-
-    def make(parameters):
-        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.05)
-
-    pipeline = {"num_microbatches": 2, "balance": "memory"}
-    config = {"stage": 3, "mesh": {"pp": 2}, "pipeline": pipeline, "clip_grad_norm": 0.5}
-    given = zeroshard.initialize(model, make, config, lr_scheduler=halving)
-    found = (*train(given.engine, range(3)), parameters_of(given.engine))
-    assert given.engine.global_step == 3
-    given.engine.close(restore=False)
-    return found
 
 
 def halving(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-def test_a_rank_without_trained_parameters_takes_part(ranks):
-    trained = "model.layers.3"
-    model, losses, norms = build("llama"), [], []
-    own = [p for name, p in model.named_parameters() if name.startswith(trained)]
-    optimizer = torch.optim.SGD(own, lr=0.05)
-    scheduler = halving(optimizer)
-    for number in range(3):
-        tokens = tokens_of(number)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        model.zero_grad()
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(torch.nn.utils.clip_grad_norm_(own, 0.5).item())
-        optimizer.step()
-        scheduler.step()
-    agree(ranks(2, frozen, trained), (losses, norms, dict(model.named_parameters())))
+@on_ranks(2)
+def test_a_rank_without_trained_parameters_takes_part():
+    """With a schedule of the learning rate, which that rank has not."""
+
+    def frozen():
+        model = build("llama")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("model.layers.3"))
+        return model
+
+    def make(parameters):
+        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.05)
+
+    made, model = [], frozen()
+
+    def make_with_schedule(own):
+        optimizer = make(own)
+        made.append(halving(optimizer))
+        return optimizer
+
+    def batches():
+        for number in range(3):
+            yield {"input_ids": tokens_of(number)}, tokens_of(number)
+            made[0].step()
+
+    config = {"stage": 3, "mesh": {"pp": 2}, "pipeline": ONE_F | {"balance": "memory"}, "clip_grad_norm": 0.5}
+    engine = zeroshard.initialize(frozen(), make, config, lr_scheduler=halving).engine
+    found = (*train(engine, range(3)), parameters_of(engine))
+    want = train_plainly(model, batches(), make=make_with_schedule, max_norm=0.5)
+    agree([found], (*want, dict(model.named_parameters())), whole=False)
+    assert engine.global_step == 3
+    engine.close(restore=False)

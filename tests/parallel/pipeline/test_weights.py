@@ -3,6 +3,7 @@
 import functools
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+import zeroshard
+from tests.parallel.pipeline.runs import parameters_of, sgd, start, train
+from tests.ranks import on_ranks
 from zeroshard.parallel.pipeline.weights import Products, Waiting
 from zeroshard.sharding.context import Changes
 
@@ -150,37 +154,28 @@ def normed():
     return parametrizations.weight_norm(nn.Linear(INPUTS, OUTPUTS))
 
 
+def made_block():
+    return block()[0]
+
+
+def squares(model, x):
+    return model(x).square().sum()
+
+
+REST = ["first.bias", "norm.weight", "norm.bias", "last.bias"]
+ALL = ["first.weight", "first.bias", "last.weight", "last.bias"]
+ORIGINALS = [f"parametrizations.weight.original{number}" for number in range(2)]
 EARLY = {
-    "computes twice": (
-        lambda: block()[0],
-        lambda model, x: loss_of(model, x),
-        ["first.bias", "norm.weight", "norm.bias", "last.bias"],
-    ),
-    "frozen": (
-        frozen,
-        lambda model, x: loss_of(model, x),
-        ["first.bias", "norm.weight", "norm.bias", "last.bias"],
-    ),
-    "not needed by the loss": (lambda: block()[0], with_one_in_vain, ["first.bias"]),
-    "views": (Cut, lambda model, x: model(x).square().sum(), []),
-    "computed": (
-        normed,
-        lambda model, x: model(x).square().sum(),
-        ["bias", "parametrizations.weight.original0", "parametrizations.weight.original1"],
-    ),
-    "autocast": (
-        lambda: block()[0],
-        under_autocast,
-        ["first.weight", "first.bias", "last.weight", "last.bias"],
-    ),
-    "edited in place": (
-        lambda: block()[0],
-        lambda model, x: model.last(x).add_(1.0).relu_().sum(),
-        ["last.bias"],
-    ),
+    "computes twice": (made_block, loss_of, REST),
+    "frozen": (frozen, loss_of, REST),
+    "not needed by the loss": (made_block, with_one_in_vain, ["first.bias"]),
+    "views": (Cut, squares, []),
+    "computed": (normed, squares, ["bias", *ORIGINALS]),
+    "autocast": (made_block, under_autocast, ALL),
+    "edited in place": (made_block, lambda model, x: model.last(x).add_(1.0).relu_().sum(), ["last.bias"]),
     **{
         f"checkpoint, reentrant: {way}": (
-            lambda: block()[0],
+            made_block,
             functools.partial(inside_a_checkpoint, use_reentrant=way),
             ["first.bias", "last.bias"],
         )
@@ -225,3 +220,55 @@ def test_operands_live_until_the_second_half_and_no_longer():
     assert seen[0]() is None
     waiting.compute()
     assert not kept_bytes(waiting)
+
+
+# ----------------------------------------------------------------------------------------- over ranks
+
+WIDTH, STEPS, NUM = 32, 2, 4
+
+
+class Twice(nn.Module):
+    """A layer that computes twice, between two others."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.outer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.drop(self.outer(nn.functional.gelu(self.inner(torch.tanh(self.inner(self.norm(x)))))))
+
+
+def config_of(schedule):
+    return {"stage": 3, "mesh": {"pp": 2}, "pipeline": {"schedule": schedule, "num_microbatches": NUM}}
+
+
+def trained(schedule):
+    torch.manual_seed(0)
+    blocks = nn.Linear(WIDTH, WIDTH), *(Twice() for _ in range(5)), nn.LayerNorm(WIDTH)
+    model, config = nn.Sequential(*blocks).double(), config_of(schedule)
+    engine = zeroshard.initialize(model, sgd, config, loss_fn=nn.functional.mse_loss).engine
+    torch.manual_seed(5)
+    for _ in range(STEPS):
+        x = torch.randn(NUM, 6, WIDTH, dtype=torch.float64)
+        engine.train_batch(x, x.flip(1))
+    state = parameters_of(engine)
+    engine.close(restore=False)
+    return state
+
+
+@on_ranks(2)
+def test_divided_backwards_draw_no_random_numbers():
+    want, found = trained("1f1b"), trained("zb-h1")
+    assert found.keys() == want.keys()
+    assert all(torch.equal(value, want[name]) for name, value in found.items())
+
+
+@on_ranks(2)
+def test_the_weight_gradients_of_all_linear_layers_wait():
+    noted, note = [], Waiting.note
+    with mock.patch.object(Waiting, "note", lambda self, *args: noted.append(args) or note(self, *args)):
+        engine = start("llama", config_of("zb-h1"))
+        train(engine, range(STEPS))
+    engine.close(restore=False)
+    assert len(noted) / (STEPS * NUM) == 2 * 7 + torch.distributed.get_rank()  # the last rank has the head

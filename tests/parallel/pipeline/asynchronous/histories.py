@@ -1,9 +1,8 @@
-"""Asynchronous training in one process, by lists that are written down here, for randomly drawn cases.
+"""Asynchronous training in one process, by lists that are made here, timed and run action by action.
 
-`reference.py` has formulas for one kind of list. Here each list is made, timed and run action by action, with
-data-parallel ranks, synchronous steps, any micro-batches a step and any optimizer. Nothing is shared with
-the package. An action of a list is (kind, micro-batch): "F" a forward, "B" a backward, "S" a step behind the
-backward of that micro-batch.
+With data-parallel ranks, synchronous steps, any micro-batches a step and any optimizer. Nothing is shared
+with the package. An action of a list is (kind, micro-batch): "F" a forward, "B" a backward, "S" a step behind
+the backward of that micro-batch.
 """
 
 import copy

@@ -25,24 +25,20 @@ SIZES = st.integers(1, 40)
 PER_STEP = st.integers(1, 9)
 
 
-def test_the_list_of_a_steady_pipeline_drains_once() -> None:
-    assert str(steady(2, 3)) == (
-        "0F0,0F1,0B0,STEP,0F2,0B1,STEP,0B2,STEP\n1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP\n"
-    )
-
-
-def test_a_step_takes_several_micro_batches_and_the_last_one_those_that_are_left() -> None:
-    assert str(steady(2, 5, 2)) == (
-        "0F0,0F1,0B0,0F2,0B1,STEP,0F3,0B2,0F4,0B3,STEP,0B4,STEP\n"
-        "1F0,1B0,1F1,1B1,STEP,1F2,1B2,1F3,1B3,STEP,1F4,1B4,STEP\n"
-    )
-
-
-def test_the_first_steps_can_be_synchronous() -> None:
-    assert str(steady(2, 4, 1, 2)) == (
-        "0F0,0B0,STEP,0F1,0B1,STEP,0F2,0F3,0B2,STEP,0B3,STEP\n"
-        "1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP,1F3,1B3,STEP\n"
-    )
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((2, 3), "0F0,0F1,0B0,STEP,0F2,0B1,STEP,0B2,STEP\n1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP\n"),
+        # Two micro-batches a step; the last one takes those that are left.
+        ((2, 5, 2), "0F0,0F1,0B0,0F2,0B1,STEP,0F3,0B2,0F4,0B3,STEP,0B4,STEP\n"
+         "1F0,1B0,1F1,1B1,STEP,1F2,1B2,1F3,1B3,STEP,1F4,1B4,STEP\n"),
+        # Two synchronous steps.
+        ((2, 4, 1, 2), "0F0,0B0,STEP,0F1,0B1,STEP,0F2,0F3,0B2,STEP,0B3,STEP\n"
+         "1F0,1B0,STEP,1F1,1B1,STEP,1F2,1B2,STEP,1F3,1B3,STEP\n"),
+    ],
+)  # fmt: skip
+def test_the_list_of_a_steady_pipeline_drains_once(numbers: tuple[int, ...], text: str) -> None:
+    assert str(steady(*numbers)) == text
 
 
 @given(DEPTHS, SIZES, PER_STEP, st.integers(0, 5))

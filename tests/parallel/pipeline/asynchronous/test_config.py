@@ -18,25 +18,11 @@ from zeroshard.parallel.pipeline.schedules import require_steps
 from zeroshard.sharding.context import Changes
 
 
-def config_of(schedule: str = "pipedream", pp: int = 4, num: int = 16, **options: object) -> Config:
-    inside = {key: options.pop(key) for key in list(options) if key in KEYS}
-    pipeline = {"schedule": schedule, "num_microbatches": num, **inside}
-    return Config.from_dict({"mesh": {"pp": pp}, "pipeline": pipeline, **options})
-
-
-KEYS = (
-    *("microbatches_per_step", "synchronous_steps", "weights", "correction", "decay", "anneal_steps"),
-    *("max_crossed_steps", "num_chunks"),
-)
-
-
-# ---------------------------------------------------------------------------------------- estimates
-
-
 @pytest.mark.parametrize("model", [nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), 10**9])
 def test_an_estimate_of_an_asynchronous_pipeline_is_refused(model: nn.Module | int) -> None:
+    config = {"mesh": {"pp": 4}, "pipeline": {"schedule": "pipedream", "num_microbatches": 4}}
     with pytest.raises(ValueError, match=r"^pipeline\.schedule: expected a synchronous one for an estimate"):
-        zeroshard.estimate(model, 4, config_of("pipedream", num=4, stage=0))
+        zeroshard.estimate(model, 4, config)
 
 
 # ------------------------------------------------------------------------------------- lists of a user
@@ -45,27 +31,18 @@ TEXT = "0F0,0F1,0B0,STEP,0B1,STEP\n1F0,1B0,STEP,1F1,1B1,STEP\n"
 SYNCHRONOUS = "0F0,0B0,STEP\n1F0,1B0,STEP\n"
 
 
+STASH = {"schedule": TEXT, "weights": "stash"}
+
+
 @pytest.mark.parametrize(
     ("pipeline", "others", "message"),
     [
-        (
-            {"schedule": SYNCHRONOUS, "correction": "rescale"},
-            {},
-            "pipeline.correction='rescale' needs pipeline.weights to be set, as an asynchronous list needs "
-            "them",
-        ),
-        (
-            {"schedule": TEXT, "weights": "stash", "synchronous_steps": 1},
-            {},
-            "pipeline.synchronous_steps=1 needs pipeline.schedule to be one of",
-        ),
-        (
-            {"schedule": TEXT, "weights": "stash"},
-            {"clip_grad_norm": 1.0},
-            "pipeline.weights='stash' needs clip_grad_norm to be None, got 1.0",
-        ),
+        ({"schedule": SYNCHRONOUS, "correction": "rescale"}, {}, "pipeline.correction='rescale' needs "
+         "pipeline.weights to be set, as an asynchronous list needs them"),
+        (STASH | {"synchronous_steps": 1}, {}, "pipeline.synchronous_steps=1 needs pipeline.schedule to be"),
+        (STASH, {"clip_grad_norm": 1.0}, "pipeline.weights='stash' needs clip_grad_norm to be None, got 1.0"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_not_go_together_with_a_list(
     pipeline: dict[str, object], others: dict[str, object], message: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 import zeroshard
 from tests.parallel.pipeline.asynchronous.runs import MAKERS, METHODS, batch_of, expected, method_of, model_of
+from tests.ranks import on_ranks
 from zeroshard.parallel.pipeline.asynchronous.ages import WEIGHTS
 from zeroshard.parallel.pipeline.schedules import steady
 from zeroshard.parallel.pipeline.simulate import ActionCosts, simulate
@@ -55,21 +55,9 @@ def test_all_weights_are_tried():
     assert {method.weights for _, method, _ in METHODS.values()} == WEIGHTS.keys()
 
 
-def case(task, ranks, method):
-    return Case(
-        task=task,
-        ranks=ranks,
-        method=method,
-        setting="large",
-        seed=0,
-        lr=0.01,
-        momentum=0.9,
-        microbatches=40,
-    )
-
-
 def test_a_run_that_diverges_ends_and_tells_when():
-    row = train(replace(case("text", 2, "pb"), lr=1e4))
+    numbers = {"ranks": 2, "seed": 0, "lr": 1e4, "momentum": 0.9, "microbatches": 40}
+    row = train(Case(task="text", method="pb", setting="large", **numbers))
     assert row["diverged_at"] is not None
     assert row["diverged_at"] < 40
     assert row["train_loss"] is None
@@ -84,23 +72,20 @@ def test_scaled_hyperparameters_change_as_much_in_as_many_samples():
 # ------------------------------------------------------------------------------------------ throughput
 
 
-def shortest_list(num, block_s):
-    """The least time of three lists, whose blocks sleep: ranks need no cores of their own."""
-    job, times = Sleepers(block_s, 2, num), []
-    pipeline = {"schedule": "pipedream", "num_microbatches": num, "balance": "memory"}
-    config = {"stage": 0, "mesh": {"pp": 2}, "pipeline": pipeline}
+@on_ranks(2)
+def test_no_rank_idles_between_steps():
+    """The time of a list is that of its actions; with a drain at each step it would be 1.8 times that.
+
+    The blocks sleep, so ranks need no cores of their own.
+    """
+    num, block_s, times = 8, 0.02, []
+    job, pipeline = Sleepers(block_s, 2, num), {"schedule": "pipedream", "num_microbatches": num}
+    config = {"stage": 0, "mesh": {"pp": 2}, "pipeline": pipeline | {"balance": "memory"}}
     engine = zeroshard.initialize(job.model(), torch.optim.AdamW, config, loss_fn=job.loss).engine
-    for number in range(4):
+    for number in range(3):
         start = time.monotonic()
         engine.train_batch(*job.batch(number))
         times.append(time.monotonic() - start)
     engine.close(restore=False)
-    return min(times[1:])  # the messages of the first list say their shapes
-
-
-def test_no_rank_idles_between_steps(ranks):
-    """The time of a list is that of its actions; with a drain at each step it would be 1.8 times that."""
-    num, block_s = 12, 0.02
     want = block_s * simulate(steady(2, num), ActionCosts()).makespan  # a backward has two halves
-    for found in ranks(2, shortest_list, num, block_s):
-        assert found < 1.4 * want
+    assert min(times[1:]) < 1.4 * want  # the messages of the first list say their shapes

@@ -3,6 +3,9 @@
 Lists of any length, evaluation and schedules of the learning rate are in `test_reference.py`.
 """
 
+import functools
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +23,7 @@ from tests.parallel.pipeline.asynchronous.runs import (
     runs,
     train,
 )
+from tests.ranks import on_ranks
 from zeroshard.parallel.pipeline.schedules import steady
 
 # ---------------------------------------------------------------------------------- dtypes and layouts
@@ -32,20 +36,14 @@ def runs_by_torch(*cases):
     return runs(*cases)
 
 
-@pytest.mark.parametrize(
-    ("maker", "name"),
-    [
-        ("adamw 8-bit", "pipedream"),
-        pytest.param("adamw", "pipemare", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long_where(maker=["adamw"])
+@pytest.mark.parametrize(("maker", "name"), [("adamw 8-bit", "pipedream"), ("adamw", "pipemare")])
 def test_8_bit_states_and_bfloat16_give_the_same_bits_at_all_stages_and_in_shard_groups(ranks, maker, name):
     """Two data-parallel ranks; the sums of two gradients have one order."""
-    arguments, options = (method_of(name, 2)[0], maker), {}
+    arguments, options, layouts = (method_of(name, 2)[0], maker), {}, [{"stage": 0}, {"stage": 3}]
     if maker == "adamw":
         options = {"model": model_of(2).float(), "precision": NARROW}
-    layouts = [{"stage": stage} for stage in (0, 1, 3)]
-    layouts += [{"stage": 3, "shard_group_size": 1}] * (maker == "adamw")
+        layouts += [{"stage": 1}, {"stage": 3, "shard_group_size": 1}]
     of_layouts = ((arguments, options | layout) for layout in layouts)
     for want, *others in ranks(4, runs_by_torch, *of_layouts):
         for layout, found in zip(layouts[1:], others, strict=True):
@@ -68,7 +66,7 @@ def test_the_memory_of_versions_is_that_of_the_papers(ranks):
     Narayanan et al. 2019, section 3.3, and 2021, section 3.1; Yang et al. 2021, section 3.2.
     """
     model = model_of(4).float()
-    of_all = [((pipeline, "adamw", 4, (0,), 12, model), {"stage": 0}) for pipeline, _ in KEPT]
+    of_all = [((pipeline, "adamw", 4, (0,), 8, model), {"stage": 0}) for pipeline, _ in KEPT]
     found = ranks(4, runs, *of_all)
     for number, (pipeline, versions) in enumerate(KEPT):
         own = [of_rank[number] for of_rank in found]
@@ -112,19 +110,11 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def refusals(cases):
-    messages = []
-    for pipeline, others in cases:
-        with pytest.raises(ValueError, match=r".") as caught:
+@on_ranks(4)
+def test_what_an_asynchronous_pipeline_cannot_train_is_refused_by_name():
+    for pipeline, others, text in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(text)):
             begin(pipeline, *others)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_what_an_asynchronous_pipeline_cannot_train_is_refused_by_name(ranks):
-    for messages in ranks(4, refusals, [case[:2] for case in REFUSED]):
-        for message, (*_, text) in zip(messages, REFUSED, strict=True):
-            assert text in message
 
 
 class FailsAtFirst(torch.optim.SGD):
@@ -134,28 +124,23 @@ class FailsAtFirst(torch.optim.SGD):
         raise LookupError("no step")
 
 
-def calls_after_a_failure(folder):
+@on_ranks(2)
+def test_after_a_list_that_failed_ranks_neither_compute_nor_save(tmp_path):
+    """They may have taken different numbers of steps."""
     engine = begin({"schedule": "pipedream"}, lambda parameters: FailsAtFirst(parameters, lr=0.02))
     with pytest.raises(LookupError, match="no step"):
         train(engine, [0])
     batch = batch_of(0, 6)
-    calls = {
+    for name, call in {
         "train_batch()": lambda: engine.train_batch(*batch),
         "train_batches()": lambda: engine.train_batches([tuple(batch)]),
         "eval_batch()": lambda: engine.eval_batch(*batch),
-        "save_checkpoint()": lambda: engine.save_checkpoint(folder),
-        "load_checkpoint()": lambda: engine.load_checkpoint(folder),
-    }
-    for name, call in calls.items():
-        text = "after a list that ended in an exception between its actions"
-        with pytest.raises(RuntimeError) as caught:
+        "save_checkpoint()": lambda: engine.save_checkpoint(tmp_path),
+        "load_checkpoint()": lambda: engine.load_checkpoint(tmp_path),
+    }.items():
+        text = f"{name} after a list that ended in an exception between its actions"
+        with pytest.raises(RuntimeError, match=f"^{re.escape(text)}"):
             call()
-        assert str(caught.value).startswith(f"{name} {text}")
-
-
-def test_after_a_list_that_failed_ranks_neither_compute_nor_save(ranks, tmp_path):
-    """They may have taken different numbers of steps."""
-    ranks(2, calls_after_a_failure, tmp_path)
 
 
 class Plain(nn.Module):
@@ -197,53 +182,60 @@ def test_a_forward_that_runs_again_or_reads_weights_changes_none(ranks, kind, nu
         assert_same(found.state, want.state)
 
 
-def autocast():
-    engine = begin({"schedule": "pipedream"})
-    text = r"^train_batch\(\) of an asynchronous pipeline inside torch.autocast"
-    with pytest.raises(RuntimeError, match=text), torch.autocast("cpu", torch.bfloat16):
-        train(engine, [0])
-    return finish(engine, train(engine, [0]))
-
-
-def test_autocast_is_refused_and_training_goes_on(ranks):
+@on_ranks(2)
+def test_autocast_is_refused_and_training_goes_on():
     """As in a run without it, and in one whose list and weights the user has written."""
+    found = []
     own = {"schedule": str(steady(2, 6)), "weights": "stash"}
-    cases = [((pipeline,), {"numbers": (0,)}) for pipeline in ({"schedule": "pipedream"}, own)]
-    for found, others in zip(ranks(2, autocast), ranks(2, runs, *cases), strict=True):
-        for other in others:
-            assert found.losses == other.losses
-            assert_same(found.state, other.state)
+    for number, pipeline in enumerate(({"schedule": "pipedream"}, {"schedule": "pipedream"}, own)):
+        engine = begin(pipeline)
+        if not number:
+            text = r"^train_batch\(\) of an asynchronous pipeline inside torch.autocast"
+            with pytest.raises(RuntimeError, match=text), torch.autocast("cpu", torch.bfloat16):
+                train(engine, [0])
+        found.append(finish(engine, train(engine, [0])))
+    for other in found[1:]:
+        assert found[0].losses == other.losses
+        assert_same(found[0].state, other.state)
 
 
-def with_a_group_more(schedule):
+@on_ranks(2)
+def test_parameters_that_are_added_to_the_optimizer_are_moved_too():
     """Half of the parameters are given to the optimizer later."""
-    engine = begin({"schedule": schedule}, lambda parameters: MAKERS["sgd"](list(parameters)[::2]), stage=0)
-    held = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
-    others = [p for p in engine.module.parameters() if id(p) not in held]
-    engine.optimizer.add_param_group({"params": others})
-    return finish(engine, train(engine, [0, 1]))
-
-
-@pytest.mark.parametrize("schedule", ["pipemare", "lwp"])
-def test_parameters_that_are_added_to_the_optimizer_are_moved_too(ranks, schedule):
-    plain = ({"schedule": schedule},), {"stage": 0}
-    for found, (want,) in zip(ranks(2, with_a_group_more, schedule), ranks(2, runs, plain), strict=True):
-        assert found.losses == want.losses
-        assert_same(found.state, want.state)
+    for schedule in ("pipemare", "lwp"):
+        found = []
+        for every in (1, 2):
+            engine = begin(
+                {"schedule": schedule}, lambda own, every=every: MAKERS["sgd"](list(own)[::every]), stage=0
+            )
+            held = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+            if others := [p for p in engine.module.parameters() if id(p) not in held]:
+                engine.optimizer.add_param_group({"params": others})
+            found.append(finish(engine, train(engine, [0, 1])))
+        assert found[0].losses == found[1].losses
+        assert_same(found[0].state, found[1].state)
 
 
 # ------------------------------------------------------------------------------------ batches in a row
 
 
-def wrong_batches():
+@on_ranks(2)
+def test_batches_that_cannot_be_taken_are_refused_and_training_goes_on():
     engine = begin({"schedule": "pipedream", "num_microbatches": 2})
-    good, messages = tuple(batch_of(0, 2)), []
-    for batches, num in [(iter([good]), None), ([], None), ([(*good, 1)], None), (iter([]), 2)]:
-        with pytest.raises(ValueError, match=r".") as caught:
+    good = tuple(batch_of(0, 2))
+    for batches, num, text in (
+        (iter([good]), None, "train_batches(): expected num_batches, as list_iterator has no length"),
+        ([], None, "train_batches(): expected at least 1 batch, got 0"),
+        ([(*good, 1)], None, "batch 0: expected (inputs, targets) or the inputs alone, got a tuple of 3"),
+        (iter([]), 2, "expected 2 batches, got 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
             engine.train_batches(batches, num)
-        messages.append(str(caught.value))
     losses = engine.train_batches([good, good]).tolist()
     assert losses[1] < losses[0]
+    batches = [good, tuple(batch_of(1 + torch.distributed.get_rank(), 2))]  # the fourth batch of all
+    with pytest.raises(RuntimeError, match=r"pipeline ranks \[0, 1\] have different batches"):
+        engine.train_batches(batches)
     engine.close(restore=False)
     engine = begin({"schedule": str(steady(2, 2)), "num_microbatches": 2, "weights": "stash"})
     text = r"train_batches\(\) with a list of your own in pipeline.schedule: expected 1"
@@ -251,29 +243,71 @@ def wrong_batches():
         engine.train_batches([good, good])
     assert len(engine.train_batches([good])) == 1
     engine.close(restore=False)
-    return messages
 
 
-def test_batches_that_cannot_be_taken_are_refused_and_training_goes_on(ranks):
-    for messages in ranks(2, wrong_batches):
-        assert messages == [
-            "train_batches(): expected num_batches, as list_iterator has no length",
-            "train_batches(): expected at least 1 batch, got 0",
-            "batch 0: expected (inputs, targets) or the inputs alone, got a tuple of 3; put several inputs "
-            "into a tuple or a mapping of their own",
-            "expected 2 batches, got 0",
-        ]
+# ------------------------------------------------------------------------- what cannot go on in a list
 
 
-def other_batches():
-    engine = begin({"schedule": "pipedream", "num_microbatches": 2})
-    batches = [tuple(batch_of(number, 2)) for number in (0, 1, 2, 3 + torch.distributed.get_rank())]
-    with pytest.raises(RuntimeError, match=r"pipeline ranks \[0, 1\] have different batches"):
-        engine.train_batches(batches)
+def editing(block, first, *, through_data=False):
+    """Edit a bias in a forward, from a step on: the first edit is noted in another way than later ones."""
+
+    def clamp(engine, module, _):
+        if engine.global_step >= first:
+            bias = module[1].bias.data if through_data else module[1].bias
+            with torch.no_grad():
+                bias.clamp_(-0.05, 0.05)
+
+    def act(engine):
+        if isinstance(found := engine.module[block], nn.Sequential):
+            found.register_forward_pre_hook(functools.partial(clamp, engine))
+        train(engine, [0])
+
+    return act
 
 
-def test_later_batches_that_differ_between_pipeline_ranks_are_noticed(ranks):
-    ranks(2, other_batches)
+def between(call):
+    """Call something while a list loads its batches."""
+
+    def batches(engine):
+        yield tuple(batch_of(0, 6))
+        call(engine)
+        yield tuple(batch_of(1, 6))
+
+    return lambda engine: engine.train_batches(batches(engine), 2)
+
+
+RAGGED = [tuple(batch_of(0, 6)), tuple(batch_of(0, 3))]
+DREAM, VERTICAL = {"schedule": "pipedream"}, {"schedule": "pipedream", "weights": "vertical"}
+SPEC, EDITED = {"schedule": "spectrain"}, "'{}.1.bias' was edited in a forward or backward"
+ENDS = {
+    "ragged batches": (DREAM, 3, lambda engine: engine.train_batches(RAGGED),
+     "batch 1: expected the shapes of the first batch of the list"),
+    # The last pipeline rank computes with the version of the first one, which is not the newest one there.
+    "edit of a version": (VERTICAL, 0, editing(3, 1), EDITED.format(3)),
+    # The first pipeline rank computes with predicted weights, which are no main parameters.
+    "edit through data": (SPEC, 0, editing(0, 2, through_data=True), EDITED.format(0)),
+    "edit where weights are gathered": (SPEC, 3, editing(0, 0), EDITED.format(0)),
+    "evaluation": (DREAM, 3, between(lambda engine: engine.eval_batch(*batch_of(0, 6))),
+     "eval_batch() inside of a batch"),
+    "save": (DREAM, 3, between(lambda engine: engine.save_checkpoint("nowhere")),
+     "save_checkpoint() inside of a batch"),
+}  # fmt: skip
+"""The pipeline, the stage, a call, and the error on the rank where it comes first."""
+
+
+def ended(case):
+    pipeline, stage, act, _ = ENDS[case]
+    engine = begin(pipeline, stage=stage, watchdog_s=2.0)
+    with pytest.raises((ValueError, RuntimeError)) as caught:  # another rank waits for its watchdog
+        act(engine)
+    return str(caught.value)
+
+
+@pytest.mark.long_where(case=[case for case in ENDS if case != "ragged batches"])
+@pytest.mark.parametrize("case", ENDS)
+def test_habits_that_cannot_go_on_are_refused_by_name(ranks, case):
+    found = ranks(2, ended, case)
+    assert any(message.startswith(ENDS[case][3]) for message in found), found
 
 
 # ------------------------------------------------------------------------------------ changes in checkpoints
