@@ -205,7 +205,7 @@ def test_layout_and_arrangement_are_pure(module: str, trees: Trees) -> None:
     assert not [name for name in names if is_within(name, "torch")]
 
 
-LISTS_OF_PIPELINES = ("actions", "partition", "schedules", "simulate", "asynchronous/ages")
+LISTS_OF_PIPELINES = ("actions", "schedules", "simulate", "asynchronous/ages")
 
 
 @pytest.mark.parametrize("module", LISTS_OF_PIPELINES)

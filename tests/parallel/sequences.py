@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import zeroshard
 from tests.parallel.runs import Kind
-from zeroshard.comm.collectives import Axis
 
 WIDTH, HEAD, VOCABULARY, LENGTH, BATCH = 16, 4, 24, 8, 4
 PLAN = {
@@ -108,19 +105,3 @@ def sharded(model, config, plan):
 def kind_of(make, plan=None):
     """For `runs.plain` and `runs.divided`: a model that a seed makes, with the batches of this module."""
     return Kind(make, loss_of, plan, BATCH)
-
-
-def sent_by(model, plan):
-    """The exchanges of activations in a training step: (kind, label, bytes)."""
-    notes, note = [], Axis.note
-
-    def noted(axis, kind, num_bytes, label, *line):
-        if "activations" in label:
-            notes.append((kind, label, num_bytes))
-        note(axis, kind, num_bytes, label, *line)
-
-    engine = sharded(model, {"stage": 1, "mesh": {"tp": 2}}, plan)
-    with mock.patch.object(Axis, "note", noted):
-        engine.backward(loss_of(engine, 0))
-    engine.close(restore=False)
-    return notes

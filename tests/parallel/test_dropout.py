@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import zeroshard
 from tests.parallel import runs
-from tests.parallel.runs import BATCH, HEAD, PLAN, VOCABULARY
+from tests.parallel.runs import BATCH, HEAD, PLAN, VOCABULARY, initialize
 from tests.ranks import on_ranks
 
 LENGTH = 9
@@ -84,10 +83,6 @@ def loss_of(model, number, own=slice(None)):
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def sharded(model, optimizer, config, plan=None):
-    return zeroshard.initialize(model, optimizer, config, tp_plan=plan).engine
-
-
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -95,7 +90,7 @@ def sgd(parameters):
 def trained(config, steps, plan=PLAN):
     """Masks, losses and parameters of a divided model whose ranks have other random states."""
     model = build(0)
-    engine = sharded(model, sgd, config, plan)
+    engine = initialize(model, sgd, config, plan)
     axes = engine._axes
     size = BATCH // axes.dp.size
     own = slice(axes.dp.rank * size, (axes.dp.rank + 1) * size)
@@ -162,7 +157,7 @@ def gradients_of_losses(kind, **config):
     for block in model.blocks:
         block.__class__ = kind
     config |= {"mesh": {"tp": 2}, "gradient_accumulation_steps": 3}
-    engine = sharded(model, sgd, config, PLAN)
+    engine = initialize(model, sgd, config, PLAN)
     torch.manual_seed(dist.get_rank())
     for number in range(2):
         engine.backward(loss_of(engine, number))
@@ -197,7 +192,7 @@ class Fails(Model):
 
 def after_an_error():
     model, tokens = Fails().double(), torch.arange(10).view(2, 5)
-    engine = sharded(model, sgd, {"stage": 1, "mesh": {"tp": 2}}, PLAN)
+    engine = initialize(model, sgd, {"stage": 1, "mesh": {"tp": 2}}, PLAN)
     torch.manual_seed(7)
     with pytest.raises(RuntimeError, match="size"):
         engine(tokens, fails=True)
@@ -223,7 +218,7 @@ def test_a_model_that_draws_nothing_changes_no_random_number():
         for module in model.modules():
             if isinstance(module, Drop):
                 module.eval()
-        runs = sharded(model, sgd, {"stage": 1, "mesh": {"tp": 2}}, PLAN) if is_divided else model
+        runs = initialize(model, sgd, {"stage": 1, "mesh": {"tp": 2}}, PLAN) if is_divided else model
         torch.manual_seed(3)
         loss_of(runs, 0).backward()
         drawn.append(torch.rand(4))

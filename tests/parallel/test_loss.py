@@ -12,9 +12,8 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-import zeroshard
 from tests.parallel.models import GROUPED, VOCABULARY, build
-from tests.parallel.runs import Kind, compare, divided, plain
+from tests.parallel.runs import Kind, compare, divided, initialize, plain
 from tests.ranks import on_ranks
 from zeroshard.comm.collectives import Axis
 from zeroshard.comm.counter import Counter
@@ -27,8 +26,8 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 """The loss of transformers is computed in float32."""
 
 
-def sharded(model, config, plan=None, optimizer=None):
-    return zeroshard.initialize(model, optimizer or sgd, config, tp_plan=plan).engine
+def sharded(model, config, plan=None):
+    return initialize(model, sgd, config, plan)
 
 
 def sgd(parameters):

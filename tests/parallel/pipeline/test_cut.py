@@ -1,9 +1,14 @@
 """The cut of a model into chunks, and the schedule, that a config asks for."""
 
 import re
+from fractions import Fraction
+from itertools import combinations, pairwise
+from statistics import pvariance
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from tests.parallel.pipeline.runs import llama, plain, start, tokens_of, train
@@ -11,7 +16,7 @@ from tests.ranks import on_ranks
 from zeroshard import Config
 from zeroshard.parallel.pipeline.actions import parse_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked
-from zeroshard.parallel.pipeline.cut import cut_model
+from zeroshard.parallel.pipeline.cut import cut_model, partition
 from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
 
 CPU = torch.device("cpu")
@@ -42,12 +47,36 @@ def test_a_balance_of_time_counts_weights_without_tables_and_one_of_memory_count
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     table, norm = 40 * 32, 32
     found = cut(model, config_of())
-    assert [block.time for block in found.blocks] == [layer, layer, layer, layer + norm + table]
+    assert [block.weights for block in found.blocks] == [layer, layer, layer, layer + norm + table]
     sizes = [layer + table, layer, layer, layer + norm + table]
     assert [block.parameter_bytes for block in found.blocks] == [4 * size for size in sizes]
     rows = nn.Sequential(nn.Embedding(9, 30), nn.Linear(30, 2), nn.Linear(2, 2), nn.Linear(2, 40))
     assert cut(rows, config_of()).runs == (range(3), range(3, 4))
     assert cut(rows, config_of(balance="memory")).runs == (range(1), range(1, 4))
+
+
+def divisions(num_blocks, num_chunks):
+    for cuts in combinations(range(1, num_blocks), num_chunks - 1):
+        yield tuple(range(first, end) for first, end in pairwise((0, *cuts, num_blocks)))
+
+
+@given(st.lists(st.integers(0, 4) | st.integers(0, 1 << 40), min_size=1, max_size=7), st.data())
+def test_a_search_through_all_divisions_finds_the_same(sizes, data):
+    """Of those with the least variance, the one with the fewest blocks in the first chunks."""
+
+    def measure(chunks):
+        sums = [Fraction(sum(sizes[block] for block in chunk)) for chunk in chunks]
+        return pvariance(sums), [len(chunk) for chunk in chunks]
+
+    num_chunks = data.draw(st.integers(1, len(sizes)))
+    assert partition(sizes, num_chunks) == min(divisions(len(sizes), num_chunks), key=measure)
+
+
+@pytest.mark.parametrize("num_chunks", [0, 4])
+def test_an_impossible_partition_is_refused(num_chunks):
+    text = f"expected 1 to 3 chunks, as each has a block or more, got {num_chunks}"
+    with pytest.raises(ValueError, match=text):
+        partition([5] * 3, num_chunks)
 
 
 # ------------------------------------------------------------------------------------------- split

@@ -16,11 +16,6 @@ CASES = {
 """The fuzz draws other schedules with steps that wait."""
 
 
-def train(engine, number):
-    tokens = tokens_of(number).chunk(engine.dp_world_size)[engine.dp_rank]
-    return engine.train_batch({"input_ids": tokens}, tokens)
-
-
 def look(engine, number):
     """What somebody sees between two batches: nothing, a loss, options, parameters or states."""
     if number == 1:
@@ -42,7 +37,7 @@ def run(name, config):
     with stepped_late() as names:
         engine, seen = start(name, {"clip_grad_norm": None} | config, adamw), []
         for number in range(7):
-            seen.append(train(engine, number))
+            seen.append(engine.train_batch({"input_ids": tokens_of(number)}, tokens_of(number)))
             seen += look(engine, number)
         num_late = len(names)
         seen += parameters_of(engine).values()

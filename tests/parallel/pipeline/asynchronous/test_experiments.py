@@ -25,12 +25,8 @@ from pipeline_jobs import Sleepers
 def executed(num_stages, method, maker, numbers, num):
     model = model_of(num_stages)
     modules = [model[2 * rank : 2 * rank + 2] for rank in range(num_stages)]
-    rule = Rule(
-        weights=method.weights,
-        correction=method.correction,
-        decay=method.decay,
-        anneal_steps=method.anneal_steps,
-    )
+    keys = ("weights", "correction", "decay", "anneal_steps")
+    rule = Rule(**{key: getattr(method, key) for key in keys})
     executor = Executor(modules, MAKERS[maker], rule, nn.functional.mse_loss)
     losses = []
     for number in numbers:
