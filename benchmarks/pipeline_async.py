@@ -87,7 +87,6 @@ class Trained:
         pipeline: dict[str, Any] = {"schedule": schedule, "num_microbatches": num_microbatches}
         if per_step is not None:
             pipeline["microbatches_per_step"] = per_step
-        # The cut must not depend on a measurement, as it would with balance "time": all have the same.
         pipeline["balance"] = "memory"
         config = {"stage": 0, "mesh": {"pp": dist.get_world_size()}, "pipeline": pipeline}
         self.per_step = per_step or num_microbatches

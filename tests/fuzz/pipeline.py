@@ -245,7 +245,7 @@ def build_case(seed: int) -> Case:
         "pipeline": {
             "schedule": schedule,
             "num_microbatches": random.choice((2, 4)),
-            "balance": "memory",  # a cut that does not depend on measured times
+            "balance": "memory",
         },
         "recompute": random.choice(("none", "none", "unit")),
         "clip_grad_norm": random.choice((None, 0.1, 10.0)),

@@ -129,7 +129,7 @@ def config_of(layout, stage=3, **more):
 
 def start(model, config, make=sgd, seed=0):
     """An engine over a model, or over one of a name."""
-    if "split" not in config.get("pipeline", {"split": ()}):  # a cut that does not depend on measured times
+    if "split" not in config.get("pipeline", {"split": ()}):  # the names in the tests are of this cut
         config = config | {"pipeline": {"balance": "memory", **config["pipeline"]}}
     model = build(model, seed) if isinstance(model, str) else model
     return zeroshard.initialize(model, make, {"clip_grad_norm": 0.5, **config}).engine

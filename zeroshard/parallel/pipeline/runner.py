@@ -85,7 +85,7 @@ class Runner:
         messages.most_sends = max(messages.most_sends, room_for_sends(schedule))
         self._last_chunk = schedule.num_chunks - 1
         actions = schedule.lists[messages.rank]
-        self._recomputed = {action.place for action in actions if action.kind is Kind.RECOMPUTE}
+        self.recomputed = {action.place for action in actions if action.kind is Kind.RECOMPUTE}
         self._halved = {action.place for action in actions if action.kind is Kind.INPUT_GRADIENT}
         self.ends = ends_of_steps(actions)
         """The last backward before each step, with the number of its backwards."""
@@ -177,7 +177,7 @@ class Runner:
 
     def _forward(self, action: Action) -> None:
         chunk, microbatch = place = action.place
-        call, is_recomputed = self._calls[place], place in self._recomputed
+        call, is_recomputed = self._calls[place], place in self.recomputed
         if is_recomputed:
             call.random = random_states(self._messages.device)
             with torch.no_grad():

@@ -415,7 +415,8 @@ class PipelineTraining:
     def _compute(self, chunk: int, microbatch: int, value: Tensor | None) -> Tensor:
         assert self._piece_of is not None, "a list runs"
         piece, target = self._piece_of(microbatch)
-        if not torch.is_grad_enabled():  # a recomputed forward gets the batch as it was before the first one
+        if self._action.kind is Kind.FORWARD and (chunk, microbatch) in self._runner.recomputed:
+            # A recomputation gets the batch as it was before the first forward.
             piece, target = pytree.tree_map_only(Tensor, Tensor.clone, (piece, target))
         if chunk < len(self._part.cut.runs) - 1:
             output = self._part.chunked(chunk, value, piece)
