@@ -16,7 +16,7 @@ from zeroshard.agreement import check_agreement
 from zeroshard.assemble import open_data_parallel, shard_over, specify_units
 from zeroshard.checkpoint.capture import EngineState
 from zeroshard.checkpoint.manifest import describe_model
-from zeroshard.comm.collectives import Axis, on_first
+from zeroshard.comm.collectives import Axis, on_all, on_first
 from zeroshard.comm.device import use_device
 from zeroshard.comm.lifecycle import close_at_exit, start_world
 from zeroshard.comm.mesh import Axes
@@ -24,6 +24,7 @@ from zeroshard.config.sections import Config, Loader
 from zeroshard.data.loader import EpochLoader, GivenLoader, is_loader, refuse_generators, warn_of_same_samples
 from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
+from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import refuse_recording
 from zeroshard.memory.tiered import check_room
 from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
@@ -31,6 +32,8 @@ from zeroshard.optim.muon import refuse_ignored
 from zeroshard.parallel.pipeline.chunked import Absent, Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.part import ModelPart, take_part
+from zeroshard.parallel.pipeline.profile import SampleSource, sample_of
+from zeroshard.parallel.pipeline.traced import TracedChunks, trace
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
@@ -97,7 +100,7 @@ def initialize(
     # Opened before the checks: scripts over such a mesh ask torch for their rank after a refusal.
     world = start_world(device, config.watchdog_s) if config.mesh.pp * config.mesh.tp > 1 else None
     if world is not None and config.mesh.pp > 1:
-        part, described = _part_of_model(model, optimizer, config, world, dataset)
+        part, described = _part_of_model(model, optimizer, config, world, SampleSource(dataset, collate_fn))
         model, config = part.chunked.model, part.narrowed
         if part.is_frozen:  # an optimizer over nothing would be an error of torch
             optimizer = lr_scheduler = None
@@ -139,7 +142,7 @@ def initialize(
 
 
 def _part_of_model(
-    model: nn.Module, optimizer: object, config: Config, world: Axis, dataset: Any
+    model: nn.Module, optimizer: object, config: Config, world: Axis, source: SampleSource
 ) -> tuple[ModelPart, dict[str, Any]]:
     """Take this rank's part of a model, which rank 0 cuts for all ranks; collective.
 
@@ -148,7 +151,7 @@ def _part_of_model(
         optimizer: as `initialize` was given it.
         config: the config.
         world: all ranks.
-        dataset: the data of training, which the ranks compare.
+        source: the samples, with which operations are counted.
 
     Returns:
         The part, and the description of the whole model, see `describe_model`.
@@ -168,13 +171,39 @@ def _part_of_model(
             "out of it: build the model again"
         )
     described = describe_model(model)
-    chunked = Chunked(model)
+    chunked = _traced(model, config, world, source) if config.pipeline.trace else Chunked(model)
+    model = chunked.model
     specs = specify_units(model, config)
-    check_agreement(world, model, config, specs, None, {}, dataset)
-    made = on_first(world, "cut of the model into chunks", lambda: cut_model(chunked, config, world.device))
+    check_agreement(world, model, config, specs, None, {}, source.training_data)
+    made = on_first(
+        world, "cut of the model into chunks", lambda: cut_model(chunked, config, source, world.device)
+    )
     arrangement = Arrangement(world.size, config.mesh.pp, config.mesh.tp, config.shard_group_size)
     part = take_part(chunked, config, made, arrangement.coordinates(world.rank).pp)
     return replace(part, is_frozen=part.is_frozen and optimizer is not None), described
+
+
+def _traced(model: nn.Module, config: Config, world: Axis, source: SampleSource) -> TracedChunks:
+    """Trace a model on each rank.
+
+    Raises:
+        ValueError: the model cannot be traced, on any rank.
+    """
+    names = tuple(config.pipeline.split or ())
+    found: list[TracedChunks] = []
+
+    def trace_it() -> None:
+        sample = None if source.training_data is None else sample_of(model, source, config.micro_batch_size)
+        if sample is None:
+            raise ValueError(
+                "pipeline.trace: expected training_data at initialize: its first samples trace the model"
+            )
+        if any(not has_memory(tensor) for tensor in (*model.parameters(), *model.buffers())):
+            raise ValueError("pipeline.trace: expected a model with values, got one under deferred_init")
+        found.append(trace(model, sample, names))
+
+    on_all(world, "trace of the model", trace_it)
+    return found[0]
 
 
 def _check_arguments(model: Any, training_data: Any, loss_fn: Any) -> None:

@@ -62,12 +62,14 @@ class Pipeline(Checked):
     num_chunks: Annotated[int | None, checked.integer(1)] = None
     """Chunks of the model on each rank. None: the smallest number that the schedule allows."""
     balance: Annotated[str, checked.choice("time", "memory")] = "time"
-    """Chunks are cut to have about the same "time", by parameters that multiply, or bytes ("memory")."""
+    """Chunks are cut to have about the same "time", by operations, or parameters ("memory")."""
     split: Annotated[Sequence[str] | None, checked.MODULE_NAMES] = None
     """Names of the blocks that each begin a new chunk, in order, without the first block.
 
     None: the model is cut by `balance`.
     """
+    trace: bool = False
+    """True: a trace of its forward cuts a model of any structure, before the modules in `split`."""
     microbatches_per_step: Annotated[int | None, checked.integer(1)] = None
     """Micro-batches of each step of an asynchronous schedule. None: the fewest that its weights allow."""
     synchronous_steps: Annotated[int, checked.integer(0)] = 0
@@ -93,6 +95,7 @@ class Pipeline(Checked):
     def _requirements(self) -> list[Requirement]:
         return [
             (self.balance != "time", "balance", (self.split is None, "split", "None")),
+            (self.trace, "trace", (self.split is not None, "split", "names of modules")),
             *self._asynchronous_requirements(),
         ]
 

@@ -187,7 +187,7 @@ class Mesh(Checked):
     """True divides norms and dropout of a model of transformers along the sequence, over the tensor ranks."""
 
 
-_OF_PIPELINES = ("schedule", "num_microbatches", "num_chunks", "split", "balance")
+_OF_PIPELINES = ("schedule", "num_microbatches", "num_chunks", "split", "balance", "trace")
 _EARLY = "offload.step_in_backward"
 _WIDE, _NOT_HALF = "another dtype than bfloat16", "another dtype than float16"
 
@@ -258,7 +258,8 @@ class Config(Checked):
         sharded = (self.stage >= 1, "stage", ">= 1")
         stage_3 = (self.stage == 3, "stage", "3")
         pipelined, whole = (self.mesh.pp > 1, "mesh.pp", ">= 2"), (self.mesh.pp == 1, "mesh.pp", "1")
-        not_compiled = (not self.compile, "compile", "False")
+        not_compiled, undivided = (not self.compile, "compile", "False"), (self.mesh.tp == 1, "mesh.tp", "1")
+        not_overridden = (not self.precision.overrides, "precision.overrides", "None")
         regroups = not isinstance(self.reshard_after_forward, bool)
         not_half, unclipped, unjudged = unread = self._no_judgement()
         not_narrow = (self.precision.main_dtype != torch.bfloat16, "precision.main_dtype", _WIDE)
@@ -276,6 +277,9 @@ class Config(Checked):
             # Between chunks each tensor rank would have a part of the sequence, and number it from 0.
             (self.mesh.sequence, "mesh.sequence", whole),
             *((True, f"pipeline.{name}", pipelined) for name in of_pipelines),
+            # A trace has the operations of whole layers of modules, not the calls of modules, at which
+            # values are cast.
+            (self.pipeline.trace, "pipeline.trace", undivided, not_compiled, not_overridden),
             *self._asynchronous_requirements(unclipped, unjudged, not_half, not_compiled),
             # Gradients of ignored parameters are neither unscaled nor widened.
             (bool(self.ignored), "ignored", not_half, not_narrow),

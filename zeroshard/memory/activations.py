@@ -63,6 +63,7 @@ from zeroshard.forwards.quantized import is_quantized
 from zeroshard.forwards.wrapped import checkpointed, outermost
 from zeroshard.internals import pytree
 from zeroshard.internals.nested import cast_inputs, cast_outputs
+from zeroshard.parallel.pipeline.profile import Assumed
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.sequence import Activations
 from zeroshard.parallel.tensor.styles import Plan
@@ -254,7 +255,7 @@ def dry_run(
         for module in runs.modules():
             module.register_forward_hook(sample)
         try:
-            with _META, torch.enable_grad(), _FusedAttention(), _Assumed(), live:  # type: ignore[no-untyped-call]
+            with _META, torch.enable_grad(), _FusedAttention(), Assumed(), live:  # type: ignore[no-untyped-call]
                 loss = loss_of(runs)
                 sample()
                 loss.backward()
@@ -413,15 +414,6 @@ class _OneOfMany(Activations):
 
     def first(self, value: _Value, label: str) -> _Value:
         return value
-
-
-class _Assumed(TorchDispatchMode):
-    """A condition on values, of which there are none, is true: no token is padding, for example."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            return True
-        return func(*args, **(kwargs or {}))
 
 
 class _FusedAttention(TorchFunctionMode):

@@ -29,6 +29,7 @@ from zeroshard.memory.tiered import States, bytes_on_tiers
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.part import take_part
+from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.pipeline.schedules import with_schedule
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
@@ -279,7 +280,11 @@ def _plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Pla
     if config.mesh.pp == 1:
         units = _units_of(model, specify_units(model, config), config, setting, tp_plan)
         return [(units, _scale_bytes(model))]
-    cut = cut_model(Chunked(without_memory(model)), config, _CPU)
+    if config.pipeline.trace:
+        raise ValueError(
+            "pipeline.trace: an estimate cannot trace a model, whose samples it does not have: expected False"
+        )
+    cut = cut_model(Chunked(without_memory(model)), config, SampleSource(), _CPU, counts=False)
     config = with_schedule(config, cut.schedule)
     ranks = []
     for rank in range(config.mesh.pp):

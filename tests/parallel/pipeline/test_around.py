@@ -4,7 +4,6 @@ Losses are compared within 1e-6, because an engine adds them up in float32.
 """
 
 import copy
-import re
 
 import pytest
 import torch
@@ -15,9 +14,10 @@ from torch import nn
 import zeroshard
 from tests.parallel.pipeline.runs import build as language_model
 from tests.parallel.pipeline.runs import sgd, train_plainly
-from tests.ranks import on_ranks
 from zeroshard.parallel.pipeline.chunked import Chunked, outline_of
 from zeroshard.parallel.pipeline.cut import require_handed_on
+from zeroshard.parallel.pipeline.profile import SampleBatch
+from zeroshard.parallel.pipeline.traced import trace
 
 WIDTH, ROWS, STEPS, NUM = 6, 8, 2, 4
 CPU = torch.device("cpu")
@@ -37,11 +37,12 @@ def made(make):
     return make().double()
 
 
-def start(make, schedule="1f1b", *, split=None):
-    pipeline = {"schedule": schedule, "num_microbatches": NUM}
+def start(make, schedule="1f1b", *, trace=False, split=None):
+    pipeline = {"schedule": schedule, "num_microbatches": NUM, "trace": trace}
     pipeline |= {"balance": "memory"} if split is None else {"split": split}
     config = {"stage": 1, "mesh": {"pp": 2}, "pipeline": pipeline, "micro_batch_size": ROWS // NUM}
-    return zeroshard.initialize(made(make), sgd, config, loss_fn=F.mse_loss).engine
+    data = list(zip(*batch(0), strict=True)) if trace else None
+    return zeroshard.initialize(made(make), sgd, config, loss_fn=F.mse_loss, training_data=data).engine
 
 
 def trained(engine):
@@ -64,19 +65,62 @@ def plain(make):
     return [*losses, loss_of(model.eval(), x, y).item()]
 
 
+def message_of(error, call, *args, **kwargs):
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    return str(caught.value)
+
+
 # ----------------------------------------------------------------------------------------------- hooks
 
 
-@on_ranks(2)
-def test_a_weight_of_another_rank_that_a_reference_was_kept_to_is_an_error():
-    """A module of this rank may refer to it, such as a tied head by hand."""
+def with_a_reference():
+    """A weight of the other rank, which a module of this one may refer to, such as a tied head by hand."""
     known = layers()
     engine = start(lambda: nn.Sequential(*known))
-    name = "0" if torch.distributed.get_rank() else "3"
-    text = f"got an original parameter, '{name}.0.weight', from a reference that was kept"
-    with pytest.raises(RuntimeError, match=text):
-        known[int(name)](torch.ones(1, WIDTH).double())
+    other = known[0 if torch.distributed.get_rank() else 3]
+    found = message_of(RuntimeError, other, torch.ones(1, WIDTH).double())
     engine.close(restore=False)
+    return found
+
+
+def test_a_weight_of_another_rank_that_a_reference_was_kept_to_is_an_error(ranks):
+    first, last = ranks(2, with_a_reference)
+    assert "got an original parameter, '3.0.weight', from a reference that was kept" in first
+    assert "got an original parameter, '0.0.weight', from a reference that was kept" in last
+
+
+class Plain(nn.Module):
+    """A model that is no Sequential, with a buffer that its forward uses in a given way."""
+
+    def __init__(self, use=None):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("step", torch.ones(1))
+        self.use = use
+
+    def forward(self, x):
+        step = 1.0
+        if self.use in ("read", "read first"):
+            step = self.step * 1.0
+        if self.use == "in place":
+            step = self.step.add_(1.0)
+        if self.use == "copied":
+            step = self.step + 1.0
+            self.step.copy_(step)
+        x = self.b(torch.tanh(self.a(x) / step))
+        if self.use == "read first":
+            self.step.add_(1.0)
+
+        return self.c(torch.tanh(x)) / (self.step if self.use == "read" else step)
+
+
+@pytest.mark.parametrize("name", ["", "b"])
+def test_hooks_are_refused_in_a_trace(name):
+    model = Plain()
+    model.get_submodule(name).register_forward_hook(lambda m, args, output: output * 0.5)
+    with pytest.raises(ValueError, match=r"with pipeline\.trace, write it into a forward"):
+        trace(model, SampleBatch((torch.rand(2, WIDTH),), {}), ["b"])
 
 
 # ------------------------------------------------------------------------------- a forward of its own
@@ -92,12 +136,27 @@ class Backwards(nn.Sequential):
         return reversed(self._modules.values())
 
 
-def test_a_sequence_with_a_forward_of_its_own_is_refused():
-    for kind in (Residual, Backwards):
-        with pytest.raises(ValueError, match=f"got a {kind.__name__}: it is a Sequential with a forward of"):
-            outline_of(kind(*layers()))
-    named = type("Named", (nn.Sequential,), {})(*layers())  # it computes as any Sequential
-    assert outline_of(named).blocks == ("0", "1", "2", "3")
+class Named(nn.Sequential):
+    """A class that makes its layers, and computes as any Sequential."""
+
+    def __init__(self):
+        super().__init__(*layers())
+
+
+def of_sequences():
+    options = {"trace": True, "split": ["2"]}
+    traced = trained(start(lambda: Residual(*layers()), **options))
+    return message_of(ValueError, start, lambda: Residual(*layers())), traced, trained(start(Named))
+
+
+def test_a_sequence_with_a_forward_of_its_own_is_refused_and_a_trace_cuts_it(ranks):
+    want, plainly = plain(lambda: Residual(*layers())), plain(Named)
+    for message, traced, losses in ranks(2, of_sequences):
+        assert "got a Residual: it is a Sequential with a forward of its own. pipeline.trace=True" in message
+        assert traced == pytest.approx(want, rel=1e-6)
+        assert losses == pytest.approx(plainly, rel=1e-6)
+    with pytest.raises(ValueError, match="got a Backwards: it is a Sequential with a forward of its own"):
+        outline_of(Backwards(*layers()))
 
 
 # -------------------------------------------------------------------------- attributes of other chunks
@@ -124,7 +183,7 @@ LOOKS = {
 def test_a_forward_that_reads_an_attribute_of_another_chunk_is_refused_by_name(name, monkeypatch):
     monkeypatch.setattr(Reads, "look", staticmethod(LOOKS[name]))
     model = Reads(language_model("llama").config)
-    with pytest.raises(ValueError, match=rf"got a Reads: .*it reads '{name}'.*as a Sequential of its blocks"):
+    with pytest.raises(ValueError, match=rf"got a Reads: .*it reads '{name}'.*pipeline\.trace=True cuts"):
         require_handed_on(Chunked(model), CPU)
     assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape  # it is as it was
 
@@ -167,6 +226,41 @@ def with_norms(copies=False):
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH), other)
 
 
+def with_buffers():
+    message = message_of(ValueError, start, with_norms, split=["2"])
+    return message, trained(start(lambda: with_norms(copies=True), split=["2"])), trained(start(with_table))
+
+
+def test_a_buffer_that_two_chunks_may_write_is_refused_and_a_table_is_not(ranks):
+    copies, table = plain(lambda: with_norms(copies=True)), plain(with_table)
+    for message, norms, tables in ranks(2, with_buffers):
+        assert message.startswith(
+            "mesh.pp: expected a buffer of one chunk, got '1.running_mean', which chunks [0, 1]"
+        )
+        assert norms == pytest.approx(copies, rel=1e-6)
+        assert tables == pytest.approx(table, rel=1e-6)
+
+
+def test_a_traced_buffer_that_one_chunk_writes_and_another_one_reads_is_refused():
+    with pytest.raises(ValueError, match=r"a written buffer in one chunk, got 'step' in \[0, 1\]"):
+        trace(Plain("read first"), SampleBatch((torch.rand(2, WIDTH),), {}), ["b"])
+
+
+@pytest.mark.long_where(use=["read", "copied"])
+@pytest.mark.parametrize("use", ["read", "in place", "copied"])
+def test_a_traced_chunk_hands_on_the_value_that_a_buffer_has(use):
+    """All forwards of the first chunk run before those of the second one, as in GPipe."""
+    pieces = batch(0)[0].chunk(NUM)
+    want, found = made(lambda: Plain(use)), []
+    for own in range(2):
+        model = made(lambda: Plain(use))
+        found.append(trace(model, SampleBatch((pieces[0],), {}), ["b"]))
+        found[own].keep([], [own])
+    values = [found[0](0, (), {"x": piece}) for piece in pieces]
+    for piece, value in zip(pieces, values, strict=True):
+        torch.testing.assert_close(found[1](1, value, {"x": piece}), want(piece))
+
+
 # ------------------------------------------------------------------------------------ edits in place
 
 
@@ -201,17 +295,17 @@ MODELS = {
     ),
     "one block for all chunks": (one_block, "interleaved"),
     "running statistics": (norms, "varuna"),
-    "a table in several chunks": (with_table, "1f1b"),
-    "copies of a buffer": (lambda: with_norms(copies=True), "1f1b"),
 }
 
 
-@on_ranks(2)
-def test_sequences_train_as_in_one_process():
-    """Layers that edit their input, modules in several places, and buffers, which one chunk may write."""
-    text = "mesh.pp: expected a buffer of one chunk, got '1.running_mean', which chunks [0, 1]"
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
-        start(with_norms, split=["2"])
-    for case, (make, schedule) in MODELS.items():
-        found = trained(start(make, schedule, split=["2"] if "copies" in case else None))
-        assert found == pytest.approx(plain(make), rel=1e-6), case
+def sequences(case):
+    make, schedule = MODELS[case]
+    return trained(start(make, schedule))
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_sequence_trains_as_in_one_process(ranks, case):
+    """Layers that edit their input, and modules in several places."""
+    want = plain(MODELS[case][0])
+    for losses in ranks(2, sequences, case):
+        assert losses == pytest.approx(want, rel=1e-6)

@@ -1,25 +1,26 @@
 """The cut of a model into chunks, and the schedule, that a config asks for."""
 
 import re
-from fractions import Fraction
-from itertools import combinations, pairwise
-from statistics import pvariance
+import warnings
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from tests.parallel.pipeline.runs import llama, plain, start, tokens_of, train
-from tests.ranks import on_ranks
+from tests.parallel.pipeline.runs import plain, start, tokens_of, train
 from zeroshard import Config
+from zeroshard.parallel.pipeline import cut as cutting
 from zeroshard.parallel.pipeline.actions import parse_schedule
 from zeroshard.parallel.pipeline.chunked import Chunked
-from zeroshard.parallel.pipeline.cut import cut_model, partition
+from zeroshard.parallel.pipeline.cut import cut_model
+from zeroshard.parallel.pipeline.partition import BlockProfile
+from zeroshard.parallel.pipeline.profile import SampleSource
 from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
 
 CPU = torch.device("cpu")
+WITH_DATA = SampleSource(TensorDataset(torch.zeros(4, 3), torch.zeros(4, 3)))
 OWN = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 """Two ranks, two micro-batches."""
 VEE = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
@@ -34,49 +35,51 @@ def sequence(num_blocks):
     return nn.Sequential(*(nn.Linear(3, 3) for _ in range(num_blocks)))
 
 
-def cut(model, config):
-    return cut_model(Chunked(model), config, CPU)
+def cut(model, config, source=WITH_DATA):
+    return cut_model(Chunked(model), config, source, CPU)
+
+
+def with_times(times):
+    """A count that finds given times."""
+    blocks = tuple(BlockProfile(time=number, parameter_bytes=1) for number in times)
+    return mock.patch.object(cutting, "count_blocks", return_value=blocks)
 
 
 # ------------------------------------------------------------------------------------------- balance
 
 
-def test_a_balance_of_time_counts_weights_without_tables_and_one_of_memory_counts_bytes():
-    """Modules around the blocks count with the first and the last one."""
-    model = llama()
-    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
-    table, norm = 40 * 32, 32
-    found = cut(model, config_of())
-    assert [block.weights for block in found.blocks] == [layer, layer, layer, layer + norm + table]
-    sizes = [layer + table, layer, layer, layer + norm + table]
+def test_counted_operations_decide_on_the_cut():
+    with with_times((1, 1, 3, 5, 1)):
+        found = cut(sequence(5), config_of(pp=3))
+    assert found.runs == (range(2), range(2, 3), range(3, 5))
+    assert found.is_measured
+
+
+def test_balance_of_memory_cuts_by_parameters_and_counts_nothing():
+    model = nn.Sequential(nn.Linear(9, 30), nn.Linear(30, 2), nn.Linear(2, 2), nn.Linear(2, 40))
+    sizes = [9 * 30 + 30, 30 * 2 + 2, 2 * 2 + 2, 2 * 40 + 40]  # 300, 62, 6, 120
+    with mock.patch.object(cutting, "count_blocks", side_effect=AssertionError):
+        found = cut(model, config_of(balance="memory"))
+    assert found.runs == (range(1), range(1, 4))
     assert [block.parameter_bytes for block in found.blocks] == [4 * size for size in sizes]
-    rows = nn.Sequential(nn.Embedding(9, 30), nn.Linear(30, 2), nn.Linear(2, 2), nn.Linear(2, 40))
-    assert cut(rows, config_of()).runs == (range(3), range(3, 4))
-    assert cut(rows, config_of(balance="memory")).runs == (range(1), range(1, 4))
+    assert not found.is_measured
 
 
-def divisions(num_blocks, num_chunks):
-    for cuts in combinations(range(1, num_blocks), num_chunks - 1):
-        yield tuple(range(first, end) for first, end in pairwise((0, *cuts, num_blocks)))
+def test_parameters_stand_for_operations_without_data():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 6))  # 6, 6, 6, 18
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = cut(model, config_of(), SampleSource())
+    assert found.runs == (range(3), range(3, 4))
+    assert not found.is_measured
 
 
-@given(st.lists(st.integers(0, 4) | st.integers(0, 1 << 40), min_size=1, max_size=7), st.data())
-def test_a_search_through_all_divisions_finds_the_same(sizes, data):
-    """Of those with the least variance, the one with the fewest blocks in the first chunks."""
-
-    def measure(chunks):
-        sums = [Fraction(sum(sizes[block] for block in chunk)) for chunk in chunks]
-        return pvariance(sums), [len(chunk) for chunk in chunks]
-
-    num_chunks = data.draw(st.integers(1, len(sizes)))
-    assert partition(sizes, num_chunks) == min(divisions(len(sizes), num_chunks), key=measure)
-
-
-@pytest.mark.parametrize("num_chunks", [0, 4])
-def test_an_impossible_partition_is_refused(num_chunks):
-    text = f"expected 1 to 3 chunks, as each has a block or more, got {num_chunks}"
-    with pytest.raises(ValueError, match=text):
-        partition([5] * 3, num_chunks)
+def test_parameters_stand_for_operations_with_a_warning_if_the_model_refuses_the_data():
+    text = "pipeline.balance='time': the operations of the blocks could not be counted"
+    with pytest.warns(UserWarning, match=text):
+        found = cut(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), config_of())
+    assert found.runs == (range(1), range(1, 2))
+    assert not found.is_measured
 
 
 # ------------------------------------------------------------------------------------------- split
@@ -93,13 +96,18 @@ def test_an_impossible_partition_is_refused(num_chunks):
 )
 def test_names_begin_new_chunks(split, schedule, num_microbatches, runs):
     config = config_of(schedule, split=split, num_microbatches=num_microbatches)
-    assert cut(sequence(5), config).runs == runs
+    with mock.patch.object(cutting, "count_blocks", side_effect=AssertionError):
+        assert cut(sequence(5), config).runs == runs
 
 
 @pytest.mark.parametrize(
     ("split", "schedule", "text"),
     [
-        (["layers.3"], "1f1b", "expected 1 blocks that begin all but the first of 2 chunks, after '0'"),
+        (
+            ["layers.3"],
+            "1f1b",
+            "expected 1 blocks that begin all but the first of 2 chunks, after '0'",
+        ),
         (["0"], "1f1b", "in the order of the model, got 1: 0"),
         (["2", "3"], "1f1b", "got 2: 2, 3"),
         (["3", "2", "4"], "interleaved", "got 3: 3, 2, 4"),
@@ -130,7 +138,9 @@ def test_a_list_is_read_from_a_text_a_file_or_an_object(form, tmp_path):
         OWN.replace("B1", "B1,STEP"),
         OWN.replace("0B1", "0B1,0STEP").replace("1B1", "1B1,1STEP"),
         OWN.replace("0B1", "0B1,STEP"),
-        re.sub(r"(\d)([FB])(\d)", r"\1UNSHARD\3,\1\2\3,\1RESHARD\3", OWN).replace("1\n", "1,STEP\n"),
+        re.sub(r"(\d)([FB])(\d)", r"\1UNSHARD\3,\1\2\3,\1RESHARD\3", OWN).replace(
+            "RESHARD1\n", "RESHARD1,STEP\n"
+        ),
     ],
 )
 def test_steps_at_the_end_of_each_list_are_that_of_the_batch(text):
@@ -152,7 +162,12 @@ STEPS_LAST = "expected steps after all computations and reduces of the list, got
         (OWN, {"pp": 4}, 2, "mesh.pp: expected 2, as in the lists of pipeline.schedule, got 4"),
         (OWN, {}, 4, "pipeline.num_microbatches: expected 2, as in the lists of pipeline.schedule, got 4"),
         (VEE, {"num_chunks": 3}, 1, "pipeline.num_chunks: expected 2, as in the lists"),
-        (OWN.replace("0B0", "0B0,STEP"), {}, 2, f"rank 0: {STEPS_LAST} STEP before 0B1; a list with"),
+        (
+            OWN.replace("0B0", "0B0,STEP"),
+            {},
+            2,
+            f"pipeline rank 0: {STEPS_LAST} STEP before 0B1; a list with",
+        ),
         (VEE.replace("3B0", "3B0,3STEP"), {}, 1, f"{STEPS_LAST} 3STEP before 0B0"),
         (OWN.replace("0B1", "0B1,STEP,0REDUCE_GRAD"), {}, 2, "got STEP before 0REDUCE_GRAD"),
         ("0F0,0B0\n1B0,1F0\n", {}, 1, "pipeline.schedule: expected lists that run to their end"),
@@ -173,32 +188,49 @@ def test_a_file_that_is_not_there_is_an_error(tmp_path):
 # ------------------------------------------------------------------------------------------- over ranks
 
 
-@on_ranks(2)
-def test_ranks_train_by_the_lists_and_the_split_of_a_user():
-    pipeline = {"schedule": OWN, "num_microbatches": 2, "split": ["model.layers.3"]}
-    engine, (want, *_) = start("llama", {"mesh": {"pp": 2}, "pipeline": pipeline}), plain("llama", range(4))
+def trained_on_own_lists(pipeline):
+    """Losses by a list of the user's; report, names and evaluation of a cut by times that differ on ranks."""
+    engine = start("llama", {"mesh": {"pp": 2}, "pipeline": pipeline})
     losses, _ = train(engine, range(3))
-    losses.append(engine.eval_batch({"input_ids": tokens_of(3)}, tokens_of(3)).item())
-    assert losses == pytest.approx(want, rel=1e-6)
-    layers = tuple(f"model.layers.{number}" for number in range(4))
-    layer, last = 3 * 32 * 48 + 2 * 32 * 32 + 2 * 32 * 16 + 2 * 32, 32 + 40 * 32
-    share, chunks = (layer + last) / (4 * layer + last), engine.pipeline_report().chunks
-    assert [chunk.blocks for chunk in chunks] == [layers[:3], layers[3:]]
-    assert [chunk.time_share for chunk in chunks] == pytest.approx([1 - share, share])
-    assert [chunk.rank for chunk in chunks] == [0, 1]
-    text = rf"chunk 1 +1 +model\.layers\.3 +{share:.1%}"
-    assert re.search(text, str(engine.pipeline_report()))
-    is_there = any("layers.2." in name for name, _ in engine.module.named_parameters())
-    assert is_there == (torch.distributed.get_rank() == 0)
     engine.close(restore=False)
+    times = [(1.0, 1.0, 1.0, 5.0), (5.0, 1.0, 1.0, 1.0)][torch.distributed.get_rank()]
+    with with_times(times):
+        engine = start("llama", {"mesh": {"pp": 2}})
+    report, names = engine.pipeline_report(), [name for name, _ in engine.module.named_parameters()]
+    loss = engine.eval_batch({"input_ids": tokens_of(0)}, tokens_of(0)).item()
+    engine.close(restore=False)
+    return losses, report, str(report), names, loss
 
 
-@on_ranks(4)
-def test_verbs_of_the_sharding_anywhere_in_a_list_change_no_bit():
+def test_ranks_train_by_the_lists_and_the_split_of_a_user_and_cut_alike(ranks):
+    pipeline = {"schedule": OWN, "num_microbatches": 2, "split": ["model.layers.1"]}
+    want, _, _ = plain("llama", range(3))
+    found = ranks(2, trained_on_own_lists, pipeline)
+    layers = [f"model.layers.{number}" for number in range(4)]
+    for losses, report, text, _, loss in found:
+        assert losses == pytest.approx(want, rel=1e-6)
+        assert loss == pytest.approx(want[0], rel=1e-6)
+        assert [chunk.blocks for chunk in report.chunks] == [tuple(layers[:3]), tuple(layers[3:])]
+        assert [chunk.time_share for chunk in report.chunks] == [3 / 8, 5 / 8]
+        assert [chunk.rank for chunk in report.chunks] == [0, 1]
+        assert report.is_measured
+        assert re.search(r"chunk 0 +0 +model\.layers\.0 to model\.layers\.2 +37\.5%", text)
+        assert re.search(r"chunk 1 +1 +model\.layers\.3 +62\.5%", text)
+    assert any("layers.2." in name for name in found[0][3])
+    assert not any("layers.2." in name for name in found[1][3])
+
+
+def trained_with_misplaced_sharding():
+    """Losses and norms at stage 3: by a list, and by the same list with verbs of the sharding anywhere."""
     found = []
     for text in (OWN, OWN.replace("0F0", "0RESHARD,0F0,0UNSHARD").replace("1B1", "1REDUCE_GRAD,1B1")):
         pipeline = {"schedule": text, "num_microbatches": 2}
         engine = start("llama", {"stage": 3, "mesh": {"pp": 2}, "pipeline": pipeline})
-        found.append(train(engine, range(2)))
+        found.append(train(engine, range(3)))
         engine.close(restore=False)
-    assert found[0] == found[1]
+    return found
+
+
+def test_verbs_of_the_sharding_anywhere_in_a_list_change_no_bit(ranks):
+    for own, misplaced in ranks(4, trained_with_misplaced_sharding):
+        assert own == misplaced

@@ -152,7 +152,7 @@ def unknown_model(model: nn.Module, why: str) -> ValueError:
     return ValueError(
         "mesh.pp: expected a torch.nn.Sequential, or a causal language model of transformers whose "
         f"embedding, blocks, norm and head follow each other; got a {type(model).__name__}: {why}. "
-        "Write a model of another structure as a Sequential of its blocks"
+        "pipeline.trace=True cuts models of other structures that return one tensor"
     )
 
 
@@ -244,8 +244,6 @@ class Chunked:
         self._is_sequence, self._turn = isinstance(model, nn.Sequential), ChunkTurn()
         self._last_chunk = 0
         self._places: list[_ChunkModule] = []
-        self._others: dict[int, list[_ChunkModule]] = {}
-        """By chunk of this rank, the modules of its other chunks."""
 
     def tensors_of(self, blocks: range) -> Iterator[Tensor]:
         """Yield the parameters of the chunk with a run of blocks, and the buffers that it may write."""
@@ -274,7 +272,6 @@ class Chunked:
                     self._places.append(_ChunkModule(chunk, holder, attribute, module, absent))
                 else:
                     holder._modules[attribute] = absent
-        self._others = {c: [place for place in self._places if place.chunk != c] for c in own}
         # A module that refers to one of another rank would compute with its first values forever.
         for parameter in before.keys() - set(self.model.parameters()):
             retire(parameter, before[parameter])
@@ -285,25 +282,27 @@ class Chunked:
 
     check = staticmethod(refuse_collected)
 
-    def __call__(self, chunk: int, value: Tensor | None, kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, chunk: int, inputs: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Any:
         """Compute a chunk.
 
         Args:
             chunk: a chunk of this rank.
-            value: the output of the chunk before; None in the first one.
+            inputs: the output of the chunk before; () in the first one.
             kwargs: arguments of the model. For a model of transformers, `labels` make the last chunk return
                 an output with a loss; a `Sequential` has one argument, `input`.
 
         Returns:
-            The output of the chunk; of the last one, the output of the model.
+            The output of the chunk, a list of one; but of the last chunk, the output of the model.
         """
-        is_last, others = chunk == self._last_chunk, self._others.get(chunk, self._places)
+        value, is_last = inputs[0] if inputs else None, chunk == self._last_chunk
         self._turn.chunk = chunk
+        others = [place for place in self._places if place.chunk != chunk]
         for place in others:
             place.holder._modules[place.attribute] = place.absent
         try:
             if self._is_sequence:
-                return self.model(kwargs["input"] if value is None else value)
+                output = self.model(kwargs["input"] if value is None else value)
+                return output if is_last else [output]
             given = dict(kwargs) | {"use_cache": False}
             if value is not None:
                 given.pop("input_ids", None)
@@ -313,7 +312,7 @@ class Chunked:
                     given.pop(name, None)
                 given["return_dict"] = True
             outputs = self.model(**given)
-            return outputs if is_last else outputs.logits
+            return outputs if is_last else [outputs.logits]
         finally:
             for place in others:
                 place.holder._modules[place.attribute] = place.module
@@ -330,7 +329,7 @@ def tell_hooked(name: str = "") -> str:
     """Return the message that refuses hooks, or a forward set on the instance, of a module that is cut."""
     return (
         f"mesh.pp: expected no hooks on {repr(name) if name else 'the model'} and no forward set on it: each "
-        "chunk calls them. Hook the first or last layer inside"
+        "chunk calls them. Hook the first or last layer inside; with pipeline.trace, write it into a forward"
     )
 
 

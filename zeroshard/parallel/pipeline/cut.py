@@ -1,37 +1,34 @@
 """The cut of a model into chunks, and its report: at modules that are named, or by a balance of its blocks.
 
 split    ["layers.3"]       blocks 0 1 2 | 3 4 5 6
-balance  "time"             runs of blocks with about the same number of parameters that multiply
+balance  "time"             runs of blocks with about the same number of operations
          "memory"           runs with about the same bytes of parameters
-
-A product of matrices takes almost all of the time, and does the same number of operations for each of its
-weights. So weights stand for times: nothing runs, and a cut does not depend on the data. Modules before the
-blocks count as a part of the first block, those after them as a part of the last one.
-
-A balance has the least variance over the chunks. As the total is the same for every division, the least
-variance is the least sum of squares, and a sum over chunks can be minimized from the last chunk on (dynamic
-programming): for n blocks and k chunks in O(n^2 k). Numbers are integers, so the result is exact.
-
-    weights   4 1 1 1 1      of each block
-    chunks    4 | 1 1 1 1    2 chunks: the variance is least
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from zeroshard.config.sections import Config
+from zeroshard.internals.warn import warn_user
 from zeroshard.lazy.deferred import is_known, values_of
 from zeroshard.parallel.pipeline.chunked import Chunked, Outline, base_of, unknown_model, without_adapters
+from zeroshard.parallel.pipeline.partition import Balance, BlockProfile, partition
+from zeroshard.parallel.pipeline.profile import (
+    SampleSource,
+    call_with,
+    count_blocks,
+    same_random_numbers,
+    sample_of,
+    weigh_blocks,
+)
 from zeroshard.parallel.pipeline.schedules import read_schedule, schedule_of, with_schedule
-from zeroshard.parallel.random import forked
+from zeroshard.parallel.pipeline.traced import TracedChunks
 from zeroshard.tables import format_bytes, render
 
 if TYPE_CHECKING:
@@ -39,14 +36,6 @@ if TYPE_CHECKING:
 
 _LENGTH = 2
 """Tokens of the input of a check: a forward that takes the first token alone is found."""
-
-
-class BlockSize(NamedTuple):
-    """The size of a block, with the modules before the first one, or after the last one."""
-
-    weights: int
-    """Elements of its parameters, without tables of embeddings: these are read, and multiply nothing."""
-    parameter_bytes: int
 
 
 class ModelCut(NamedTuple):
@@ -57,16 +46,27 @@ class ModelCut(NamedTuple):
     """The name of the schedule, or the text of the user's list."""
     runs: tuple[range, ...]
     """The blocks of each chunk."""
-    blocks: tuple[BlockSize, ...]
+    blocks: tuple[BlockProfile, ...]
+    is_measured: bool
+    """True if times are operations; False if they are numbers of parameters."""
 
 
-def cut_model(chunks: Chunked, config: Config, device: torch.device) -> ModelCut:
-    """Return the cut that a config asks for.
+def cut_model(
+    chunks: Chunked | TracedChunks,
+    config: Config,
+    source: SampleSource,
+    device: torch.device,
+    *,
+    counts: bool = True,
+) -> ModelCut:
+    """Return the cut that a config asks for; operations are counted if it depends on them.
 
     Args:
         chunks: the whole model; it does not change.
         config: the config.
+        source: the samples of a micro-batch.
         device: the device of a check, see `require_handed_on`.
+        counts: False takes numbers of parameters in place of operations.
 
     Raises:
         ValueError: there is no such schedule or no such block, their numbers do not fit, or the model
@@ -76,65 +76,16 @@ def cut_model(chunks: Chunked, config: Config, device: torch.device) -> ModelCut
     config = with_schedule(config, schedule)
     num_chunks = schedule_of(config, config.pipeline.num_microbatches).num_chunks
     outline, split = chunks.outline, config.pipeline.split
-    require_handed_on(chunks, device)
-    blocks = weigh_blocks(chunks)
+    weighed = counted = weigh_blocks(chunks)
+    if isinstance(chunks, Chunked):
+        require_handed_on(chunks, device)
+        if split is None and counts and config.pipeline.balance != "memory":
+            counted = _count(chunks, config, source) or weighed
     if split is None:
-        is_memory = config.pipeline.balance == "memory"
-        sizes = [block.parameter_bytes if is_memory else block.weights for block in blocks]
-        runs = partition(sizes, num_chunks)
+        runs = partition(counted, num_chunks, cast(Balance, config.pipeline.balance))
     else:
         runs = split_at(split, outline, num_chunks)
-    return ModelCut(outline, schedule, runs, blocks)
-
-
-def weigh_blocks(chunks: Chunked) -> tuple[BlockSize, ...]:
-    """Return the size of each block of a model."""
-    found = []
-    for number in range(len(chunks.outline.blocks)):
-        names = chunks.outline.chunk(range(number, number + 1))
-        inside = [module for name in names for module in chunks.model.get_submodule(name).modules()]
-        own, read = (
-            {p for module in modules for p in module.parameters(recurse=False)}
-            for modules in (inside, [module for module in inside if isinstance(module, nn.Embedding)])
-        )
-        found.append(BlockSize(sum(p.numel() for p in own - read), sum(p.nbytes for p in own)))
-    return tuple(found)
-
-
-def partition(sizes: Sequence[int], num_chunks: int) -> tuple[range, ...]:
-    """Return the blocks of each chunk: contiguous, at least one, with the least variance of their sums.
-
-    Of several such divisions the one with the fewest blocks in the first chunk is taken, then in the second,
-    and so on, because in 1F1B the first ranks hold the most activations.
-
-    Args:
-        sizes: the size of each block, in the order of the model.
-        num_chunks: chunks to make.
-
-    Raises:
-        ValueError: there are fewer blocks than chunks.
-    """
-    num_blocks = len(sizes)
-    if not 1 <= num_chunks <= num_blocks:
-        raise ValueError(
-            f"pipeline.schedule: expected 1 to {num_blocks} chunks, as each has a block or more, got "
-            f"{num_chunks}"
-        )
-    before = list(accumulate(sizes, initial=0))
-
-    @cache
-    def best(first: int, left: int) -> tuple[int, tuple[int, ...]]:
-        """The least sum of squares for the blocks from `first` on, and the ends of the chunks that are left.
-
-        Of several such divisions it is the first one in the order of the tie rule.
-        """
-        if left == 1:
-            return (before[num_blocks] - before[first]) ** 2, (num_blocks,)
-        rests = ((end, *best(end, left - 1)) for end in range(first + 1, num_blocks - left + 2))
-        return min(((before[end] - before[first]) ** 2 + rest, (end, *ends)) for end, rest, ends in rests)
-
-    _, ends = best(0, num_chunks)
-    return tuple(map(range, [0, *ends[:-1]], ends))
+    return ModelCut(outline, schedule, runs, counted, counted is not weighed)
 
 
 def require_handed_on(chunks: Chunked, device: torch.device) -> None:
@@ -159,7 +110,7 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
         raise unknown_model(model, f"its parameter '{outside[0]}' is in none of these")
     causal: Any = without_adapters(model)
     embedding = causal.get_input_embeddings()
-    with forked(device), torch.no_grad():
+    with same_random_numbers(device), torch.no_grad():
         placed = {
             name: (values_of(one) if is_known(one) else torch.zeros_like(one, device="cpu")).to(
                 device, copy=True
@@ -170,8 +121,7 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
         whole = Chunked(model)
         whole.keep([range(len(outline.blocks))], [0])
         try:  # all modules are in chunk 0, so in any other chunk all of them hand on
-            tensors = {f"module.{name}": one for name, one in placed.items()}
-            found = functional_call(_With(model), tensors, (lambda: whole(1, value.clone(), {}),))
+            found = call_with(model, placed, lambda: whole(1, [value.clone()], {}))[0]
         except Exception as error:  # of any kind: the model takes apart what its blocks return
             why = f"its forward does not run without its blocks ({type(error).__name__}: {error})"
             raise unknown_model(model, why) from error
@@ -184,15 +134,17 @@ def require_handed_on(chunks: Chunked, device: torch.device) -> None:
             raise unknown_model(model, why)
 
 
-class _With(nn.Module):
-    """A model whose buffers `functional_call` replaces during a call of anything."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, run: Callable[[], Any]) -> Any:
-        return run()
+def _count(chunks: Chunked, config: Config, source: SampleSource) -> tuple[BlockProfile, ...] | None:
+    """Return the profile of the blocks; None without samples, or if their operations cannot be counted."""
+    try:
+        sample = sample_of(chunks.model, source, config.micro_batch_size)
+        return None if sample is None else count_blocks(chunks, sample)
+    except Exception as error:  # of any kind: training can do without
+        warn_user(
+            f"pipeline.balance='{config.pipeline.balance}': the operations of the blocks could not be "
+            f"counted; their numbers of parameters stand for these: {type(error).__name__}: {error}"
+        )
+        return None
 
 
 def split_at(names: Sequence[str], outline: Outline, num_chunks: int) -> tuple[range, ...]:
@@ -219,7 +171,7 @@ class ChunkReport(NamedTuple):
     rank: int
     blocks: tuple[str, ...]
     time_share: float
-    """Its part of the parameters of all chunks that multiply, 0 to 1; see `weigh_blocks`."""
+    """Its part of the operations of all chunks, 0 to 1. Without a count parameters stand for these."""
     parameter_bytes: int
     """Bytes of its parameters, as the model has them; with modules before or after the blocks."""
 
@@ -228,8 +180,11 @@ class PipelineReport(NamedTuple):
     """The chunks of a model, in its order; the same on all ranks."""
 
     chunks: tuple[ChunkReport, ...]
+    is_measured: bool
+    """True if operations were counted. False: parameters stand for them."""
 
     def __str__(self) -> str:
+        origin = "by operations" if self.is_measured else "by number of parameters"
         rows = [
             (
                 f"chunk {number}",
@@ -241,7 +196,7 @@ class PipelineReport(NamedTuple):
             for number, chunk in enumerate(self.chunks)
         ]
         columns = ("", "pipeline rank", "blocks", "time", "parameters")
-        return render("chunks of the model; time by weights", columns, rows)
+        return render(f"chunks of the model; time {origin}", columns, rows)
 
 
 def pipeline_report(engine: Engine) -> PipelineReport:
@@ -254,13 +209,13 @@ def pipeline_report(engine: Engine) -> PipelineReport:
         raise RuntimeError("pipeline_report(): expected mesh.pp above 1, got 1")
     cut, config = engine._part.cut, engine._part.config
     placement = schedule_of(config, config.pipeline.num_microbatches).placement
-    total = sum(block.weights for block in cut.blocks)
+    total = sum(block.time for block in cut.blocks)
     chunks = []
     for chunk, run in enumerate(cut.runs):
         own = [cut.blocks[number] for number in run]
         names = tuple(cut.outline.blocks[number] for number in run)
-        share = sum(block.weights for block in own) / total if total else 0.0
+        share = sum(block.time for block in own) / total if total else 0.0
         chunks.append(
             ChunkReport(placement[chunk], names, share, sum(block.parameter_bytes for block in own))
         )
-    return PipelineReport(tuple(chunks))
+    return PipelineReport(tuple(chunks), cut.is_measured)

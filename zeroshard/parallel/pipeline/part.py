@@ -14,6 +14,7 @@ from zeroshard.parallel.pipeline.actions import Schedule, with_sharding
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import ModelCut
 from zeroshard.parallel.pipeline.schedules import schedule_of, with_schedule
+from zeroshard.parallel.pipeline.traced import TracedChunks
 from zeroshard.plan.names import Ignored, find_ignored, find_overrides, find_replicated, fitting
 from zeroshard.plan.originals import Original
 from zeroshard.plan.units import UnitSpec
@@ -34,7 +35,7 @@ class Holders:
 class ModelPart:
     """A rank's part of a model."""
 
-    chunked: Chunked
+    chunked: Chunked | TracedChunks
     chunks: tuple[int, ...]
     """The chunks of this rank."""
     config: Config
@@ -84,7 +85,7 @@ class ModelPart:
         return original if found is None else replace(original, fqn=found.name, holders=found.ranks)
 
 
-def take_part(chunked: Chunked, config: Config, cut: ModelCut, rank: int) -> ModelPart:
+def take_part(chunked: Chunked | TracedChunks, config: Config, cut: ModelCut, rank: int) -> ModelPart:
     """Take the modules of other pipeline ranks out of a model.
 
     Args:
@@ -157,7 +158,9 @@ def _refuse_half(model: nn.Module, config: Config) -> None:
             )
 
 
-def _find_holders(chunked: Chunked, runs: Sequence[range], schedule: Schedule) -> dict[nn.Parameter, Holders]:
+def _find_holders(
+    chunked: Chunked | TracedChunks, runs: Sequence[range], schedule: Schedule
+) -> dict[nn.Parameter, Holders]:
     """Find the parameters that modules of several chunks use; refuse buffers, which each would write."""
     chunks: dict[torch.Tensor, set[int]] = {}
     for chunk, run in enumerate(runs):

@@ -4,11 +4,11 @@
     an action    computes one micro-batch in one chunk, or is a verb of the sharding: unshard, reduce, step
     a send       follows the action that makes its tensors; a few may be on their way
 
-A chunk is a function of one tensor. Its input comes from the chunk before it, or is the batch's; the output
-of the last chunk is the loss. Between chunks all tensors are leaves: the backward of a chunk ends at its
-input, whose gradient goes back.
+A chunk is a function of tensors. Its inputs come from the chunk before it, or are the batch's inputs; the
+outputs of the last chunk are the losses. Between chunks all tensors are leaves: the backward of a chunk ends
+at its inputs, whose gradients go back.
 
-Recomputation runs the forward of a chunk without a graph and keeps the input and the states of random
+Recomputation runs the forward of a chunk without a graph and keeps the inputs and the states of random
 generators; the recompute action runs it again with a graph.
 
 A backward in two halves is one backward in which the gradients of large weights are left out, and a second
@@ -57,12 +57,12 @@ _MOST_FORMS = 64
 class _Call:
     """A micro-batch in a chunk of this rank, or on its way to a chunk of another rank."""
 
-    input: Tensor | None = None
-    """A leaf; None in the first chunk."""
-    output: Tensor | None = None
-    """None until a recomputation has made it."""
-    gradient: Tensor | None = None
-    """Of the output; None if it needs none, and for a loss."""
+    inputs: tuple[Tensor, ...] = ()
+    """Leaves."""
+    outputs: tuple[Tensor, ...] = ()
+    """() until a recomputation has made them."""
+    gradients: tuple[Tensor, ...] = ()
+    """Of the outputs that may need one."""
     random: Mapping[torch.device, Tensor] = field(default_factory=dict)
     """The states of random generators before it, if it will run again."""
     waiting: Waiting = field(default_factory=Waiting)
@@ -86,6 +86,7 @@ class Runner:
         self._last_chunk = schedule.num_chunks - 1
         actions = schedule.lists[messages.rank]
         self.recomputed = {action.place for action in actions if action.kind is Kind.RECOMPUTE}
+        """The forwards that run twice."""
         self._halved = {action.place for action in actions if action.kind is Kind.INPUT_GRADIENT}
         self.ends = ends_of_steps(actions)
         """The last backward before each step, with the number of its backwards."""
@@ -152,9 +153,9 @@ class Runner:
         found[message] = tuple(map(Form.of, tensors))
         call = self._calls[message.user.place]
         if message.is_activation:
-            (call.input,) = tensors
+            call.inputs = tensors
         else:
-            (call.gradient,) = tensors or (None,)
+            call.gradients = tensors
 
     def _send(
         self,
@@ -163,8 +164,7 @@ class Runner:
         found: dict[ChunkTransfer, Forms],
     ) -> None:
         call = self._calls.pop(message.user.place)
-        sent = call.input if message.is_activation else call.gradient
-        tensors = () if sent is None else (sent,)
+        tensors = call.inputs if message.is_activation else call.gradients
         forms = found[message] = tuple(map(Form.of, tensors))
         if known is not None and known[message] != forms:
             raise RuntimeError(
@@ -181,24 +181,24 @@ class Runner:
         if is_recomputed:
             call.random = random_states(self._messages.device)
             with torch.no_grad():
-                # The forward may edit its input, and comes again.
-                output = self._chunks.forward(*place, None if call.input is None else call.input.clone())
+                # The forward may edit its inputs, and comes again.
+                outputs = tuple(self._chunks.forward(*place, [one.clone() for one in call.inputs]))
         else:
             with self._deferring(place):
-                output = call.output = self._chunks.forward(*place, call.input)
+                outputs = call.outputs = tuple(self._chunks.forward(*place, call.inputs))
         if chunk not in self._trained:
             del self._calls[place]
         if chunk != self._last_chunk:
-            # Without a graph only the recomputation finds out if the output needs a gradient.
-            may_need = output.requires_grad or (is_recomputed and output.is_floating_point())
-            self._calls[chunk + 1, microbatch].input = output.detach().requires_grad_(may_need)
+            self._calls[chunk + 1, microbatch].inputs = tuple(
+                value.detach().requires_grad_(_may_need(value, is_recomputed)) for value in outputs
+            )
 
     def _recompute(self, action: Action) -> None:
         call = self._calls[action.place]
         now = random_states(self._messages.device)
         set_random_states(call.random)
         with self._deferring(action.place):
-            call.output = self._chunks.forward(*action.place, call.input)
+            call.outputs = tuple(self._chunks.forward(*action.place, call.inputs))
         set_random_states(now)
 
     def _deferring(self, place: Place) -> AbstractContextManager[None]:
@@ -206,23 +206,29 @@ class Runner:
         return self._chunks.deferring(self._calls[place].waiting) if place in self._halved else nullcontext()
 
     def _backward(self, action: Action) -> None:
-        """Run a whole backward, or its first half; keep the gradient of the input for the chunk before."""
+        """Run a whole backward, or its first half, and keep the gradients of inputs for the chunk before."""
         chunk, microbatch = place = action.place
-        call = self._calls.pop(place)
+        call, is_recomputed = self._calls.pop(place), place in self.recomputed
         if place in self._halved:
             self._calls[place].waiting = call.waiting
+        gradients: Sequence[Tensor | None] = call.gradients
+        if chunk == self._last_chunk:
+            gradients = (None,) * len(call.outputs)
+        sent = [v for v in call.outputs if chunk == self._last_chunk or _may_need(v, is_recomputed)]
+        pairs = [pair for pair in zip(sent, gradients, strict=True) if pair[0].requires_grad]
 
         def run() -> None:
-            if call.output is not None and call.output.requires_grad:
-                torch.autograd.backward(call.output, call.gradient)
+            if pairs:
+                torch.autograd.backward([value for value, _ in pairs], [one for _, one in pairs])
 
         with self._deferring(place):
             self._chunks.backward(chunk, action in self._ends, run)
-        if call.input is not None:
-            gradient = call.input.grad
-            if gradient is None and call.input.requires_grad:  # it was not used
-                gradient = torch.zeros_like(call.input)
-            self._calls[chunk - 1, microbatch].gradient = gradient
+        if chunk:  # gradients of unused inputs are zero
+            self._calls[chunk - 1, microbatch].gradients = tuple(
+                torch.zeros_like(value) if value.grad is None else value.grad
+                for value in call.inputs
+                if value.requires_grad
+            )
 
     def _weight_gradient(self, action: Action) -> None:
         waiting = self._calls.pop(action.place).waiting
@@ -252,3 +258,8 @@ def room_for_sends(schedule: Schedule) -> int:
             simulate(schedule, max_unreceived=room)
             return room
     raise AssertionError("the schedule runs without a limit")
+
+
+def _may_need(value: Tensor, is_recomputed: bool) -> bool:
+    """True if an output may need a gradient. Without a graph only the recomputation finds out."""
+    return value.requires_grad or (is_recomputed and value.is_floating_point())

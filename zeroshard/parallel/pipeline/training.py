@@ -21,7 +21,7 @@ ranks run the same list, so they reduce in the same order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -397,11 +397,14 @@ class PipelineTraining:
 
     # -- the runner calls -----------------------------------------------------------------------------
 
-    def forward(self, chunk: int, microbatch: int, value: Tensor | None) -> Tensor:
-        """Compute a chunk. The first one gets None and takes the micro-batch; the last one gives its loss."""
+    def forward(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Compute a chunk.
+
+        The first one gets no inputs and takes the micro-batch's; the last one returns its loss alone.
+        """
         again = self._buffers_kept() if self._action.kind is Kind.RECOMPUTE else nullcontext()
         with running_part(self._runtime, (chunk, microbatch), self._units[chunk]), again:
-            return self._compute(chunk, microbatch, value)
+            return self._compute(chunk, microbatch, inputs)
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
@@ -412,28 +415,29 @@ class PipelineTraining:
         for buffer, values in zip(buffers, before, strict=True):
             buffer.data.copy_(values)  # autograd may have saved one that the forward only reads
 
-    def _compute(self, chunk: int, microbatch: int, value: Tensor | None) -> Tensor:
+    def _compute(self, chunk: int, microbatch: int, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         assert self._piece_of is not None, "a list runs"
         piece, target = self._piece_of(microbatch)
         if self._action.kind is Kind.FORWARD and (chunk, microbatch) in self._runner.recomputed:
             # A recomputation gets the batch as it was before the first forward.
             piece, target = pytree.tree_map_only(Tensor, Tensor.clone, (piece, target))
         if chunk < len(self._part.cut.runs) - 1:
-            output = self._part.chunked(chunk, value, piece)
-            if not isinstance(output, Tensor):
-                got = type(output).__name__
-                raise ValueError(f"chunk {chunk}: expected a tensor as output, got {got}")
-            return output
+            outputs: Sequence[Any] = self._part.chunked(chunk, inputs, piece)
+            for output in outputs:
+                if not isinstance(output, Tensor):
+                    got = type(output).__name__
+                    raise ValueError(f"chunk {chunk}: expected a tensor as output, got {got}")
+            return outputs
 
         def last(**kwargs: Any) -> Any:
-            return self._part.chunked(chunk, value, kwargs)
+            return self._part.chunked(chunk, inputs, kwargs)
 
         loss = loss_of(last, self._loss_fn, piece, target)
         if torch.is_grad_enabled() and self._part.is_trained:
             check_loss(loss)
         if self._action.kind is Kind.FORWARD:  # a recomputation makes the same loss again
             self._losses.append((microbatch, loss.detach().float()))
-        return loss * self._factor
+        return [loss * self._factor]
 
     def backward(self, chunk: int, is_last: bool, run: Callable[[], None]) -> None:
         """Run the backward of a chunk, or a half; the last one before a step reduces what ends with it."""

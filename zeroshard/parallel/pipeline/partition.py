@@ -1,0 +1,69 @@
+"""The division of a model's blocks into chunks: contiguous, each with at least one block, best by a measure.
+
+    blocks    4 1 1 1 1      time of each
+    chunks    4 | 1 1 1 1    2 chunks: the variance is least
+
+The measures are the variance of the chunks' compute time, and the variance of their parameter bytes. As the
+total is the same for every division, the least variance is the least sum of squares, and a sum over chunks
+can be minimized from the last chunk on (dynamic programming): for n blocks and k chunks in O(n^2 k). Numbers
+are integers, so the result is exact.
+
+Of several divisions with the same measure the one with the fewest blocks in the first chunk is taken, then in
+the second, and so on, because in 1F1B the first ranks hold the most activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Literal
+
+Balance = Literal["time", "memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockProfile:
+    """The profile of a block of the model."""
+
+    time: int
+    """Compute time of one micro-batch, forward and backward, in any unit."""
+    parameter_bytes: int = 0
+    """Bytes of the parameters, with all that is held for them."""
+
+
+def partition(
+    blocks: Sequence[BlockProfile], num_chunks: int, balance: Balance = "time"
+) -> tuple[range, ...]:
+    """Return the blocks of each chunk.
+
+    Args:
+        blocks: the profile of each block, in the order of the model.
+        num_chunks: chunks to make.
+        balance: "time": least variance of compute time. "memory": least variance of parameter bytes.
+
+    Raises:
+        ValueError: there are fewer blocks than chunks.
+    """
+    if not 1 <= num_chunks <= len(blocks):
+        raise ValueError(
+            f"pipeline.schedule: expected 1 to {len(blocks)} chunks, as each has a block or more, got "
+            f"{num_chunks}"
+        )
+    numbers = [block.parameter_bytes if balance == "memory" else block.time for block in blocks]
+    before, num_blocks = list(accumulate(numbers, initial=0)), len(blocks)
+
+    @cache
+    def best(first: int, left: int) -> tuple[int, tuple[int, ...]]:
+        """The least sum of squares for the blocks from `first` on, and the ends of the chunks that are left.
+
+        Of several such divisions it is the first one in the order of the tie rule.
+        """
+        if left == 1:
+            return (before[num_blocks] - before[first]) ** 2, (num_blocks,)
+        rests = ((end, *best(end, left - 1)) for end in range(first + 1, num_blocks - left + 2))
+        return min(((before[end] - before[first]) ** 2 + rest, (end, *ends)) for end, rest, ends in rests)
+
+    _, ends = best(0, num_chunks)
+    return tuple(map(range, [0, *ends[:-1]], ends))
