@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.agreement import require_equal
-from zeroshard.averages import Averages
+from zeroshard.averages import EMA
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, averaged_buffers, sums_of, with_averages
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
@@ -412,12 +412,10 @@ def _check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) ->
 # --------------------------------------------------------------------------------------------- averages
 
 
-def check_averages(stored: Stored, averages: Mapping[str, Averages]) -> None:
+def check_averages(stored: Stored, averages: Mapping[str, EMA]) -> None:
     """Warn of averages that only the checkpoint has, or only the engine."""
-    for name in sorted(stored.manifest.averages.keys() - averages.keys())[:1]:
+    for name in sorted(stored.manifest.averages.keys() ^ averages.keys()):
         warn_user(
-            f"'{stored.directory}' holds the average '{name}', and the engine has none of this name: "
-            "it is not loaded. Make the zeroshard.EMA of the engine before load_checkpoint()"
+            f"'{stored.directory}' and the engine do not both have the average '{name}': it is not loaded, "
+            "or begins anew with the loaded values. Make the EMA of the engine before load_checkpoint()"
         )
-    for name in sorted(averages.keys() - stored.manifest.averages.keys())[:1]:
-        warn_user(f"'{stored.directory}' holds no average '{name}': it begins anew with the loaded values")

@@ -15,20 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from zeroshard.codec import typed
+from zeroshard.codec import Size, typed
 from zeroshard.data.microbatch import to_device
 from zeroshard.internals.warn import warn_user
 
 _CPU = torch.device("cpu")
-Number = Annotated[int, range(2**63).__contains__]
-"""A number in a state: torch.Generator takes a seed + epoch below twice this bound."""
 
 
 def order(num_samples: int, seed: int) -> Tensor:
@@ -62,11 +60,11 @@ class DataPosition:
         ValueError: the position is behind the end.
     """
 
-    epoch: Number
-    position: Number
+    epoch: Size
+    position: Size
     """Samples of the epoch that were consumed, over all ranks and without what was filled up."""
-    seed: Number
-    num_samples: Number
+    seed: Size
+    num_samples: Size
     """The length of the dataset."""
 
     def __post_init__(self) -> None:
@@ -259,7 +257,7 @@ def _takes_all_samples(sampler: Any) -> bool:
 class _LoaderPosition:
     """A place in the data of one rank."""
 
-    epoch: Number
+    epoch: Size
     is_over: bool = False
     """True if the iteration over the loader has ended: its state is one between two epochs."""
     length: int | None = None
