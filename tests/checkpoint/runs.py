@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -140,6 +141,13 @@ def train(
         engine.step()
         losses.append(sum(from_all(value.item())) / dist.get_world_size())
     return losses
+
+
+def refusal(call: Callable[[], object], kind: type[Exception] = RuntimeError) -> str:
+    """The message of the error that a call raises on this rank."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
 
 
 def from_all(value: Any) -> list[Any]:

@@ -153,18 +153,6 @@ def refused(folder, saved, present, **options):
 
 CONVERTED = {"convert_states": True}
 REFUSED = {
-    "another class": (
-        ("AdamW", {}),
-        ("AdamW8bit", {}),
-        {},
-        "states of AdamW; the engine has AdamW8bit: expected the same optimizer, or convert_states=True",
-    ),
-    "another family": (
-        ("AdamW", {}),
-        ("Lion8bit", {}),
-        CONVERTED,
-        "holds states of AdamW; the engine has Lion8bit",
-    ),
     "lower threshold": (
         ("Lion8bit", SOME),
         ("Lion8bit", ALL),

@@ -210,38 +210,21 @@ def with_an_empty_group(model, order=(0, 1, 2)):
     return torch.optim.AdamW([groups[index] for index in order], betas=(0.8, 0.9))
 
 
-def exponential(optimizer, **options):
-    return ExponentialLR(optimizer, 0.5, **options)
+def exponential(optimizer):
+    return ExponentialLR(optimizer, 0.5)
 
 
 @on_ranks(2)
 def test_a_group_without_parameters_gets_its_hyperparameters_back_as_in_torch(tmp_path):
-    """The groups of torch's optimizer that has loaded the state of a run, and those of a resumed engine."""
-    order = (2, 1, 0)
-    torch_own = with_an_empty_group(build())
-    schedule = exponential(torch_own)
-    for _ in BEFORE:
-        torch_own.step()
-        schedule.step()
     engine = start(3, with_an_empty_group, lr_scheduler=exponential)
     train(engine, BEFORE)
     engine.save_checkpoint(tmp_path)
-    engine = start(1, functools.partial(with_an_empty_group, order=order))
-    engine.optimizer.param_groups[order.index(0)].update(lr=1.0, betas=(0.0, 0.0))
-    engine.load_checkpoint(tmp_path)
-    loaded = with_an_empty_group(build())
-    loaded.load_state_dict(torch_own.state_dict())
-    for optimizer in (engine.optimizer, loaded):
-        exponential(optimizer, last_epoch=len(BEFORE) - 1)  # KeyError without initial_lr; torch steps it once
-
-    def kept(group):
-        return {key: value for key, value in group.items() if key != "params"}
-
-    got = engine.optimizer.param_groups
-    groups = [(kept(got[order.index(number)]), kept(one)) for number, one in enumerate(loaded.param_groups)]
-    for got, want in groups:
-        assert got == want
-        assert "initial_lr" in got
+    other = start(1, functools.partial(with_an_empty_group, order=(2, 1, 0)))
+    other.optimizer.param_groups[2].update(lr=1.0, betas=(0.0, 0.0))
+    other.load_checkpoint(tmp_path)
+    for got, want in zip(reversed(other.optimizer.param_groups), engine.optimizer.param_groups, strict=True):
+        assert got | {"params": []} == want | {"params": []}
+        assert "initial_lr" in got  # torch's schedules ask for it
 
 
 @on_ranks(2)

@@ -122,9 +122,9 @@ def save_checkpoint(
         client_state: the user's values on rank 0: tensors, numbers, strings, lists and dicts of them.
             Numbers of NumPy come back as Python's, arrays as tensors.
         blocking: True returns when the checkpoint is there, False when its values are copied. A thread
-            then writes it while training goes on. A failure is raised, on all ranks, by a later step,
-            save or load; with sharded parameters also by a forward. With values on the nvme
-            tier, which may not fit into memory, the call returns when the checkpoint is there.
+            then writes it while training goes on. A failure is a warning at once, and is raised, on all
+            ranks, by a later step, save or load; with sharded parameters also by a forward. With values on
+            the nvme tier, which may not fit into memory, the call returns when the checkpoint is there.
         optimizer: False leaves out the states of the optimizer and of the LR scheduler.
 
     Raises:

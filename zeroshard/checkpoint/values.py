@@ -214,7 +214,9 @@ class _JsonDecoder:
             "$dtype": lambda name: typed(torch.dtype, name, "$dtype"),
             "$device": torch.device,
             "$tensor": lambda fields: self._tensor(**fields),
-            "$parameter": lambda fields: _as_parameter(self._tensor(**fields)),
+            "$parameter": lambda fields: nn.Parameter(
+                self._tensor(**fields).detach(), fields.get("requires_grad", False)
+            ),
             "$sparse": lambda fields: self._sparse(**fields),
         }
 
@@ -257,7 +259,3 @@ class _JsonDecoder:
             make, options = torch.sparse_compressed_tensor, {"layout": kind}
         made: Tensor = make(*parts, shape, check_invariants=True, **options)
         return made.requires_grad_(requires_grad)
-
-
-def _as_parameter(value: Tensor) -> nn.Parameter:
-    return nn.Parameter(value.detach(), requires_grad=value.requires_grad)

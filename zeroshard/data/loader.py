@@ -240,17 +240,14 @@ def refuse_generators(loader: Any) -> None:
 def warn_of_same_samples(loader: Any, num_ranks: int) -> None:
     """Warn if a loader over a Dataset takes all its samples on each of several data-parallel ranks."""
     samplers = _samplers_of(loader)
-    if num_ranks > 1 and all(map(_takes_all_samples, samplers)):
+    kinds = [type(sampler) for sampler in samplers]
+    known = [kind.__module__.partition(".")[0] in ("torch", "torchdata") for kind in kinds]
+    if num_ranks > 1 and all(known) and all(kind.__name__ in _OF_ALL_SAMPLES for kind in kinds):
         warn_user(
             f"training_data: the {type(samplers[-1]).__name__} of this {type(loader).__name__} takes all "
             f"samples of its dataset on each of {num_ranks} data-parallel ranks: expected a "
             "DistributedSampler, unless each rank has a dataset of its own"
         )
-
-
-def _takes_all_samples(sampler: Any) -> bool:
-    kind = type(sampler)
-    return kind.__name__ in _OF_ALL_SAMPLES and kind.__module__.partition(".")[0] in ("torch", "torchdata")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
