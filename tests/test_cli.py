@@ -58,7 +58,7 @@ def folder(ranks, tmp_path_factory):
 def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folder):
     command = [sys.executable, "-m", "zeroshard", "inspect", folder]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    summary, totals, parameters, states, verdict = done.stdout.split("\n\n")
+    summary, totals, tensors, verdict = done.stdout.split("\n\n")
     model = Tiny()
     count, numel = len(list(model.parameters())), sum(p.numel() for p in model.parameters())
     for line in (
@@ -73,18 +73,18 @@ def test_inspect_tells_the_origin_then_every_tensor_then_that_it_is_intact(folde
     seconds = (folder / "second.0" / "zeroshard.json").stat().st_mtime
     assert f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC" in summary
     found = rows(totals, 3)
-    assert found["parameters"] == ["float32", str(count), f"{numel:,}", f"{numel * 4 / 1024:.1f} KiB"]
-    assert found["optimizer states"][1:3] == [str(2 * count), f"{2 * numel:,}"]
+    assert found["parameter"] == ["float32", str(count), f"{numel:,}", f"{numel * 4 / 1024:.1f} KiB"]
+    assert found["optimizer state"][1:3] == [str(2 * count), f"{2 * numel:,}"]
     assert found["total"] == ["float32", str(3 * count), f"{3 * numel:,}", f"{numel * 12 / 1024:.1f} KiB"]
     for name, parameter in model.named_parameters():
         shape = "x".join(map(str, parameter.shape)) or "scalar"
         size = f"{parameter.nbytes} B" if parameter.nbytes < 1024 else f"{parameter.nbytes / 1024:.1f} KiB"
-        assert rows(parameters, 3)[name] == ["float32", shape, size]
-        lines = [line.split() for line in states.splitlines()]
+        assert rows(tensors, 3)[name] == ["parameter", "float32", shape, size]
         for key in ("exp_avg", "exp_avg_sq"):
-            assert [f"optimizer/{name}/{key}", "float32", shape, *size.split()] in lines
-    names = [name for name in rows(parameters, 3) if "." in name]
-    assert names == [name for name, _ in model.named_parameters() if "." in name]
+            state = rows(tensors, 3)[f"optimizer/{name}/{key}"]
+            assert state == ["optimizer state", "float32", shape, size]
+    names = [name for name, (kind, *_) in rows(tensors, 3).items() if kind == "parameter"]
+    assert names == [name for name, _ in model.named_parameters()]
     assert verdict == "intact: all files are there and as they were written\n"
     assert not done.stderr
 
@@ -239,7 +239,7 @@ def test_estimate_of_a_quantized_model_counts_codes_and_scales(tmp_path, capsys)
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["estimate", str(tmp_path)]) == 2
-    assert "quantized by bitsandbytes, got quant_method='gptq'" in capsys.readouterr().err
+    assert "quantized by bitsandbytes, got a GPTQConfig" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", [".", "config.json"])

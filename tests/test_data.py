@@ -103,9 +103,6 @@ def test_a_batch_that_cannot_be_loaded_is_passed_by():
     assert ours.state_dict()["position"] == 4
 
 
-# ------------------------------------------------------------------------------------------------- state
-
-
 # ----------------------------------------------------------------------------------------------- resuming
 
 
@@ -134,7 +131,7 @@ def test_an_epoch_cut_at_any_batches_and_continued_in_other_layouts_takes_every_
     assert taken[:length] == whole
 
 
-@given(LENGTHS, NUM_RANKS, BATCH_SIZES, st.data())
+@given(LENGTHS, st.integers(1, 3), BATCH_SIZES, st.data())
 def test_a_run_resumed_in_its_own_layout_sees_the_batches_that_it_would_have_seen(
     length, num_ranks, batch_size, data
 ):
@@ -175,9 +172,8 @@ def test_beginning_an_epoch_draws_from_the_rng_what_torch_draws_and_resuming_it_
 # ------------------------------------------------------------------------------------------------ workers
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_what_workers_prefetched_does_not_count(persistent):
-    options = {"batch_size": 2, "num_workers": 2, "prefetch_factor": 4, "persistent_workers": persistent}
+def test_what_workers_prefetched_does_not_count():
+    options = {"batch_size": 2, "num_workers": 1, "prefetch_factor": 4, "persistent_workers": True}
     ours = EpochLoader(list(range(20)), rank=1, num_ranks=2, **options)
     batches = iter(ours)
     assert ours.state_dict()["position"] == 0

@@ -10,7 +10,6 @@ names of `named_parameters()`, and the other names of tied parameters.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -261,17 +260,13 @@ def _resolve(world: Axis, call: str, name: str, places: Mapping[str, Whole]) -> 
         ValueError: no part holds it, or the ranks give names of different ones.
     """
     own = places[name].sharded.fqn if name in places else None
-    close = [] if name in places else difflib.get_close_matches(str(name), places, n=3)
-    answers = world.all_gather_object((name, own, close), f"agreement on {call}")
-    known: dict[str, str] = {given: fqn for given, fqn, _ in answers if fqn is not None}
-    for given, _, _ in answers:
+    answers = world.all_gather_object((name, own), f"agreement on {call}")
+    known: dict[str, str] = {given: fqn for given, fqn in answers if fqn is not None}
+    for given, _ in answers:
         if given not in known:
-            near = dict.fromkeys(one for _, _, names in answers for one in names)
-            close = difflib.get_close_matches(str(given), near, n=3)
-            hint = f"; close: {', '.join(map(repr, close))}" if close else ""
-            raise ValueError(f"{call}: expected the name of a parameter of the model, got {given!r}{hint}")
+            raise ValueError(f"{call}: expected the name of a parameter of the model, got {given!r}")
     if len(set(known.values())) > 1:
-        names = [known[given] for given, _, _ in answers]
+        names = [known[given] for given, _ in answers]
         raise ValueError(f"{call}: expected one name on all ranks, got {names}")
     return known[name]
 

@@ -99,7 +99,6 @@ class Engine(NotCopied, nn.Module):
             self._pipeline = PipelineTraining(part, parts.runtime, loss_fn, parts.optimizer, method)
         self._is_ready = False
         """True if `step()` has made the gradients ready for the optimizer."""
-        weakref.finalize(self, self._saver.run_alone)
         if parts.optimizer is not None:
             judge, count = self._judge_step, self._count_step
             hooks = StepHooks(weakref.WeakMethod(judge), weakref.WeakMethod(count))
@@ -433,4 +432,5 @@ class Engine(NotCopied, nn.Module):
         """Give the last save back, and put a stand-in for parts that are closed into their places."""
         saver, self._early = self._saver, None  # with its thread
         self._parts = self._axes = self._saver = closed
-        saver.finish() if restore else saver.run_alone()
+        if restore:
+            saver.finish()

@@ -1,4 +1,4 @@
-"""A run that nothing may disturb, and checkpoints with damaged or crafted files."""
+"""Checkpoints with damaged or crafted files."""
 
 from __future__ import annotations
 
@@ -9,46 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.optim import Optimizer
 
-import zeroshard
-from tests.distributed.training import build, start, token_loss
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.checkpoint.values import read_values, to_files
-
-
-class Run:
-    """An engine, and what it has come to by its own steps alone."""
-
-    def __init__(self, **config: Any) -> None:
-        self.engine, self.optimizer = start(build("tied GPT"), stage=3, **config)
-        self._want: dict[str, Tensor] = {}
-
-    def train(self) -> None:
-        """One step."""
-        self.engine.zero_grad()
-        self.engine.backward(token_loss(self.engine, self.engine.global_step))
-        self.engine.step()
-        self._want = {name: value.clone() for name, value in bits(self.engine, self.optimizer).items()}
-
-    def check(self) -> None:
-        """Raise if anything has changed since the last step."""
-        got = bits(self.engine, self.optimizer)
-        assert got.keys() == self._want.keys()
-        for name, value in self._want.items():
-            assert torch.equal(got[name], value), name
-
-
-def bits(engine: zeroshard.Engine, optimizer: Optimizer) -> dict[str, Tensor]:
-    """All of this rank's slices, states and counters."""
-    found = {"step": torch.tensor(engine.global_step)}
-    for name, parameter in engine.named_parameters():
-        found[name] = parameter.detach()
-        found |= {f"{name}/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
-    return found
 
 
 def message_of(call: Callable[[], Any]) -> str:

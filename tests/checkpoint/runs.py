@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Every kind of parameter and buffer: tied, frozen, unused, three-dimensional, 0-dim, of no elements."""
+    """Every kind of parameter and buffer: tied, frozen, unused, 3-dimensional, 0-dim, empty, with a slash."""
 
     def __init__(self, *, dropout: float = 0.0, tied: bool = True, hidden: int = 13) -> None:
         super().__init__()
@@ -60,6 +61,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.unused = nn.Parameter(torch.randn(3, 7))
+        self.named = nn.ParameterDict({"a/b": torch.randn(3, 7)})
         self.gain = nn.Parameter(torch.ones(()))
         self.empty = nn.Parameter(torch.ones(0, 5))
         self.dropout = nn.Dropout(dropout)
@@ -68,6 +70,7 @@ class Net(nn.Module):
             self.head.weight = self.tokens.weight
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -138,6 +141,13 @@ def train(
         engine.step()
         losses.append(sum(from_all(value.item())) / dist.get_world_size())
     return losses
+
+
+def refusal(call: Callable[[], object], kind: type[Exception] = RuntimeError) -> str:
+    """The message of the error that a call raises on this rank."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
 
 
 def from_all(value: Any) -> list[Any]:

@@ -4,11 +4,9 @@ import math
 
 import hypothesis.strategies as st
 import numpy as np
-import pytest
-import torch
 from hypothesis import given
 
-from zeroshard.checkpoint.places import Box, StoredBox, StoredTensor, boxes_of, runs, split, tile, whole
+from zeroshard.checkpoint.places import Box, boxes_of, runs, split, whole
 from zeroshard.plan.layout import Span
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -99,25 +97,3 @@ def test_runs_are_as_long_as_rows_allow():
     assert len(list(runs(Box((2, 0, 0), (3, 5, 3)), whole((7, 5, 3))))) == 1
     assert len(list(runs(Box((2, 1, 0), (3, 2, 3)), whole((7, 5, 3))))) == 3
     assert len(list(runs(Box((2, 1, 1), (3, 2, 1)), whole((7, 5, 3))))) == 6
-
-
-def tiles(boxes, shape):
-    return tile(StoredTensor(torch.uint8, shape, [StoredBox(box, 0, 0).row for box in boxes]))
-
-
-def test_boxes_tile_a_tensor_when_they_hold_each_element_once():
-    halves = [Box((0, 0), (2, 3)), Box((2, 0), (1, 3))]
-    assert tiles(halves[::-1], (3, 3))
-    assert tiles([*halves, Box((1, 1), (0, 2))], (3, 3))
-    assert tiles([], (0, 3))
-    assert tiles([Box((), ())], ())
-    assert not tiles([], ())
-    assert not tiles([Box((), ()), Box((), ())], ())
-    assert not tiles(halves[:1], (3, 3))
-    assert not tiles([Box((0, 0), (2, 3)), Box((1, 0), (1, 3))], (3, 3))  # as many, but one row twice
-    assert not tiles([Box((0, 0), (3, 2)), Box((2, 1), (1, 1)), Box((0, 2), (2, 1))], (3, 3))
-    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1))]
-    assert tiles([*pinwheel, Box((1, 1), (1, 1))], (3, 3))  # no cut goes through
-    assert not tiles(pinwheel, (3, 3))
-    with pytest.raises(ValueError, match="too many corners"):
-        tiles([Box((0,) * 40, (1,) * 40)], (1,) * 40)

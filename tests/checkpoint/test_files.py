@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -110,20 +109,24 @@ def crashes(save: Callable[[], None], prepare: Callable[[], None]) -> Iterator[i
 
 
 @pytest.mark.parametrize("tag", ["a", "b"], ids=["same tag", "new tag"])
+@pytest.mark.parametrize("earlier", [("zero", "old"), ()], ids=["older ones", "the first"])
 @pytest.mark.parametrize("keep_last", [None, 1])
-def test_a_crash_at_any_point_leaves_the_last_checkpoint_or_the_one_before(tmp_path, tag, keep_last):
-    folder = tmp_path
+def test_a_crash_at_any_point_leaves_the_last_checkpoint_or_the_one_before(tmp_path, tag, earlier, keep_last):
+    folder, (*_, before) = tmp_path, ("none", *earlier)
 
     def prepare():
         nonlocal folder
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        for content in ("zero", "old"):
+        for content in earlier:
             Save(folder, "a", content)()
 
     found = []
     for _ in crashes(lambda: Save(folder, tag, "new", keep_last)(), prepare):
-        found.append(read(find(folder)))
-        assert set(visible(folder)) <= {"old", "new"}
+        try:
+            found.append(read(find(folder)))
+        except ValueError:
+            found.append("none")
+        assert not folder.exists() or set(visible(folder)) <= {"old", "new"}
         Save(folder, tag, "next", keep_last)()
         assert read(find(folder)) == read(find(folder, tag)) == "next"
         names = [path.name.rpartition(".")[0] for path in folder.iterdir() if path.is_dir()]
@@ -131,49 +134,8 @@ def test_a_crash_at_any_point_leaves_the_last_checkpoint_or_the_one_before(tmp_p
         Save(folder, "a", "of that tag", keep_last)()
         assert not hidden(folder)
     assert len(found) > 8
-    assert found == sorted(found, key=["old", "new"].index)
-    assert set(found) == {"old", "new"}
-
-
-def test_a_crash_in_the_first_save_leaves_it_or_none(tmp_path):
-    folder, found = tmp_path, []
-
-    def prepare():
-        nonlocal folder
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-
-    for _ in crashes(lambda: Save(folder, "a", "new")(), prepare):
-        try:
-            found.append(read(find(folder)))
-        except ValueError:
-            found.append("none")
-        Save(folder, "a", "next")()
-        assert visible(folder) == [read(find(folder))] == ["next"]
-        assert not hidden(folder)
-    assert found == sorted(found, key=["none", "new"].index)
-    assert set(found) == {"none", "new"}
-
-
-@pytest.mark.long
-def test_a_crash_after_a_crash_still_leaves_a_checkpoint(tmp_path):
-    folder, folders = tmp_path, itertools.count()
-
-    def save_old():
-        nonlocal folder
-        folder = tmp_path / str(next(folders))
-        Save(folder, "a", "old")()
-
-    for number in crashes(lambda: Save(folder, "a", "new")(), save_old):
-
-        def save_and_crash(number=number):
-            save_old()
-            with pytest.MonkeyPatch.context() as patch, suppress(CrashError):
-                intercept(patch, stop_before(number, CrashError()))
-                Save(folder, "a", "new")()
-
-        for _ in crashes(lambda: Save(folder, "a", "newer")(), save_and_crash):
-            assert read(find(folder)) in ("old", "new", "newer")
-            visible(folder)
+    assert found == sorted(found, key=[before, "new"].index)
+    assert set(found) == {before, "new"}
 
 
 @pytest.mark.parametrize("tag", ["a", "b"], ids=["same tag", "new tag"])
@@ -274,9 +236,8 @@ def test_what_is_no_checkpoint_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     "tag",
     [
-        *("", ".", ".a", "a.", "a/b", "a\\b", "../a", "latest", " a", "a ", "a\n", "a\0", "\ud800"),
-        *("ä" * 101, "a" * 201, "a:b", "a*", None, 3, b"a"),
-        *(MANIFEST, VALUES, TENSORS, "values.pt", ".metadata"),
+        *("", ".a", "a.", "a/b", "a\\b", "latest", " a", "a\n", "a\0", "\ud800"),
+        *("ä" * 101, "a:b", None, 3, b"a", MANIFEST, VALUES, TENSORS, "values.pt"),
     ],
 )
 def test_tags_that_could_be_mistaken_are_refused(tag):
@@ -324,18 +285,6 @@ def test_a_directory_of_such_a_name_that_holds_no_checkpoint_is_left_alone(tmp_p
         assert read(find(tmp_path, "run")) == content
     Save(tmp_path, "other", "last", keep_last=1)()
     assert (tmp_path / "run.0" / "notes").read_text() == "the user's"
-
-
-def test_a_link_in_the_place_of_the_directory_is_followed_and_a_save_leaves_its_target_alone(tmp_path):
-    folder = tmp_path / "folder"
-    Save(folder, "a", "content")()
-    (folder / "a.0").rename(tmp_path / "elsewhere")
-    (folder / "a.0").symlink_to(tmp_path / "elsewhere")
-    assert read(find(folder, "a")) == "content"
-    Save(folder, "a", "next")()
-    assert read(find(folder)) == "next"
-    assert not hidden(folder)
-    assert read(tmp_path / "elsewhere") == "content"
 
 
 def test_a_save_that_meets_the_file_of_another_tag_in_its_place_leaves_that_alone(tmp_path):

@@ -11,7 +11,7 @@ from tests.ranks import on_ranks
 
 # ------------------------------------------------------------------------------------------ going back
 
-CONFIGS = [{"stage": stage, "precision": {"param_dtype": "bf16"}} for stage in (0, 3)]
+CONFIG = {"stage": 3, "precision": {"param_dtype": "bf16"}}
 SECOND_COPY = {"stage": 3, "reshard_after_forward": 2}
 
 
@@ -20,16 +20,16 @@ def go_back(folder, config):
     engine = start(config)
     train(engine, range(2))
     engine.save_checkpoint(folder)
-    stop, end = state(engine), state(engine, train(engine, range(2, 4)))
+    stop, end = state(engine), state(engine, train(engine, [2]))
     engine(batch(0)[:, :-1])  # what this gathered is there when it loads
     engine.load_checkpoint(folder)
     found = differences(state(engine), stop)
-    again = state(engine, train(engine, range(2, 4)))
+    again = state(engine, train(engine, [2]))
     return found + differences(again, end) + ([] if again.losses == end.losses else ["other losses"])
 
 
 @pytest.mark.long_where(config=[SECOND_COPY])
-@pytest.mark.parametrize("config", [*CONFIGS, SECOND_COPY], ids=str)
+@pytest.mark.parametrize("config", [CONFIG, SECOND_COPY], ids=str)
 def test_an_engine_that_has_gone_on_goes_back_to_the_bit(ranks, tmp_path, config):
     num_ranks = 4 if config is SECOND_COPY else 2
     assert ranks(num_ranks, go_back, tmp_path, config) == [[]] * num_ranks
@@ -54,16 +54,10 @@ class More(Net):
         self.blocks[1].more = nn.Parameter(torch.ones(3))
 
 
-class MoreBuffers(Net):
-    def __init__(self, **options):
+class OtherBuffers(Net):
+    def __init__(self, *, late=True, **options):
         super().__init__(**options)
-        self.register_buffer("late", torch.ones(3))
-
-
-class OtherBuffer(Net):
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.count = torch.zeros(2, dtype=torch.int64)
+        self.register_buffer(*("late", torch.ones(3)) if late else ("count", torch.zeros(3)))
 
 
 class MoreExtra(Net):
@@ -83,8 +77,12 @@ OTHERS = {
         r"parameter 'mix' has shape (5, 20, 13); the model expects (5, 20, 14)",
     ),
     "untied here": (Net, {"tied": False}, "the checkpoint ties 'tokens.weight' and 'head.weight'; the model"),
-    "another buffer": (MoreBuffers, {}, "only the model has a buffer 'late'"),
-    "misshapen buffer": (OtherBuffer, {}, "buffer 'count' has shape (); the model expects (2,)"),
+    "another buffer": (OtherBuffers, {}, "only the model has a buffer 'late'"),
+    "misshapen buffer": (
+        OtherBuffers,
+        {"late": False},
+        "buffer 'count' has shape (); the model expects (",
+    ),
     "more extra state": (MoreExtra, {}, "only the model has extra state '_extra_state'"),
 }
 SAVED_OTHERS = {
@@ -99,9 +97,7 @@ SAVED_OTHERS = {
 
 def saved(folder, kind=Net, options=None):
     torch.manual_seed(0)
-    engine = start(3, model=kind(**options or {}))
-    train(engine, range(2))
-    engine.save_checkpoint(folder)
+    start(3, model=kind(**options or {})).save_checkpoint(folder)
 
 
 def refusals(folder):
@@ -115,14 +111,13 @@ def refusals(folder):
 
 
 def refused(folder, kind, options):
-    """What loading into another model says; the engine is as it was, and goes on."""
+    """What loading into another model says; the engine is as it was."""
     torch.manual_seed(1)
     engine = start(3, model=kind(**options))
     before = state(engine)
     with pytest.raises(ValueError, match=str(folder)) as caught:
         engine.load_checkpoint(folder)
     assert not differences(state(engine), before)
-    train(engine, [0])
     return str(caught.value)
 
 
@@ -162,5 +157,4 @@ def test_a_tied_parameter_is_found_under_any_of_its_names(tmp_path):
     assert names == ["tokens.weight", "head.weight"]
     other.load_checkpoint(tmp_path)
     assert [group["lr"] for group in other.optimizer.param_groups] == [5e-3, 1e-2]
-    got, want = train(other, range(2, 6)), train(engine, range(2, 6))
-    assert got == want
+    assert train(other, [2, 3]) == train(engine, [2, 3])

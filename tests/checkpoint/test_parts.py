@@ -26,19 +26,16 @@ def test_weights_load_without_touching_optimizer_schedule_and_progress(tmp_path)
     engine.save_checkpoint(tmp_path, "all", {"n": 1})
     weights, found = engine.full_state_dict(), []
     for stage in STAGES:
-        for num_steps in (0, 3):
-            other = start(stage, seed=1, lr_scheduler=schedule)
-            train(other, range(num_steps))
-            before, drawn = state(other), torch.get_rng_state()
-            assert other.load_checkpoint(tmp_path, optimizer=False) == {"n": 1}
-            after = state(other)
-            expected = {name: before.tensors[name] for name in before.tensors} | weights
-            found += [
-                (stage, name) for name in expected if not torch.equal(after.tensors[name], expected[name])
-            ]
-            found += [] if after.values == before.values else [(stage, before.values, after.values)]
-            found += [] if torch.equal(torch.get_rng_state(), drawn) else ["generators"]
-            train(other, [2])
+        other = start(stage, seed=1, lr_scheduler=schedule)
+        train(other, [0])
+        before, drawn = state(other), torch.get_rng_state()
+        assert other.load_checkpoint(tmp_path, optimizer=False) == {"n": 1}
+        after = state(other)
+        expected = before.tensors | weights
+        found += [(stage, name) for name in expected if not torch.equal(after.tensors[name], expected[name])]
+        found += [] if after.values == before.values else [(stage, before.values, after.values)]
+        found += [] if torch.equal(torch.get_rng_state(), drawn) else ["generators"]
+        train(other, [2])
     return found
 
 

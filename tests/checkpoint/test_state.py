@@ -13,6 +13,7 @@ import zeroshard
 from tests.checkpoint.runs import (
     differences,
     from_all,
+    refusal,
     start,
     state,
     token_loss,
@@ -20,13 +21,7 @@ from tests.checkpoint.runs import (
 )
 from tests.ranks import on_ranks
 
-BEFORE, AFTER = range(3), range(3, 8)
-
-
-def message_of(kind, function, *args, **kwargs):
-    with pytest.raises(kind) as caught:
-        function(*args, **kwargs)
-    return str(caught.value)
+BEFORE, AFTER = range(3), range(3, 5)
 
 
 # ---------------------------------------------------------------------------------------------- precision
@@ -122,19 +117,19 @@ def test_in_the_middle_of_a_step_nothing_is_saved_and_loading_drops_it(tmp_path)
 
     engine = begin(0)
     train(engine, [0, 1, 2])
-    said = message_of(RuntimeError, engine.save_checkpoint, folder)
+    said = refusal(lambda: engine.save_checkpoint(folder), RuntimeError)
     written = folder.exists()
     train(engine, [3])
     engine.save_checkpoint(folder)
-    want = train(engine, range(4, 8))
+    want = train(engine, range(4, 6))
     other = begin(1)
     train(other, [0])  # half a step, dropped by what is loaded
     other.load_checkpoint(folder)
-    is_same, steps = train(other, range(4, 8)) == want, other.global_step
-    assert "after 1 micro-batches of an unfinished step" in said
+    is_same, steps = train(other, range(4, 6)) == want, other.global_step
+    assert "in an unfinished step" in said
     assert not written
     assert is_same
-    assert steps == 4
+    assert steps == 3
 
 
 # ------------------------------------------------------------------------------------------------ buffers
@@ -163,45 +158,6 @@ def test_all_ranks_load_the_buffers_of_rank_0(tmp_path):
         assert torch.equal(value, saved[0][name]), name
     assert engine.get_buffer("1.num_batches_tracked") == len(BEFORE)
     assert train(engine, AFTER, loss) == want
-
-
-BUFFERS = {
-    "flags": torch.tensor([True, False, True]),
-    "angles": torch.polar(torch.ones(3, 2), torch.arange(6.0).view(3, 2)),
-    "codes": torch.arange(256).to(torch.uint8).view(16, 16).T,
-    "small": torch.arange(5.0).to(torch.float8_e4m3fn),
-    "scale": torch.tensor(1.5, dtype=torch.float16),
-    "none": torch.zeros(0, 3),
-    "long": torch.tensor(-(2**62)),
-}
-
-
-class Unusual(nn.Linear):
-    """Buffers of many dtypes, and a parameter with a slash in its name."""
-
-    def __init__(self, filled):
-        super().__init__(700, 3)
-        self.named = nn.ParameterDict({"a/b": torch.full((5, 99), float(filled))})
-        for name, value in BUFFERS.items():
-            self.register_buffer(name, value.clone() if filled else torch.zeros_like(value))
-
-
-def unusual(folder, save):
-    engine = start(3, model=Unusual(save))
-    if save:
-        engine.save_checkpoint(folder)
-    else:
-        engine.load_checkpoint(folder)
-    for name, want in BUFFERS.items():
-        got = engine.get_buffer(name)
-        assert (got.dtype, got.shape) == (want.dtype, want.shape), name
-        assert got.tolist() == want.tolist(), name
-    return engine.full_state_dict().get("named.a/b")
-
-
-def test_buffers_may_have_any_dtype_and_names_a_slash(ranks, tmp_path):
-    for num_ranks, save in ((2, True), (3, False)):
-        assert torch.equal(ranks(num_ranks, unusual, tmp_path, save)[0], torch.ones(5, 99))
 
 
 class Extra(nn.Linear):
@@ -238,7 +194,7 @@ def test_extra_state_of_modules_is_given_back_to_them(tmp_path):
     assert engine.module[0].extra == {"seen": [1, 2]}
     assert engine.module[1][0].extra.tolist() == [0.5, 2.0]
     engine.module[1][0].extra = local_object()
-    said = message_of(ValueError, engine.save_checkpoint, tmp_path, "other")
+    said = refusal(lambda: engine.save_checkpoint(tmp_path, "other"), ValueError)
     assert "checkpoint['extra']['1.0._extra_state']: " in said
 
 
@@ -314,14 +270,13 @@ def test_a_value_that_needs_code_on_one_rank_is_refused_by_its_key_on_all(tmp_pa
     folder = tmp_path / "new"
     engine = start(3)
     bad = {"a": {"b": [1, {"c": local_object()}]}} if dist.get_rank() else {"a": 1}
-    said = message_of(ValueError, engine.save_checkpoint, folder, client_state=bad)
+    said = refusal(lambda: engine.save_checkpoint(folder, client_state=bad), ValueError)
     written = folder.exists()
     train(engine, BEFORE)
     engine.save_checkpoint(folder, client_state={"a": 1})
     loaded = start(3, seed=1).load_checkpoint(folder)
-    kinds = [message_of(ValueError, engine.save_checkpoint, folder, client_state=it) for it in ([1], 7)]
-    assert "client_state: expected a dict, got list" in kinds[0]
-    assert "client_state: expected a dict, got int" in kinds[1]
+    not_a_dict = refusal(lambda: engine.save_checkpoint(folder, client_state=[1]), ValueError)
+    assert "client_state: expected a dict, got list" in not_a_dict
     assert "client_state['a']['b'][1]['c']: expected tensors" in said
     assert "Local. Give what it is made from" in said
     assert said.endswith("(rank 1)")
@@ -332,11 +287,8 @@ def test_a_value_that_needs_code_on_one_rank_is_refused_by_its_key_on_all(tmp_pa
 @on_ranks(2)
 def test_ranks_that_save_to_different_places_are_told_of_both_and_nothing_is_written(tmp_path):
     engine, rank = start(3, model=nn.Linear(3, 2)), dist.get_rank()
-    said = [
-        message_of(ValueError, engine.save_checkpoint, tmp_path / str(rank)),
-        message_of(ValueError, engine.save_checkpoint, tmp_path, f"tag-{rank}"),
-        message_of(ValueError, engine.save_checkpoint, tmp_path, "b/d" if rank else "good"),
-    ]
+    places = (tmp_path / str(rank),), (tmp_path, f"tag-{rank}"), (tmp_path, "b/d" if rank else "good")
+    said = [refusal(lambda place=place: engine.save_checkpoint(*place), ValueError) for place in places]
     written = list(tmp_path.rglob("*"))
     assert f"rank(s) 0 have '{tmp_path}/0' with tag 'step-0'; rank(s) 1 have '{tmp_path}/1'" in said[0]
     assert "tag 'tag-0'; rank(s) 1 have" in said[1]
@@ -350,8 +302,8 @@ def test_ranks_that_load_different_checkpoints_are_told_so(tmp_path):
     engine.save_checkpoint(tmp_path, "one")
     engine.save_checkpoint(tmp_path, "two")
     different, missing = [
-        message_of(ValueError, engine.load_checkpoint, tmp_path, ("one", "two")[rank]),
-        message_of(ValueError, engine.load_checkpoint, tmp_path, ("one", "none")[rank]),
+        refusal(lambda other=other: engine.load_checkpoint(tmp_path, ("one", other)[rank]), ValueError)
+        for other in ("two", "none")
     ]
     assert "the ranks see different checkpoints: rank(s) 0 have one.0; rank(s) 1 have two.0" in different
     assert "expected a checkpoint with tag 'none'; the tags there are: one, two (rank 1)" in missing

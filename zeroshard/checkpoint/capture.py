@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroshard.agreement import require_equal
-from zeroshard.averages import Averages
+from zeroshard.averages import EMA
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.files import as_folder, check_free, check_tag
 from zeroshard.checkpoint.manifest import Manifest, ParameterRecord, SavedScale, describe_model
 from zeroshard.checkpoint.optimizers import PER_GROUP, read_optimizer
-from zeroshard.checkpoint.save import Snapshot
+from zeroshard.checkpoint.save import Snapshot, write
 from zeroshard.checkpoint.tensors import ModelState, States, TensorSlice, blocks_by_name, read_model, slices
 from zeroshard.checkpoint.values import SavedValues, check_plain, to_files
 from zeroshard.comm.collectives import on_all
@@ -45,7 +45,7 @@ KIND = "ema"
 """The first part of their names: ema/PARAMETER/NAME."""
 
 
-def with_averages(states: States, averages: Mapping[str, Averages]) -> States:
+def with_averages(states: States, averages: Mapping[str, EMA]) -> States:
     """Return the states of parameters, together with the averages."""
     joined = {parameter: dict(tensors) for parameter, tensors in states.items()}
     for name, own in averages.items():
@@ -54,7 +54,7 @@ def with_averages(states: States, averages: Mapping[str, Averages]) -> States:
     return joined
 
 
-def averaged_buffers(buffers: Mapping[str, Tensor], averages: Mapping[str, Averages]) -> dict[str, Tensor]:
+def averaged_buffers(buffers: Mapping[str, Tensor], averages: Mapping[str, EMA]) -> dict[str, Tensor]:
     """Return the copies that averages have of some buffers, by their names in a checkpoint."""
     return {
         f"{KIND}/{buffer}/{name}": own.buffers[buffer]
@@ -80,7 +80,7 @@ class EngineState:
     """The DataLoader that `initialize` made, or the one around the user's."""
     described: dict[str, Any] | None = None
     """The description of the whole model, where this rank has only a part of it."""
-    averages: dict[str, Averages] = field(default_factory=dict)
+    averages: dict[str, EMA] = field(default_factory=dict)
     """Moving averages of the parameters, by name; `EMA` adds its own."""
 
 
@@ -122,9 +122,9 @@ def save_checkpoint(
         client_state: the user's values on rank 0: tensors, numbers, strings, lists and dicts of them.
             Numbers of NumPy come back as Python's, arrays as tensors.
         blocking: True returns when the checkpoint is there, False when its values are copied. A thread
-            then writes it while training goes on. A failure is raised, on all ranks, by a later step,
-            save or load; with sharded parameters also by a forward. With values on the nvme
-            tier, which may not fit into memory, the call returns when the checkpoint is there.
+            then writes it while training goes on. A failure is a warning at once, and is raised, on all
+            ranks, by a later step, save or load; with sharded parameters also by a forward. With values on
+            the nvme tier, which may not fit into memory, the call returns when the checkpoint is there.
         optimizer: False leaves out the states of the optimizer and of the LR scheduler.
 
     Raises:
@@ -135,31 +135,36 @@ def save_checkpoint(
     """
     refused = (*IN_BATCH, Moment.BEGUN, Moment.FAILED, Moment.AVERAGED)
     engine._runtime.state.refuse("save_checkpoint()", *refused)
-    if engine._micro_step:
-        raise RuntimeError(
-            f"save_checkpoint() after {engine._micro_step} micro-batches of an unfinished step: a "
-            "checkpoint does not save gradients. End the step with backward() and step(), or drop it "
-            "with zero_grad()"
-        )
     engine._saver.finish()
     tag = f"step-{engine.global_step}" if tag is None else tag
     parts = engine._parts if optimizer else replace(engine._parts, optimizer=None, lr_scheduler=None)
     snapshot = capture(engine, parts, dir, tag, client_state)
     tiers = engine._runtime.context.setting.tiers
     is_blocking = blocking or Tier.DISK in (tiers.optimizer, tiers.parameters)
-    (engine._saver.save if is_blocking else engine._saver.start)(snapshot)
+    if is_blocking:
+        write(snapshot, engine._parts.runtime.context.axes.world)
+    else:
+        engine._saver.start(snapshot)
 
 
 def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_state: Any) -> Snapshot:
     """A snapshot whose slices are views of what the engine goes on to change; collective.
 
     Raises:
+        RuntimeError: in a `with` block of full parameters, or with gradients that no checkpoint keeps.
         ValueError: the ranks were given different places; or, on any rank, no path, a bad tag, or a value
             that can't be loaded again without running code, by its key.
     """
     runtime, axes = parts.runtime, parts.runtime.context.axes
     axis, tells_part = axes.world, axes.pp.size > 1 and axes.everyone.rank == 0
-    _check_moment(runtime)
+    runtime.wait("save_checkpoint()", Moment.SHOWN)
+    runtime.check_slots()
+    held = [gradients for unit in runtime.units for gradients in unit.gradients]
+    if engine._micro_step or any(gradients.has_deferred for gradients in held):
+        raise RuntimeError(
+            "save_checkpoint() in an unfinished step: a checkpoint does not save gradients. End the step "
+            "with backward() and step(), or drop it with zero_grad()"
+        )
     keeps_frozen = parts.config.checkpoint.frozen
     # Of parameters that were frozen at initialize: no optimizer can have changed them.
     frozen = [] if keeps_frozen else [buffer for buffer in runtime.buffers if not buffer.trainable]
@@ -199,21 +204,6 @@ def capture(engine: Engine, parts: EngineState, dir: object, tag: str, client_st
         values=files,
         memory=runtime.context.memory,
     )
-
-
-def _check_moment(runtime: Runtime) -> None:
-    """Finish what is under way.
-
-    Raises:
-        RuntimeError: in a `with` block of full parameters, or with gradients that no checkpoint keeps.
-    """
-    runtime.wait("save_checkpoint()", Moment.SHOWN)
-    runtime.check_slots()
-    if any(gradients.has_deferred for unit in runtime.units for gradients in unit.gradients):
-        raise RuntimeError(
-            "save_checkpoint() after a backward under no_sync(): a checkpoint does not save gradients. "
-            "Take the step first, or drop the gradients with zero_grad()"
-        )
 
 
 def _read(

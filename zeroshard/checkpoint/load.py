@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroshard.agreement import require_equal
-from zeroshard.averages import Averages
 from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.capture import NUM_PARTS, EngineState, averaged_buffers, sums_of, with_averages
 from zeroshard.checkpoint.files import MANIFEST, TENSORS, VALUES, as_folder, find
@@ -182,7 +181,11 @@ class _Loading:
         self._check_names("the model", "a buffer", model.buffers, stored.manifest.buffers)
         check_buffers(stored, self._runtime, model.buffers)
         self._check_names("the model", "extra state", model.extra, self.values.extra)
-        check_averages(stored, parts.averages)
+        for name in sorted(stored.manifest.averages.keys() ^ parts.averages.keys()):
+            warn_user(
+                f"'{directory}' and the engine do not both have the average '{name}': it is not loaded, or "
+                "begins anew with the loaded values. Make the EMA of the engine before load_checkpoint()"
+            )
         self._groups: list[dict[str, Any] | None] = []
         """The hyperparameters of each parameter group; None: they stay."""
         self._states: SavedStates = {}
@@ -407,17 +410,3 @@ def _check_frozen(runtime: Runtime, stored: Stored, names: Mapping[str, str]) ->
                 "expected a model with the same frozen parameters as at saving. Build it from the same base, "
                 "or save with Checkpoint(frozen=True)"
             )
-
-
-# --------------------------------------------------------------------------------------------- averages
-
-
-def check_averages(stored: Stored, averages: Mapping[str, Averages]) -> None:
-    """Warn of averages that only the checkpoint has, or only the engine."""
-    for name in sorted(stored.manifest.averages.keys() - averages.keys())[:1]:
-        warn_user(
-            f"'{stored.directory}' holds the average '{name}', and the engine has none of this name: "
-            "it is not loaded. Make the zeroshard.EMA of the engine before load_checkpoint()"
-        )
-    for name in sorted(averages.keys() - stored.manifest.averages.keys())[:1]:
-        warn_user(f"'{stored.directory}' holds no average '{name}': it begins anew with the loaded values")

@@ -128,10 +128,6 @@ def parse(content: Mapping[str, Any]) -> Manifest:
         expected = record.dtype, record.shape
         if name in tensors and (found := (tensors[name].dtype, tensors[name].shape)) != expected:
             raise ValueError(f"expected parameter '{name}' in {expected}, got {found}")
-        if record.blocks is not None and record.blocks.shape != record.shape:
-            raise ValueError(
-                f"expected blocks of '{name}' of shape {record.shape}, got {record.blocks.shape}"
-            )
     return manifest
 
 

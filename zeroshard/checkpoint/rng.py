@@ -26,8 +26,6 @@ def restore(states: dict[str, Any], device: torch.device) -> None:
     Raises:
         Exception: of any kind, if they are no states of generators; then some generators may have them.
     """
-    if not isinstance(states["python"][2], float | None):
-        raise ValueError("expected the next number of Python's generator, or None")
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if device.type != "cpu" and device.type in states:

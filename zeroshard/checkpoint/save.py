@@ -9,11 +9,10 @@ forward may change buffers.
 from __future__ import annotations
 
 import io
+import math
 import os
-import struct
 import threading
 import warnings
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from torch import Tensor
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import MANIFEST, CheckpointPlace, naming, write_synced
 from zeroshard.checkpoint.manifest import FileRecord, Manifest, ParameterRecord
-from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of, tile
+from zeroshard.checkpoint.places import StoredBox, StoredTensor, file_of
 from zeroshard.checkpoint.tensors import MAX_BOX_BYTES, TensorSlice
 from zeroshard.comm.collectives import Axis, on_all, on_first
 from zeroshard.comm.lifecycle import open_background
@@ -183,31 +182,18 @@ def write_part(directory: Path, slices: Sequence[TensorSlice], rank: int, memory
                 archive.truncate()
                 memory.evict(values)
                 offset = file.tell()
-                place = StoredBox(box, rank, offset + find_elements(archive, values.nbytes))
+                place = StoredBox(box, rank, offset + find_elements(archive))
                 size = file.write(archive.getbuffer())
                 boxes.append(WrittenBox(part.name, values.dtype, part.shape, place, offset, size))
         os.fsync(file.fileno())
     return Written(boxes, {path.name: FileRecord(file.num_bytes, file.crc32)})
 
 
-def find_elements(archive: io.BytesIO, num_bytes: int) -> int:
-    """Return the first byte of the elements of a tensor that torch.save has written.
-
-    Args:
-        archive: a zip archive by torch.save, which stores the elements as they are.
-        num_bytes: bytes of the elements.
-
-    Raises:
-        zipfile.BadZipFile: it is no such archive.
-    """
-    with zipfile.ZipFile(archive) as opened:
-        records = [record for record in opened.infolist() if record.filename.endswith("/data/0")]
-    if len(records) != 1 or records[0].compress_type or records[0].file_size != num_bytes:
-        raise zipfile.BadZipFile(f"expected one record of {num_bytes} bytes")
-    header = records[0].header_offset
-    archive.seek(header + 26)  # the lengths of two fields that follow the 30 bytes of a header
-    name_size, extra_size = struct.unpack("<HH", archive.read(4))
-    return header + 30 + int(name_size) + int(extra_size)
+def find_elements(archive: io.BytesIO) -> int:
+    """Return the first byte of the elements of a tensor in the archive that torch.save has made of it."""
+    archive.seek(0)
+    reader: Any = torch._C.PyTorchFileReader(archive)
+    return int(reader.get_record_offset("data/0"))  # it stores elements as they are
 
 
 def tensors_of(boxes: Iterable[WrittenBox]) -> dict[str, StoredTensor]:
@@ -215,13 +201,13 @@ def tensors_of(boxes: Iterable[WrittenBox]) -> dict[str, StoredTensor]:
     places: dict[str, list[WrittenBox]] = {}
     for written in boxes:
         places.setdefault(written.name, []).append(written)
-    tensors = {
+    for name, parts in places.items():
+        numel = sum(part.place.box.numel for part in parts)
+        assert numel == math.prod(parts[0].shape), f"the ranks wrote each element of '{name}' once"
+    return {
         name: StoredTensor(parts[0].dtype, parts[0].shape, [part.place.row for part in parts])
         for name, parts in places.items()
     }
-    for name, tensor in tensors.items():
-        assert tile(tensor), f"the ranks wrote each element of '{name}' once"
-    return tensors
 
 
 def to_index(boxes: Iterable[WrittenBox], parameters: Mapping[str, ParameterRecord]) -> bytes:
@@ -276,8 +262,11 @@ class _CheckedFile(io.FileIO):
         return done
 
 
+_FAILED = "the checkpoint that was saved in the background failed"
+
+
 class Saver:
-    """Writes snapshots, one at a time.
+    """Writes snapshots in the background, one at a time. A failure is a warning at once, and an error later.
 
     Args:
         axis: all ranks.
@@ -292,12 +281,6 @@ class Saver:
         self._copies = SnapshotMemory()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._is_alone = False
-        """True when nobody will ask any more how a save in the background has ended."""
-
-    def save(self, snapshot: Snapshot) -> None:
-        """Write and return when it is done. Raises what `write` raises."""
-        write(snapshot, self._axis)
 
     def start(self, snapshot: Snapshot) -> None:
         """Copy what is to be written and write it in a thread. An accelerator copies while the host goes on.
@@ -328,22 +311,11 @@ class Saver:
                 write(snapshot, axis)
             except Exception as error:  # whatever it is, it is told to whoever trains on
                 self._failure = error
-                if self._is_alone or not threading.main_thread().is_alive():
-                    self._warn()
+                warnings.warn(f"{_FAILED}: {error}", stacklevel=1)  # the engine may be gone by then
 
         # Not a daemon: the interpreter waits for it, so that the last checkpoint of a run is written.
         self._thread = Saver._last = threading.Thread(target=run, name="zeroshard-checkpoint")
         self._thread.start()
-
-    def run_alone(self) -> None:
-        """Let the save in the background go on when its engine is gone; a failure becomes a warning."""
-        self._is_alone = True
-        self._warn()
-
-    def _warn(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            warnings.warn(f"the checkpoint that was saved in the background failed: {failure}", stacklevel=1)
 
     def check(self, axis: Axis) -> None:
         """See how the save in the background is getting on, if there is one; collective over `axis`.
@@ -370,6 +342,4 @@ class Saver:
         thread.join()
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise RuntimeError(
-                f"the checkpoint that was saved in the background failed: {failure}"
-            ) from failure
+            raise RuntimeError(f"{_FAILED}: {failure}") from failure

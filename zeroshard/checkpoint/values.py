@@ -10,7 +10,8 @@
     1j, b"x", torch.Size((1, 2))            {"$complex": [0.0, 1.0]}, {"$bytes": "78"}, {"$Size": [1, 2]}
     torch.float16, torch.device("cpu")      {"$dtype": "float16"}, {"$device": "cpu"}
     a tensor                                {"$tensor": {"name": "3"}}: its name in the file of safetensors
-    a parameter, a sparse tensor            {"$parameter": {"name": "3"}}, {"$sparse": {"layout": ..., ...}}
+    a parameter                             {"$parameter": {"name": "3"}}
+    a sparse tensor, in older checkpoints   {"$sparse": {"layout": ..., ...}}
 
 A value comes back with the same type. A tensor comes back on the CPU, contiguous, with memory of its own.
 Numbers and strings of NumPy come back as numbers and strings of Python, arrays as tensors.
@@ -43,12 +44,7 @@ _MAX_INT_BITS = 4096
 _SEQUENCES = (tuple, set, frozenset, torch.Size)
 _DICTS = (dict, OrderedDict, Counter)
 _ATOMS: dict[type, Callable[[Any], str]] = {bytes: bytes.hex, torch.dtype: dtype_name, torch.device: str}
-_SPARSE: dict[torch.layout, tuple[str, ...]] = {
-    torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
-}
-"""The methods that give the dense parts of a sparse tensor."""
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,18 +164,15 @@ class _JsonEncoder:
         return {f"${type(value).__name__}": [list(pair) for pair in zip(keys, items.values(), strict=True)]}
 
     def _encode_tensor(self, value: Tensor, path: str) -> dict[str, Any]:
-        if value.is_meta or value.is_quantized or vars(value):
+        if value.layout is not torch.strided or value.is_meta or value.is_quantized or vars(value):
             kind = "a meta" if value.is_meta else "a quantized" if value.is_quantized else "another"
             raise ValueError(
-                f"{path}: expected a tensor with values and without attributes of its own, got {kind} one"
+                f"{path}: expected a dense tensor with values and without attributes of its own, got {kind} "
+                "one. Give a sparse tensor as its indices, values and shape"
             )
         options: dict[str, Any] = {"requires_grad": True} if value.requires_grad else {}
         tag = "$parameter" if type(value) is nn.Parameter else "$tensor"
         value = value.detach()
-        if value.layout in _SPARSE and tag == "$tensor":
-            return {"$sparse": self._encode_sparse(value, path) | options}
-        if value.layout is not torch.strided:
-            raise ValueError(f"{path}: expected a dense or sparse tensor, got one of {value.layout}")
         value = value.cpu().resolve_conj().resolve_neg().contiguous()
         name, stored = str(len(self.tensors)), value
         if value.dtype not in DTYPE_NAMES:  # stored as bytes
@@ -187,14 +180,6 @@ class _JsonEncoder:
             stored = value.reshape(-1).view(torch.uint8)
         self.tensors[name] = stored
         return {tag: {"name": name, **options}}
-
-    def _encode_sparse(self, value: Tensor, path: str) -> dict[str, Any]:
-        return {
-            "layout": str(value.layout),
-            "parts": [self._encode_tensor(getattr(value, part)(), path) for part in _SPARSE[value.layout]],
-            "shape": list(value.shape),
-            **({"is_coalesced": value.is_coalesced()} if value.layout is torch.sparse_coo else {}),
-        }
 
 
 def _foreign(value: Any, path: str) -> ValueError:
@@ -229,7 +214,9 @@ class _JsonDecoder:
             "$dtype": lambda name: typed(torch.dtype, name, "$dtype"),
             "$device": torch.device,
             "$tensor": lambda fields: self._tensor(**fields),
-            "$parameter": lambda fields: _as_parameter(self._tensor(**fields)),
+            "$parameter": lambda fields: nn.Parameter(
+                self._tensor(**fields).detach(), fields.get("requires_grad", False)
+            ),
             "$sparse": lambda fields: self._sparse(**fields),
         }
 
@@ -272,7 +259,3 @@ class _JsonDecoder:
             make, options = torch.sparse_compressed_tensor, {"layout": kind}
         made: Tensor = make(*parts, shape, check_invariants=True, **options)
         return made.requires_grad_(requires_grad)
-
-
-def _as_parameter(value: Tensor) -> nn.Parameter:
-    return nn.Parameter(value.detach(), requires_grad=value.requires_grad)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Any
 
 from zeroshard.checkpoint.capture import KIND
 from zeroshard.checkpoint.files import MANIFEST, find
 from zeroshard.checkpoint.manifest import check_sums
-from zeroshard.checkpoint.places import StoredTensor
 from zeroshard.checkpoint.tensors import Stored, open_checkpoint
 from zeroshard.cli.options import ExportOptions, InspectOptions
 from zeroshard.codec import dtype_name
@@ -44,12 +43,7 @@ def inspect(options: InspectOptions) -> None:
         print("intact: all files are there and as they were written")
 
 
-_KINDS = {
-    "parameter": "parameters",
-    "buffer": "buffers",
-    "optimizer state": "optimizer states",
-    "average": "moving averages",
-}
+_KINDS = ("parameter", "buffer", "optimizer state", "average")
 
 
 def describe(stored: Stored) -> str:
@@ -59,18 +53,22 @@ def describe(stored: Stored) -> str:
     facts["files"] = f"{len(files):,}, {format_bytes(sum(files.values()))}"
     facts["left_out"] = f"{len(facts['left_out']):,} frozen parameters" if facts["left_out"] else ""
     facts["tied"] = "; ".join(" = ".join((name, *others)) for name, others in facts["tied"].items())
-    names = {kind: [name for name in tensors if tensors[name]["kind"] == kind] for kind in _KINDS}
-    totals = [_total(_KINDS[kind], [tensors[name] for name in own]) for kind, own in names.items() if own]
-    totals += [LINE, _total("total", tensors.values())]
     known = {name.replace("_", " "): fact for name, fact in facts.items() if fact not in (None, "", {})}
-    parts = [
+    kinds = dict.fromkeys(tensor["kind"] for tensor in tensors.values())
+    totals = [_total(kind, [one for one in tensors.values() if one["kind"] == kind]) for kind in kinds]
+    rows = []
+    for name, one in tensors.items():
+        shape = "x".join(map(str, one["shape"])) or "scalar"
+        rows.append((name, one["kind"], one["dtype"], shape, format_bytes(one["bytes"])))
+    parts = (
         "\n".join(f"{name + ':':<15}{_text(fact)}" for name, fact in known.items()),
-        render("content", ("kind", "dtype", "tensors", "elements", "bytes"), totals),
-    ]
-    for kind, own in names.items():
-        rows = [(name, tensors[name]["dtype"], *_sizes(tensors[name])) for name in own]
-        if rows:
-            parts.append(render(_KINDS[kind], ("name", "dtype", "shape", "bytes"), rows))
+        render(
+            "content",
+            ("kind", "dtype", "tensors", "elements", "bytes"),
+            [*totals, LINE, _total("total", tensors.values())],
+        ),
+        render("tensors", ("name", "kind", "dtype", "shape", "bytes"), rows),
+    )
     return "\n\n".join(parts) + "\n"
 
 
@@ -80,17 +78,36 @@ def _text(fact: Any) -> str:
     return f"{fact:,}" if isinstance(fact, int) else str(fact)
 
 
+def _total(kind: str, tensors: Collection[dict[str, Any]]) -> tuple[str, ...]:
+    dtypes = [name for name, _ in Counter(tensor["dtype"] for tensor in tensors).most_common()]
+    numel = sum(math.prod(tensor["shape"]) for tensor in tensors)
+    num_bytes = sum(tensor["bytes"] for tensor in tensors)
+    return kind, ", ".join(dtypes), f"{len(tensors):,}", f"{numel:,}", format_bytes(num_bytes)
+
+
 def to_json(stored: Stored) -> dict[str, Any]:
-    """Return the same as plain values: numbers of bytes, lists of sizes."""
+    """Return the same as plain values: numbers of bytes, lists of sizes. Tensors are in the model's order."""
     manifest = stored.manifest
+    place = {name: number for number, name in enumerate(manifest.parameters)}
+
+    def kind_of(name: str) -> str:
+        if name in place or name in manifest.buffers:
+            return "parameter" if name in place else "buffer"
+        return "average" if name.startswith(f"{KIND}/") else "optimizer state"
+
+    def order(name: str) -> tuple[int, int, str]:
+        # A state is called optimizer/OWNER/STATE.
+        owner = name if name in place else name.partition("/")[2].rpartition("/")[0]
+        return _KINDS.index(kind_of(name)), place.get(owner, len(place)), name
+
     tensors = {
         name: {
-            "kind": kind,
-            "dtype": dtype_name(tensor.dtype),
-            "shape": list(tensor.shape),
-            "bytes": math.prod(tensor.shape) * tensor.dtype.itemsize,
+            "kind": kind_of(name),
+            "dtype": dtype_name(stored.tensors[name].dtype),
+            "shape": list(stored.tensors[name].shape),
+            "bytes": math.prod(stored.tensors[name].shape) * stored.tensors[name].dtype.itemsize,
         }
-        for kind, name, tensor in _by_kind(stored)
+        for name in sorted(stored.tensors, key=order)
     }
     # The manifest does not say the time: the same state gives the same bytes. It is written last.
     changed = datetime.fromtimestamp((stored.directory / MANIFEST).stat().st_mtime, UTC)
@@ -111,32 +128,3 @@ def to_json(stored: Stored) -> dict[str, Any]:
         "files": {name: record.num_bytes for name, record in manifest.files.items()},
         "tensors": tensors,
     }
-
-
-def _by_kind(stored: Stored) -> Iterator[tuple[str, str, StoredTensor]]:
-    """Yield the kind, name and place of each tensor, in the order of the model; a tied one once."""
-    manifest = stored.manifest
-    place = {name: number for number, name in enumerate(manifest.parameters)}
-
-    def kind_of(name: str) -> str:
-        if name in place or name in manifest.buffers:
-            return "parameter" if name in place else "buffer"
-        return "average" if name.startswith(f"{KIND}/") else "optimizer state"
-
-    def order(name: str) -> tuple[int, int]:
-        # A state is called optimizer/OWNER/STATE.
-        owner = name if name in place else name.partition("/")[2].rpartition("/")[0]
-        return list(_KINDS).index(kind_of(name)), place.get(owner, len(place))
-
-    return ((kind_of(name), name, stored.tensors[name]) for name in sorted(stored.tensors, key=order))
-
-
-def _total(kind: str, tensors: Collection[dict[str, Any]]) -> tuple[str, ...]:
-    dtypes = [name for name, _ in Counter(tensor["dtype"] for tensor in tensors).most_common()]
-    numel = sum(math.prod(tensor["shape"]) for tensor in tensors)
-    num_bytes = sum(tensor["bytes"] for tensor in tensors)
-    return kind, ", ".join(dtypes), f"{len(tensors):,}", f"{numel:,}", format_bytes(num_bytes)
-
-
-def _sizes(tensor: dict[str, Any]) -> tuple[str, str]:
-    return "x".join(map(str, tensor["shape"])) or "scalar", format_bytes(tensor["bytes"])

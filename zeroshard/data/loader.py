@@ -15,20 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from zeroshard.codec import typed
+from zeroshard.codec import Size, typed
 from zeroshard.data.microbatch import to_device
 from zeroshard.internals.warn import warn_user
 
 _CPU = torch.device("cpu")
-Number = Annotated[int, range(2**63).__contains__]
-"""A number in a state: torch.Generator takes a seed + epoch below twice this bound."""
 
 
 def order(num_samples: int, seed: int) -> Tensor:
@@ -62,11 +60,11 @@ class DataPosition:
         ValueError: the position is behind the end.
     """
 
-    epoch: Number
-    position: Number
+    epoch: Size
+    position: Size
     """Samples of the epoch that were consumed, over all ranks and without what was filled up."""
-    seed: Number
-    num_samples: Number
+    seed: Size
+    num_samples: Size
     """The length of the dataset."""
 
     def __post_init__(self) -> None:
@@ -242,7 +240,9 @@ def refuse_generators(loader: Any) -> None:
 def warn_of_same_samples(loader: Any, num_ranks: int) -> None:
     """Warn if a loader over a Dataset takes all its samples on each of several data-parallel ranks."""
     samplers = _samplers_of(loader)
-    if num_ranks > 1 and all(map(_takes_all_samples, samplers)):
+    kinds = [type(sampler) for sampler in samplers]
+    known = [kind.__module__.partition(".")[0] in ("torch", "torchdata") for kind in kinds]
+    if num_ranks > 1 and all(known) and all(kind.__name__ in _OF_ALL_SAMPLES for kind in kinds):
         warn_user(
             f"training_data: the {type(samplers[-1]).__name__} of this {type(loader).__name__} takes all "
             f"samples of its dataset on each of {num_ranks} data-parallel ranks: expected a "
@@ -250,16 +250,11 @@ def warn_of_same_samples(loader: Any, num_ranks: int) -> None:
         )
 
 
-def _takes_all_samples(sampler: Any) -> bool:
-    kind = type(sampler)
-    return kind.__name__ in _OF_ALL_SAMPLES and kind.__module__.partition(".")[0] in ("torch", "torchdata")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LoaderPosition:
     """A place in the data of one rank."""
 
-    epoch: Number
+    epoch: Size
     is_over: bool = False
     """True if the iteration over the loader has ended: its state is one between two epochs."""
     length: int | None = None

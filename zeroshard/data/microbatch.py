@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -53,8 +52,8 @@ def split_batch(value: Any, num_pieces: int, key: str = "gradient_accumulation_s
 def to_device(value: Any, device: torch.device) -> Any:
     """Copy the tensors of a batch to an accelerator through pinned memory, so that the host does not wait.
 
-    Finds tensors in the containers that torch knows, in mappings that take new values, and in dataclasses.
-    Other objects with `to`, such as torch's PackedSequence, move themselves.
+    Finds tensors in the containers that torch knows, and in mappings that take new values. Other objects with
+    `to`, such as torch's PackedSequence, move themselves. An object without, such as a dataclass, stays.
 
     Returns:
         The batch itself for the CPU; new containers of the same types for an accelerator.
@@ -71,11 +70,6 @@ def to_device(value: Any, device: torch.device) -> Any:
             return moved
         if hasattr(leaf, "to"):
             return leaf.to(device)  # a PackedSequence keeps a part of it on the CPU
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            twin = copy.copy(leaf)
-            for name in (field.name for field in fields(leaf) if hasattr(leaf, field.name)):
-                object.__setattr__(twin, name, to_device(getattr(leaf, name), device))
-            return twin
         return leaf
 
     if device.type == "cpu":

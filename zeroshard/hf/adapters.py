@@ -92,23 +92,18 @@ def _computed(module: Any, adapter: str) -> ValueError:
 def _complete(
     module: Any, adapter: str, names: Mapping[str, list[str]], tensors: Mapping[str, Tensor], folder: Path
 ) -> None:
-    """Write the file of an adapter again if peft has left tensors out: it looks for some modules by class.
+    """Write the file of an adapter again: peft leaves tensors out, as it looks for some modules by class.
 
     Raises:
         ValueError: peft has not wrapped the model, so that its file has other names.
     """
-    from peft import get_peft_model_state_dict
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
     from safetensors.torch import save_file
 
-    written = get_peft_model_state_dict(module, dict(tensors), adapter)
-    missing = sorted(names.keys() - written.keys())
-    if not missing:
-        return
     if not hasattr(module, "get_base_model"):
         raise ValueError(
             f"adapter '{adapter}': expected a model that peft.get_peft_model has wrapped, as other pipeline "
-            f"ranks hold its '{missing[0]}', got a {type(module).__name__}"
+            f"ranks hold parts of it, got a {type(module).__name__}"
         )
     place = folder if adapter == "default" else folder / adapter
     whole = {name: tensors[known[0]].contiguous() for name, known in names.items()}
@@ -185,14 +180,14 @@ class Merging:
         return ""
 
     def check(self, ignored: Mapping[nn.Parameter, str]) -> None:
-        """Check the adapters around quantized weights, the biases that adapters have, and ignored parameters.
+        """Check the adapters around quantized weights, and around ignored parameters.
 
         Args:
             ignored: the parameters that are not sharded, with their names.
 
         Raises:
-            ValueError: an adapter that does more than to add to a quantized weight, one with a bias around a
-                layer without, or one around a parameter that is ignored.
+            ValueError: an adapter that does more than to add to a quantized weight, or one around a parameter
+                that is ignored.
         """
         for name, layer in self._layers.items():
             base = layer.get_base_layer()
@@ -205,13 +200,6 @@ class Merging:
                 )
             if is_quantized(base):
                 _check_adds(layer, f"{name}.weight")
-            biases = getattr(layer, "lora_bias", {})
-            has_place = getattr(base, "bias", None) is not None and not is_quantized(base)
-            if not has_place and any(biases.get(one) for one in _added_by(layer)):
-                raise ValueError(
-                    f"merge_adapters: expected a bias in '{name}', and no codes, as its adapter has a bias "
-                    "(lora_bias=True)"
-                )
 
     @staticmethod
     def add_to_weight(layer: Any, values: Tensor) -> None:
@@ -250,11 +238,13 @@ def _check_adds(layer: Any, name: str) -> None:
     from peft.tuners.vera.layer import VeraLayer
 
     only_adds = isinstance(layer, LoraLayer | RandLoraLayer | VeraLayer)
+    biases, variants = getattr(layer, "lora_bias", {}), getattr(layer, "lora_variant", ())
     for adapter in _added_by(layer):
-        if not only_adds or adapter in getattr(layer, "lora_variant", ()):
+        if not only_adds or adapter in variants or biases.get(adapter):
             raise ValueError(
                 f"merge_adapters: adapter '{adapter}' does more than add to the weight '{name}', which "
-                "is quantized: expected LoRA without DoRA or another variant, AdaLoRA, VeRA or RandLoRA"
+                "is quantized: expected LoRA without a bias, DoRA or another variant, AdaLoRA, VeRA or "
+                "RandLoRA"
             )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,17 +115,13 @@ def _write_file(file: Path, tensors: Mapping[str, TensorInfo], slices: Iterator[
     with naming(file), file.open("wb") as stream:
         left = beginning.num_bytes - stream.write(beginning.header)
         while left:
-            left -= _write_slice(stream, tensors, beginning.offsets, next(slices))
+            part = next(slices)
+            dtype = tensors[part.name].dtype
+            stream.seek(beginning.offsets[part.name] + part.start * dtype.itemsize)
+            left -= stream.write(part.data.to("cpu", dtype).view(torch.uint8).numpy().data)
+            del part
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _write_slice(
-    stream: BinaryIO, tensors: Mapping[str, TensorInfo], offsets: Mapping[str, int], part: TensorSlice
-) -> int:
-    dtype = tensors[part.name].dtype
-    stream.seek(offsets[part.name] + part.start * dtype.itemsize)
-    return stream.write(part.data.to("cpu", dtype).view(torch.uint8).numpy().data)
 
 
 def _appear(folder: Path, names: list[str]) -> None:

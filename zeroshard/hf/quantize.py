@@ -157,13 +157,13 @@ def read_quantization(path: object, config: Any) -> Any:
     Raises:
         ValueError: the weights are quantized by another library.
     """
+    from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoQuantizationConfig
 
-    method = config.get("quant_method") if isinstance(config, Mapping) else config.quant_method
-    is_known = isinstance(config, Mapping) and any(config.get(f"load_in_{bits}bit") for bits in (4, 8))
-    if str(getattr(method, "value", method)) != "bitsandbytes" and not (method is None and is_known):
+    read = AutoQuantizationConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config
+    if not isinstance(read, BitsAndBytesConfig):
         raise ValueError(
-            f"'{path}': expected weights that are not quantized, or quantized by bitsandbytes, got "
-            f"quant_method={str(getattr(method, 'value', method))!r}"
+            f"'{path}': expected weights that are not quantized, or quantized by bitsandbytes, got a "
+            f"{type(read).__name__}"
         )
-    return AutoQuantizationConfig.from_dict(dict(config)) if isinstance(config, Mapping) else config
+    return read

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeroshard.averages import Averages
+from zeroshard.averages import EMA
 from zeroshard.comm.counter import KINDS, Counter
 from zeroshard.forwards.quantized import scales_in
 from zeroshard.plan.tiers import Tier
@@ -169,7 +169,7 @@ def reset_memory_report(engine: Engine) -> None:
 def measure(
     runtime: Runtime,
     optimizer: Optimizer | None,
-    averages: Iterable[Averages] = (),
+    averages: Iterable[EMA] = (),
     *,
     peak_versions: int = 0,
 ) -> MemoryReport:

@@ -40,7 +40,7 @@ def _add(stage: int, offload: dict[str, Any]) -> None:
                 assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
 
     tier = {"cpu": "_on_host", "nvme": "_in_files"}.get(offload.get("optimizer", ""), "")
-    add(f"ema_stage{stage}{tier}", run)
+    add(f"ema_stage{stage}{tier}", run, may_sync=("stores/store.py",) if tier == "_in_files" else ())
 
 
 for _stage in (1, 3):
