@@ -118,11 +118,8 @@ class EstimateOptions(NamedTuple):
         precision: of forward and backward (default: fp32)
         optimizer_bits: bits of each of Adam's two states (default: 32)
         stage: ZeRO stage (default: all, side by side)
-        config: config of zeroshard, .json or .toml, in place of --stage, --precision, --tp, --pp,
-            --microbatches and --recompute
+        config: config of zeroshard, .json or .toml, in place of --stage, --precision, --tp and --recompute
         tp: tensor ranks that divide each layer (default: none, 1)
-        pp: ranks of the pipeline of a model, not a number (default: none, 1)
-        microbatches: micro-batches of a pipeline's batch
         recompute: recompute the activations of units
         tokens: tokens of a micro-batch of a rank, samples x length, to count activations (default: none are)
         length: tokens of a sample (default: all)
@@ -149,8 +146,6 @@ class EstimateOptions(NamedTuple):
     stage: Literal[0, 1, 2, 3] | None = None
     config: Annotated[Path, _how(metavar="FILE")] | None = None
     tp: Number | None = None
-    pp: Number | None = None
-    microbatches: Number | None = None
     recompute: Literal["none", "unit"] | None = None
     tokens: Number = 0
     length: Number = 0

@@ -26,7 +26,7 @@ from torch import nn
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.memory.activations import Tokens, typical_sizes
+from zeroshard.memory.activations import typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.sharded import count_elements
@@ -129,16 +129,19 @@ _ORDER = (
 
 def estimate(options: EstimateOptions) -> None:
     """Run `zeroshard estimate`."""
-    names = ("stage", "precision", "tp", "pp", "microbatches", "recompute")
+    names = ("stage", "precision", "tp", "recompute")
     if options.config is not None and any(getattr(options, name) is not None for name in names):
         raise ValueError(
-            "--config has stage, precision, mesh, pipeline and recompute: leave out --stage, --precision, "
-            "--tp, --pp, --microbatches and --recompute"
+            "--config has stage, precision, mesh and recompute: leave out --stage, --precision, --tp and "
+            "--recompute"
         )
     _refuse_unused(options)
     model = _model(options)
-    tokens = Tokens(options.tokens, options.length)
-    counted, configs, bits = Counted(model, tokens), _configs(options), options.optimizer_bits or 32
+    if options.length and options.tokens % options.length:
+        raise ValueError(f"--length: expected a divisor of the {options.tokens} tokens, got {options.length}")
+    length = options.length or options.tokens
+    counted = Counted(model, (options.tokens // max(1, length), length))
+    configs, bits = _configs(options), options.optimizer_bits or 32
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.memory is None:
         estimates = {
@@ -183,8 +186,7 @@ def _configs(options: EstimateOptions) -> list[Config]:
     stages = range(4) if options.stage is None else [options.stage]
     given = _given(
         precision=options.precision,
-        mesh=_given(tp=options.tp, pp=options.pp),
-        pipeline=_given(num_microbatches=options.microbatches),
+        mesh=_given(tp=options.tp),
         recompute=options.recompute,
     )
     return [Config.parse({"stage": stage, **given}) for stage in stages]
@@ -220,8 +222,6 @@ def _about(model: nn.Module | int) -> str:
         of_these = "" if trained == num else f", of which {format_count(trained)} are trained"
         return f"{type(model).__name__} with {num:,} parameters{of_these}"
     sizes = typical_sizes(model)
-    if not sizes.depth:
-        return f"{model:,} parameters, gathered all at once"
     block, embedding = (
         format_count(number).replace(" ", _NO_BREAK) for number in (sizes.blocks[0], sizes.embedding)
     )
@@ -240,8 +240,6 @@ def _about_training(config: Config, options: EstimateOptions) -> str:
     others = f" and by name in {', '.join(by_name)}" if by_name else ""
     computed, main = (show(dtype or torch.float32) for dtype in (precision.param_dtype, precision.main_dtype))
     divided = f", layers divided over {config.mesh.tp} tensor ranks" if config.mesh.tp > 1 else ""
-    if config.mesh.pp > 1:
-        divided += f", blocks divided over {config.mesh.pp} pipeline ranks"
     tokens = f", {options.tokens:,} tokens in a micro-batch" if options.tokens else ""
     states = f"Adam's states in {options.optimizer_bits or 32} bits"
     about = f"computed in {computed}{others}, main parameters in {main}, {states}{divided}{tokens}"

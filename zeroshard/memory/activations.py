@@ -75,9 +75,8 @@ from zeroshard.sharding.context import Changes
 WIDTH_PER_BLOCK = 128
 VOCABULARY = 128_256
 TIED_BELOW = 4 * 10**9
-SMALLEST = 1 << 20
-"""Fewer parameters are taken as one unit."""
-LARGEST = 10**15
+SMALLEST, LARGEST = 1 << 20, 10**15
+"""The numbers of parameters for which the rule makes sense."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,7 @@ class Sizes:
 
     num_params: int
     depth: int
-    """The number of blocks; 0 for a model that is one unit."""
+    """The number of blocks."""
     width: int
     embedding: int
     is_tied: bool
@@ -94,8 +93,8 @@ class Sizes:
 
     @property
     def vocabulary(self) -> int:
-        """Logits of a token; 0 for a model that is one unit."""
-        return self.embedding // self.width if self.width else 0
+        """Logits of a token."""
+        return self.embedding // self.width
 
     @property
     def blocks(self) -> list[int]:
@@ -124,7 +123,7 @@ class Sizes:
     def bytes_held(self, batch: MicroBatch) -> int:
         """Bytes of activations of a rank with all blocks, at most, for one micro-batch."""
         block, head = self.bytes_of_block(batch), self.bytes_of_head(batch)
-        if batch.recomputes and self.depth:
+        if batch.recomputes:
             return self.depth * self.bytes_of_input(batch) + max(block, head)
         return self.depth * block + head
 
@@ -142,12 +141,12 @@ def typical_sizes(num_params: int) -> Sizes:
     """Return the sizes of a typical model with exactly this number of parameters.
 
     Raises:
-        ValueError: there are more parameters than any depth of this rule makes sense for.
+        ValueError: there are fewer or more parameters than this rule makes sense for.
     """
-    if num_params > LARGEST:
-        raise ValueError(f"expected at most {LARGEST:,} parameters, got {num_params:,}")
-    if num_params < SMALLEST:
-        return Sizes(num_params=num_params, depth=0, width=0, embedding=0, is_tied=True)
+    if not SMALLEST <= num_params <= LARGEST:
+        raise ValueError(
+            f"expected a model, or a number of {SMALLEST:,} to {LARGEST:,} parameters, got {num_params:,}"
+        )
     is_tied = num_params < TIED_BELOW
     num_tables = 1 if is_tied else 2
     depth = 1
@@ -169,28 +168,6 @@ _EXCHANGES = 4
 """Sums over the tensor ranks for each block: 2 in the forward, 2 in the backward."""
 _LOGIT = 4
 """Bytes of a logit: the loss is computed in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The tokens of a micro-batch of a rank.
-
-    Raises:
-        ValueError: no whole number of samples.
-    """
-
-    num: int
-    """Samples x length."""
-    length: int = 0
-    """Tokens of a sample; 0: all of them are one sample."""
-
-    def __post_init__(self) -> None:
-        if type(self.num) is not int or self.num < 0:
-            raise ValueError(f"num_tokens: expected an integer >= 0, got {self.num!r}")
-        if type(self.length) is not int or self.length < 0 or (self.length and self.num % self.length):
-            raise ValueError(f"length: expected a divisor of the {self.num} tokens, got {self.length!r}")
-        if not self.length:
-            object.__setattr__(self, "length", self.num)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +219,7 @@ def dry_run(
     Raises:
         ValueError: the forward or backward raises an error without values.
     """
-    runs, over = without_memory(model, _with_numbers), _OneOfMany(setting.sizes[TP])
+    runs, over = _without_memory(model), _OneOfMany(setting.sizes[TP])
     with torch.random.fork_rng(devices=[]):  # divided layers set the generator
         _prepare(runs, config, setting, tp_plan, over)
         live = LiveBytes([*runs.parameters(), *runs.buffers()])
@@ -267,8 +244,8 @@ def dry_run(
     return DryRun(peak, over.sent)
 
 
-def loss_of_tokens(model: nn.Module, tokens: Tokens) -> LossOf:
-    """Return the loss of a causal language model of transformers over a micro-batch of tokens.
+def loss_of_tokens(model: nn.Module, shape: tuple[int, int]) -> LossOf:
+    """Return the loss of a causal language model of transformers over tokens, [samples, length].
 
     Raises:
         ValueError: it is no model of transformers.
@@ -280,7 +257,7 @@ def loss_of_tokens(model: nn.Module, tokens: Tokens) -> LossOf:
         )
 
     def loss_of(runs: nn.Module) -> Tensor:
-        ids = torch.zeros(tokens.num // tokens.length, tokens.length, dtype=torch.long)
+        ids = torch.zeros(shape, dtype=torch.long)
         loss: Tensor = runs(input_ids=ids, labels=ids, use_cache=False).loss
         return loss
 
@@ -326,15 +303,8 @@ class LiveBytes(TorchDispatchMode):
         self.now += num_bytes
 
 
-def without_memory(
-    model: nn.Module, standing_for: Callable[[nn.Module], nn.Module] = lambda m: m
-) -> nn.Module:
-    """Return a copy of a model on the meta device.
-
-    Args:
-        model: the model.
-        standing_for: gives the layer that stands in the copy for a layer with codes.
-    """
+def _without_memory(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device; layers with codes are layers with numbers there."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device=_META)
@@ -342,7 +312,7 @@ def without_memory(
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=_META)
     for module in filter(is_quantized, model.modules()):
-        memo[id(module)] = standing_for(module)
+        memo[id(module)] = _with_numbers(module)
     return copy.deepcopy(model, memo)
 
 

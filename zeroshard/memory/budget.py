@@ -6,11 +6,27 @@ at its start, with what needs less.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.assemble import read_setting
+from zeroshard.comm.collectives import on_all
+from zeroshard.comm.mesh import Axes
+from zeroshard.comm.streams import has_streams
+from zeroshard.config.sections import Config
+from zeroshard.memory.tiered import States, bytes_on_tiers
+from zeroshard.optim.adopted import num_bits, rule_of
+from zeroshard.plan.buffers import plan_units
+from zeroshard.plan.tiers import Tier
+from zeroshard.plan.units import UnitSpec
+from zeroshard.stepping.parts import is_known
 from zeroshard.stores.swapfile import SETTING, check_folder, remove_leftovers
 from zeroshard.tables import format_bytes
 
@@ -18,6 +34,57 @@ _REMEDY = (
     'Less is needed with optimizer states of 8 bits, with precision.main_dtype="bf16", and with files: '
     'offload.optimizer="nvme", then offload.parameters="nvme". `zeroshard estimate` lists what fits'
 )
+
+
+def check_room(
+    specs: Sequence[UnitSpec], config: Config, axes: Axes, optimizer: Optimizer | None, device: torch.device
+) -> None:
+    """Refuse an offload for which the node of some rank has no room, on all ranks; collective.
+
+    Call it before a rank allocates.
+
+    Args:
+        specs: the units of the model.
+        config: the config of the job.
+        axes: the axes of the job.
+        optimizer: the optimizer, over the original parameters.
+        device: the device that computes.
+
+    Raises:
+        ValueError: a folder is not there.
+        RuntimeError: the node has less; the message has the bytes of each kind, and says what needs less.
+    """
+    if config.offload.optimizer == config.offload.parameters == "none":
+        return
+    by_parts = optimizer is not None and is_known(optimizer)
+    host_computes = not has_streams(device)
+    setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=by_parts)
+
+    def check() -> None:
+        num, states = config.gradient_accumulation_steps, _states_of(optimizer)
+        tiers = bytes_on_tiers(plan_units(specs, setting), setting, num, states)
+        host, disk = tiers[Tier.HOST], tiers[Tier.DISK].total
+        needed = {
+            "main parameters and copies of them": host.parameters,
+            "gradients": host.gradients,
+            "optimizer states": host.optimizer,
+            "buffers for the units in files": host.buffers,
+        }
+        needed = {kind: num_bytes for kind, num_bytes in needed.items() if num_bytes}
+        folders = (config.offload.nvme_path or "").split(":") if disk else []
+        if needed or disk:  # a launcher that does not tell the ranks on this node has all of them there
+            check_budget(needed, disk, folders, int(os.environ.get("LOCAL_WORLD_SIZE", axes.world.size)))
+
+    on_all(axes.world, "check of the room for offload", check)
+
+
+def _states_of(optimizer: Optimizer | None) -> States:
+    """Return the states of an optimizer; none for one that is not known, as nobody can count them."""
+    rule = None if optimizer is None else rule_of(optimizer)
+    if optimizer is None or rule is None:
+        return States(num=0)
+    largest = max((p for group in optimizer.param_groups for p in group["params"]), key=Tensor.numel)
+    return States(num=len(rule.states), bits=num_bits(optimizer, largest))
 
 
 def check_budget(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,31 +13,23 @@ from torch import nn
 from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards.quantized import num_scale_bytes
-from zeroshard.memory import traffic
 from zeroshard.memory.activations import (
     DryRun,
     LossOf,
     MicroBatch,
     Sizes,
-    Tokens,
     dry_run,
     loss_of_tokens,
     typical_sizes,
-    without_memory,
 )
 from zeroshard.memory.report import STATES, ModelStates, byte_rows
-from zeroshard.memory.tiered import States, bytes_on_tiers
-from zeroshard.parallel.pipeline.chunked import Chunked
-from zeroshard.parallel.pipeline.cut import cut_model
-from zeroshard.parallel.pipeline.part import take_part
-from zeroshard.parallel.pipeline.profile import SampleSource
-from zeroshard.parallel.pipeline.schedules import with_schedule
+from zeroshard.memory.tiered import States, bytes_on_tiers, peak_unsharded_bytes, wire_bytes
 from zeroshard.parallel.tensor.division import plan_division
 from zeroshard.parallel.tensor.styles import Plan
 from zeroshard.plan.arrangement import Arrangement
 from zeroshard.plan.buffers import Setting, UnitPlan, plan_units
 from zeroshard.plan.originals import Original
-from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, SUMMANDS, TP
+from zeroshard.plan.placement import DP_INNER, DP_REPLICATE, DP_SHARD, TP
 from zeroshard.plan.tiers import Tier
 from zeroshard.plan.units import UnitSpec
 from zeroshard.tables import LINE, format_bytes, render
@@ -88,28 +81,24 @@ def estimate(
     *,
     optimizer_bits: int = 32,
     host_computes: bool = False,
-    num_tokens: int | Tokens = 0,
+    num_tokens: int | tuple[int, int] = 0,
     loss_of: LossOf | None = None,
     tp_plan: Plan | None = None,
 ) -> Estimate:
     """Bytes per rank for training with an optimizer of Adam's kind (two states).
 
-    With a pipeline these are the bytes of the pipeline rank whose peak is the highest. Its blocks are cut by
-    their parameters, as `initialize` does where it cannot measure their times.
-
     Args:
         model_or_num_params: a model, on the meta device if need be; or a number of float32 parameters, taken
             as a decoder-only transformer of a typical depth and width, see `zeroshard.memory.activations`.
         world_size: number of ranks.
-        config: stage, precision, units, accumulation, prefetch, mesh, pipeline, tiers.
+        config: stage, precision, units, accumulation, prefetch, mesh, tiers; without a pipeline.
         optimizer_bits: 32 for states in the main dtype, as torch's AdamW has them; 8 for `AdamW8bit`. Counted
             without padding, on the rank that holds most.
         host_computes: True for ranks on the CPU, for which host memory is the device.
-        num_tokens: tokens of a micro-batch of a rank (samples x length), or `Tokens` with a length, for the
+        num_tokens: tokens of a micro-batch of a rank, of one sample, or (samples, length), for the
             activations and the bytes that tensor ranks exchange; 0 leaves both out. The forward and the
-            backward of a causal language model of transformers run without memory, see
-            `zeroshard.memory.activations`. For a number of parameters the formulas of
-            `zeroshard.memory.activations` hold. Not for a pipeline, whose ranks hold several micro-batches.
+            backward of a causal language model of transformers run without memory, and for a number of
+            parameters formulas hold: see `zeroshard.memory.activations`.
         loss_of: computes the loss of a micro-batch of any other model, in place of `num_tokens`. It is called
             with a copy of the model on the meta device, where tensors are made, too.
         tp_plan: the plan by which `config.mesh.tp` ranks divide the layers of a model, as `initialize` takes
@@ -117,10 +106,9 @@ def estimate(
 
     Raises:
         ValueError: fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a parameter that
-            cannot be sharded or divided; a model that cannot be cut; more than 10**15 parameters; a number of
-            parameters with `precision.overrides` or a pipeline; an asynchronous pipeline; a pipeline with
-            `num_tokens` or `loss_of`; `num_tokens` with a model that is not of transformers; a forward or a
-            backward that does not run without values.
+            cannot be sharded or divided; a number below 2**20 or above 10**15, or with
+            `precision.overrides`; a pipeline; `num_tokens` with a model that is not of transformers; a
+            forward or a backward that does not run without values.
     """
     counted = Counted(model_or_num_params, num_tokens, loss_of, tp_plan)
     return counted.on(world_size, config, optimizer_bits=optimizer_bits, host_computes=host_computes)
@@ -139,21 +127,21 @@ class Counted:
     def __init__(
         self,
         model_or_num_params: nn.Module | float,
-        num_tokens: int | Tokens = 0,
+        num_tokens: int | tuple[int, int] = 0,
         loss_of: LossOf | None = None,
         tp_plan: Plan | None = None,
     ) -> None:
-        self._tokens = num_tokens if isinstance(num_tokens, Tokens) else Tokens(num_tokens)
-        self._tp_plan, self._loss_of = tp_plan, loss_of
-        self._model: nn.Module | None = None
-        self._sizes: Sizes | None = None
+        shape = num_tokens if isinstance(num_tokens, tuple) else (1, num_tokens)
+        if any(type(num) is not int or num < 0 for num in shape):
+            raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
+        self._num_tokens, self._tp_plan, self._loss_of = math.prod(shape), tp_plan, loss_of
         self._runs: dict[str, DryRun] = {}
-        if isinstance(model_or_num_params, nn.Module):
-            self._model = model_or_num_params
-            if loss_of is None and self._tokens.num:
-                self._loss_of = loss_of_tokens(model_or_num_params, self._tokens)
+        if not isinstance(model_or_num_params, nn.Module):
+            self._model: nn.Module | Sizes = typical_sizes(_checked_number(model_or_num_params))
         else:
-            self._sizes = typical_sizes(_checked_number(model_or_num_params))
+            self._model = model_or_num_params
+            if loss_of is None and self._num_tokens:
+                self._loss_of = loss_of_tokens(self._model, shape)
 
     def on(
         self,
@@ -169,46 +157,54 @@ class Counted:
             raise ValueError(f"world_size: expected an integer >= 1, got {world_size!r}")
         if optimizer_bits not in (8, 32):
             raise ValueError(f"optimizer_bits: expected 8 or 32, got {optimizer_bits!r}")
-        if config.pipeline.is_asynchronous:
+        if config.mesh.pp > 1:
             raise ValueError(
-                "pipeline.schedule: expected a synchronous one for an estimate; of an asynchronous one "
-                "`zeroshard plan` counts the versions of weights, and engine.memory_report() measures their "
-                "bytes"
-            )
-        if config.mesh.pp > 1 and (self._loss_of is not None or self._tokens.num):
-            raise ValueError(
-                f"num_tokens, loss_of: expected mesh.pp=1 for activations, got {config.mesh.pp}. Of a "
-                "pipeline `zeroshard plan` counts the micro-batches whose activations a rank holds"
+                f"mesh.pp: expected 1 for an estimate, got {config.mesh.pp}. Give a model with the blocks of "
+                "one pipeline rank, and world_size / pp ranks; `zeroshard plan` counts micro-batches that it "
+                "holds activations of"
             )
         setting = setting_of(config, world_size, host_computes=host_computes)
-        states, usage = States(bits=optimizer_bits), DryRun()
-        if self._model is None:
-            assert self._sizes is not None, "it is a model or a number"
-            planned = _plan_number(self._sizes, config, setting)
+        units, scales, usage = self._planned(config, setting)
+        steps = config.gradient_accumulation_steps
+        together = 1 + config.num_prefetch if setting.placements.kept else len(units)
+        tiers = bytes_on_tiers(units, setting, steps, States(bits=optimizer_bits))
+        device = tiers[Tier.DEVICE]
+        return Estimate(
+            parameters=device.parameters,
+            gradients=device.gradients,
+            optimizer=device.optimizer + device.buffers,
+            unsharded=0,
+            peak_unsharded=peak_unsharded_bytes(units, together),
+            host=tiers[Tier.HOST].total,
+            nvme=tiers[Tier.DISK].total,
+            scales=scales,
+            activations=usage.peak,
+            wire_bytes_per_step=wire_bytes(units, setting, steps) + usage.sent * steps,
+        )
+
+    def _planned(self, config: Config, setting: Setting) -> tuple[list[UnitPlan], int, DryRun]:
+        """Return the units, the bytes of scales, and what a micro-batch takes."""
+        model, mesh = self._model, config.mesh
+        if isinstance(model, Sizes):
             batch = MicroBatch(
-                num_tokens=self._tokens.num,
+                num_tokens=self._num_tokens,
                 itemsize=(config.precision.param_dtype or torch.float32).itemsize,
-                tp=config.mesh.tp,
-                sequence=config.mesh.sequence,
+                tp=mesh.tp,
+                sequence=mesh.sequence,
                 recomputes=config.recompute == "unit",
             )
-            usage = DryRun(self._sizes.bytes_held(batch), self._sizes.bytes_sent(batch))
-        else:
-            planned = _plan_model(self._model, config, setting, self._tp_plan)
-            if self._loss_of is not None:
-                usage = self._run(self._model, config, setting, self._loss_of)
-        estimates = (
-            replace(_of_rank(units, setting, config, states, usage), scales=scales)
-            for units, scales in planned
-        )
-        return max(estimates, key=lambda found: found.peak)
-
-    def _run(self, model: nn.Module, config: Config, setting: Setting, loss_of: LossOf) -> DryRun:
-        """A dry run depends neither on the stage nor on tiers."""
-        key = repr((config.precision, config.recompute, config.mesh, config.units, config.ignored))
+            usage = DryRun(model.bytes_held(batch), model.bytes_sent(batch))
+            return _plan_number(model, config, setting), 0, usage
+        specs = specify_units(model, config)
+        divided = plan_division(model, specs, self._tp_plan, mesh.tp, by_sequence=mesh.sequence)
+        units, scales = plan_units(divided.specs, setting), sum(map(num_scale_bytes, model.modules()))
+        if self._loss_of is None:
+            return units, scales, DryRun()
+        # It depends neither on the stage nor on tiers.
+        key = repr((config.precision, config.recompute, mesh, config.units, config.ignored))
         if key not in self._runs:
-            self._runs[key] = dry_run(model, config, setting, loss_of, self._tp_plan)
-        return self._runs[key]
+            self._runs[key] = dry_run(model, config, setting, self._loss_of, self._tp_plan)
+        return units, scales, self._runs[key]
 
 
 def _checked_number(given: object) -> int:
@@ -219,38 +215,7 @@ def _checked_number(given: object) -> int:
     raise ValueError(f"expected a model or a number of parameters, got {given!r}")
 
 
-def _of_rank(
-    units: list[UnitPlan],
-    setting: Setting,
-    config: Config,
-    states: States,
-    usage: DryRun,
-) -> Estimate:
-    """The estimate of a rank with some units."""
-    steps = config.gradient_accumulation_steps * config.pipeline.num_microbatches
-    together = 1 + config.num_prefetch if setting.placements.kept else len(units)
-    tiers = bytes_on_tiers(units, setting, steps, states)
-    device = tiers[Tier.DEVICE]
-    return Estimate(
-        parameters=device.parameters,
-        gradients=device.gradients,
-        optimizer=device.optimizer + device.buffers,
-        unsharded=0,
-        peak_unsharded=traffic.peak_unsharded_bytes(units, together),
-        host=tiers[Tier.HOST].total,
-        nvme=tiers[Tier.DISK].total,
-        activations=usage.peak,
-        wire_bytes_per_step=traffic.wire_bytes(units, setting, steps) + usage.sent * steps,
-    )
-
-
 # ---------------------------------------------------------------------------------- the units of ranks
-
-
-_CPU = torch.device("cpu")
-
-RankUnits = tuple[list[UnitPlan], int]
-"""The units of a pipeline rank, the root first; and bytes of quantized weights other than their codes."""
 
 
 def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setting:
@@ -264,77 +229,25 @@ def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setti
             "parameters are sharded"
         )
     sizes = {DP_SHARD: along.dp_shard, DP_REPLICATE: along.dp_replicate, DP_INNER: num_inner, TP: along.tp}
-    setting = read_setting(config, sizes, host_computes=host_computes, steps_by_parts=True)
-    if mesh.pp == 1:
-        return setting
-    # A pipeline reduces gradients once a batch, at each stage.
-    return replace(setting, placements=replace(setting.placements, gradient=SUMMANDS))
+    return read_setting(config, sizes, host_computes=host_computes, steps_by_parts=True)
 
 
-def _plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None) -> list[RankUnits]:
-    """Plan the units of a model on each pipeline rank; the model does not change.
-
-    Raises:
-        ValueError: a parameter that cannot be sharded or divided; a model that cannot be cut.
-    """
-    if config.mesh.pp == 1:
-        units = _units_of(model, specify_units(model, config), config, setting, tp_plan)
-        return [(units, _scale_bytes(model))]
-    if config.pipeline.trace:
-        raise ValueError(
-            "pipeline.trace: an estimate cannot trace a model, whose samples it does not have: expected False"
-        )
-    cut = cut_model(Chunked(without_memory(model)), config, SampleSource(), _CPU, counts=False)
-    config = with_schedule(config, cut.schedule)
-    ranks = []
-    for rank in range(config.mesh.pp):
-        whole = without_memory(model)
-        part = take_part(Chunked(whole), config, cut, rank)
-        specs = part.named(specify_units(whole, part.narrowed))
-        units = _units_of(whole, specs, part.narrowed, setting, tp_plan)
-        ranks.append((units, _scale_bytes(whole)))
-    return ranks
-
-
-def _scale_bytes(model: nn.Module) -> int:
-    return sum(map(num_scale_bytes, model.modules()))
-
-
-def _units_of(
-    model: nn.Module, specs: Any, config: Config, setting: Setting, tp_plan: Plan | None
-) -> list[UnitPlan]:
-    if setting.sizes[TP] > 1:
-        is_sequence = config.mesh.sequence
-        specs = plan_division(model, specs, tp_plan, setting.sizes[TP], by_sequence=is_sequence).specs
-    return plan_units(specs, setting)
-
-
-def _plan_number(sizes: Sizes, config: Config, setting: Setting) -> list[RankUnits]:
+def _plan_number(sizes: Sizes, config: Config, setting: Setting) -> list[UnitPlan]:
     """Plan the units of a typical model: the root, which holds a tied table, the table, blocks, the head.
 
     Raises:
-        ValueError: a pipeline or dtypes by name, which need the names of a model.
+        ValueError: dtypes by name, which need the names of a model.
     """
-    if config.precision.overrides or config.mesh.pp > 1:
+    if config.precision.overrides:
         raise ValueError(
-            "precision.overrides, mesh.pp > 1: expected a model, whose parameters and blocks have names, got "
-            "a number of parameters"
+            "precision.overrides: expected a model, whose parameters have names, got a number of parameters"
         )
     tp = setting.sizes[TP]
-    if not sizes.depth:  # neither the root nor the last: it is not kept
-        return [(_units([0, -(-sizes.num_params // tp), 0], False, setting), 0)]
     table, blocks = -(-sizes.embedding // tp), [-(-block // tp) for block in sizes.blocks]
     nums = [table, *blocks] if sizes.is_tied else [0, table, *blocks, table]
-    return [(_units(nums, not sizes.is_tied, setting), 0)]
-
-
-def _units(sizes: Sequence[int], embeds: bool, setting: Setting) -> list[UnitPlan]:
-    """The units in order, the root first: each of one float32 parameter with so many elements, or of none."""
-    weights = (nn.Parameter(torch.empty(num, device="meta")) for num in sizes)
-    originals = [[Original(weight, "", ())] if weight.numel() else [] for weight in weights]
-    modules = [nn.Module()] * len(sizes)
-    if embeds:
-        modules[1] = nn.Embedding(1, 1)
-    names = ["", *map(str, range(1, len(sizes)))]
-    found = zip(names, modules, originals, strict=True)
-    return plan_units([UnitSpec(name, module, own) for name, module, own in found], setting)
+    specs = []
+    for number, num in enumerate(nums):
+        weight = nn.Parameter(torch.empty(num, device="meta"))
+        module = nn.Embedding(1, 1) if number == 1 and not sizes.is_tied else nn.Module()
+        specs.append(UnitSpec(str(number or ""), module, [Original(weight, "", ())] if num else []))
+    return plan_units(specs, setting)

@@ -56,8 +56,6 @@ def cut_model(
     config: Config,
     source: SampleSource,
     device: torch.device,
-    *,
-    counts: bool = True,
 ) -> ModelCut:
     """Return the cut that a config asks for; operations are counted if it depends on them.
 
@@ -66,7 +64,6 @@ def cut_model(
         config: the config.
         source: the samples of a micro-batch.
         device: the device of a check, see `require_handed_on`.
-        counts: False takes numbers of parameters in place of operations.
 
     Raises:
         ValueError: there is no such schedule or no such block, their numbers do not fit, or the model
@@ -79,7 +76,7 @@ def cut_model(
     weighed = counted = weigh_blocks(chunks)
     if isinstance(chunks, Chunked):
         require_handed_on(chunks, device)
-        if split is None and counts and config.pipeline.balance != "memory":
+        if split is None and config.pipeline.balance != "memory":
             counted = _count(chunks, config, source) or weighed
     if split is None:
         runs = partition(counted, num_chunks, cast(Balance, config.pipeline.balance))

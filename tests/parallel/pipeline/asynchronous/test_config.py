@@ -1,4 +1,4 @@
-"""Settings of asynchronous pipelines and lists of a user: what does not go together; and estimates."""
+"""Settings of asynchronous pipelines and lists of a user: what does not go together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-import zeroshard
 from zeroshard import Config
 from zeroshard.parallel.pipeline.actions import parse_schedule
 from zeroshard.parallel.pipeline.asynchronous.method import read_delays, refuse_weights_of_forwards
@@ -28,15 +27,6 @@ KEYS = (
     *("microbatches_per_step", "synchronous_steps", "weights", "correction", "decay", "anneal_steps"),
     *("max_crossed_steps", "num_chunks"),
 )
-
-
-# ---------------------------------------------------------------------------------------- estimates
-
-
-@pytest.mark.parametrize("model", [nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))), 10**9])
-def test_an_estimate_of_an_asynchronous_pipeline_is_refused(model: nn.Module | int) -> None:
-    with pytest.raises(ValueError, match=r"^pipeline\.schedule: expected a synchronous one for an estimate"):
-        zeroshard.estimate(model, 4, config_of("pipedream", num=4, stage=0))
 
 
 # ------------------------------------------------------------------------------------- lists of a user
