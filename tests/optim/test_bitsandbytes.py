@@ -23,8 +23,6 @@ OPTIONS = {
     "AdamW8bit": {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
     "Lion8bit": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.3},
     "SGD8bit": {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.01},
-    "RMSprop8bit": {"lr": 1e-2, "alpha": 0.9, "weight_decay": 0.1},
-    "Adagrad8bit": {"lr": 1e-2, "weight_decay": 0.1},
 }
 
 PAGED = ["PagedAdam8bit", "PagedAdamW8bit", "PagedLion8bit"]
@@ -47,7 +45,7 @@ def adopted(name, parameter, **options):
 
 @pytest.mark.long_where(kernel=["numba"], name=["Lion8bit"])
 @pytest.mark.long_where(kernel=["torch"], name=["AdamW8bit", "Lion8bit"])
-@pytest.mark.long_where(kernel=["numba"], name=["SGD8bit", "RMSprop8bit", "Adagrad8bit"])
+@pytest.mark.long_where(kernel=["numba"], name=["SGD8bit"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_8_bit_steps_are_those_of_the_reference_to_the_bit(name, kernel):
     torch.manual_seed(1)
@@ -217,6 +215,7 @@ REFUSED = [
     (with_args(optim_bits=4), "AdamW: optim_bits: expected 8 or 32, got 4"),
     (Other, r"Other has its own update_step\(\): expected the update_step\(\) of bitsandbytes"),
     (bnb.AdEMAMix, r"got 'ademamix'. zeroshard.optim has AdEMAMix8bit"),
+    (bnb.RMSprop8bit, r"got 'rmsprop'. .* torch has RMSprop"),
     (Unknown, "Unknown: expected an optimizer of bitsandbytes .* got 'adan'"),
 ]  # fmt: skip
 

@@ -225,7 +225,7 @@ def check_bitsandbytes(optimizer: Any) -> None:
     if optimizer.optimizer_name not in (rules := rules_by_operator()):
         raise ValueError(
             f"{kind.__name__}: expected an optimizer of bitsandbytes that is one of {', '.join(rules)}; "
-            f"got {optimizer.optimizer_name!r}. zeroshard.optim has AdEMAMix8bit"
+            f"got {optimizer.optimizer_name!r}. zeroshard.optim has AdEMAMix8bit; torch has RMSprop, Adagrad"
         )
     for name in _METHODS:
         if not getattr(kind, name).__module__.startswith("bitsandbytes."):

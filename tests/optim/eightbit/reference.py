@@ -100,18 +100,6 @@ class Reference:
         self.p = self.p - m * lr
         self.keep("momentum_buffer", m)
 
-    def rmsprop8bit(self, g, lr=1e-2, alpha=0.99, eps=1e-8, weight_decay=0.0):
-        g = self.p * weight_decay + g
-        s = self.read("square_avg") * alpha + (g * g) * (1 - alpha)
-        self.p = self.p - (g / (root(s) + eps)) * lr
-        self.keep("square_avg", s)
-
-    def adagrad8bit(self, g, lr=1e-2, eps=1e-10, weight_decay=0.0):
-        g = self.p * weight_decay + g
-        s = self.read("sum") + g * g
-        self.p = self.p - (g / (root(s) + eps)) * lr
-        self.keep("sum", s)
-
     def ademamix8bit(
         self,
         g,

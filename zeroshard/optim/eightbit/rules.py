@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class AdamW8bit(ElementWise8bit):
         lr: learning rate, >= 0.
         betas: decay of the averages of gradients and of their squares, in [0, 1).
         eps: added to the denominator, >= 0.
-        weight_decay: parameters shrink by lr * weight_decay a step, >= 0.
+        weight_decay: parameters shrink by lr * weight_decay a step, >= 0; None: `own_decay` of the class.
         min_8bit_size: elements of a whole parameter from which its states are quantized.
 
     Raises:
@@ -67,6 +67,7 @@ class AdamW8bit(ElementWise8bit):
     """
 
     rule = ADAM
+    own_decay: ClassVar[float] = 1e-2
 
     def __init__(
         self,
@@ -74,31 +75,19 @@ class AdamW8bit(ElementWise8bit):
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        weight_decay: float | None = None,
         *,
         min_8bit_size: int = MIN_8BIT_SIZE,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        decay = self.own_decay if weight_decay is None else weight_decay
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay}
         super().__init__(params, defaults, min_8bit_size)
 
 
 class Adam8bit(AdamW8bit):
-    """Adam; weight decay is decoupled, as in bitsandbytes, and 0 unless asked for.
+    """Adam; weight decay is decoupled, as in bitsandbytes, and 0 by default. Arguments as `AdamW8bit`."""
 
-    Arguments as `AdamW8bit`.
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        min_8bit_size: int = MIN_8BIT_SIZE,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, min_8bit_size=min_8bit_size)
+    own_decay = 0.0
 
 
 def _lion(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
@@ -174,45 +163,6 @@ class SGD8bit(ElementWise8bit):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, min_8bit_size)
-
-
-def _rmsprop(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
-    """Tieleman and Hinton 2012, lecture 6.5; weight decay is added to the gradient."""
-    beta, rest, weight_decay, eps, lr = scalars
-    (s,) = states
-    decayed = p * weight_decay + g
-    s = s * beta + (decayed * decayed) * rest
-    return p - quotient(decayed, root(s) + eps) * lr, (s,)
-
-
-RMSPROP = Rule(
-    optimizers=("RMSprop",),
-    states={"square_avg": SIGNED},  # though squares are not: bitsandbytes has this map for single states
-    scalars=lambda n: (*n.rates[:2], n.weight_decay, n.eps, n.lr),
-    update=_rmsprop,
-    operator="rmsprop",
-    beta="alpha",
-    neutral={"momentum": 0.0, "centered": False},
-)
-
-
-def _adagrad(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
-    """Duchi et al. 2011, "Adaptive Subgradient Methods", figure 1; weight decay is added to the gradient."""
-    weight_decay, eps, lr = scalars
-    (s,) = states
-    decayed = p * weight_decay + g
-    s = s + decayed * decayed
-    return p - quotient(decayed, root(s) + eps) * lr, (s,)
-
-
-ADAGRAD = Rule(
-    optimizers=("Adagrad",),
-    states={"sum": SIGNED},  # though squares are not: bitsandbytes has this map for single states
-    scalars=lambda n: (n.weight_decay, n.eps, n.lr),
-    update=_adagrad,
-    operator="adagrad",
-    neutral={"lr_decay": 0.0, "initial_accumulator_value": 0.0},
-)
 
 
 def _ademamix_schedule(settings: Mapping[str, Any], step: int) -> Mapping[str, Any]:
