@@ -71,8 +71,6 @@ class _Tried(NamedTuple):
         recomputed = ["recompute"] if self.config.recompute == "unit" else []
         tiers = zip(("optimizer", "parameters"), self.tiers, strict=True)
         offloaded = [f"{name}={tier}" for name, tier in tiers if tier != "none"]
-        if share := self.config.offload.device_fraction:
-            offloaded.append(f"device_fraction={share:g}")
         return ", ".join([f"stage {self.config.stage}", f"{self.bits}-bit states", *recomputed, *offloaded])
 
 
@@ -90,20 +88,7 @@ def _settings(counted: Counted, configs: Sequence[Config], options: EstimateOpti
                 config = replace(base, recompute=recompute, offload=offload)
             except ValueError:  # the config rules some tiers out
                 continue
-            for each in _shares_on_device(config):
-                found = counted.on(options.ranks, each, optimizer_bits=bits)
-                if _has_room(found, options):
-                    break
-            yield _Tried(each, bits, found)
-
-
-def _shares_on_device(config: Config) -> Iterator[Config]:
-    """Yield a config with less and less of what is on the host left on the device, at last with none."""
-    offload = config.offload
-    if offload.optimizer == "cpu":  # with all parameters on the device it is another setting
-        for tenths in range(9 if offload.parameters == "none" else 4, 0, -1):
-            yield replace(config, offload=replace(offload, device_fraction=tenths / 10))
-    yield config
+            yield _Tried(config, bits, counted.on(options.ranks, config, optimizer_bits=bits))
 
 
 def _has_room(found: Estimate, options: EstimateOptions) -> bool:

@@ -102,39 +102,41 @@ class Sizes:
         total = self.num_params - self.embedding * (1 if self.is_tied else 2)
         return [total // self.depth + (number < total % self.depth) for number in range(self.depth)]
 
-    def bytes_of_input(self, batch: MicroBatch) -> int:
+    def bytes_of_input(self, num_tokens: int, config: Config) -> int:
         """Bytes of the input of a block on one rank."""
-        one = batch.num_tokens * self.width * batch.itemsize
-        return -(-one // batch.tp) if batch.sequence else one
+        one = self._bytes_of_width(num_tokens, config)
+        return -(-one // config.mesh.tp) if config.mesh.sequence else one
 
-    def bytes_of_block(self, batch: MicroBatch) -> int:
+    def bytes_of_block(self, num_tokens: int, config: Config) -> int:
         """Bytes that the backward of a block needs on one rank."""
-        one = batch.num_tokens * self.width * batch.itemsize
-        divided = one * _DIVIDED
-        if batch.sequence:
-            return -(-(one * _WHOLE + divided) // batch.tp)
-        return one * _WHOLE + -(-divided // batch.tp)
+        one, tp = self._bytes_of_width(num_tokens, config), config.mesh.tp
+        if config.mesh.sequence:
+            return -(-one * (_WHOLE + _DIVIDED) // tp)
+        return one * _WHOLE - (-one * _DIVIDED // tp)
 
-    def bytes_of_head(self, batch: MicroBatch) -> int:
+    def bytes_of_head(self, num_tokens: int, config: Config) -> int:
         """Bytes of the inputs of the last norm and of the head, and of the logits."""
-        logits = -(-_LOGIT * batch.num_tokens * self.vocabulary // batch.tp)
-        return 2 * self.bytes_of_input(batch) + logits if self.vocabulary else 0
+        logits = -(-_LOGIT * num_tokens * self.vocabulary // config.mesh.tp)
+        return 2 * self.bytes_of_input(num_tokens, config) + logits if self.vocabulary else 0
 
-    def bytes_held(self, batch: MicroBatch) -> int:
-        """Bytes of activations of a rank with all blocks, at most, for one micro-batch."""
-        block, head = self.bytes_of_block(batch), self.bytes_of_head(batch)
-        if batch.recomputes:
-            return self.depth * self.bytes_of_input(batch) + max(block, head)
+    def bytes_held(self, num_tokens: int, config: Config) -> int:
+        """Bytes of activations of a rank with all blocks, at most, for one micro-batch of so many tokens."""
+        block, head = self.bytes_of_block(num_tokens, config), self.bytes_of_head(num_tokens, config)
+        if config.recompute == "unit":
+            return self.depth * self.bytes_of_input(num_tokens, config) + max(block, head)
         return self.depth * block + head
 
-    def bytes_sent(self, batch: MicroBatch) -> int:
+    def bytes_sent(self, num_tokens: int, config: Config) -> int:
         """Bytes that a rank sends to its tensor ranks in a micro-batch, for all blocks.
 
         A sum sends 2 (tp - 1) / tp of its bytes, as a reduce-scatter and an all-gather in its place do.
         """
         # A recomputation ends before the last sum of a block.
-        num = self.depth * (_EXCHANGES + batch.recomputes)
-        return num * 2 * (batch.num_tokens * self.width * batch.itemsize) * (batch.tp - 1) // batch.tp
+        num, tp = self.depth * (_EXCHANGES + (config.recompute == "unit")), config.mesh.tp
+        return num * 2 * self._bytes_of_width(num_tokens, config) * (tp - 1) // tp
+
+    def _bytes_of_width(self, num_tokens: int, config: Config) -> int:
+        return num_tokens * self.width * (config.precision.param_dtype or torch.float32).itemsize
 
 
 def typical_sizes(num_params: int) -> Sizes:
@@ -168,22 +170,6 @@ _EXCHANGES = 4
 """Sums over the tensor ranks for each block: 2 in the forward, 2 in the backward."""
 _LOGIT = 4
 """Bytes of a logit: the loss is computed in float32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """A micro-batch of a rank, and the way in which blocks compute it."""
-
-    num_tokens: int
-    """Samples x sequence length."""
-    itemsize: int
-    """Bytes of an element in the compute dtype."""
-    tp: int = 1
-    """Tensor ranks."""
-    sequence: bool = False
-    """True if the values between divided pairs are divided along the sequence."""
-    recomputes: bool = False
-    """True if only the inputs of blocks are kept."""
 
 
 # -------------------------------------------------------------------------------- the run without memory

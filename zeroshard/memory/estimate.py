@@ -16,7 +16,6 @@ from zeroshard.forwards.quantized import num_scale_bytes
 from zeroshard.memory.activations import (
     DryRun,
     LossOf,
-    MicroBatch,
     Sizes,
     dry_run,
     loss_of_tokens,
@@ -186,14 +185,8 @@ class Counted:
         """Return the units, the bytes of scales, and what a micro-batch takes."""
         model, mesh = self._model, config.mesh
         if isinstance(model, Sizes):
-            batch = MicroBatch(
-                num_tokens=self._num_tokens,
-                itemsize=(config.precision.param_dtype or torch.float32).itemsize,
-                tp=mesh.tp,
-                sequence=mesh.sequence,
-                recomputes=config.recompute == "unit",
-            )
-            usage = DryRun(model.bytes_held(batch), model.bytes_sent(batch))
+            num = self._num_tokens
+            usage = DryRun(model.bytes_held(num, config), model.bytes_sent(num, config))
             return _plan_number(model, config, setting), 0, usage
         specs = specify_units(model, config)
         divided = plan_division(model, specs, self._tp_plan, mesh.tp, by_sequence=mesh.sequence)

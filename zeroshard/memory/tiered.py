@@ -180,12 +180,6 @@ def gradient_bytes(
     return of_sums + of_one if is_apart else of_sums
 
 
-def unsharded_bytes(unit: UnitPlan) -> int:
-    """Bytes that a gathered unit takes beyond its bytes at rest."""
-    freed = (buffer for buffer in unit.buffers if not buffer.is_resident)
-    return sum(buffer.layout.total * buffer.compute_dtype.itemsize for buffer in freed)
-
-
 def peak_unsharded_bytes(units: Sequence[UnitPlan], num_together: int) -> int:
     """Bytes of gathered parameters at the peak: of the root, and of so many units one after the other.
 
@@ -193,7 +187,10 @@ def peak_unsharded_bytes(units: Sequence[UnitPlan], num_together: int) -> int:
         units: the root first, then the others in the order of their forwards.
         num_together: units other than the root that are gathered at the same time.
     """
-    root, *others = map(unsharded_bytes, units)
+    root, *others = (
+        sum(b.layout.total * b.compute_dtype.itemsize for b in unit.buffers if not b.is_resident)
+        for unit in units
+    )
     others = [size for size in others if size]  # the others are not gathered ahead
     windows = [sum(others[start : start + num_together]) for start in range(len(others))]
     return root + max(windows, default=0)
