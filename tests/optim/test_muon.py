@@ -160,35 +160,6 @@ def test_states_of_the_other_kind_of_group_are_refused_before_anything_changes(b
     assert weights[0] not in optimizers[1].state
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"lr": -1.0}, "lr: expected a finite number >= 0, got -1.0"),
-        ({"momentum": 1.0}, r"momentum: expected a number in \[0, 1\), got 1.0"),
-        ({"weight_decay": math.nan}, "weight_decay: expected a finite number >= 0, got nan"),
-        ({"eps": -1e-8}, "eps: expected a finite number >= 0"),
-        ({"nesterov": 1}, "nesterov: expected True or False, got 1"),
-        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients: expected three numbers, got \(1.0, 2.0\)"),
-        ({"ns_steps": 100}, r"ns_steps: expected an integer in \[0, 99\], got 100"),
-        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn: expected 'original', 'match_rms_adamw', .* got 'rms'"),
-        ({"split": 0}, "split: expected a number of matrices, a tuple of their rows, or None, got 0"),
-        ({"split": [2, 4]}, r"split: expected a number of matrices, .* got \[2, 4\]"),
-        ({"split": (4, 4)}, r"parameter 0 of group 0: split=\(4, 4\) does not fill the 6 rows"),
-        ({"split": 4}, r"parameter 0 of group 0: split=4 does not fill the 6 rows of shape \[6, 5\]"),
-        ({"use_muon": "yes"}, "use_muon: expected True or False, got 'yes'"),
-        ({"use_muon": False, "betas": (0.9, 1.0)}, "betas: expected 2 numbers from 0 to below 1"),
-        ({"use_muon": False, "nesterov": True}, "is stepped by AdamW; it has no 'nesterov'"),
-    ],
-)
-def test_a_hyperparameter_out_of_its_range_is_refused_also_in_a_group(options, text):
-    parameters = [nn.Parameter(torch.ones(6, 5))]
-    if "use_muon" not in options:
-        with pytest.raises(ValueError, match=text):
-            Muon(parameters, **options)
-    with pytest.raises(ValueError, match=text):
-        Muon([{"params": parameters} | options])
-
-
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4, 5)])
 def test_a_parameter_without_matrices_is_refused_by_its_name(shape):
     parameter = nn.Parameter(torch.ones(shape))

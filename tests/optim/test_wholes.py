@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 import zeroshard
 from tests.distributed.training import STAGES
 from tests.optim.matrices import build, gradient, is_used, step_plainly, step_sharded, unequal
-from tests.parallel import runs
 from tests.ranks import on_ranks
 from zeroshard.optim import UsesWholes, wholes_here
 from zeroshard.stepping.wholes import WholesOverRanks
@@ -95,22 +94,6 @@ def test_adafactor_of_transformers_steps_sharded_parameters_to_the_bits_of_one_p
     if num_ranks == 4:
         configs.append({"stage": 3, "shard_group_size": 2})
     assert ranks(num_ranks, sharded, configs, plain()) == [[]] * num_ranks
-
-
-def divided(want):
-    model = runs.build(0).float()
-    optimizer = Wholly(model.parameters(), adafactor)
-    config = {"stage": 3, "mesh": {"tp": 2}}
-    engine = zeroshard.initialize(model, optimizer, config, tp_plan=runs.PLAN).engine
-    step_sharded(engine, optimizer, range(NUM_STEPS))
-    return unequal(engine.full_state_dict(), want)
-
-
-def test_tensor_ranks_hand_out_whole_tensors_of_parts_and_of_replicas(ranks):
-    model = runs.build(0).float()
-    step_plainly(model, adafactor(model.parameters()), range(NUM_STEPS))
-    want = {name: p.detach() for name, p in model.named_parameters()}
-    assert ranks(2, divided, want) == [[]] * 2
 
 
 @on_ranks(1)

@@ -150,13 +150,3 @@ class Reference:
         m = self.read("momentum_buffer") * momentum + (self.p * weight_decay + g) * (lr * ratio)
         self.p = self.p - m
         self.keep("momentum_buffer", m)
-
-
-class Exact(Reference):
-    """The same with states in float32."""
-
-    def read(self, name, values=SIGNED):
-        return self.states.get(name, torch.zeros_like(self.p))
-
-    def keep(self, name, x, values=SIGNED):
-        self.states[name] = x
