@@ -63,34 +63,31 @@ def options_of(kind, name):
     return OTHER[kind] if name.startswith("layers.2") else HYPERPARAMETERS[kind]
 
 
-def grouped(kind, model, **more):
+def grouped(kind, model):
     groups = {}
     for name, parameter in model.named_parameters():
         options = options_of(kind, name)
         groups.setdefault(str(options), options | {"params": []})["params"].append(parameter)
-    return KINDS[kind](list(groups.values()), **({"lr": 1.0} | more))
+    return KINDS[kind](list(groups.values()), lr=1.0)
 
 
-def by_formula(kind, model, steps=range(NUM_STEPS), *, factor=lambda step: 1.0, rate=lambda step: 1.0):
-    """The parameters after these steps, float64; `factor` is of the gradients, `rate` of learning rates."""
+def by_formula(kind, model):
+    """The parameters after all steps, float64."""
     values = {name: p.detach().double() for name, p in model.named_parameters()}
     states = {name: {} for name in values}
-    for at, step in enumerate(steps):
+    for step in range(NUM_STEPS):
         for name, value in values.items():
             if is_used(name, step):
-                options = dict(options_of(kind, name))
-                options["lr"] *= rate(at)
-                g = gradient(name, step, value.shape).double() * factor(step)
-                values[name] = FORMULAS[kind](value, g, states[name], **options)
+                g = gradient(name, step, value.shape).double()
+                values[name] = FORMULAS[kind](value, g, states[name], **options_of(kind, name))
     return values
 
 
 # ------------------------------------------------------------------------------------------- the models
 
 
-def start(kind, model, more=None, **config):
-    engine, optimizer, _, _ = zeroshard.initialize(model, grouped(kind, model), config, **(more or {}))
-    return engine, optimizer
+def start(kind, model, **config):
+    return zeroshard.initialize(model, grouped(kind, model), config)[:2]
 
 
 def farthest(engine, want):
@@ -108,18 +105,14 @@ def distance(got, want):
 # ---------------------------------------------------------------------------------------- one process
 
 
-def train_plainly(model, optimizer, steps=range(NUM_STEPS)):
-    for step in steps:
-        model(step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_plain_parameters_follow_the_formula_of_the_paper(kind):
     model = build()
-    want = by_formula(kind, model)
-    train_plainly(model, grouped(kind, model))
+    want, optimizer = by_formula(kind, model), grouped(kind, model)
+    for step in range(NUM_STEPS):
+        model(step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     for name, p in model.named_parameters():
         assert distance(p.detach(), want[name]) <= 1e-6, name
     assert torch.equal(model.unused, build().unused)

@@ -14,7 +14,16 @@ from torch import nn
 
 import zeroshard
 from tests.distributed.training import ALL_STAGES
-from tests.optim.matrices import FUSED, build, gradient, is_used, step_plainly, step_sharded, unequal
+from tests.optim.matrices import (
+    FUSED,
+    build,
+    give_gradients,
+    gradient,
+    is_used,
+    step_plainly,
+    step_sharded,
+    unequal,
+)
 from tests.ranks import on_ranks
 from zeroshard.optim import Deferred, Muon, muon_groups
 from zeroshard.optim.muon import orthogonalize
@@ -25,53 +34,47 @@ MUON = {"lr": 0.02, "momentum": 0.9}
 ADAMW = {"lr": 3e-3, "betas": (0.8, 0.95), "weight_decay": 0.05}
 
 
-def optimizer_of(model, muon=MUON, adamw=ADAMW, **more):
-    return Muon(muon_groups(model, muon=muon, adamw=adamw, split={"*fused": FUSED}, **more))
+def optimizer_of(model):
+    return Muon(muon_groups(model, muon=MUON, adamw=ADAMW, split={"*fused": FUSED}))
 
 
-def plain(steps=range(NUM_STEPS), muon=MUON, adamw=ADAMW):
+def plain():
     """Zeroshard's Muon in one process, over a model that is not sharded."""
     model = build()
-    step_plainly(model, optimizer_of(model, muon, adamw), steps)
+    step_plainly(model, optimizer_of(model), range(NUM_STEPS))
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def by_torch(steps=range(NUM_STEPS), muon=MUON, adamw=ADAMW):
+def parts_of(name, whole):
+    """The matrices of a parameter."""
+    if name.endswith("fused"):
+        return whole.split(FUSED)
+    return whole.unbind() if name.endswith("experts") else [whole]
+
+
+def by_torch():
     """Torch's own Muon and AdamW, with a parameter of its own for each matrix."""
-    matrices, others, wholes = {}, {}, {}
-    for name, p in build().named_parameters():
-        parts = [p.detach()]
-        if name.endswith("experts"):
-            parts = list(p.detach())
-        elif name.endswith("fused"):
-            parts = list(p.detach().split(FUSED))
-        hidden = ("wide.weight", "tall.weight", "experts", "fused", "sometimes", "row", "unused")
-        is_muon = name.endswith(hidden)
-        kind = matrices if is_muon and p.requires_grad else others
-        kind[name] = [nn.Parameter(part.clone()) for part in parts]
-        wholes[name] = p.shape
-    lists = [[p for parts in kind.values() for p in parts] for kind in (matrices, others)]
-    optimizers = [torch.optim.Muon(lists[0], **muon), torch.optim.AdamW(lists[1], **adamw)]
-    for step in steps:
-        for name, parts in (matrices | others).items():
-            whole = gradient(name, step, wholes[name])
-            if name.endswith("experts"):
-                grads = list(whole)
-            else:
-                grads = whole.split(FUSED) if name.endswith("fused") else [whole]
-            for p, grad in zip(parts, grads, strict=True):
-                p.grad = grad.clone() if is_used(name, step) else None
+    hidden = ("wide.weight", "tall.weight", "experts", "fused", "sometimes", "row", "unused")
+    named = dict(build().named_parameters())
+    parts = {name: [nn.Parameter(q.clone()) for q in parts_of(name, p.detach())] for name, p in named.items()}
+    lists = [], []
+    for name, p in named.items():
+        lists[not (name.endswith(hidden) and p.requires_grad)].extend(parts[name])
+    optimizers = [torch.optim.Muon(lists[0], **MUON), torch.optim.AdamW(lists[1], **ADAMW)]
+    for step in range(NUM_STEPS):
+        for name, p in named.items():
+            grads = parts_of(name, gradient(name, step, p.shape))
+            for q, grad in zip(parts[name], grads, strict=True):
+                q.grad = grad.clone() if is_used(name, step) else None
         for optimizer in optimizers:
             optimizer.step()
-    return {
-        name: torch.cat([p.detach().reshape(-1) for p in parts]).view(wholes[name])
-        for name, parts in (matrices | others).items()
-    }
+    flat = {name: torch.cat([q.detach().reshape(-1) for q in own]) for name, own in parts.items()}
+    return {name: whole.view(named[name].shape) for name, whole in flat.items()}
 
 
-def start(model=None, optimizer=None, **config):
-    model = model or build()
-    engine, optimizer, _, _ = zeroshard.initialize(model, optimizer or optimizer_of(model), config)
+def start(**config):
+    model = build()
+    engine, optimizer, _, _ = zeroshard.initialize(model, optimizer_of(model), config)
     return engine, optimizer
 
 
@@ -261,11 +264,7 @@ def shard(configs, want):
         engine, optimizer = start(**config)
         step_sharded(engine, optimizer, range(1))
         engine.reset_comm_report()
-        for name, p in engine.named_parameters():
-            if p.requires_grad and is_used(name, 1):
-                engine.set_full_gradient(name, gradient(name, 1, p.full_shape))
-        optimizer.step()
-        optimizer.zero_grad()
+        step_sharded(engine, optimizer, range(1, 2))
         calls = engine.comm_report().calls["all_to_all"]
         most = {0: 1}.get(config["stage"], 2) if dist.get_world_size() > 1 else 0
         found += [] if calls == most else [(config, "exchanges", calls)]
@@ -355,9 +354,7 @@ def without_one(rank, names):
     """The error of a step in which one rank has dropped gradients that the others have."""
     engine, optimizer = start(stage=3)
     step_sharded(engine, optimizer, range(1))
-    for name, p in engine.named_parameters():
-        if p.requires_grad and is_used(name, 0):
-            engine.set_full_gradient(name, gradient(name, 0, p.full_shape))
+    give_gradients(engine, 0)
     for name, p in engine.named_parameters():
         if dist.get_rank() == rank and name.endswith(names):
             p.grad = None

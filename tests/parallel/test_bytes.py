@@ -102,7 +102,7 @@ def test_the_head_keeps_two_inputs_and_float32_logits():
 
 
 def test_an_estimate_refuses_what_it_cannot_know():
-    with pytest.raises(ValueError, match="num_tokens: expected a causal language model of transformers"):
+    with pytest.raises(ValueError, match="num_tokens= is for causal language models of transformers"):
         zeroshard.estimate(torch.nn.Linear(4, 4), 2, num_tokens=8)
     with pytest.raises(ValueError, match=r"mesh\.tp=2: Linear has no plan of its own"):
         zeroshard.estimate(torch.nn.Linear(4, 4), 2, {"mesh": {"tp": 2}})

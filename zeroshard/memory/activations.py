@@ -225,22 +225,14 @@ def dry_run(
         except Exception as error:  # of any kind, as the model and the loss are the user's
             raise ValueError(
                 f"activations of {type(model).__name__}: the forward and backward run without memory, and "
-                f"raise {type(error).__name__}: {error}"
+                f"raise {type(error).__name__}: {error}. num_tokens= is for causal language models of "
+                "transformers; loss_of= computes the loss of any other model"
             ) from error
     return DryRun(peak, over.sent)
 
 
-def loss_of_tokens(model: nn.Module, shape: tuple[int, int]) -> LossOf:
-    """Return the loss of a causal language model of transformers over tokens, [samples, length].
-
-    Raises:
-        ValueError: it is no model of transformers.
-    """
-    if getattr(model, "config", None) is None or not hasattr(model, "get_input_embeddings"):
-        raise ValueError(
-            f"num_tokens: expected a causal language model of transformers, got {type(model).__name__}: give "
-            "loss_of= in its place, which computes a loss with the model"
-        )
+def loss_of_tokens(shape: tuple[int, int]) -> LossOf:
+    """Return the loss of a causal language model of transformers over tokens, [samples, length]."""
 
     def loss_of(runs: nn.Module) -> Tensor:
         ids = torch.zeros(shape, dtype=torch.long)

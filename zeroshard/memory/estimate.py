@@ -140,7 +140,7 @@ class Counted:
         else:
             self._model = model_or_num_params
             if loss_of is None and self._num_tokens:
-                self._loss_of = loss_of_tokens(self._model, shape)
+                self._loss_of = loss_of_tokens(shape)
 
     def on(
         self,

@@ -73,22 +73,20 @@ def bytes_on_tiers(
 
 def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier: Tier) -> int:
     is_early = bool(setting.steps_in_backward) and num == 1  # others than those of `train_batch` come, too
-    each = [
-        sum(_bytes_of_gradients(b, setting, num, tier, is_early=is_early) for b in u.buffers) for u in units
-    ]
+
+    def of_buffer(buffer: BufferPlan) -> int:
+        comes_near = buffer.main_tier is not Tier.DEVICE and pieces.near_parts(buffer)
+        if not is_early or setting.host is Tier.DEVICE or not comes_near:
+            return gradient_bytes(buffer, setting, num, tier)
+        # Gradients with which the device steps in the backward stay there.
+        return gradient_bytes(buffer, setting, num, Tier.HOST) if tier is Tier.DEVICE else 0
+
+    each = [sum(map(of_buffer, unit.buffers)) for unit in units]
     if not is_early:
         return sum(each)
     # Of the units that are stepped or wait for it, and of the unit that is reduced.
     num_units = 1 + (1 if setting.host is Tier.DEVICE else MOST_UNDER_WAY)
     return sum(sorted(each)[-num_units:])
-
-
-def _bytes_of_gradients(buffer: BufferPlan, setting: Setting, num: int, tier: Tier, *, is_early: bool) -> int:
-    """Bytes on a tier; gradients with which the device steps in the backward stay there."""
-    comes_near = buffer.main_tier is not Tier.DEVICE and pieces.near_parts(buffer)
-    if not is_early or setting.host is Tier.DEVICE or not comes_near:
-        return gradient_bytes(buffer, setting, num, tier)
-    return gradient_bytes(buffer, setting, num, Tier.HOST) if tier is Tier.DEVICE else 0
 
 
 def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, tier: Tier) -> int:

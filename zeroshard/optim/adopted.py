@@ -28,10 +28,9 @@ from torch.optim import Optimizer
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.eightbit import blocks
-from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.blocks import ABSMAX
 from zeroshard.optim.eightbit.rule import Rule, rules_by_operator
-from zeroshard.optim.eightbit.rules import rule_named
+from zeroshard.optim.eightbit.rules import BlockwiseOptimizer, rule_named
 from zeroshard.optim.eightbit.step import take_step
 from zeroshard.optim.ranges import ChecksRanges
 from zeroshard.parameters.sharded import ShardedParameter

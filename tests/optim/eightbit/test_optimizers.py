@@ -170,7 +170,7 @@ def test_a_step_that_fails_is_not_counted(name, monkeypatch):
     monkeypatch.setattr("zeroshard.optim.eightbit.step._has_numba", lambda: False)
     parameter, optimizer = stepped(name, 5000)
     fail = mock.Mock(side_effect=RuntimeError("no memory"))
-    monkeypatch.setattr("zeroshard.optim.eightbit.base.take_step", fail)
+    monkeypatch.setattr("zeroshard.optim.eightbit.rules.take_step", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         optimizer.step()
     assert optimizer.state[parameter]["step"] == 1
