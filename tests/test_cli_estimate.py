@@ -16,10 +16,8 @@ from zeroshard.tables import format_bytes
 
 
 @pytest.fixture(autouse=True)
-def own_path(monkeypatch, tmp_path):
-    """Modules are found in the current directory, and not afterwards."""
+def folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def shown(capsys, *arguments: object) -> str:

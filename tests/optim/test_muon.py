@@ -286,56 +286,34 @@ def test_all_stages_give_the_bits_of_one_process_with_one_exchange_each_way(rank
         assert max(num_unowned for _, num_unowned in answers) > 1
 
 
-def without_gradients():
+@on_ranks(2)
+def test_a_step_without_any_gradient_exchanges_and_changes_nothing():
     engine, optimizer = start(stage=3)
     engine.reset_comm_report()
     optimizer.step()
-    return engine.comm_report().calls["all_to_all"], len(optimizer.state)
+    assert (engine.comm_report().calls["all_to_all"], len(optimizer.state)) == (0, 0)
 
 
-def test_a_step_without_any_gradient_exchanges_and_changes_nothing(ranks):
-    assert ranks(2, without_gradients) == [(0, 0)] * 2
-
-
-def attach_by_hand(want):
-    """Differences for the composable layer, and what an optimizer says that nobody attached."""
+@on_ranks(2)
+def test_it_works_with_the_composable_layer_and_slices_are_never_taken_for_the_whole():
     model = build()
     runtime = zeroshard.shard(model, {"stage": 3})
     matrices = [(name, p) for name, p in model.named_parameters() if "tall" in name or name == "row"]
-    unattached, optimizer = Muon(matrices, **MUON), Muon(matrices, **MUON)
-    refusals = []
-    try:
+    with pytest.raises(ValueError, match=r"'layers\.0\.wide\.bias': expected a matrix"):
         Muon([p for p in model.parameters() if p.fqn.endswith("bias")])
-    except ValueError as error:
-        refusals.append(str(error))
+    unattached, optimizer = Muon(matrices, **MUON), Muon(matrices, **MUON)
     runtime.attach(optimizer)
     for step in range(NUM_STEPS):
         for name, p in matrices:
-            own = gradient(name, step, p.full_shape).flatten()
-            start = sum(_sizes(p.numel())[: dist.get_rank()])
-            p.grad = own[start : start + p.numel()].clone()
-        if not refusals[1:]:
-            try:
+            sizes = [None] * dist.get_world_size()
+            dist.all_gather_object(sizes, p.numel())
+            p.grad = gradient(name, step, p.full_shape).flatten().split(sizes)[dist.get_rank()].clone()
+        if step == 0:
+            with pytest.raises(RuntimeError, match=r"this rank holds a slice of '.*attach\(\)"):
                 unattached.step()
-            except RuntimeError as error:
-                refusals.append(str(error))
         optimizer.step()
-    whole = runtime.full_state_dict()
-    return [name for name, _ in matrices if whole and not torch.equal(whole[name], want[name])], refusals
-
-
-def _sizes(size):
-    sizes = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, size)
-    return sizes
-
-
-def test_it_works_with_the_composable_layer_and_slices_are_never_taken_for_the_whole(ranks):
-    for found, refusals in ranks(2, attach_by_hand, plain()):
-        assert found == []
-        assert "'layers.0.wide.bias': expected a matrix" in refusals[0]
-        assert "this rank holds a slice of '" in refusals[1]
-        assert "attach()" in refusals[1]
+    whole, want = runtime.full_state_dict(), plain()
+    assert not [name for name, _ in matrices if whole and not torch.equal(whole[name], want[name])]
 
 
 @on_ranks(1)
@@ -350,25 +328,18 @@ def test_parameters_of_a_module_that_it_was_not_attached_to_are_refused_by_name(
         optimizer.step()
 
 
-def without_one(rank, names):
-    """The error of a step in which one rank has dropped gradients that the others have."""
+@on_ranks(2)
+def test_a_gradient_that_one_rank_has_dropped_is_an_error_on_all_ranks():
     engine, optimizer = start(stage=3)
     step_sharded(engine, optimizer, range(1))
     give_gradients(engine, 0)
     for name, p in engine.named_parameters():
-        if dist.get_rank() == rank and name.endswith(names):
+        if dist.get_rank() == 1 and name.endswith("tall.weight"):
             p.grad = None
-    try:
+    with pytest.raises(RuntimeError) as caught:
         optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_a_gradient_that_one_rank_has_dropped_is_an_error_on_all_ranks(ranks):
-    for message in ranks(2, without_one, 1, "tall.weight"):
-        assert "is the computation with 17 whole tensors" in message
-        assert "is the computation with 19 whole tensors" in message
-        assert "a gradient must be there on all ranks or be None on all of them" in message
+    for text in ("with 17 whole tensors", "with 19 whole tensors", "be None on all of them"):
+        assert text in str(caught.value)
 
 
 def deferred(stage):

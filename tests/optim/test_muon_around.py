@@ -11,6 +11,7 @@ from tests.optim.known import build
 from tests.optim.matrices import unequal
 from tests.parallel import runs
 from tests.parallel.pipeline import runs as pipelined
+from tests.ranks import on_ranks
 from zeroshard.optim import Muon, muon_groups
 
 NUM_STEPS = 6
@@ -44,17 +45,10 @@ def test_steps_have_the_same_bits_on_one_rank_and_on_several(ranks):
         assert ranks(2, run, stage, want) == [[]] * 2
 
 
-def stepping_in_backward():
-    try:
+@on_ranks(2)
+def test_steps_in_backward_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"offload\.step_in_backward: expected an optimizer.* got Muon"):
         start({"stage": 3, "offload": {"step_in_backward": True}})
-    except ValueError as error:
-        return str(error)
-
-
-def test_steps_in_backward_are_refused_by_name(ranks):
-    for message in ranks(2, stepping_in_backward):
-        assert "offload.step_in_backward: expected an optimizer" in message
-        assert "got Muon" in message
 
 
 # ------------------------------------------------------------------------------- tensor parallelism
@@ -78,11 +72,13 @@ def divided_plainly():
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def divided(configs, want):
-    found = []
-    for config in configs:
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, (3,)), (4, (0, 1))])
+@on_ranks()
+def test_tensor_ranks_compute_with_whole_matrices(stages):
+    for stage in stages:
         model = runs.build(0).float()
-        optimizer = divided_optimizer(model)
+        optimizer, config = divided_optimizer(model), {"stage": stage, "mesh": {"tp": 2}}
         engine = zeroshard.initialize(model, optimizer, config, tp_plan=runs.PLAN).engine
         shapes = {name: p.full_shape for name, p in engine.named_parameters()}
         for step in range(NUM_STEPS):
@@ -90,18 +86,9 @@ def divided(configs, want):
                 engine.set_full_gradient(name, gradient(name, step, shape))
             engine.reset_comm_report()
             optimizer.step()
-            calls = engine.comm_report().calls["all_to_all"]
-            found += [] if calls <= 2 else [(config, calls)]
-        found += [(config, name) for name in unequal(engine.full_state_dict(), want)]
+            assert engine.comm_report().calls["all_to_all"] <= 2
+        assert not unequal(engine.full_state_dict(), divided_plainly())
         engine.close(restore=False)
-    return found
-
-
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize(("num_ranks", "stages"), [(2, (3,)), (4, (0, 1))])
-def test_tensor_ranks_compute_with_whole_matrices(ranks, num_ranks, stages):
-    configs = [{"stage": stage, "mesh": {"tp": 2}} for stage in stages]
-    assert ranks(num_ranks, divided, configs, divided_plainly()) == [[]] * num_ranks
 
 
 # ------------------------------------------------------------------------------------------ pipelines

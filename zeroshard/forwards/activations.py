@@ -44,7 +44,7 @@ import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ class SavedActivations:
                 del self._waiting[key]
                 memory.start()
                 self._copying.append(weakref.ref(memory))
-        if self._segment.saved:
+        if self._segment:
             self._segment = _Segment(self._segment.number + 1)
 
     def pack(self, flat: frozenset[int], tensor: Tensor) -> Callable[[], Tensor]:
@@ -171,7 +171,7 @@ class SavedActivations:
         memory = self._waiting.get(key)
         if memory is None:
             memory = self._waiting[key] = SavedMemory(self._copies)
-        self._segment.saved[id(memory)] = weakref.ref(memory)
+        self._segment.append(weakref.ref(memory))
         self._segments[self._segment.number] = self._segment
         return _Offloaded(alias, memory, self._segment, self)
 
@@ -204,25 +204,20 @@ class SavedActivations:
         self._entered = segment.number
         before = max((number for number in self._segments if number < segment.number), default=-1)
         for near in (segment, self._segments.get(before, segment)):
-            for memory in near.memories():
-                memory.fetch()
+            for reference in reversed(near):  # in the order of a backward
+                if (memory := reference()) is not None:
+                    memory.fetch()
 
 
-class _Segment:
-    """The memory that was saved between the beginnings of two forwards; held by the tensors saved there."""
+class _Segment(list["weakref.ref[SavedMemory]"]):
+    """The memory that was saved between the beginnings of two forwards; held by the tensors saved there.
 
-    __slots__ = ("__weakref__", "number", "saved")
+    Memory of several saved tensors is there several times.
+    """
 
     def __init__(self, number: int) -> None:
+        super().__init__()
         self.number = number
-        self.saved: dict[int, weakref.ref[SavedMemory]] = {}
-        """By id, what was saved in it that may move, perhaps also before."""
-
-    def memories(self) -> Iterator[SavedMemory]:
-        """The memory that is alive, in the order of a backward."""
-        for reference in reversed(list(self.saved.values())):
-            if (memory := reference()) is not None:
-                yield memory
 
 
 class SavedMemory:
