@@ -43,20 +43,20 @@ def begin(rule, size, dtype, device="cpu", is_exact=False):
     return p, [QuantizedState.zeros(size, book) for book in books]
 
 
-def gradients(shape, num_steps, seed=0):
+def gradients(shape, num_steps, seed=0, zeros=slice(256, 512)):
     """Of all magnitudes, a fifth of them zeros, and a block of zeros."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(num_steps):
         g = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator).mul(-6).exp()
         g *= torch.rand(shape, generator=generator) > 0.2
-        g.view(-1)[256:512] = 0
+        g.view(-1)[zeros] = 0
         yield g
 
 
 def hard_gradients(size, dtype):
     """Four of them, with a block of denormals; the last two have nan, infinity and huge numbers, too."""
-    for step, g in enumerate(gradients((size,), 4, seed=1)):
-        g[512:768] *= 1e-40
+    for step, g in enumerate(gradients((size,), 4, seed=1, zeros=slice(512, 768))):
+        g[256:512] *= 1e-40
         if step >= 2:
             g[800:1024:100], g[1100:1200:50], g[1700:1710] = float("nan"), -float("inf"), 1e38
             g[-1:] = float("nan") if step == 3 else 1.0
