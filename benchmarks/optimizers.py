@@ -32,7 +32,7 @@ import record
 import zeroshard
 from medians import median_of, median_ratio
 from model import Shape, build_model, build_tokens, next_token_loss
-from zeroshard.optim.eightbit import base as own
+from zeroshard.optim.eightbit import rules as own
 from zeroshard.optim.eightbit.step import step_in_chunks
 
 FUSED = "torch AdamW, fused, 32-bit"

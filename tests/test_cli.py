@@ -115,7 +115,7 @@ def test_wrong_arguments_end_with_2_and_one_line(folder, tmp_path, capsys):
         (("estimate", "7X"), "such as 7B"),
         (("estimate", "0"), "a whole number above 0"),
         (("estimate", "1.5"), "a whole number above 0"),
-        (("estimate", "9000T"), "at most"),
+        (("estimate", "9000T"), "a number of 1,048,576 to"),
         (("estimate", "7e9", "--ranks", "0"), "got 0"),
         (("estimate", "7e9", "--ranks", "2,4"), "--ranks"),
         (("estimate", "7e9", "--stage", "9"), "stage"),

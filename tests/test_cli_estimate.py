@@ -12,7 +12,6 @@ import pytest
 import zeroshard
 from tests.commands import failure
 from tests.commands import shown as shown_by
-from zeroshard.memory.activations import Tokens
 from zeroshard.tables import format_bytes
 
 
@@ -75,7 +74,7 @@ def test_the_least_setting_is_told_where_none_fits(capsys):
 
 def test_the_length_of_samples_and_recomputation_are_counted(capsys):
     options = ("1B", "--precision", "bf16", "--tokens", 8192, "--stage", 3)
-    whole = zeroshard.estimate(1e9, 8, {"precision": "bf16"}, num_tokens=Tokens(8192, 4096))
+    whole = zeroshard.estimate(1e9, 8, {"precision": "bf16"}, num_tokens=(2, 4096))
     assert format_bytes(whole.activations) in shown(capsys, *options, "--length", 4096)
     config = {"precision": "bf16", "recompute": "unit"}
     again = zeroshard.estimate(1e9, 8, config, num_tokens=8192)
@@ -121,7 +120,7 @@ def test_a_package_that_is_missing_is_named(capsys, monkeypatch, tmp_path):
         (("7B", "--host", "1TiB"), "--host needs --memory"),
         (("7B", "--memory", "80GB", "--nvme", "1TiB"), "--nvme needs --memory and --host"),
         (("7B", "--length", "4096"), "--length needs --tokens"),
-        (("7B", "--tokens", "-1"), "num_tokens: expected an integer >= 0, got -1"),
+        (("7B", "--tokens", "-1"), "num_tokens: expected an integer >= 0, got"),
         (("7B", "--pp", "3"), "mesh.pp=3"),
         (("7B", "--pp", "4", "--tokens", "4096"), "expected mesh.pp=1 for activations, got 4"),
         (("7B", "--pp", "4"), "mesh.pp > 1: expected a model"),

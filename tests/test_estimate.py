@@ -1,6 +1,7 @@
 """What `zeroshard.estimate` foretells, against what an engine then measures."""
 
 import re
+import time
 from itertools import product
 
 import pytest
@@ -97,9 +98,8 @@ def test_an_estimate_is_what_is_measured_but_for_padding_and_step_numbers(ranks,
 def test_8_bit_states_of_a_number_of_parameters_take_two_bytes_and_two_scales_a_block():
     expected = (1 << 27) * (2 + 8 / 256)
     assert zeroshard.estimate(1 << 30, 8, optimizer_bits=8).optimizer == pytest.approx(expected, rel=1e-4)
-    assert zeroshard.estimate(5000, 1, optimizer_bits=8).optimizer == 2 * 5000 + 2 * 4 * 20
-    assert zeroshard.estimate(4095, 1, optimizer_bits=8).optimizer == 8 * 4095
-    assert zeroshard.estimate(5000, 2, optimizer_bits=8).parameters == zeroshard.estimate(5000, 2).parameters
+    for size, num_bytes in ((5000, 2 * 5000 + 2 * 4 * 20), (4095, 8 * 4095)):
+        assert zeroshard.estimate(nn.Linear(size, 1, bias=False), 1, optimizer_bits=8).optimizer == num_bytes
 
 
 def test_gradients_added_up_locally_are_held_whole_by_every_rank():
@@ -147,13 +147,12 @@ def about(expected):
 LLAMAS = {  # the configs that were published: Touvron et al. 2023, Grattafiori et al. 2024, Llama 3.2
     "Llama 2 7B": (32_000, 4096, 11_008, 32, 32, 32, False),
     "Llama 3.2 1B": (128_256, 2048, 8192, 16, 32, 8, True),
-    "Llama 3.2 3B": (128_256, 3072, 8192, 28, 24, 8, True),
     "Llama 3 8B": (128_256, 4096, 14_336, 32, 32, 8, False),
     "Llama 3 70B": (128_256, 8192, 28_672, 80, 64, 8, False),
 }
 
 
-@pytest.mark.long_where(name=["Llama 3.2 1B", "Llama 3.2 3B", "Llama 3 70B"])
+@pytest.mark.long_where(name=["Llama 3.2 1B", "Llama 3 70B"])
 @pytest.mark.parametrize("name", LLAMAS)
 def test_a_number_of_parameters_is_estimated_like_a_llama_of_that_size(name):
     transformers = pytest.importorskip("transformers")
@@ -188,14 +187,15 @@ def printed(estimate):
 
 
 def test_an_estimate_prints_a_total_and_no_row_of_zeros():
-    sharded, whole = zeroshard.estimate(1000 << 10, 4), zeroshard.estimate(1000 << 10, 4, {"stage": 0})
+    model = nn.Sequential(nn.Linear(1000, 1 << 10, bias=False))
+    sharded, whole = zeroshard.estimate(model, 4), zeroshard.estimate(model, 4, {"stage": 0})
     assert printed(sharded) == {
         "parameters": "1000.0 KiB",
         "gradients": "1000.0 KiB",
         "optimizer states": "2.0 MiB",
         "gathered at the peak": "3.9 MiB",
         "total at the peak": "7.8 MiB",
-        "sent in a step": "8.8 MiB",
+        "sent in a step": "5.9 MiB",
     }
     assert printed(whole).keys() == printed(sharded).keys() - {"gathered at the peak"}
 
@@ -211,9 +211,9 @@ REFUSED = [
         ((what, 2), {}, f"expected a model or a number of parameters, got {what!r}")
         for what in (0, -5, 1.5, float("nan"), float("inf"), True, None, "7b", {}, [3])
     ),
-    *((of, {}, repr(of[1])) for of in product((Tiny(), 1000), (0, -1, 1.5, True, "2", None))),
-    ((2e15, 8), {}, "at most 1,000,000,000,000,000 parameters"),
-    ((1000, 2), {"optimizer_bits": 4}, "optimizer_bits: expected 8 or 32, got 4"),
+    *((of, {}, repr(of[1])) for of in product((Tiny(), 1 << 20), (0, -1, 1.5, True, "2", None))),
+    *(((num, 8), {}, "a number of 1,048,576 to 1,000,000,000,000,000 parameters") for num in (1000, 2e15)),
+    ((1 << 20, 2), {"optimizer_bits": 4}, "optimizer_bits: expected 8 or 32, got 4"),
     ((Tiny(), 2, {"stge": 1}), {}, "unknown config key 'stge'; did you mean 'stage'?"),
     (
         (GPT(tied=True), 2, {"units": ["Bloc"]}),
@@ -223,9 +223,9 @@ REFUSED = [
     ((with_integers(), 2), {}, "parameter 'count' has dtype torch.int64"),
     ((Tiny(), 4, {"mesh": {"pp": 2}}), {}, "mesh.pp: expected a torch.nn.Sequential"),
     ((1 << 30, 32, {"mesh": {"pp": 32}}), {}, "mesh.pp > 1: expected a model"),
-    ((1000, 2, {"mesh": {"pp": 2}}), {"num_tokens": 8}, "expected mesh.pp=1 for activations, got 2"),
+    ((1 << 20, 2, {"mesh": {"pp": 2}}), {"num_tokens": 8}, "expected mesh.pp=1 for activations, got 2"),
     (
-        (1000, 4, {"stage": 3, "reshard_after_forward": 3}),
+        (1 << 20, 4, {"stage": 3, "reshard_after_forward": 3}),
         {},
         "reshard_after_forward=3: expected a divisor of the 4 ranks",
     ),
@@ -261,6 +261,14 @@ def test_the_activations_of_any_model_are_counted_with_a_loss():
     assert 0 < found - (3 + 8 + 8) * of_channel < 2 * of_channel
     assert next(model.parameters()).device.type == "cpu"
     assert zeroshard.estimate(model, 2).activations == 0
+
+
+def test_a_trillion_parameters_on_4096_ranks_take_less_than_5_seconds():
+    started = time.perf_counter()
+    for stage in ALL_STAGES:
+        found = zeroshard.estimate(1e12, 4096, {"stage": stage}, num_tokens=(2, 4096))
+    assert found.parameters == pytest.approx(4e12 / 4096, rel=1e-3)
+    assert time.perf_counter() - started < 5
 
 
 def test_sums_over_tensor_ranks_are_sent_in_each_micro_batch():

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import zeroshard
 from zeroshard.hf.pretrained import with_codes
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.memory.activations import LiveBytes, Tokens
+from zeroshard.memory.activations import LiveBytes
 from zeroshard.optim import AdamW8bit
 
 SIZES = {
@@ -249,7 +249,7 @@ def wrong(num_ranks: int, case: Case, of_ranks: list[Measured], path: str) -> li
         with_path(case.config, path),
         optimizer_bits=case.bits,
         host_computes=True,
-        num_tokens=0 if is_pipeline else Tokens(SAMPLES * LENGTH, LENGTH),
+        num_tokens=0 if is_pipeline else (SAMPLES, LENGTH),
     )
     highest = max(of_ranks, key=lambda own: own.states + own.activations * (not is_pipeline))
     expected = (foretold.total, foretold.host + foretold.nvme, foretold.activations)

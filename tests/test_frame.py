@@ -247,7 +247,7 @@ LOOKED_INTO = {
     "cli/planning": {"hf", "memory", "sharded"},
     "integrations/transformers": {"forwards"},
     "logs/steplog": {"comm", "memory"},
-    "profiling/profiler": {"comm", "parallel", "sharding"},
+    "profiling/profiler": {"comm", "sharding"},
 }
 
 

@@ -5,13 +5,6 @@ import pytest
 from zeroshard.tables import LINE, format_count, render
 
 
-def test_brackets_in_names_are_printed_as_they_are():
-    rows = [("experts[0].weight", "[bold]"), ("a[/b]", "x")]
-    text = render("tensors [all]", ("name[s]", "kind"), rows)
-    for word in ("tensors [all]", "name[s]", "experts[0].weight", "[bold]", "a[/b]"):
-        assert word in text
-
-
 def test_a_line_stands_above_totals_and_no_line_ends_in_blanks():
     rows = [("first", "1 B"), LINE, ("total", "1 B")]
     lines = render("title", ("kind", "bytes"), rows).splitlines()

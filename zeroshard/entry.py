@@ -26,7 +26,7 @@ from zeroshard.data.microbatch import LossFunction
 from zeroshard.engine import Engine
 from zeroshard.lazy.deferred import has_memory
 from zeroshard.lazy.recording import refuse_recording
-from zeroshard.memory.tiered import check_room
+from zeroshard.memory.budget import check_room
 from zeroshard.optim.adopted import OptimizerFactory, check_optimizer, read_overrides, take_over
 from zeroshard.optim.muon import refuse_ignored
 from zeroshard.parallel.pipeline.chunked import Absent, Chunked

@@ -28,8 +28,6 @@ OPTIONS = {
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
     "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.3},
     "SGD": {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.01},
-    "RMSprop": {"lr": 1e-2, "alpha": 0.9, "weight_decay": 0.1},
-    "Adagrad": {"lr": 1e-2, "weight_decay": 0.1},
 }
 PAGED = [f"Paged{name}" for name in ("Adam", "AdamW", "Lion")]
 KINDS = [*OPTIONS, *PAGED]

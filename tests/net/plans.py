@@ -115,7 +115,7 @@ PLANS = (
     Break(
         name="an_estimate_counts_an_alias_twice",
         says="Main parameters that are a view of the unsharded ones are counted once more.",
-        file="zeroshard/memory/traffic.py",
+        file="zeroshard/memory/tiered.py",
         find="if tier is buffer.main_tier and not buffer.is_alias:",
         replace="if tier is buffer.main_tier:",
         tests=("test_a_number_of_parameters_gives_the_formulas_of_the_stages",),
@@ -123,7 +123,7 @@ PLANS = (
     Break(
         name="bytes_on_the_wire_count_the_own_shard",
         says="The bytes of an exchange count the rank's own part, which is not sent.",
-        file="zeroshard/memory/traffic.py",
+        file="zeroshard/memory/tiered.py",
         find="total += held * itemsize * (sizes[axis] - 1) // sizes[axis]",
         replace="total += held * itemsize",
         tests=("test_bytes_of_a_path_are_those_of_the_documented_formulas",),

@@ -5,6 +5,8 @@ import zlib
 import torch
 from torch import nn
 
+from tests.optim.known import is_used
+
 FUSED = (30, 10, 11)
 
 
@@ -53,11 +55,6 @@ def gradient(name, step, shape):
     return torch.randn(shape, generator=generator)
 
 
-def is_used(name, step):
-    """True for what has a gradient: one parameter never, one in every other step."""
-    return not name.endswith(("unused", "frozen")) and not (name.endswith("sometimes") and step % 2)
-
-
 def step_plainly(model, optimizer, steps):
     for step in steps:
         for name, p in model.named_parameters():
@@ -65,12 +62,15 @@ def step_plainly(model, optimizer, steps):
         optimizer.step()
 
 
+def give_gradients(engine, step):
+    for name, p in list(engine.named_parameters()):
+        if p.requires_grad and is_used(name, step):
+            engine.set_full_gradient(name, gradient(name, step, p.full_shape))
+
+
 def step_sharded(engine, optimizer, steps):
-    names = [(name, p.full_shape) for name, p in engine.named_parameters() if p.requires_grad]
     for step in steps:
-        for name, shape in names:
-            if is_used(name, step):
-                engine.set_full_gradient(name, gradient(name, step, shape))
+        give_gradients(engine, step)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.eightbit.cases import gradients
+from tests.optim.eightbit.cases import OPTIONS, gradients
 from tests.optim.eightbit.reference import Reference
 from zeroshard.optim import AdamW8bit
 from zeroshard.optim.adopted import adopt, check_optimizer, num_bits, read_overrides, to_common
@@ -18,15 +18,7 @@ from zeroshard.optim.adopted import adopt, check_optimizer, num_bits, read_overr
 bnb = pytest.importorskip("bitsandbytes").optim
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
-OPTIONS = {
-    "Adam8bit": {"lr": 1e-2, "betas": (0.9, 0.999)},
-    "AdamW8bit": {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
-    "Lion8bit": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.3},
-    "SGD8bit": {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.01},
-    "RMSprop8bit": {"lr": 1e-2, "alpha": 0.9, "weight_decay": 0.1},
-    "Adagrad8bit": {"lr": 1e-2, "weight_decay": 0.1},
-}
-
+NAMES = ["Adam8bit", "AdamW8bit", "Lion8bit", "SGD8bit"]
 PAGED = ["PagedAdam8bit", "PagedAdamW8bit", "PagedLion8bit"]
 
 
@@ -45,10 +37,8 @@ def adopted(name, parameter, **options):
     return optimizer
 
 
-@pytest.mark.long_where(kernel=["numba"], name=["Lion8bit"])
-@pytest.mark.long_where(kernel=["torch"], name=["AdamW8bit", "Lion8bit"])
-@pytest.mark.long_where(kernel=["numba"], name=["SGD8bit", "RMSprop8bit", "Adagrad8bit"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.long_where(kernel=["numba"])  # it compiles for seconds
+@pytest.mark.parametrize("name", NAMES)
 def test_8_bit_steps_are_those_of_the_reference_to_the_bit(name, kernel):
     torch.manual_seed(1)
     parameter = nn.Parameter(torch.randn(5003))
@@ -69,7 +59,7 @@ def test_8_bit_steps_are_those_of_the_reference_to_the_bit(name, kernel):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("size", [5003, 300])
-@pytest.mark.parametrize("name", [*OPTIONS, *PAGED])
+@pytest.mark.parametrize("name", [*NAMES, *PAGED])
 def test_steps_by_operators_are_those_of_the_class_itself(name, size, device, monkeypatch):
     """As on a GPU; on the CPU, this shows that every number arrives where it belongs."""
     monkeypatch.setattr("zeroshard.optim.adopted._steps_by_rule", lambda p: False)
@@ -217,6 +207,7 @@ REFUSED = [
     (with_args(optim_bits=4), "AdamW: optim_bits: expected 8 or 32, got 4"),
     (Other, r"Other has its own update_step\(\): expected the update_step\(\) of bitsandbytes"),
     (bnb.AdEMAMix, r"got 'ademamix'. zeroshard.optim has AdEMAMix8bit"),
+    (bnb.RMSprop8bit, r"got 'rmsprop'. .* torch has RMSprop"),
     (Unknown, "Unknown: expected an optimizer of bitsandbytes .* got 'adan'"),
 ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from tests.optim.known import build
 from tests.optim.matrices import unequal
 from tests.parallel import runs
 from tests.parallel.pipeline import runs as pipelined
+from tests.ranks import on_ranks
 from zeroshard.optim import Muon, muon_groups
 
 NUM_STEPS = 6
@@ -27,57 +28,27 @@ def start(config, **more):
     return zeroshard.initialize(model, optimizer_of(model), config, **more).engine
 
 
-def go_on(engine, steps):
-    for step in steps:
+def run(stage, want=None):
+    """The parameters of bfloat16 after all steps, or those that differ; the fuzz has other precisions."""
+    engine = start({"stage": stage, "precision": {"main_dtype": "bf16", "param_dtype": "bf16"}})
+    for step in range(NUM_STEPS):
         engine.backward(engine(step))
         engine.step()
-
-
-CASES = {
-    "float16": {"precision": {"param_dtype": "float16"}, "clip_grad_norm": 3.0},
-    "bf16 main": {"precision": {"main_dtype": "bf16", "param_dtype": "bf16"}},
-}
-"""The fuzz has the others."""
-
-
-def run(config):
-    engine = start(config)
-    go_on(engine, range(NUM_STEPS))
-    taken, state = engine.global_step, engine.full_state_dict()
+    state = engine.full_state_dict()
     engine.close(restore=False)
-    return taken, state
+    return state if want is None else unequal(state, want)
 
 
-def run_stages(configs, want):
-    """Differences from a run of one rank."""
-    found = []
-    for config in configs:
-        taken, state = run(config)
-        found += [] if taken == want[0] else [(config, taken)]
-        found += [(config, name) for name in unequal(state, want[1])]
-    return found
+def test_steps_have_the_same_bits_on_one_rank_and_on_several(ranks):
+    (want,) = ranks(1, run, 3)
+    for stage in STAGES:
+        assert ranks(2, run, stage, want) == [[]] * 2
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_steps_have_the_same_bits_on_one_rank_and_on_several(ranks, case):
-    config = CASES[case]
-    ((taken, state),) = ranks(1, run, config | {"stage": 3})
-    configs = [config | {"stage": stage} for stage in STAGES]
-    assert ranks(2, run_stages, configs, (taken, state)) == [[]] * 2
-    assert 0 < taken < NUM_STEPS if case == "float16" else taken == NUM_STEPS
-
-
-def stepping_in_backward():
-    try:
+@on_ranks(2)
+def test_steps_in_backward_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"offload\.step_in_backward: expected an optimizer.* got Muon"):
         start({"stage": 3, "offload": {"step_in_backward": True}})
-    except ValueError as error:
-        return str(error)
-
-
-def test_steps_in_backward_are_refused_by_name(ranks):
-    for message in ranks(2, stepping_in_backward):
-        assert "offload.step_in_backward: expected an optimizer" in message
-        assert "got Muon" in message
 
 
 # ------------------------------------------------------------------------------- tensor parallelism
@@ -101,11 +72,13 @@ def divided_plainly():
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def divided(configs, want):
-    found = []
-    for config in configs:
+@pytest.mark.long_where(num_ranks=[4])
+@pytest.mark.parametrize(("num_ranks", "stages"), [(2, (3,)), (4, (0, 1))])
+@on_ranks()
+def test_tensor_ranks_compute_with_whole_matrices(stages):
+    for stage in stages:
         model = runs.build(0).float()
-        optimizer = divided_optimizer(model)
+        optimizer, config = divided_optimizer(model), {"stage": stage, "mesh": {"tp": 2}}
         engine = zeroshard.initialize(model, optimizer, config, tp_plan=runs.PLAN).engine
         shapes = {name: p.full_shape for name, p in engine.named_parameters()}
         for step in range(NUM_STEPS):
@@ -113,18 +86,9 @@ def divided(configs, want):
                 engine.set_full_gradient(name, gradient(name, step, shape))
             engine.reset_comm_report()
             optimizer.step()
-            calls = engine.comm_report().calls["all_to_all"]
-            found += [] if calls <= 2 else [(config, calls)]
-        found += [(config, name) for name in unequal(engine.full_state_dict(), want)]
+            assert engine.comm_report().calls["all_to_all"] <= 2
+        assert not unequal(engine.full_state_dict(), divided_plainly())
         engine.close(restore=False)
-    return found
-
-
-@pytest.mark.long_where(num_ranks=[4])
-@pytest.mark.parametrize(("num_ranks", "stages"), [(2, (3,)), (4, (0, 1))])
-def test_tensor_ranks_compute_with_whole_matrices(ranks, num_ranks, stages):
-    configs = [{"stage": stage, "mesh": {"tp": 2}} for stage in stages]
-    assert ranks(num_ranks, divided, configs, divided_plainly()) == [[]] * num_ranks
 
 
 # ------------------------------------------------------------------------------------------ pipelines

@@ -34,30 +34,9 @@ def test_a_dynamic_scale_moves_as_that_of_torch(seed):
     random.seed(seed)
     few = [False] * GROWTH_INTERVAL + [True] + [False] * (GROWTH_INTERVAL - 1) + [True, False]
     overflows = few if seed == 0 else [random.random() < 0.1 for _ in range(100)]
-    scale, scales = LossScale.of("dynamic"), []
-    for overflow in overflows:
-        scale = scale.after(overflow=overflow)
-        scales.append(scale.value)
+    scales = moves("dynamic", overflows)
     assert scales == scales_of_torch(overflows)
     assert len(set(scales)) >= 3
-
-
-def test_a_dynamic_scale_never_falls_below_the_minimum():
-    scale = LossScale.of(None)
-    assert scale.value == INITIAL
-    for _ in range(20):
-        scale = scale.after(overflow=True)
-    assert scale.value == MINIMUM
-    for _ in range(GROWTH_INTERVAL):
-        scale = scale.after(overflow=False)
-    assert scale.value == 2 * MINIMUM
-
-
-def test_a_number_stays_whatever_happens():
-    scale = LossScale.of(96.0)
-    for overflow in [True, False] * GROWTH_INTERVAL:
-        scale = scale.after(overflow=overflow)
-    assert scale == LossScale(value=96.0)
 
 
 def moves(policy, overflows):
@@ -66,6 +45,16 @@ def moves(policy, overflows):
         scale = scale.after(overflow=overflow)
         scales.append(scale.value)
     return scales
+
+
+def test_a_dynamic_scale_never_falls_below_the_minimum():
+    assert LossScale.of(None).value == INITIAL
+    scales = moves(None, [True] * 20 + [False] * GROWTH_INTERVAL)
+    assert (scales[19], scales[-1]) == (MINIMUM, 2 * MINIMUM)
+
+
+def test_a_number_stays_whatever_happens():
+    assert set(moves(96.0, [True, False] * GROWTH_INTERVAL)) == {96.0}
 
 
 def test_start_and_window_mean_what_they_mean_in_torch():

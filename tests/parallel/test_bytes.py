@@ -1,13 +1,12 @@
 """Bytes of divided models: those that `estimate` foretells are those that ranks hold and send."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import transformers
 
 import zeroshard
-from zeroshard.memory.activations import MicroBatch, Sizes
+from zeroshard import Config, Mesh
+from zeroshard.memory.activations import Sizes
 
 CONFIG = {
     "hidden_size": 256,
@@ -81,25 +80,29 @@ def test_activations_follow_the_formulas_of_the_source():
     samples, length, width, depth = 4, 2048, 4096, 32
     one = samples * length * width
     blocks = Sizes(num_params=0, depth=depth, width=width, embedding=0, is_tied=False)
-    plain = MicroBatch(num_tokens=samples * length, itemsize=2)
-    assert blocks.bytes_held(plain) == depth * 34 * one
-    assert blocks.bytes_held(replace(plain, tp=8)) == depth * (10 + 24 / 8) * one  # equation 2 without scores
-    assert blocks.bytes_held(replace(plain, tp=8, sequence=True)) == depth * 34 / 8 * one  # equation 6
-    assert blocks.bytes_held(replace(plain, recomputes=True)) == (2 * depth + 34) * one
-    assert blocks.bytes_sent(replace(plain, tp=8)) == depth * 4 * 2 * 7 / 8 * 2 * one
+
+    def held(**options):
+        return blocks.bytes_held(samples * length, Config(precision="bf16", **options))
+
+    assert held() == depth * 34 * one
+    assert held(mesh=Mesh(tp=8)) == depth * (10 + 24 / 8) * one  # equation 2 without scores
+    assert held(mesh=Mesh(tp=8, sequence=True)) == depth * 34 / 8 * one  # equation 6
+    assert held(recompute="unit") == (2 * depth + 34) * one
+    sent = blocks.bytes_sent(samples * length, Config(precision="bf16", mesh=Mesh(tp=8)))
+    assert sent == depth * 4 * 2 * 7 / 8 * 2 * one
 
 
 def test_the_head_keeps_two_inputs_and_float32_logits():
     """Section 4.3 of the source: 4 s b h (1 + v / h) bytes over the tensor ranks."""
     tokens, width, vocabulary = 2048, 4096, 32_000
-    batch = MicroBatch(num_tokens=tokens, itemsize=2, tp=4, sequence=True)
+    config = Config(precision="bf16", mesh=Mesh(tp=4, sequence=True))
     expected = 4 * tokens * (width + vocabulary) / 4
     sizes = Sizes(num_params=0, depth=1, width=width, embedding=vocabulary * width, is_tied=False)
-    assert sizes.bytes_of_head(batch) == expected
+    assert sizes.bytes_of_head(tokens, config) == expected
 
 
 def test_an_estimate_refuses_what_it_cannot_know():
-    with pytest.raises(ValueError, match="num_tokens: expected a causal language model of transformers"):
+    with pytest.raises(ValueError, match="num_tokens= is for causal language models of transformers"):
         zeroshard.estimate(torch.nn.Linear(4, 4), 2, num_tokens=8)
     with pytest.raises(ValueError, match=r"mesh\.tp=2: Linear has no plan of its own"):
         zeroshard.estimate(torch.nn.Linear(4, 4), 2, {"mesh": {"tp": 2}})

@@ -23,7 +23,7 @@ from zeroshard.comm.collectives import Axis, Handle
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.streams import Mark, SideStream
 from zeroshard.comm.watch.status import GATHER
-from zeroshard.forwards.activations import HostCopy
+from zeroshard.forwards.activations import SavedMemory
 from zeroshard.parallel.pipeline import training
 from zeroshard.sharding import buffer, runtime
 from zeroshard.sharding.buffer import MainStore
@@ -335,13 +335,13 @@ def _no_wait_for_transfers(bench: Bench, patch: pytest.MonkeyPatch) -> None:
 @_must_show(Kind.REUSE, scenarios=("offloaded_in_vain",))
 def _no_wait_for_copies_that_nobody_needs(bench: Bench, patch: pytest.MonkeyPatch) -> None:
     """Activations that came back in vain are freed while they are copied to the device."""
-    drop = HostCopy.drop
+    die = SavedMemory.__del__
 
-    def drops(copy: HostCopy) -> None:
-        copy._mark = None
-        drop(copy)
+    def dies(memory: SavedMemory) -> None:
+        memory._mark = None
+        die(memory)
 
-    patch.setattr(HostCopy, "drop", drops)
+    patch.setattr(SavedMemory, "__del__", dies)
 
 
 @_must_show(Kind.FREED, scenarios=("host_dropped",))

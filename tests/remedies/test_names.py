@@ -55,7 +55,7 @@ def keys(section):
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 KINDS = {
-    r"\bengine\.(\w+)\(": (lambda name: hasattr(Engine, name), 60),
+    r"\bengine\.(\w+)\(": (lambda name: hasattr(Engine, name), 50),
     r"\bzeroshard\.(?!toml\b)((?:optim\.|data\.)?\w+)": (exists, 25),
     r"zeroshard\[(\w+)\]": (EXTRAS.__contains__, 2),
     r"\bConfig\((\w+)=": (keys(Config).__contains__, 7),

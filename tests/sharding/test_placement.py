@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zeroshard.memory.traffic import bytes_sent
+from zeroshard.memory.tiered import bytes_sent
 from zeroshard.plan.buffers import DtypePolicy, Setting, UnitPlan, plan_buffer
 from zeroshard.plan.exchange import Collective, Exchange, exchanges
 from zeroshard.plan.originals import Original

@@ -36,10 +36,9 @@ from zeroshard.config.pipeline import NOTED_CHANGES
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.pytree import tree_leaves
 from zeroshard.optim.adopted import is_bitsandbytes, num_bits, to_common
-from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.blocks import ABSMAX, QuantizedState, codebook
 from zeroshard.optim.eightbit.rule import Rule
-from zeroshard.optim.eightbit.rules import rule_named
+from zeroshard.optim.eightbit.rules import BlockwiseOptimizer, rule_named
 from zeroshard.optim.ranges import ChecksRanges
 from zeroshard.parameters.sharded import ShardedParameter, only_sharded
 from zeroshard.plan.cuts import Cut

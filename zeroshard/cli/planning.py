@@ -26,7 +26,7 @@ from torch import nn
 from zeroshard.cli.options import EstimateOptions, MeshOptions
 from zeroshard.config.checked import show
 from zeroshard.config.sections import Config, Mesh
-from zeroshard.memory.activations import Tokens, typical_sizes
+from zeroshard.memory.activations import typical_sizes
 from zeroshard.memory.estimate import Counted, Estimate, side_by_side
 from zeroshard.plan.arrangement import AXES, Arrangement
 from zeroshard.sharded import count_elements
@@ -137,8 +137,11 @@ def estimate(options: EstimateOptions) -> None:
         )
     _refuse_unused(options)
     model = _model(options)
-    tokens = Tokens(options.tokens, options.length)
-    counted, configs, bits = Counted(model, tokens), _configs(options), options.optimizer_bits or 32
+    if options.length and options.tokens % options.length:
+        raise ValueError(f"--length: expected a divisor of the {options.tokens} tokens, got {options.length}")
+    length = options.length or options.tokens
+    counted = Counted(model, (options.tokens // max(1, length), length))
+    configs, bits = _configs(options), options.optimizer_bits or 32
     lines = [fill(_about(model), _LINE).replace(_NO_BREAK, " "), _about_training(configs[0], options), ""]
     if options.memory is None:
         estimates = {

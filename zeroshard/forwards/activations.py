@@ -44,7 +44,7 @@ import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,14 +123,12 @@ class SavedActivations:
         """The present one."""
         self._segments = weakref.WeakValueDictionary[int, _Segment]()
         """By number, those with saved tensors that are alive."""
-        self._waiting = weakref.WeakValueDictionary[int, _Memory]()
+        self._waiting = weakref.WeakValueDictionary[int, SavedMemory]()
         """By the address of the storage, which is alive: memory that is not copied yet."""
-        self._copying: list[weakref.ref[_Memory]] = []
+        self._copying: list[weakref.ref[SavedMemory]] = []
         """Memory whose copies were started at the beginning of the present segment."""
         self._entered = -1
         """The number of the segment in which a backward is, or was."""
-        self._fetched: set[int] = set()
-        """The numbers of segments that were fetched."""
         self._alone = count_views(torch.empty(0)) - 1
         """The holders that torch counts for a storage in addition to tensors."""
 
@@ -153,9 +151,9 @@ class SavedActivations:
                 del self._waiting[key]  # its backward is an error; the memory stays for the other tensors
             elif count_views(tensors[0]) - len(tensors) == self._alone:  # nobody else holds it
                 del self._waiting[key]
-                memory.start(self._copies)
+                memory.start()
                 self._copying.append(weakref.ref(memory))
-        if self._segment.saved:
+        if self._segment:
             self._segment = _Segment(self._segment.number + 1)
 
     def pack(self, flat: frozenset[int], tensor: Tensor) -> Callable[[], Tensor]:
@@ -172,8 +170,8 @@ class SavedActivations:
         key = storage._cdata
         memory = self._waiting.get(key)
         if memory is None:
-            memory = self._waiting[key] = _Memory()
-        self._segment.saved[id(memory)] = weakref.ref(memory)
+            memory = self._waiting[key] = SavedMemory(self._copies)
+        self._segment.append(weakref.ref(memory))
         self._segments[self._segment.number] = self._segment
         return _Offloaded(alias, memory, self._segment, self)
 
@@ -193,7 +191,9 @@ class SavedActivations:
     # -- backward -------------------------------------------------------------------------------------
 
     def enter(self, segment: _Segment) -> None:
-        """Note that a backward needs a segment: fetch it and the one before, and drop the others again.
+        """Note that a backward needs a segment: fetch it and the one before.
+
+        Of a graph that is kept for another backward, all that was fetched stays on the device.
 
         Raises:
             RuntimeError: the device has not enough memory.
@@ -203,55 +203,63 @@ class SavedActivations:
             return
         self._entered = segment.number
         before = max((number for number in self._segments if number < segment.number), default=-1)
-        ahead = self._segments.get(before, segment)
-        present = {id(memory) for near in (segment, ahead) for memory in near.memories()}
-        for number in self._fetched - {segment.number, ahead.number}:
-            if (other := self._segments.get(number)) is not None:  # its graph is kept for another backward
-                for memory in other.memories():
-                    if id(memory) not in present:
-                        memory.drop()
-        for near in (segment, ahead):
-            for memory in near.memories():
-                memory.fetch()
-        self._fetched = {segment.number, ahead.number}
+        for near in (segment, self._segments.get(before, segment)):
+            for reference in reversed(near):  # in the order of a backward
+                if (memory := reference()) is not None:
+                    memory.fetch()
 
 
-class _Segment:
-    """The memory that was saved between the beginnings of two forwards; held by the tensors saved there."""
+class _Segment(list["weakref.ref[SavedMemory]"]):
+    """The memory that was saved between the beginnings of two forwards; held by the tensors saved there.
 
-    __slots__ = ("__weakref__", "number", "saved")
+    Memory of several saved tensors is there several times.
+    """
 
     def __init__(self, number: int) -> None:
+        super().__init__()
         self.number = number
-        self.saved: dict[int, weakref.ref[_Memory]] = {}
-        """By id, what was saved in it that may move, perhaps also before."""
-
-    def memories(self) -> Iterator[_Memory]:
-        """The memory that is alive, in the order of a backward."""
-        for reference in reversed(list(self.saved.values())):
-            if (memory := reference()) is not None:
-                yield memory
 
 
-class _Memory:
-    """One storage and the saved tensors over it: on the device, then on the host."""
+class SavedMemory:
+    """One storage and the saved tensors over it: on the device, then on the host, and there again.
 
-    __slots__ = ("__weakref__", "copy", "tensors", "versions")
+    Args:
+        copies: the owner of the streams and of host memory.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("__weakref__", "_buffer", "_copies", "_host", "_mark", "_near", "tensors", "versions")
+
+    def __init__(self, copies: HostCopies) -> None:
         self.tensors: list[Tensor] = []
         """Aliases of the saved tensors, until the memory is freed on the device."""
         self.versions: list[int] = []
         """The versions that they had when they were saved."""
-        self.copy: HostCopy | None = None
+        self._copies = copies
+        self._buffer: HostBuffer | None = None
+        """The host memory; None until the copy starts."""
+        self._near: Tensor | None = None
+        """The memory on the device, uint8, [num_bytes]: the source of the copy, or what it came back to."""
+        self._mark: Mark | None = None
+        """The end of the last copy, until compute waits for it."""
 
-    def start(self, copies: HostCopies) -> None:
-        """Start to copy it to the host."""
-        first = self.tensors[0]
-        storage = first.untyped_storage()
-        num_bytes = storage.nbytes()
-        source = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, 0, (num_bytes,), (1,))
-        self.copy = HostCopy(source, copies.take(num_bytes), copies)
+    def start(self) -> None:
+        """Start to copy it to the host, after all compute so far.
+
+        Raises:
+            RuntimeError: the host has not enough memory.
+        """
+        storage = self.tensors[0].untyped_storage()
+        num_bytes, device = storage.nbytes(), self._copies.device
+        self._buffer = self._copies.take(num_bytes)
+        self._host = self._buffer.memory[:num_bytes]
+        self._near = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
+        self._copy(self._copies.streams.to_host, self._host, self._near)
+
+    def _copy(self, stream: SideStream, target: Tensor, values: Tensor) -> None:
+        assert self._buffer is not None, "it has started"
+        with torch.no_grad(), stream.after_compute():
+            target.copy_(values, non_blocking=True)
+        self._mark = self._buffer.last = stream.mark()
 
     def release(self) -> None:
         """Free it on the device, once compute has waited for the copy."""
@@ -259,14 +267,40 @@ class _Memory:
         self.tensors.clear()
 
     def fetch(self) -> None:
-        """Start to bring it back, if it was freed on the device."""
-        if self.copy is not None:
-            self.copy.fetch()
+        """Start to bring it back, if it was freed on the device.
+
+        Raises:
+            RuntimeError: the device has not enough memory.
+        """
+        if self._buffer is not None and self._near is None:
+            self._near = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._copies.device)
+            self._copy(self._copies.streams.to_device, self._near, self._host)
+
+    def get(self) -> Tensor:
+        """Return the memory on the device, uint8, [num_bytes]; compute waits until it is there.
+
+        Raises:
+            RuntimeError: the device has not enough memory.
+        """
+        self.fetch()
+        self._follow()
+        assert self._near is not None, "it has been fetched"
+        return self._near
 
     def drop(self) -> None:
-        """Free it on the device, where the tensors alone keep it."""
-        if self.copy is not None:
-            self.copy.drop()
+        """Free the memory on the device, once compute has waited for the copy; the host keeps the values."""
+        self._follow()
+        self._near = None
+
+    def _follow(self) -> None:
+        if self._mark is not None:
+            self._mark.wait()
+            self._mark = None
+
+    def __del__(self) -> None:
+        if self._buffer is not None:
+            self._buffer.held = None if self._mark is None else self._near
+            self._copies.left.append((self._buffer, self._mark))
 
 
 class _Offloaded:
@@ -281,7 +315,9 @@ class _Offloaded:
 
     __slots__ = ("_dtype", "_memory", "_offset", "_owner", "_place", "_segment", "_shape", "_strides")
 
-    def __init__(self, alias: Tensor, memory: _Memory, segment: _Segment, owner: SavedActivations) -> None:
+    def __init__(
+        self, alias: Tensor, memory: SavedMemory, segment: _Segment, owner: SavedActivations
+    ) -> None:
         self._memory, self._segment, self._owner = memory, segment, owner
         self._dtype, self._shape, self._strides = alias.dtype, alias.shape, alias.stride()
         self._offset, self._place = alias.storage_offset(), len(memory.tensors)
@@ -299,10 +335,9 @@ class _Offloaded:
             self._owner.enter(self._segment)
         if memory.tensors:
             return _checked(memory.tensors[self._place], memory.versions[self._place])
-        assert memory.copy is not None, "it was copied before its tensors were forgotten"
-        values = memory.copy.get()
+        values = memory.get()
         if not is_needed:  # somebody looks at the graph
-            memory.copy.drop()
+            memory.drop()
         empty = torch.empty(0, dtype=self._dtype, device=values.device)
         return empty.set_(values.untyped_storage(), self._offset, self._shape, self._strides)
 
@@ -389,63 +424,3 @@ class HostCopies:
                 mark.wait()
             buffer.held = None
             self.give(buffer)
-
-
-class HostCopy:
-    """One copy on the host, made after all compute so far. Its memory may be on the device: still, or again.
-
-    Args:
-        source: uint8, [num_bytes]; nobody writes to it until `drop`.
-        buffer: host memory for it, which `owner` has given.
-        owner: the owner of the streams and the buffer.
-    """
-
-    __slots__ = ("_buffer", "_host", "_mark", "_near", "_owner")
-
-    def __init__(self, source: Tensor, buffer: HostBuffer, owner: HostCopies) -> None:
-        self._owner, self._buffer, self._host = owner, buffer, buffer.memory[: source.numel()]
-        self._near: Tensor | None = source
-        """The memory on the device: the source, or memory that it came back to."""
-        self._mark: Mark | None = None
-        """The end of the last copy, until compute waits for it."""
-        self._copy(owner.streams.to_host, self._host, source)
-
-    def _copy(self, stream: SideStream, target: Tensor, values: Tensor) -> None:
-        with torch.no_grad(), stream.after_compute():
-            target.copy_(values, non_blocking=True)
-        self._mark = self._buffer.last = stream.mark()
-
-    def fetch(self) -> None:
-        """Start to copy the memory back, unless it is on the device or on its way.
-
-        Raises:
-            RuntimeError: the device has not enough memory.
-        """
-        if self._near is None:
-            self._near = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._owner.device)
-            self._copy(self._owner.streams.to_device, self._near, self._host)
-
-    def get(self) -> Tensor:
-        """Return the memory on the device, uint8, [num_bytes]; compute waits until it is there.
-
-        Raises:
-            RuntimeError: the device has not enough memory.
-        """
-        self.fetch()
-        self._follow()
-        assert self._near is not None, "it has been fetched"
-        return self._near
-
-    def drop(self) -> None:
-        """Free the memory on the device, once compute has waited for the copy; the host keeps the values."""
-        self._follow()
-        self._near = None
-
-    def _follow(self) -> None:
-        if self._mark is not None:
-            self._mark.wait()
-            self._mark = None
-
-    def __del__(self) -> None:
-        self._buffer.held = None if self._mark is None else self._near
-        self._owner.left.append((self._buffer, self._mark))

@@ -75,9 +75,8 @@ from zeroshard.sharding.context import Changes
 WIDTH_PER_BLOCK = 128
 VOCABULARY = 128_256
 TIED_BELOW = 4 * 10**9
-SMALLEST = 1 << 20
-"""Fewer parameters are taken as one unit."""
-LARGEST = 10**15
+SMALLEST, LARGEST = 1 << 20, 10**15
+"""The numbers of parameters for which the rule makes sense."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,7 @@ class Sizes:
 
     num_params: int
     depth: int
-    """The number of blocks; 0 for a model that is one unit."""
+    """The number of blocks."""
     width: int
     embedding: int
     is_tied: bool
@@ -94,8 +93,8 @@ class Sizes:
 
     @property
     def vocabulary(self) -> int:
-        """Logits of a token; 0 for a model that is one unit."""
-        return self.embedding // self.width if self.width else 0
+        """Logits of a token."""
+        return self.embedding // self.width
 
     @property
     def blocks(self) -> list[int]:
@@ -103,51 +102,53 @@ class Sizes:
         total = self.num_params - self.embedding * (1 if self.is_tied else 2)
         return [total // self.depth + (number < total % self.depth) for number in range(self.depth)]
 
-    def bytes_of_input(self, batch: MicroBatch) -> int:
+    def bytes_of_input(self, num_tokens: int, config: Config) -> int:
         """Bytes of the input of a block on one rank."""
-        one = batch.num_tokens * self.width * batch.itemsize
-        return -(-one // batch.tp) if batch.sequence else one
+        one = self._bytes_of_width(num_tokens, config)
+        return -(-one // config.mesh.tp) if config.mesh.sequence else one
 
-    def bytes_of_block(self, batch: MicroBatch) -> int:
+    def bytes_of_block(self, num_tokens: int, config: Config) -> int:
         """Bytes that the backward of a block needs on one rank."""
-        one = batch.num_tokens * self.width * batch.itemsize
-        divided = one * _DIVIDED
-        if batch.sequence:
-            return -(-(one * _WHOLE + divided) // batch.tp)
-        return one * _WHOLE + -(-divided // batch.tp)
+        one, tp = self._bytes_of_width(num_tokens, config), config.mesh.tp
+        if config.mesh.sequence:
+            return -(-one * (_WHOLE + _DIVIDED) // tp)
+        return one * _WHOLE - (-one * _DIVIDED // tp)
 
-    def bytes_of_head(self, batch: MicroBatch) -> int:
+    def bytes_of_head(self, num_tokens: int, config: Config) -> int:
         """Bytes of the inputs of the last norm and of the head, and of the logits."""
-        logits = -(-_LOGIT * batch.num_tokens * self.vocabulary // batch.tp)
-        return 2 * self.bytes_of_input(batch) + logits if self.vocabulary else 0
+        logits = -(-_LOGIT * num_tokens * self.vocabulary // config.mesh.tp)
+        return 2 * self.bytes_of_input(num_tokens, config) + logits if self.vocabulary else 0
 
-    def bytes_held(self, batch: MicroBatch) -> int:
-        """Bytes of activations of a rank with all blocks, at most, for one micro-batch."""
-        block, head = self.bytes_of_block(batch), self.bytes_of_head(batch)
-        if batch.recomputes and self.depth:
-            return self.depth * self.bytes_of_input(batch) + max(block, head)
+    def bytes_held(self, num_tokens: int, config: Config) -> int:
+        """Bytes of activations of a rank with all blocks, at most, for one micro-batch of so many tokens."""
+        block, head = self.bytes_of_block(num_tokens, config), self.bytes_of_head(num_tokens, config)
+        if config.recompute == "unit":
+            return self.depth * self.bytes_of_input(num_tokens, config) + max(block, head)
         return self.depth * block + head
 
-    def bytes_sent(self, batch: MicroBatch) -> int:
+    def bytes_sent(self, num_tokens: int, config: Config) -> int:
         """Bytes that a rank sends to its tensor ranks in a micro-batch, for all blocks.
 
         A sum sends 2 (tp - 1) / tp of its bytes, as a reduce-scatter and an all-gather in its place do.
         """
         # A recomputation ends before the last sum of a block.
-        num = self.depth * (_EXCHANGES + batch.recomputes)
-        return num * 2 * (batch.num_tokens * self.width * batch.itemsize) * (batch.tp - 1) // batch.tp
+        num, tp = self.depth * (_EXCHANGES + (config.recompute == "unit")), config.mesh.tp
+        return num * 2 * self._bytes_of_width(num_tokens, config) * (tp - 1) // tp
+
+    def _bytes_of_width(self, num_tokens: int, config: Config) -> int:
+        return num_tokens * self.width * (config.precision.param_dtype or torch.float32).itemsize
 
 
 def typical_sizes(num_params: int) -> Sizes:
     """Return the sizes of a typical model with exactly this number of parameters.
 
     Raises:
-        ValueError: there are more parameters than any depth of this rule makes sense for.
+        ValueError: there are fewer or more parameters than this rule makes sense for.
     """
-    if num_params > LARGEST:
-        raise ValueError(f"expected at most {LARGEST:,} parameters, got {num_params:,}")
-    if num_params < SMALLEST:
-        return Sizes(num_params=num_params, depth=0, width=0, embedding=0, is_tied=True)
+    if not SMALLEST <= num_params <= LARGEST:
+        raise ValueError(
+            f"expected a model, or a number of {SMALLEST:,} to {LARGEST:,} parameters, got {num_params:,}"
+        )
     is_tied = num_params < TIED_BELOW
     num_tables = 1 if is_tied else 2
     depth = 1
@@ -169,44 +170,6 @@ _EXCHANGES = 4
 """Sums over the tensor ranks for each block: 2 in the forward, 2 in the backward."""
 _LOGIT = 4
 """Bytes of a logit: the loss is computed in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The tokens of a micro-batch of a rank.
-
-    Raises:
-        ValueError: no whole number of samples.
-    """
-
-    num: int
-    """Samples x length."""
-    length: int = 0
-    """Tokens of a sample; 0: all of them are one sample."""
-
-    def __post_init__(self) -> None:
-        if type(self.num) is not int or self.num < 0:
-            raise ValueError(f"num_tokens: expected an integer >= 0, got {self.num!r}")
-        if type(self.length) is not int or self.length < 0 or (self.length and self.num % self.length):
-            raise ValueError(f"length: expected a divisor of the {self.num} tokens, got {self.length!r}")
-        if not self.length:
-            object.__setattr__(self, "length", self.num)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
-    """A micro-batch of a rank, and the way in which blocks compute it."""
-
-    num_tokens: int
-    """Samples x sequence length."""
-    itemsize: int
-    """Bytes of an element in the compute dtype."""
-    tp: int = 1
-    """Tensor ranks."""
-    sequence: bool = False
-    """True if the values between divided pairs are divided along the sequence."""
-    recomputes: bool = False
-    """True if only the inputs of blocks are kept."""
 
 
 # -------------------------------------------------------------------------------- the run without memory
@@ -242,7 +205,7 @@ def dry_run(
     Raises:
         ValueError: the forward or backward raises an error without values.
     """
-    runs, over = without_memory(model, _with_numbers), _OneOfMany(setting.sizes[TP])
+    runs, over = without_memory(model), _OneOfMany(setting.sizes[TP])
     with torch.random.fork_rng(devices=[]):  # divided layers set the generator
         _prepare(runs, config, setting, tp_plan, over)
         live = LiveBytes([*runs.parameters(), *runs.buffers()])
@@ -262,25 +225,17 @@ def dry_run(
         except Exception as error:  # of any kind, as the model and the loss are the user's
             raise ValueError(
                 f"activations of {type(model).__name__}: the forward and backward run without memory, and "
-                f"raise {type(error).__name__}: {error}"
+                f"raise {type(error).__name__}: {error}. num_tokens= is for causal language models of "
+                "transformers; loss_of= computes the loss of any other model"
             ) from error
     return DryRun(peak, over.sent)
 
 
-def loss_of_tokens(model: nn.Module, tokens: Tokens) -> LossOf:
-    """Return the loss of a causal language model of transformers over a micro-batch of tokens.
-
-    Raises:
-        ValueError: it is no model of transformers.
-    """
-    if getattr(model, "config", None) is None or not hasattr(model, "get_input_embeddings"):
-        raise ValueError(
-            f"num_tokens: expected a causal language model of transformers, got {type(model).__name__}: give "
-            "loss_of= in its place, which computes a loss with the model"
-        )
+def loss_of_tokens(shape: tuple[int, int]) -> LossOf:
+    """Return the loss of a causal language model of transformers over tokens, [samples, length]."""
 
     def loss_of(runs: nn.Module) -> Tensor:
-        ids = torch.zeros(tokens.num // tokens.length, tokens.length, dtype=torch.long)
+        ids = torch.zeros(shape, dtype=torch.long)
         loss: Tensor = runs(input_ids=ids, labels=ids, use_cache=False).loss
         return loss
 
@@ -326,15 +281,8 @@ class LiveBytes(TorchDispatchMode):
         self.now += num_bytes
 
 
-def without_memory(
-    model: nn.Module, standing_for: Callable[[nn.Module], nn.Module] = lambda m: m
-) -> nn.Module:
-    """Return a copy of a model on the meta device.
-
-    Args:
-        model: the model.
-        standing_for: gives the layer that stands in the copy for a layer with codes.
-    """
+def without_memory(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device; layers with codes are layers with numbers there."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device=_META)
@@ -342,7 +290,7 @@ def without_memory(
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device=_META)
     for module in filter(is_quantized, model.modules()):
-        memo[id(module)] = standing_for(module)
+        memo[id(module)] = _with_numbers(module)
     return copy.deepcopy(model, memo)
 
 

@@ -1,17 +1,31 @@
-"""The memory and disk space that tiers need, compared with what this node has, before any is taken.
+"""The host memory that tiers need, compared with what this node has, before any is taken.
 
 The kernel hands out more memory than there is, and ends processes later. So a job that cannot fit is refused
-at its start, with what needs less.
+at its start, with what needs less. Disk space is reserved where files are made, see `stores/swapfile.py`.
 """
 
 from __future__ import annotations
 
-import shutil
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from zeroshard.stores.swapfile import SETTING, check_folder, remove_leftovers
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.assemble import read_setting
+from zeroshard.comm.collectives import on_all
+from zeroshard.comm.mesh import Axes
+from zeroshard.comm.streams import has_streams
+from zeroshard.config.sections import Config
+from zeroshard.memory.tiered import States, bytes_on_tiers
+from zeroshard.optim.adopted import num_bits, rule_of
+from zeroshard.plan.buffers import plan_units
+from zeroshard.plan.tiers import Tier
+from zeroshard.plan.units import UnitSpec
+from zeroshard.stepping.parts import is_known
 from zeroshard.tables import format_bytes
 
 _REMEDY = (
@@ -20,46 +34,75 @@ _REMEDY = (
 )
 
 
-def check_budget(
-    needed: Mapping[str, int],
-    nvme: int,
-    folders: Sequence[str | Path],
-    num_ranks_on_node: int,
+def check_room(
+    specs: Sequence[UnitSpec], config: Config, axes: Axes, optimizer: Optimizer | None, device: torch.device
 ) -> None:
-    """Refuse what this node has no room for. Call it on all ranks before one of them allocates.
+    """Refuse an offload for which the node of some rank has no room, on all ranks; collective.
 
-    Files of processes that were killed are removed from the folders first, as their space is free.
+    Call it before a rank allocates.
+
+    Args:
+        specs: the units of the model.
+        config: the config of the job.
+        axes: the axes of the job.
+        optimizer: the optimizer, over the original parameters.
+        device: the device that computes.
+
+    Raises:
+        RuntimeError: the node has less; the message has the bytes of each kind, and says what needs less.
+    """
+    if config.offload.optimizer == config.offload.parameters == "none":
+        return
+    by_parts = optimizer is not None and is_known(optimizer)
+    host_computes = not has_streams(device)
+    setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=by_parts)
+
+    def check() -> None:
+        num, states = config.gradient_accumulation_steps, _states_of(optimizer)
+        tiers = bytes_on_tiers(plan_units(specs, setting), setting, num, states)
+        host = tiers[Tier.HOST]
+        needed = {
+            "main parameters and copies of them": host.parameters,
+            "gradients": host.gradients,
+            "optimizer states": host.optimizer,
+            "buffers for the units in files": host.buffers,
+        }
+        needed = {kind: num_bytes for kind, num_bytes in needed.items() if num_bytes}
+        if needed:  # a launcher that does not tell the ranks on this node has all of them there
+            check_budget(needed, int(os.environ.get("LOCAL_WORLD_SIZE", axes.world.size)))
+
+    on_all(axes.world, "check of the room for offload", check)
+
+
+def _states_of(optimizer: Optimizer | None) -> States:
+    """Return the states of an optimizer; none for one that is not known, as nobody can count them."""
+    rule = None if optimizer is None else rule_of(optimizer)
+    if optimizer is None or rule is None:
+        return States(num=0)
+    largest = max((p for group in optimizer.param_groups for p in group["params"]), key=Tensor.numel)
+    return States(num=len(rule.states), bits=num_bits(optimizer, largest))
+
+
+def check_budget(needed: Mapping[str, int], num_ranks_on_node: int) -> None:
+    """Refuse what this node has no room for. Call it on all ranks before one of them allocates.
 
     Args:
         needed: for each kind of values, the bytes of host memory that a rank will allocate.
-        nvme: bytes that a rank will reserve on disks, the same in each folder.
-        folders: the folders of the nvme tier, each on a disk of its own; none if `nvme` is 0.
         num_ranks_on_node: the ranks that share this node.
 
     Raises:
-        ValueError: a folder is not there.
         RuntimeError: the node has less. The message has the bytes of each kind, and the remedy.
     """
-    lines, total, free = [], sum(needed.values()) * num_ranks_on_node, host_bytes_free()
+    total, free = sum(needed.values()) * num_ranks_on_node, host_bytes_free()
     if total > free:
-        lines = [
-            f"Expected {format_bytes(total)} of host memory on this node, got {format_bytes(free)} free:",
-            *(
-                f"  {kind}: {format_bytes(num_bytes)} on each of {num_ranks_on_node} rank(s)"
-                for kind, num_bytes in needed.items()
-            ),
-        ]
-    for folder in map(Path, folders):
-        check_folder(folder)
-        remove_leftovers(folder)
-        total, free = -(-nvme * num_ranks_on_node // len(folders)), shutil.disk_usage(folder).free
-        if total > free:
-            lines += [
-                f"{SETTING}: expected {format_bytes(total)} on the disk of {folder} "
-                f"for {num_ranks_on_node} rank(s), got {format_bytes(free)} free"
-            ]
-    if lines:
-        raise RuntimeError("\n".join([*lines, _REMEDY]))
+        lines = (
+            f"  {kind}: {format_bytes(num_bytes)} on each of {num_ranks_on_node} rank(s)"
+            for kind, num_bytes in needed.items()
+        )
+        expected = (
+            f"Expected {format_bytes(total)} of host memory on this node, got {format_bytes(free)} free:"
+        )
+        raise RuntimeError("\n".join((expected, *lines, _REMEDY)))
 
 
 def host_bytes_free() -> int:

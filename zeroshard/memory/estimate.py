@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,20 +13,17 @@ from torch import nn
 from zeroshard.assemble import read_setting, specify_units
 from zeroshard.config.sections import Config
 from zeroshard.forwards.quantized import num_scale_bytes
-from zeroshard.memory import traffic
 from zeroshard.memory.activations import (
     DryRun,
     LossOf,
-    MicroBatch,
     Sizes,
-    Tokens,
     dry_run,
     loss_of_tokens,
     typical_sizes,
     without_memory,
 )
 from zeroshard.memory.report import STATES, ModelStates, byte_rows
-from zeroshard.memory.tiered import States, bytes_on_tiers
+from zeroshard.memory.tiered import States, bytes_on_tiers, peak_unsharded_bytes, wire_bytes
 from zeroshard.parallel.pipeline.chunked import Chunked
 from zeroshard.parallel.pipeline.cut import cut_model
 from zeroshard.parallel.pipeline.part import take_part
@@ -88,7 +86,7 @@ def estimate(
     *,
     optimizer_bits: int = 32,
     host_computes: bool = False,
-    num_tokens: int | Tokens = 0,
+    num_tokens: int | tuple[int, int] = 0,
     loss_of: LossOf | None = None,
     tp_plan: Plan | None = None,
 ) -> Estimate:
@@ -105,11 +103,11 @@ def estimate(
         optimizer_bits: 32 for states in the main dtype, as torch's AdamW has them; 8 for `AdamW8bit`. Counted
             without padding, on the rank that holds most.
         host_computes: True for ranks on the CPU, for which host memory is the device.
-        num_tokens: tokens of a micro-batch of a rank (samples x length), or `Tokens` with a length, for the
+        num_tokens: tokens of a micro-batch of a rank, of one sample, or (samples, length), for the
             activations and the bytes that tensor ranks exchange; 0 leaves both out. The forward and the
-            backward of a causal language model of transformers run without memory, see
-            `zeroshard.memory.activations`. For a number of parameters the formulas of
-            `zeroshard.memory.activations` hold. Not for a pipeline, whose ranks hold several micro-batches.
+            backward of a causal language model of transformers run without memory, and for a number of
+            parameters formulas hold: see `zeroshard.memory.activations`. Not for a pipeline, whose ranks hold
+            several micro-batches.
         loss_of: computes the loss of a micro-batch of any other model, in place of `num_tokens`. It is called
             with a copy of the model on the meta device, where tensors are made, too.
         tp_plan: the plan by which `config.mesh.tp` ranks divide the layers of a model, as `initialize` takes
@@ -117,10 +115,10 @@ def estimate(
 
     Raises:
         ValueError: fewer than 1 rank, or no multiple of the mesh; other bits than 8 and 32; a parameter that
-            cannot be sharded or divided; a model that cannot be cut; more than 10**15 parameters; a number of
-            parameters with `precision.overrides` or a pipeline; an asynchronous pipeline; a pipeline with
-            `num_tokens` or `loss_of`; `num_tokens` with a model that is not of transformers; a forward or a
-            backward that does not run without values.
+            cannot be sharded or divided; a model that cannot be cut; a number below 2**20 or
+            above 10**15, or with `precision.overrides` or a pipeline; an asynchronous pipeline; a pipeline
+            with `num_tokens` or `loss_of`; `num_tokens` with a model that is not of transformers; a
+            forward or a backward that does not run without values.
     """
     counted = Counted(model_or_num_params, num_tokens, loss_of, tp_plan)
     return counted.on(world_size, config, optimizer_bits=optimizer_bits, host_computes=host_computes)
@@ -139,21 +137,21 @@ class Counted:
     def __init__(
         self,
         model_or_num_params: nn.Module | float,
-        num_tokens: int | Tokens = 0,
+        num_tokens: int | tuple[int, int] = 0,
         loss_of: LossOf | None = None,
         tp_plan: Plan | None = None,
     ) -> None:
-        self._tokens = num_tokens if isinstance(num_tokens, Tokens) else Tokens(num_tokens)
-        self._tp_plan, self._loss_of = tp_plan, loss_of
-        self._model: nn.Module | None = None
-        self._sizes: Sizes | None = None
+        shape = num_tokens if isinstance(num_tokens, tuple) else (1, num_tokens)
+        if any(type(num) is not int or num < 0 for num in shape):
+            raise ValueError(f"num_tokens: expected an integer >= 0, got {num_tokens!r}")
+        self._num_tokens, self._tp_plan, self._loss_of = math.prod(shape), tp_plan, loss_of
         self._runs: dict[str, DryRun] = {}
-        if isinstance(model_or_num_params, nn.Module):
-            self._model = model_or_num_params
-            if loss_of is None and self._tokens.num:
-                self._loss_of = loss_of_tokens(model_or_num_params, self._tokens)
+        if not isinstance(model_or_num_params, nn.Module):
+            self._model: nn.Module | Sizes = typical_sizes(_checked_number(model_or_num_params))
         else:
-            self._sizes = typical_sizes(_checked_number(model_or_num_params))
+            self._model = model_or_num_params
+            if loss_of is None and self._num_tokens:
+                self._loss_of = loss_of_tokens(shape)
 
     def on(
         self,
@@ -175,58 +173,58 @@ class Counted:
                 "`zeroshard plan` counts the versions of weights, and engine.memory_report() measures their "
                 "bytes"
             )
-        if config.mesh.pp > 1 and (self._loss_of is not None or self._tokens.num):
+        if config.mesh.pp > 1 and (self._loss_of is not None or self._num_tokens):
             raise ValueError(
                 f"num_tokens, loss_of: expected mesh.pp=1 for activations, got {config.mesh.pp}. Of a "
                 "pipeline `zeroshard plan` counts the micro-batches whose activations a rank holds"
             )
         setting = setting_of(config, world_size, host_computes=host_computes)
-        states, usage = States(bits=optimizer_bits), DryRun()
-        if self._model is None:
-            assert self._sizes is not None, "it is a model or a number"
-            planned = _plan_number(self._sizes, config, setting)
-            batch = MicroBatch(
-                num_tokens=self._tokens.num,
-                itemsize=(config.precision.param_dtype or torch.float32).itemsize,
-                tp=config.mesh.tp,
-                sequence=config.mesh.sequence,
-                recomputes=config.recompute == "unit",
-            )
-            usage = DryRun(self._sizes.bytes_held(batch), self._sizes.bytes_sent(batch))
-        else:
-            planned = _plan_model(self._model, config, setting, self._tp_plan)
-            if self._loss_of is not None:
-                usage = self._run(self._model, config, setting, self._loss_of)
-        estimates = (
-            replace(_of_rank(units, setting, config, states, usage), scales=scales)
-            for units, scales in planned
-        )
-        return max(estimates, key=lambda found: found.peak)
+        usage, states = self._usage(config, setting), States(bits=optimizer_bits)
+        found = (_of_rank(own, setting, config, states, usage) for own in self._planned(config, setting))
+        return max(found, key=lambda one: one.peak)
 
-    def _run(self, model: nn.Module, config: Config, setting: Setting, loss_of: LossOf) -> DryRun:
-        """A dry run depends neither on the stage nor on tiers."""
+    def _planned(self, config: Config, setting: Setting) -> Iterator[RankUnits]:
+        """Yield what each pipeline rank holds; the model does not change."""
+        model = self._model
+        if isinstance(model, Sizes):
+            yield _plan_number(model, config, setting), 0
+        elif config.mesh.pp == 1:
+            yield self._units_of(model, specify_units(model, config), config, setting)
+        elif config.pipeline.trace:
+            raise ValueError(
+                "pipeline.trace: an estimate cannot trace a model, whose samples it does not have: expected "
+                "False"
+            )
+        else:
+            cut = cut_model(Chunked(without_memory(model)), config, SampleSource(), _CPU, counts=False)
+            for rank in range(config.mesh.pp):
+                whole = without_memory(model)
+                part = take_part(Chunked(whole), with_schedule(config, cut.schedule), cut, rank)
+                specs = part.named(specify_units(whole, part.narrowed))
+                yield self._units_of(whole, specs, part.narrowed, setting)
+
+    def _units_of(
+        self, model: nn.Module, specs: Sequence[UnitSpec], config: Config, setting: Setting
+    ) -> RankUnits:
+        tp, is_sequence = setting.sizes[TP], config.mesh.sequence
+        divided = plan_division(model, specs, self._tp_plan, tp, by_sequence=is_sequence).specs
+        return plan_units(divided, setting), sum(map(num_scale_bytes, model.modules()))
+
+    def _usage(self, config: Config, setting: Setting) -> DryRun:
+        """Return what a micro-batch takes; it depends neither on the stage nor on tiers."""
+        model, num = self._model, self._num_tokens
+        if isinstance(model, Sizes):
+            return DryRun(model.bytes_held(num, config), model.bytes_sent(num, config))
+        if self._loss_of is None:
+            return DryRun()
         key = repr((config.precision, config.recompute, config.mesh, config.units, config.ignored))
         if key not in self._runs:
-            self._runs[key] = dry_run(model, config, setting, loss_of, self._tp_plan)
+            self._runs[key] = dry_run(model, config, setting, self._loss_of, self._tp_plan)
         return self._runs[key]
 
 
-def _checked_number(given: object) -> int:
-    if isinstance(given, float) and given.is_integer():
-        given = int(given)
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return given
-    raise ValueError(f"expected a model or a number of parameters, got {given!r}")
-
-
-def _of_rank(
-    units: list[UnitPlan],
-    setting: Setting,
-    config: Config,
-    states: States,
-    usage: DryRun,
-) -> Estimate:
-    """The estimate of a rank with some units."""
+def _of_rank(own: RankUnits, setting: Setting, config: Config, states: States, usage: DryRun) -> Estimate:
+    units, scales = own
     steps = config.gradient_accumulation_steps * config.pipeline.num_microbatches
     together = 1 + config.num_prefetch if setting.placements.kept else len(units)
     tiers = bytes_on_tiers(units, setting, steps, states)
@@ -236,12 +234,21 @@ def _of_rank(
         gradients=device.gradients,
         optimizer=device.optimizer + device.buffers,
         unsharded=0,
-        peak_unsharded=traffic.peak_unsharded_bytes(units, together),
+        peak_unsharded=peak_unsharded_bytes(units, together),
         host=tiers[Tier.HOST].total,
         nvme=tiers[Tier.DISK].total,
+        scales=scales,
         activations=usage.peak,
-        wire_bytes_per_step=traffic.wire_bytes(units, setting, steps) + usage.sent * steps,
+        wire_bytes_per_step=wire_bytes(units, setting, steps) + usage.sent * steps,
     )
+
+
+def _checked_number(given: object) -> int:
+    if isinstance(given, float) and given.is_integer():
+        given = int(given)
+    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        return given
+    raise ValueError(f"expected a model or a number of parameters, got {given!r}")
 
 
 # ---------------------------------------------------------------------------------- the units of ranks
@@ -271,45 +278,7 @@ def setting_of(config: Config, world_size: int, *, host_computes: bool) -> Setti
     return replace(setting, placements=replace(setting.placements, gradient=SUMMANDS))
 
 
-def _plan_model(model: nn.Module, config: Config, setting: Setting, tp_plan: Plan | None) -> list[RankUnits]:
-    """Plan the units of a model on each pipeline rank; the model does not change.
-
-    Raises:
-        ValueError: a parameter that cannot be sharded or divided; a model that cannot be cut.
-    """
-    if config.mesh.pp == 1:
-        units = _units_of(model, specify_units(model, config), config, setting, tp_plan)
-        return [(units, _scale_bytes(model))]
-    if config.pipeline.trace:
-        raise ValueError(
-            "pipeline.trace: an estimate cannot trace a model, whose samples it does not have: expected False"
-        )
-    cut = cut_model(Chunked(without_memory(model)), config, SampleSource(), _CPU, counts=False)
-    config = with_schedule(config, cut.schedule)
-    ranks = []
-    for rank in range(config.mesh.pp):
-        whole = without_memory(model)
-        part = take_part(Chunked(whole), config, cut, rank)
-        specs = part.named(specify_units(whole, part.narrowed))
-        units = _units_of(whole, specs, part.narrowed, setting, tp_plan)
-        ranks.append((units, _scale_bytes(whole)))
-    return ranks
-
-
-def _scale_bytes(model: nn.Module) -> int:
-    return sum(map(num_scale_bytes, model.modules()))
-
-
-def _units_of(
-    model: nn.Module, specs: Any, config: Config, setting: Setting, tp_plan: Plan | None
-) -> list[UnitPlan]:
-    if setting.sizes[TP] > 1:
-        is_sequence = config.mesh.sequence
-        specs = plan_division(model, specs, tp_plan, setting.sizes[TP], by_sequence=is_sequence).specs
-    return plan_units(specs, setting)
-
-
-def _plan_number(sizes: Sizes, config: Config, setting: Setting) -> list[RankUnits]:
+def _plan_number(sizes: Sizes, config: Config, setting: Setting) -> list[UnitPlan]:
     """Plan the units of a typical model: the root, which holds a tied table, the table, blocks, the head.
 
     Raises:
@@ -321,20 +290,11 @@ def _plan_number(sizes: Sizes, config: Config, setting: Setting) -> list[RankUni
             "a number of parameters"
         )
     tp = setting.sizes[TP]
-    if not sizes.depth:  # neither the root nor the last: it is not kept
-        return [(_units([0, -(-sizes.num_params // tp), 0], False, setting), 0)]
     table, blocks = -(-sizes.embedding // tp), [-(-block // tp) for block in sizes.blocks]
     nums = [table, *blocks] if sizes.is_tied else [0, table, *blocks, table]
-    return [(_units(nums, not sizes.is_tied, setting), 0)]
-
-
-def _units(sizes: Sequence[int], embeds: bool, setting: Setting) -> list[UnitPlan]:
-    """The units in order, the root first: each of one float32 parameter with so many elements, or of none."""
-    weights = (nn.Parameter(torch.empty(num, device="meta")) for num in sizes)
-    originals = [[Original(weight, "", ())] if weight.numel() else [] for weight in weights]
-    modules = [nn.Module()] * len(sizes)
-    if embeds:
-        modules[1] = nn.Embedding(1, 1)
-    names = ["", *map(str, range(1, len(sizes)))]
-    found = zip(names, modules, originals, strict=True)
-    return plan_units([UnitSpec(name, module, own) for name, module, own in found], setting)
+    specs = []
+    for number, num in enumerate(nums):
+        weight = nn.Parameter(torch.empty(num, device="meta"))
+        module = nn.Embedding(1, 1) if number == 1 and not sizes.is_tied else nn.Module()
+        specs.append(UnitSpec(str(number or ""), module, [Original(weight, "", ())] if num else []))
+    return plan_units(specs, setting)

@@ -1,35 +1,24 @@
-"""Bytes of a rank on each tier, from the plans of its units."""
+"""Bytes of a rank from the plans of its units: on each tier, gathered at the peak, and sent in a step."""
 
 from __future__ import annotations
 
-import os
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
-from zeroshard.assemble import read_setting
-from zeroshard.comm.collectives import on_all
-from zeroshard.comm.mesh import Axes
-from zeroshard.comm.streams import has_streams
-from zeroshard.config.sections import Config
-from zeroshard.memory import traffic
-from zeroshard.memory.budget import check_budget
-from zeroshard.optim.adopted import num_bits, rule_of
 from zeroshard.optim.eightbit.blocks import MIN_8BIT_SIZE, num_blocks
 from zeroshard.plan import pieces
-from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan, plan_units
-from zeroshard.plan.placement import DP_SHARD
+from zeroshard.plan.buffers import BufferPlan, Setting, UnitPlan
+from zeroshard.plan.exchange import Collective, Exchange
+from zeroshard.plan.placement import DP_SHARD, SUMMANDS
 from zeroshard.plan.tiers import Tier
-from zeroshard.plan.units import UnitSpec
 from zeroshard.stepping.early import MOST_UNDER_WAY
-from zeroshard.stepping.parts import is_known
 from zeroshard.stores.pieces import NUM_OTHERS, most_ahead
 
 
@@ -73,7 +62,7 @@ def bytes_on_tiers(
     buffers = [buffer for unit in units for buffer in unit.buffers]
     return {
         tier: TierBytes(
-            parameters=sum(traffic.parameter_bytes(buffer, tier) for buffer in buffers),
+            parameters=sum(parameter_bytes(buffer, tier) for buffer in buffers),
             gradients=_gradient_bytes(units, setting, num_micro_batches, tier),
             optimizer=_state_bytes((b for b in buffers if b.state_tier is tier), setting, states),
             buffers=_piece_bytes(units, setting, states, tier),
@@ -84,22 +73,20 @@ def bytes_on_tiers(
 
 def _gradient_bytes(units: Sequence[UnitPlan], setting: Setting, num: int, tier: Tier) -> int:
     is_early = bool(setting.steps_in_backward) and num == 1  # others than those of `train_batch` come, too
-    each = [
-        sum(_bytes_of_gradients(b, setting, num, tier, is_early=is_early) for b in u.buffers) for u in units
-    ]
+
+    def of_buffer(buffer: BufferPlan) -> int:
+        comes_near = buffer.main_tier is not Tier.DEVICE and pieces.near_parts(buffer)
+        if not is_early or setting.host is Tier.DEVICE or not comes_near:
+            return gradient_bytes(buffer, setting, num, tier)
+        # Gradients with which the device steps in the backward stay there.
+        return gradient_bytes(buffer, setting, num, Tier.HOST) if tier is Tier.DEVICE else 0
+
+    each = [sum(map(of_buffer, unit.buffers)) for unit in units]
     if not is_early:
         return sum(each)
     # Of the units that are stepped or wait for it, and of the unit that is reduced.
     num_units = 1 + (1 if setting.host is Tier.DEVICE else MOST_UNDER_WAY)
     return sum(sorted(each)[-num_units:])
-
-
-def _bytes_of_gradients(buffer: BufferPlan, setting: Setting, num: int, tier: Tier, *, is_early: bool) -> int:
-    """Bytes on a tier; gradients with which the device steps in the backward stay there."""
-    comes_near = buffer.main_tier is not Tier.DEVICE and pieces.near_parts(buffer)
-    if not is_early or setting.host is Tier.DEVICE or not comes_near:
-        return traffic.gradient_bytes(buffer, setting, num, tier)
-    return traffic.gradient_bytes(buffer, setting, num, Tier.HOST) if tier is Tier.DEVICE else 0
 
 
 def _piece_bytes(units: Sequence[UnitPlan], setting: Setting, states: States, tier: Tier) -> int:
@@ -153,55 +140,100 @@ def _bytes_of_a_state(buffer: BufferPlan, num: Any, whole: int, states: States) 
     return num + num_blocks(num) * torch.float32.itemsize
 
 
-# ----------------------------------------------------------------------------------- the check of a node
+# ------------------------------------------------------------------------ bytes of buffers, and on the wire
 
 
-def check_room(
-    specs: Sequence[UnitSpec], config: Config, axes: Axes, optimizer: Optimizer | None, device: torch.device
-) -> None:
-    """Refuse an offload for which the node of some rank has no room, on all ranks; collective.
+def parameter_bytes(buffer: BufferPlan, tier: Tier = Tier.DEVICE) -> int:
+    """Bytes on a tier: main parameters, their copy, and unsharded parameters that are always there."""
+    total = 0
+    if tier is Tier.DEVICE and buffer.is_resident:
+        total += buffer.layout.total * buffer.compute_dtype.itemsize
+    if tier is buffer.main_tier and not buffer.is_alias:
+        total += buffer.main_size * buffer.main_dtype.itemsize
+    if tier is buffer.copy_tier and not buffer.is_resident:
+        total += buffer.main_size * buffer.compute_dtype.itemsize
+    return total
 
-    Call it before a rank allocates.
+
+def gradient_bytes(
+    buffer: BufferPlan, setting: Setting, num_micro_batches: int, tier: Tier = Tier.DEVICE
+) -> int:
+    """Bytes of gradients on a tier before an optimizer step: of one micro-batch, or of the sum of several.
+
+    Gradients of the tier of files are in host memory. Sums in a wider dtype than main parameters have memory
+    of their own there, because the device reads them while it writes the gradients that the optimizer reads.
+    Where a micro-batch leaves parameters out, up to twice as much is there.
+    """
+    if not buffer.trainable:
+        return 0
+    place = setting.host if buffer.main_tier is Tier.DISK else buffer.main_tier
+    of_one = buffer.main_size * buffer.main_dtype.itemsize if tier is place else 0
+    if num_micro_batches == 1:
+        return of_one
+    if setting.placements.gradient == SUMMANDS and (buffer.reductions or place is Tier.DEVICE):
+        of_sums = buffer.layout.total * buffer.wide_dtype.itemsize if tier is Tier.DEVICE else 0
+        return of_sums if place is Tier.DEVICE else of_sums + of_one
+    of_sums = buffer.main_size * buffer.wide_dtype.itemsize if tier is place else 0
+    is_apart = tier is not Tier.DEVICE and buffer.main_dtype is not buffer.wide_dtype
+    return of_sums + of_one if is_apart else of_sums
+
+
+def peak_unsharded_bytes(units: Sequence[UnitPlan], num_together: int) -> int:
+    """Bytes of gathered parameters at the peak: of the root, and of so many units one after the other.
 
     Args:
-        specs: the units of the model.
-        config: the config of the job.
-        axes: the axes of the job.
-        optimizer: the optimizer, over the original parameters.
-        device: the device that computes.
-
-    Raises:
-        ValueError: a folder is not there.
-        RuntimeError: the node has less; the message has the bytes of each kind, and says what needs less.
+        units: the root first, then the others in the order of their forwards.
+        num_together: units other than the root that are gathered at the same time.
     """
-    if config.offload.optimizer == config.offload.parameters == "none":
-        return
-    by_parts = optimizer is not None and is_known(optimizer)
-    host_computes = not has_streams(device)
-    setting = read_setting(config, axes.sizes, host_computes=host_computes, steps_by_parts=by_parts)
-
-    def check() -> None:
-        num, states = config.gradient_accumulation_steps, _states_of(optimizer)
-        tiers = bytes_on_tiers(plan_units(specs, setting), setting, num, states)
-        host, disk = tiers[Tier.HOST], tiers[Tier.DISK].total
-        needed = {
-            "main parameters and copies of them": host.parameters,
-            "gradients": host.gradients,
-            "optimizer states": host.optimizer,
-            "buffers for the units in files": host.buffers,
-        }
-        needed = {kind: num_bytes for kind, num_bytes in needed.items() if num_bytes}
-        folders = (config.offload.nvme_path or "").split(":") if disk else []
-        if needed or disk:  # a launcher that does not tell the ranks on this node has all of them there
-            check_budget(needed, disk, folders, int(os.environ.get("LOCAL_WORLD_SIZE", axes.world.size)))
-
-    on_all(axes.world, "check of the room for offload", check)
+    root, *others = (
+        sum(b.layout.total * b.compute_dtype.itemsize for b in unit.buffers if not b.is_resident)
+        for unit in units
+    )
+    others = [size for size in others if size]  # the others are not gathered ahead
+    windows = [sum(others[start : start + num_together]) for start in range(len(others))]
+    return root + max(windows, default=0)
 
 
-def _states_of(optimizer: Optimizer | None) -> States:
-    """Return the states of an optimizer; none for one that is not known, as nobody can count them."""
-    rule = None if optimizer is None else rule_of(optimizer)
-    if optimizer is None or rule is None:
-        return States(num=0)
-    largest = max((p for group in optimizer.param_groups for p in group["params"]), key=Tensor.numel)
-    return States(num=len(rule.states), bits=num_bits(optimizer, largest))
+def wire_bytes(units: Sequence[UnitPlan], setting: Setting, num_micro_batches: int) -> int:
+    """Bytes that a rank sends in an optimizer step.
+
+    Args:
+        units: the root first, then the others in the order of their forwards.
+        setting: the setting of the plans.
+        num_micro_batches: micro-batches in a step.
+    """
+    total = 0
+    num_reductions = 1 if setting.placements.gradient == SUMMANDS else num_micro_batches
+    for number, unit in enumerate(units):
+        is_kept = unit.is_kept(setting.placements, is_root=number == 0, ends_forward=number == len(units) - 1)
+        for buffer in unit.buffers:
+            compute, size = buffer.compute_dtype.itemsize, buffer.layout.total
+            num_gathers = 1 if buffer.is_resident else num_micro_batches
+            for path in (buffer.gathers, () if is_kept else buffer.regathers):
+                total += num_gathers * bytes_sent(path, size, setting.sizes, compute)
+            wire = buffer.reduce_dtype.itemsize, buffer.wide_dtype.itemsize
+            total += num_reductions * bytes_sent(buffer.reductions, size, setting.sizes, *wire)
+    return total
+
+
+def bytes_sent(path: Sequence[Exchange], num: int, sizes: Mapping[str, int], *itemsizes: int) -> int:
+    """Add up the bytes that a rank sends on a path.
+
+    Args:
+        path: as `exchanges` gives it.
+        num: elements of the whole tensor.
+        sizes: the number of ranks of each axis.
+        itemsizes: bytes of an element in the first exchange, the second one, ...; the last holds for all
+            that follow.
+    """
+    total, held = 0, num
+    if path and path[0].collective is Collective.ALL_GATHER:
+        held //= math.prod(sizes[axis] for _, axis in path)
+    for number, (collective, axis) in enumerate(path):
+        itemsize = itemsizes[min(number, len(itemsizes) - 1)]
+        if collective is Collective.ALL_GATHER:
+            held *= sizes[axis]
+        total += held * itemsize * (sizes[axis] - 1) // sizes[axis]
+        if collective is Collective.REDUCE_SCATTER:
+            held //= sizes[axis]
+    return total

@@ -28,10 +28,9 @@ from torch.optim import Optimizer
 from zeroshard.internals.dispatch import past_guards
 from zeroshard.internals.warn import warn_user
 from zeroshard.optim.eightbit import blocks
-from zeroshard.optim.eightbit.base import BlockwiseOptimizer
 from zeroshard.optim.eightbit.blocks import ABSMAX
 from zeroshard.optim.eightbit.rule import Rule, rules_by_operator
-from zeroshard.optim.eightbit.rules import rule_named
+from zeroshard.optim.eightbit.rules import BlockwiseOptimizer, rule_named
 from zeroshard.optim.eightbit.step import take_step
 from zeroshard.optim.ranges import ChecksRanges
 from zeroshard.parameters.sharded import ShardedParameter
@@ -89,12 +88,6 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[Any, str]) -> None:
         raise ValueError(
             f"{_name(optimizer)} has state already, for {', '.join(map(repr, begun[:3]))}: "
             "initialize takes an optimizer that has not stepped yet"
-        )
-    states = ((p, value) for p, state in optimizer.state.items() for value in state.values())
-    if lost := [names[p] for p, value in states if isinstance(value, Tensor) and value.is_meta]:
-        raise ValueError(
-            f"{_name(optimizer)} has made its state for '{lost[0]}' on the meta device, without values; "
-            "expected an optimizer that makes its state in its first step"
         )
 
 
@@ -225,7 +218,7 @@ def check_bitsandbytes(optimizer: Any) -> None:
     if optimizer.optimizer_name not in (rules := rules_by_operator()):
         raise ValueError(
             f"{kind.__name__}: expected an optimizer of bitsandbytes that is one of {', '.join(rules)}; "
-            f"got {optimizer.optimizer_name!r}. zeroshard.optim has AdEMAMix8bit"
+            f"got {optimizer.optimizer_name!r}. zeroshard.optim has AdEMAMix8bit; torch has RMSprop, Adagrad"
         )
     for name in _METHODS:
         if not getattr(kind, name).__module__.startswith("bitsandbytes."):

@@ -199,7 +199,12 @@ class LAMB(LayerWise):
         super().__init__(params, {**defaults, "trust_ratio": trust_ratio})
 
     def _measure(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> Tensors:
-        states = [self._advance(parameter) for parameter in parameters]
+        for parameter in parameters:
+            if not (state := self.state[parameter]):
+                state["step"] = 0
+                state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))
+            state["step"] += 1
+        states = [self.state[parameter] for parameter in parameters]
         means, squares = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
         beta1, beta2 = group["betas"]
         torch._foreach_lerp_(means, grads, 1 - beta1)
@@ -214,16 +219,6 @@ class LAMB(LayerWise):
         if group["weight_decay"]:
             torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
         return updates
-
-    def _advance(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a parameter, its step counted."""
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
-        return state
 
     def _trust_ratio(self, group: dict[str, Any], weight: Tensor, measured: Tensor) -> Tensor:
         return weight / measured

@@ -41,7 +41,6 @@ _RATIOS: dict[str, Callable[[int, int], float]] = {
 
 _MOST_STEPS = 99
 """The limit of `torch.optim.Muon`."""
-_IS_NUMBER, _NUMBER = number_range()
 
 
 def _is_split(split: Any) -> bool:
@@ -51,7 +50,7 @@ def _is_split(split: Any) -> bool:
 
 _RANGES: Ranges = {
     "use_muon": FLAG,
-    "lr": (lambda x: _IS_NUMBER(x.item() if isinstance(x, Tensor) and x.numel() == 1 else x), _NUMBER),
+    "lr": number_range(),
     "weight_decay": number_range(),
     "eps": number_range(),
 }

@@ -16,24 +16,27 @@ Range = tuple[Callable[[Any], bool], str]
 Ranges = Mapping[str, Range]
 """The ranges of hyperparameters by their names."""
 
-RANGES: Ranges = {
-    "min_8bit_size": (lambda x: isinstance(x, int) and x is not True and x >= 0, "an integer >= 0"),
-    **dict.fromkeys(
-        ("lr", "eps", "weight_decay", "alpha"), (lambda x: 0 <= x < math.inf, "a finite number >= 0")
-    ),
-    **dict.fromkeys(("t_alpha", "t_beta3"), (lambda x: x is None or x > 0, "a number above 0 or None")),
-    "momentum": (lambda x: 0 < x < 1, "a number above 0 and below 1"),
-}
-"""The hyperparameters that have the same range in all rules."""
-
-
 FLAG: Range = (lambda x: isinstance(x, bool), "True or False")
 
 
 def number_range(below: float = math.inf) -> Range:
-    """The range of a number that is at least 0 and below a limit, and no tensor."""
+    """The range of a number, or of a tensor of one, that is at least 0 and below a limit."""
     words = "a finite number >= 0" if below == math.inf else f"a number in [0, {below:g})"
-    return lambda x: type(x) is not bool and isinstance(x, Real) and 0 <= float(x) < below, words
+
+    def holds(x: Any) -> bool:
+        x = x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
+        return type(x) is not bool and isinstance(x, Real) and 0 <= float(x) < below
+
+    return holds, words
+
+
+RANGES: Ranges = {
+    "min_8bit_size": (lambda x: isinstance(x, int) and x is not True and x >= 0, "an integer >= 0"),
+    **dict.fromkeys(("lr", "eps", "weight_decay", "alpha"), number_range()),
+    **dict.fromkeys(("t_alpha", "t_beta3"), (lambda x: x is None or x > 0, "a number above 0 or None")),
+    "momentum": (lambda x: 0 < x < 1, "a number above 0 and below 1"),
+}
+"""The hyperparameters that have the same range in all rules."""
 
 
 def betas_range(num: int) -> Range:

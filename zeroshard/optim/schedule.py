@@ -1,17 +1,17 @@
 """Learning rates for large batches: scaled with the batch, and reached gradually.
 
-Both schedulers multiply the learning rate that a group has, as torch's LinearLR does. So they go into a
-ChainedScheduler with others that do, and into a SequentialLR.
+Both schedulers are torch's LinearLR with other ends, and multiply the learning rate that a group has. So they
+go into a ChainedScheduler with others that do, and into a SequentialLR.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 Rule = Literal["linear", "sqrt"]
 
@@ -41,28 +41,13 @@ def scaled_lr(base_lr: float, batch_size: int, base_batch_size: int, rule: Rule 
     return base_lr * factor(batch_size / base_batch_size)
 
 
-class _Ramp(LRScheduler):
+class _Ramp(LinearLR):
     """The learning rate times a factor that goes from `first` to `last` in `num_steps` equal increments."""
 
     def __init__(self, optimizer: Optimizer, first: float, last: float, num_steps: int) -> None:
-        self.first, self.last, self.num_steps = first, last, num_steps
-        super().__init__(optimizer)
-
-    def _factor(self, step: int) -> float:
-        if step >= self.num_steps:
-            return self.last
-        return self.first + (self.last - self.first) * step / self.num_steps
-
-    def get_lr(self) -> list[Any]:
-        """The next learning rate of each group, from the present one."""
-        factor = self._factor(self.last_epoch)
-        if self.last_epoch > 0:
-            factor /= self._factor(self.last_epoch - 1)
-        return [group["lr"] * factor for group in self.optimizer.param_groups]
-
-    def _get_closed_form_lr(self) -> list[Any]:
-        """Return the rates for `step(epoch)`, which SequentialLR calls where one of its schedulers begins."""
-        return [base * self._factor(self.last_epoch) for base in self.base_lrs]
+        self.start_factor, self.end_factor = first if num_steps else last, last
+        self.total_iters = max(1, num_steps)
+        LRScheduler.__init__(self, optimizer)  # LinearLR itself refuses an end above 1
 
 
 class GradualWarmup(_Ramp):

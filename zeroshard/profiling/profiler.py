@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,6 @@ from zeroshard.comm import streams
 from zeroshard.comm.watch.status import RankStatus, Wait
 from zeroshard.engine import Engine
 from zeroshard.internals.autograd import is_in_backward
-from zeroshard.parallel.pipeline.actions import Kind, parse_action
 from zeroshard.sharded import Sharded
 from zeroshard.sharding.runtime import Runtime
 from zeroshard.sharding.unit import UnitState
@@ -181,18 +180,6 @@ _PHASES = {
     "the backward of ": "backward",
     "the optimizer step": "step",
 }
-_ACTIONS = {
-    Kind.FORWARD: "forward",
-    Kind.RECOMPUTE: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRADIENT: "backward",
-    Kind.WEIGHT_GRADIENT: "backward",
-    Kind.UNSHARD: "gather",
-    Kind.RESHARD: "free",
-    Kind.REDUCE: "reduce",
-}
-
-
 _VERBS = {
     "unshard": "gather of ",
     "wait": "wait of gather of ",
@@ -271,12 +258,6 @@ class _RangeRecorder:
         """Note the begin of a phase, as `RankStatus.enter` has it."""
         self._open(self._phase, f"{_PHASES[phase]}{' of ' if where else ''}{where}")
 
-    def act(self, action: str) -> None:
-        """Note the begin of an action of a pipeline; the forwards in it may name no unit."""
-        text = action.partition(" ")[0]
-        kind = _ACTIONS.get(parse_action(text).kind) if text else None
-        self._open(self._phase, "other" if kind is None else f"{kind} of action {text}")
-
     def wait(self, wait: Wait | None) -> None:
         """Note the begin of a wait of the host, or its end."""
         self._open(self._waiting, None if wait is None else f"wait of {wait.label}")
@@ -291,16 +272,15 @@ class _RangeRecorder:
 
 def _telling(recorder: _RangeRecorder) -> type[RankStatus]:
     """Return a class of statuses that tell a recorder of what is noted in them."""
-    told: dict[str, Callable[[Any], None]] = {"wait": recorder.wait, "action": recorder.act}
 
     def enter(status: RankStatus, phase: str, where: str = "") -> None:
         RankStatus.enter(status, phase, where)
         recorder.enter(phase, where)
 
     def note(status: RankStatus, name: str, value: Any) -> None:
-        is_new = value is not getattr(status, name)
+        is_new = name == "wait" and value is not status.wait
         object.__setattr__(status, name, value)
-        if is_new and name in told:
-            told[name](value)
+        if is_new:
+            recorder.wait(value)
 
     return type("Telling", (RankStatus,), {"__slots__": (), "enter": enter, "__setattr__": note})

@@ -1,10 +1,11 @@
-"""The 8-bit optimizers and rules, their settings, and gradients, for the tests of this folder."""
+"""The 8-bit optimizers and rules, their settings, gradients and plain steps, for the tests of this folder."""
 
 import torch
 
-from zeroshard.optim import Adam8bit, AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
+from zeroshard.optim import Adam8bit, AdamW8bit, AdEMAMix8bit, LAMB8bit, LARS8bit, Lion8bit, SGD8bit
 from zeroshard.optim.eightbit.blocks import Exact, QuantizedState, codebook
-from zeroshard.optim.eightbit.rules import ADAGRAD, ADAM, ADEMAMIX, LION, RMSPROP, SGD
+from zeroshard.optim.eightbit.step import step_in_chunks
+from zeroshard.stepping.rounding import round_in_chunks
 
 KINDS = {kind.__name__: kind for kind in (AdamW8bit, Adam8bit, Lion8bit, SGD8bit, AdEMAMix8bit)}
 OPTIONS = {
@@ -14,14 +15,23 @@ OPTIONS = {
     "SGD8bit": {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.01},
     "AdEMAMix8bit": {"lr": 1e-2, "betas": (0.8, 0.95, 0.99), "alpha": 3.0, "t_alpha": 3, "t_beta3": 3},
 }
-SETTINGS = {
-    ADAM: {"betas": (0.8, 0.95), "eps": 1e-6},
-    LION: {"betas": (0.9, 0.99)},
-    SGD: {"momentum": 0.7},
-    RMSPROP: {"alpha": 0.9, "eps": 1e-6},
-    ADAGRAD: {"eps": 1e-6},
-    ADEMAMIX: {"betas": (0.8, 0.95, 0.99), "eps": 1e-6, "alpha": 3.0, "t_alpha": 3, "t_beta3": 3},
+RULES = {
+    kind.rule.optimizers[0]: kind.rule
+    for kind in (AdamW8bit, Lion8bit, SGD8bit, AdEMAMix8bit, LAMB8bit, LARS8bit)
 }
+ROUNDED = [name for name, rule in RULES.items() if not rule.gives_update]
+SETTINGS = {
+    "Adam": {"betas": (0.8, 0.95), "eps": 1e-6},
+    "Lion": {"betas": (0.9, 0.99)},
+    "SGD": {"momentum": 0.7},
+    "AdEMAMix": {"betas": (0.8, 0.95, 0.99), "eps": 1e-6, "alpha": 3.0, "t_alpha": 3, "t_beta3": 3},
+    "LAMB": {"betas": (0.8, 0.95), "eps": 1e-6},
+    "LARS": {"momentum": 0.7},
+}
+
+
+def numbers_of(name, step, lr=1e-2, weight_decay=0.1):
+    return RULES[name].numbers({**SETTINGS[name], "lr": lr, "weight_decay": weight_decay}, step)
 
 
 def begin(rule, size, dtype, device="cpu", is_exact=False):
@@ -33,14 +43,52 @@ def begin(rule, size, dtype, device="cpu", is_exact=False):
     return p, [QuantizedState.zeros(size, book) for book in books]
 
 
-def gradients(shape, num_steps, seed=0):
+def gradients(shape, num_steps, seed=0, zeros=slice(256, 512)):
     """Of all magnitudes, a fifth of them zeros, and a block of zeros."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(num_steps):
         g = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator).mul(-6).exp()
         g *= torch.rand(shape, generator=generator) > 0.2
-        g.view(-1)[256:512] = 0
+        g.view(-1)[zeros] = 0
         yield g
+
+
+def hard_gradients(size, dtype):
+    """Four of them, with a block of denormals; the last two have nan, infinity and huge numbers, too."""
+    for step, g in enumerate(gradients((size,), 4, seed=1, zeros=slice(512, 768))):
+        g[256:512] *= 1e-40
+        if step >= 2:
+            g[800:1024:100], g[1100:1200:50], g[1700:1710] = float("nan"), -float("inf"), 1e38
+            g[-1:] = float("nan") if step == 3 else 1.0
+        yield g.to(dtype)
+
+
+def step_plainly(rule, p, g, states, numbers, bits=None):
+    """A step by torch operations, in float32; rounded by torch operations where there are bits."""
+    if bits is None:
+        step_in_chunks(rule, p, g, states, numbers)
+        return
+    wide = p.float()
+    step_in_chunks(rule, wide, g.float(), states, numbers)
+    round_in_chunks(p, wide, *bits)
+
+
+def words(values):
+    """The bits of values; every nan alike, since its payload depends on the processor."""
+    if values.is_floating_point():
+        kind = torch.int16 if values.dtype is torch.bfloat16 else torch.int32
+        return values.view(kind).where(~values.isnan(), -1)
+    return values
+
+
+def differences(p, g, states, wanted_p, wanted_g, wanted_states):
+    """What differs after a step, with numbers of elements."""
+    pairs = [("parameter", p, wanted_p), ("gradient", g, wanted_g)]
+    for at, (state, other) in enumerate(zip(states, wanted_states, strict=True)):
+        tensors = [(a, b) for a, b in zip(state, other, strict=True) if isinstance(a, torch.Tensor)]
+        pairs += [(f"state {at}", *pair) for pair in tensors]
+    found = {what: int((words(one.cpu()) != words(other)).sum()) for what, one, other in pairs}
+    return [f"{num} of the {what}" for what, num in found.items() if num]
 
 
 def check_states(state, reference):

@@ -100,18 +100,6 @@ class Reference:
         self.p = self.p - m * lr
         self.keep("momentum_buffer", m)
 
-    def rmsprop8bit(self, g, lr=1e-2, alpha=0.99, eps=1e-8, weight_decay=0.0):
-        g = self.p * weight_decay + g
-        s = self.read("square_avg") * alpha + (g * g) * (1 - alpha)
-        self.p = self.p - (g / (root(s) + eps)) * lr
-        self.keep("square_avg", s)
-
-    def adagrad8bit(self, g, lr=1e-2, eps=1e-10, weight_decay=0.0):
-        g = self.p * weight_decay + g
-        s = self.read("sum") + g * g
-        self.p = self.p - (g / (root(s) + eps)) * lr
-        self.keep("sum", s)
-
     def ademamix8bit(
         self,
         g,
@@ -162,13 +150,3 @@ class Reference:
         m = self.read("momentum_buffer") * momentum + (self.p * weight_decay + g) * (lr * ratio)
         self.p = self.p - m
         self.keep("momentum_buffer", m)
-
-
-class Exact(Reference):
-    """The same with states in float32."""
-
-    def read(self, name, values=SIGNED):
-        return self.states.get(name, torch.zeros_like(self.p))
-
-    def keep(self, name, x, values=SIGNED):
-        self.states[name] = x

@@ -6,6 +6,7 @@ Both kernels: numba's, and the torch operations that take its place.
 import io
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -13,19 +14,37 @@ from torch import nn
 
 from tests.optim.eightbit.cases import KINDS, OPTIONS, check_states, gradients
 from tests.optim.eightbit.reference import Reference
-from zeroshard.optim import AdamW8bit, AdEMAMix8bit, Lion8bit, SGD8bit
+from zeroshard.optim import AdamW8bit
+from zeroshard.optim.eightbit.step import over_threads
+
+COMPILED = ["AdamW8bit", "AdEMAMix8bit"]
+"""Rules with two and with three states, which numba compiles in seconds; `test_bfloat16.py` has one state."""
+PLAIN = {"AdamW8bit": torch.optim.AdamW, "Adam8bit": torch.optim.Adam, "SGD8bit": torch.optim.SGD}
 
 
-@pytest.mark.long_where(kernel=["numba"], name=["Adam8bit", "SGD8bit"])
+def stepped(name, shape, num_steps=1, dtype=torch.float32, **options):
+    """A parameter and its optimizer after some steps."""
+    torch.manual_seed(1)
+    parameter = nn.Parameter(torch.randn(shape).to(dtype))
+    optimizer = KINDS[name]([parameter], **OPTIONS[name] | options)
+    go_on(parameter, optimizer, num_steps)
+    return parameter, optimizer
+
+
+def go_on(parameter, optimizer, num_steps, seed=0):
+    for g in gradients(parameter.shape, num_steps, seed):
+        parameter.grad = g.to(parameter.dtype)
+        optimizer.step()
+
+
+@pytest.mark.long_where(kernel=["numba"], name=[name for name in KINDS if name not in COMPILED])
 @pytest.mark.long_where(size=[70_001])
 @pytest.mark.long_where(size=[5003], name=[name for name in KINDS if name != "AdamW8bit"])
 @pytest.mark.parametrize("size", [4096, 5003, 70_001])
 @pytest.mark.parametrize("name", KINDS)
 def test_codes_and_scales_are_those_of_the_reference(name, size, kernel):
-    torch.manual_seed(1)
-    parameter = nn.Parameter(torch.randn(size))
+    parameter, optimizer = stepped(name, size, 0)
     reference = Reference(name, parameter.detach().clone())
-    optimizer = KINDS[name]([parameter], **OPTIONS[name])
     for g in gradients((size,), 5):
         parameter.grad = g.clone()
         optimizer.step()
@@ -37,36 +56,21 @@ def test_codes_and_scales_are_those_of_the_reference(name, size, kernel):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_small_parameters_have_float32_states(name, kernel):
+def test_small_parameters_have_float32_states(name):
     """As torch's own optimizer, where it has one."""
-    torch.manual_seed(0)
-    parameter = nn.Parameter(torch.randn(4095))
-    twin = nn.Parameter(parameter.detach().clone())
-    optimizer = KINDS[name]([parameter], **OPTIONS[name])
-    plain = {
-        "AdamW8bit": torch.optim.AdamW,
-        "Adam8bit": torch.optim.Adam,
-        "SGD8bit": torch.optim.SGD,
-    }
-    other = plain[name]([twin], **OPTIONS[name]) if name in plain else None
-    for g in gradients((4095,), 5):
-        parameter.grad, twin.grad = g.clone(), g.clone()
-        optimizer.step()
-        if other is not None:
-            other.step()
-    state = optimizer.state[parameter]
-    assert all(value.dtype == torch.float32 for value in state.values() if isinstance(value, torch.Tensor))
-    assert not any(key.endswith("_absmax") for key in state)
-    if other is not None:  # float32 rounding of five steps
+    parameter, optimizer = stepped(name, 4095, 5)
+    tensors = {key: one for key, one in optimizer.state[parameter].items() if key != "step"}
+    assert {one.dtype for one in tensors.values()} == {torch.float32}
+    assert not any(key.endswith("_absmax") for key in tensors)
+    if name in PLAIN:  # float32 rounding of five steps
+        twin, _ = stepped(name, 4095, 0)
+        go_on(twin, PLAIN[name]([twin], **OPTIONS[name]), 5)
         torch.testing.assert_close(parameter, twin, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(5000,), (8, 4, 257)])
-def test_a_state_at_rest_takes_two_bytes_and_a_scale_for_each_block(shape, kernel):
-    parameter = nn.Parameter(torch.randn(shape))
-    optimizer = AdamW8bit([parameter])
-    parameter.grad = torch.randn(shape)
-    optimizer.step()
+def test_a_state_at_rest_takes_two_bytes_and_a_scale_for_each_block(shape):
+    parameter, optimizer = stepped("AdamW8bit", shape)
     state = optimizer.state[parameter]
     assert state["exp_avg"].shape == parameter.shape
     num_bytes = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
@@ -75,15 +79,12 @@ def test_a_state_at_rest_takes_two_bytes_and_a_scale_for_each_block(shape, kerne
 
 def test_parameters_that_are_not_contiguous_or_not_float32(kernel):
     torch.manual_seed(0)
-    values = torch.randn(80, 64)
-    plain = nn.Parameter(values.t().contiguous())
-    turned = nn.Parameter(values.t())
-    half = nn.Parameter(values.t().contiguous().bfloat16())
-    optimizers = [AdamW8bit([p], lr=1e-2) for p in (plain, turned, half)]
-    g = torch.randn(64, 80)
-    for p, optimizer in zip((plain, turned, half), optimizers, strict=True):
+    values, g = torch.randn(80, 64), torch.randn(64, 80)
+    forms = values.t().contiguous(), values.t(), values.t().contiguous().bfloat16()
+    plain, turned, half = parameters = [nn.Parameter(form) for form in forms]
+    for p in parameters:
         p.grad = g.to(p.dtype)
-        optimizer.step()
+        AdamW8bit([p], lr=1e-2).step()
     assert not turned.is_contiguous()
     assert torch.equal(plain, turned)
     assert half.dtype == torch.bfloat16
@@ -91,28 +92,20 @@ def test_parameters_that_are_not_contiguous_or_not_float32(kernel):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_dict_keeps_codes_and_scales(dtype, kernel):
-    torch.manual_seed(0)
-    parameter = nn.Parameter(torch.randn(5000).to(dtype))
-    optimizer = AdamW8bit([parameter], lr=1e-2)
-    for g in gradients((5000,), 2):
-        parameter.grad = g.to(dtype)
-        optimizer.step()
+def test_a_state_dict_keeps_codes_and_scales(dtype):
+    parameter, optimizer = stepped("AdamW8bit", 5000, 2, dtype)
     stream = io.BytesIO()
     torch.save(optimizer.state_dict(), stream)
     stream.seek(0)
     twin = nn.Parameter(parameter.detach().clone())
     other = AdamW8bit([twin], lr=1e-2)
     other.load_state_dict(torch.load(stream, weights_only=True))
-    for key, value in optimizer.state[parameter].items():
-        loaded = other.state[twin][key]
-        assert (
-            torch.equal(loaded, value) and loaded.dtype == value.dtype if key != "step" else loaded == value
-        )
-    for g in gradients((5000,), 2, seed=1):
-        parameter.grad, twin.grad = g.to(dtype), g.to(dtype)
-        optimizer.step()
-        other.step()
+    state, loaded = optimizer.state[parameter], other.state[twin]
+    assert loaded.pop("step") == state["step"]
+    assert all(torch.equal(one, state[key]) and one.dtype == state[key].dtype for key, one in loaded.items())
+    loaded["step"] = state["step"]
+    go_on(parameter, optimizer, 2, seed=1)
+    go_on(twin, other, 2, seed=1)
     assert torch.equal(parameter, twin)
 
 
@@ -125,37 +118,9 @@ def test_autograd_sees_that_a_step_changed_the_parameter(kernel):
         loss.backward()
 
 
-def test_a_learning_rate_can_be_a_tensor_and_be_scheduled(kernel):
-    parameters = [nn.Parameter(torch.ones(5000)) for _ in range(2)]
-    optimizers = [AdamW8bit([parameters[0]], lr=torch.tensor(0.5)), AdamW8bit([parameters[1]], lr=0.5)]
-    for _ in range(3):
-        for parameter, optimizer in zip(parameters, optimizers, strict=True):
-            parameter.grad = parameter.detach() * 2
-            optimizer.step()
-    assert torch.equal(*parameters)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (AdamW8bit, {"lr": -1}, "lr: expected a finite number >= 0, got -1"),
-        (AdamW8bit, {"lr": float("nan")}, "lr: expected a finite number >= 0, got nan"),
-        (AdamW8bit, {"betas": (0.9, 1.0)}, "betas: expected 2 numbers from 0 to below 1"),
-        (AdamW8bit, {"betas": (0.9,)}, "betas: expected 2 numbers from 0 to below 1"),
-        (AdamW8bit, {"betas": 0.9}, "betas: expected 2 numbers from 0 to below 1"),
-        (AdamW8bit, {"eps": "small"}, "eps: expected a finite number >= 0, got 'small'"),
-        (AdEMAMix8bit, {"betas": (0.9, 0.999)}, "betas: expected 3 numbers from 0 to below 1"),
-        (AdEMAMix8bit, {"t_alpha": 0}, "t_alpha: expected a number above 0 or None, got 0"),
-        (Lion8bit, {"weight_decay": -0.1}, "weight_decay: expected a finite number >= 0"),
-        (SGD8bit, {"lr": 0.1, "momentum": 0}, "momentum: expected a number above 0 and below 1, got 0"),
-        (AdamW8bit, {"lr": float("inf")}, "lr: expected a finite number >= 0, got inf"),
-        (AdamW8bit, {"min_8bit_size": True}, "min_8bit_size: expected an integer >= 0, got True"),
-        (AdamW8bit, {"min_8bit_size": -1}, "min_8bit_size: expected an integer >= 0, got -1"),
-    ],
-)
-def test_a_number_out_of_range_is_an_error(kind, options, message):
-    with pytest.raises(ValueError, match=message):
-        kind([nn.Parameter(torch.ones(2))], **options)
+def test_a_learning_rate_can_be_a_tensor():
+    (one, _), (other, _) = (stepped("AdamW8bit", 5000, 3, lr=lr) for lr in (torch.tensor(0.5), 0.5))
+    assert torch.equal(one, other)
 
 
 def test_a_sparse_gradient_is_refused():
@@ -165,11 +130,11 @@ def test_a_sparse_gradient_is_refused():
         AdamW8bit(layer.parameters()).step()
 
 
+@pytest.mark.long_where(kernel=["numba"], name=[name for name in KINDS if name not in COMPILED])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_nan_reaches_the_parameter(name, kernel):
     """No silent repair: the block that it is in becomes NaN, no other does."""
-    parameter = nn.Parameter(torch.ones(5000))
-    optimizer = KINDS[name]([parameter], **OPTIONS[name])
+    parameter, optimizer = stepped(name, 5000, 0)
     for _ in range(2):
         parameter.grad = torch.ones(5000)
         parameter.grad[300] = torch.nan
@@ -202,17 +167,12 @@ def test_without_numba_or_with_a_broken_one_there_is_one_warning(is_broken, tmp_
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_that_fails_is_not_counted(name, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no memory")
-
-    parameter = nn.Parameter(torch.ones(5000))
-    optimizer = KINDS[name]([parameter], **OPTIONS[name])
-    parameter.grad = torch.ones(5000)
-    optimizer.step()
-    with monkeypatch.context() as patch:
-        patch.setattr("zeroshard.optim.eightbit.base.take_step", fail)
-        with pytest.raises(RuntimeError, match="no memory"):
-            optimizer.step()
+    monkeypatch.setattr("zeroshard.optim.eightbit.step._has_numba", lambda: False)
+    parameter, optimizer = stepped(name, 5000)
+    fail = mock.Mock(side_effect=RuntimeError("no memory"))
+    monkeypatch.setattr("zeroshard.optim.eightbit.rules.take_step", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        optimizer.step()
     assert optimizer.state[parameter]["step"] == 1
 
 
@@ -229,14 +189,23 @@ def test_threads_do_not_change_the_bits():
     num_threads = torch.get_num_threads()
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        torch.manual_seed(0)
-        parameter = nn.Parameter(torch.randn(400_000))
-        optimizer = AdamW8bit([parameter])
-        for g in gradients((400_000,), 2):
-            parameter.grad = g
-            optimizer.step()
+        parameter, optimizer = stepped("AdamW8bit", 400_000, 2)
         results.append((parameter.detach(), optimizer.state[parameter]["exp_avg_sq"]))
     torch.set_num_threads(num_threads)
     for result in results[1:]:
-        assert torch.equal(result[0], results[0][0])
-        assert torch.equal(result[1], results[0][1])
+        assert all(map(torch.equal, result, results[0]))
+
+
+@pytest.mark.parametrize("failing", [0, 500])
+def test_an_error_in_any_thread_is_raised_when_all_have_ended(failing):
+    ended = []
+
+    def work(first, last):
+        if first == failing:
+            raise RuntimeError(f"blocks from {first}")
+        ended.append(first)
+
+    with mock.patch.object(torch, "get_num_threads", return_value=2), pytest.raises(RuntimeError) as error:
+        over_threads(work, 1000)
+    assert str(error.value) == f"blocks from {failing}"
+    assert len(ended) == 1

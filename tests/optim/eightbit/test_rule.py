@@ -16,9 +16,8 @@ from tests.optim.eightbit.reference import Reference
 from tests.optim.eightbit.reference import root as exact_root
 from zeroshard.optim import AdamW8bit
 from zeroshard.optim.adopted import check_optimizer
-from zeroshard.optim.eightbit.base import ElementWise8bit
 from zeroshard.optim.eightbit.rule import SIGNED, UNSIGNED, Rule, quotient, root
-from zeroshard.optim.eightbit.rules import rule_named
+from zeroshard.optim.eightbit.rules import ElementWise8bit, rule_named
 
 # ------------------------------------------------------------------------------------------------ the rule
 

@@ -1,4 +1,4 @@
-"""The rules that take each element by itself, each with its optimizers.
+"""The optimizers with states in blocks: their base, and the rules, each with its optimizers.
 
 The defaults of hyperparameters are in the signatures of the optimizers.
 """
@@ -6,15 +6,15 @@ The defaults of hyperparameters are in the signatures of the optimizers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from zeroshard.internals.dispatch import past_guards
 from zeroshard.optim.eightbit import blocks
-from zeroshard.optim.eightbit.base import BlockwiseOptimizer, ElementWise8bit, Params
 from zeroshard.optim.eightbit.blocks import MIN_8BIT_SIZE
 from zeroshard.optim.eightbit.rule import (
     RULES,
@@ -27,8 +27,107 @@ from zeroshard.optim.eightbit.rule import (
     root,
     sign,
 )
+from zeroshard.optim.eightbit.step import has_kernel, take_step
 from zeroshard.optim.layerwise import LAMB, LARS, GroupStep, LayerWise
-from zeroshard.optim.ranges import betas_range
+from zeroshard.optim.ranges import RANGES, ChecksRanges, betas_range, called, check_ranges, dense
+from zeroshard.stepping.rounding import Bits, BitsOf, load_states, no_bits
+
+
+class BlockwiseOptimizer(ChecksRanges):
+    """Keeps states in blocks of 256: uint8 codes under their usual names, scales under `<name>_absmax`.
+
+    Over slices that start on a block, as a sharded model has them, codes and scales are the same as for the
+    whole parameter, at any number of ranks. Parameters of less than `min_8bit_size` elements, counted over
+    all ranks, have float32 states. Updates are computed in float32.
+
+    Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
+    """
+
+    rule: ClassVar[Rule]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of a `state_dict()`; codes and scales keep their dtypes."""
+        load_states(self, super().load_state_dict, state_dict)
+        for group in self.param_groups:  # an optimizer of torch has none of it
+            group.setdefault("min_8bit_size", self.defaults["min_8bit_size"])
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a hyperparameter that is out of its range."""
+        super().check_group(group)
+        check_ranges(group, {**RANGES, **self.rule.ranges})
+
+    def compile_kernels(self, device: torch.device) -> None:
+        """Compile the steps of a GPU, or warn that they cannot be compiled: before the first backward."""
+        for group in self.param_groups:
+            has_kernel(self.rule, device, len(self.rule.scalars(self.rule.numbers(group, 1))))
+
+    def _step_by_rule(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        settings: Mapping[str, Any],
+        bits: Bits | None = None,
+    ) -> None:
+        """Take a parameter and its states through one step; a step that fails is not counted.
+
+        Args:
+            gradient: [n], float32; replaced by the update where the rule gives that.
+            settings: the hyperparameters of this step.
+            bits: the random bits of a bfloat16 parameter, which is rounded stochastically; its gradient may
+                have any dtype.
+        """
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state.update(blocks.begin(self.rule, parameter, settings["min_8bit_size"]))
+        step = int(state["step"]) + 1
+        numbers = self.rule.numbers(settings, step)
+        values, held = blocks.flat(parameter, is_widened=bits is None), blocks.read(self.rule, state)
+        take_step(self.rule, values, gradient, held, numbers, bits)
+        state["step"] = step
+        if values.data_ptr() != parameter.data_ptr():
+            parameter.copy_(values.view(parameter.shape))
+
+
+class ElementWise8bit(BlockwiseOptimizer):
+    """An optimizer whose class has a `rule`, and hands its hyperparameters on.
+
+    Args:
+        params: parameters or parameter groups.
+        defaults: the hyperparameters of groups that have no others, by name.
+        min_8bit_size: elements of a whole parameter from which its states are quantized.
+
+    Raises:
+        ValueError: a hyperparameter is out of the range that the rule has for it.
+    """
+
+    bits_of: BitsOf = staticmethod(no_bits)
+    """The random bits of bfloat16 parameters, which are stepped as they are; see `RoundsItself`."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], min_8bit_size: int) -> None:
+        super().__init__(params, {"min_8bit_size": min_8bit_size, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient.
+
+        Returns:
+            The result of `closure`, which is called first, with gradients on; None without a closure.
+
+        Raises:
+            RuntimeError: a sparse gradient.
+        """
+        loss = called(closure)
+        with past_guards():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if (gradient := parameter.grad) is not None:
+                        bits = self.bits_of(parameter)
+                        flat = blocks.flat(dense(gradient), is_widened=bits is None)
+                        self._step_by_rule(parameter, flat, group, bits)
+        return loss
+
+
+# ------------------------------------------------------------------------------------------------ rules
 
 
 def _adam(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
@@ -59,7 +158,7 @@ class AdamW8bit(ElementWise8bit):
         lr: learning rate, >= 0.
         betas: decay of the averages of gradients and of their squares, in [0, 1).
         eps: added to the denominator, >= 0.
-        weight_decay: parameters shrink by lr * weight_decay a step, >= 0.
+        weight_decay: parameters shrink by lr * weight_decay a step, >= 0; None: `own_decay` of the class.
         min_8bit_size: elements of a whole parameter from which its states are quantized.
 
     Raises:
@@ -67,38 +166,27 @@ class AdamW8bit(ElementWise8bit):
     """
 
     rule = ADAM
+    own_decay: ClassVar[float] = 1e-2
 
     def __init__(
         self,
-        params: Params,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        weight_decay: float | None = None,
         *,
         min_8bit_size: int = MIN_8BIT_SIZE,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        decay = self.own_decay if weight_decay is None else weight_decay
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay}
         super().__init__(params, defaults, min_8bit_size)
 
 
 class Adam8bit(AdamW8bit):
-    """Adam; weight decay is decoupled, as in bitsandbytes, and 0 unless asked for.
+    """Adam; weight decay is decoupled, as in bitsandbytes, and 0 by default. Arguments as `AdamW8bit`."""
 
-    Arguments as `AdamW8bit`.
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        min_8bit_size: int = MIN_8BIT_SIZE,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, min_8bit_size=min_8bit_size)
+    own_decay = 0.0
 
 
 def _lion(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
@@ -125,7 +213,7 @@ class Lion8bit(ElementWise8bit):
 
     def __init__(
         self,
-        params: Params,
+        params: ParamsT,
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
@@ -165,7 +253,7 @@ class SGD8bit(ElementWise8bit):
 
     def __init__(
         self,
-        params: Params,
+        params: ParamsT,
         lr: float | Tensor,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
@@ -174,45 +262,6 @@ class SGD8bit(ElementWise8bit):
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, defaults, min_8bit_size)
-
-
-def _rmsprop(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
-    """Tieleman and Hinton 2012, lecture 6.5; weight decay is added to the gradient."""
-    beta, rest, weight_decay, eps, lr = scalars
-    (s,) = states
-    decayed = p * weight_decay + g
-    s = s * beta + (decayed * decayed) * rest
-    return p - quotient(decayed, root(s) + eps) * lr, (s,)
-
-
-RMSPROP = Rule(
-    optimizers=("RMSprop",),
-    states={"square_avg": SIGNED},  # though squares are not: bitsandbytes has this map for single states
-    scalars=lambda n: (*n.rates[:2], n.weight_decay, n.eps, n.lr),
-    update=_rmsprop,
-    operator="rmsprop",
-    beta="alpha",
-    neutral={"momentum": 0.0, "centered": False},
-)
-
-
-def _adagrad(p: Tensor, g: Tensor, states: Tensors, scalars: Scalars) -> tuple[Tensor, Tensors]:
-    """Duchi et al. 2011, "Adaptive Subgradient Methods", figure 1; weight decay is added to the gradient."""
-    weight_decay, eps, lr = scalars
-    (s,) = states
-    decayed = p * weight_decay + g
-    s = s + decayed * decayed
-    return p - quotient(decayed, root(s) + eps) * lr, (s,)
-
-
-ADAGRAD = Rule(
-    optimizers=("Adagrad",),
-    states={"sum": SIGNED},  # though squares are not: bitsandbytes has this map for single states
-    scalars=lambda n: (n.weight_decay, n.eps, n.lr),
-    update=_adagrad,
-    operator="adagrad",
-    neutral={"lr_decay": 0.0, "initial_accumulator_value": 0.0},
-)
 
 
 def _ademamix_schedule(settings: Mapping[str, Any], step: int) -> Mapping[str, Any]:
@@ -265,7 +314,7 @@ class AdEMAMix8bit(ElementWise8bit):
 
     def __init__(  # noqa: PLR0913 (the hyperparameters of the paper)
         self,
-        params: Params,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
         alpha: float = 5.0,

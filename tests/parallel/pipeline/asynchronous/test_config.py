@@ -1,4 +1,4 @@
-"""Settings of asynchronous pipelines and lists of a user: what does not go together; and estimates."""
+"""Settings of asynchronous pipelines and lists of a user: what does not go together."""
 
 from __future__ import annotations
 
