@@ -1,4 +1,12 @@
-"""Units from which nothing is gathered, exchanged or stepped in a backward: on one rank, all but the root."""
+"""Units on one rank, from which nothing is gathered or exchanged; gradients that are handed on as they are.
+
+The programs here leave the ordinary way between two micro-batches. The reference takes the same way with the
+same model without an engine. The sums are those of the same additions in the same order, so they are compared
+to the bit.
+"""
+
+import itertools
+from copy import deepcopy
 
 import pytest
 import torch
@@ -7,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.ranks import on_ranks
-from zeroshard.parameters.sharded import ShardedParameter
+from zeroshard.parallel.pipeline.training import running_batch
+from zeroshard.parameters.sharded import ShardedParameter, gradient_of
 
 CONFIG = {"stage": 3, "units": ["Linear"]}
 
@@ -24,6 +33,10 @@ def kinds(model):
 @on_ranks(1)
 def test_a_part_that_is_called_alone_and_again_in_a_backward_shows_nothing_afterwards():
     """A gradient of inputs through a part that autograd computes again, and calls that fail."""
+
+    def fail(module, args):
+        raise LookupError("a hook that fails")
+
     plain, engine = layers(), zeroshard.initialize(layers(), None, CONFIG).engine
     assert engine._runtime.passes.quiet.keys() == {*engine._runtime.units[1:]}
     found = []
@@ -35,6 +48,12 @@ def test_a_part_that_is_called_alone_and_again_in_a_backward_shows_nothing_after
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         engine(torch.ones(2, 5))
     assert kinds(engine.module) == {ShardedParameter}
+    handle = engine.module[1].register_forward_pre_hook(fail, prepend=True)
+    with pytest.raises(LookupError):
+        engine(torch.ones(2, 4))
+    handle.remove()
+    assert kinds(engine.module) == {ShardedParameter}
+    assert torch.equal(engine(torch.ones(2, 4)), plain(torch.ones(2, 4)))
     assert torch.equal(*found)
 
 
@@ -81,3 +100,111 @@ def test_a_part_that_is_called_alone_has_the_edits_of_its_parameters():
         part.weight.zero_()
         part.bias.fill_(2.0)
     assert part(torch.ones(1, 4, dtype=torch.bfloat16)).tolist() == [[2.0] * 4]
+
+
+class Net(nn.Module):
+    """Its forward shows a value beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.unused = nn.Linear(2, 2)
+        self.shown = None
+
+    def forward(self, x):
+        self.shown = torch.tanh(self.first(x))
+        return self.second(self.shown)
+
+
+class Program:
+    """The calls of a program, for an engine and for a plain model."""
+
+    def __init__(self, model, engine=None):
+        self.model, self.call, self.engine = model, engine or model, engine
+        self.generator = torch.Generator().manual_seed(1)
+
+    def loss(self):
+        return self.call(torch.randn(5, 4, generator=self.generator)).square().mean()
+
+
+def none_for_one(program):
+    program.loss().backward()
+    next(program.model.parameters()).grad = None
+    program.loss().backward()
+
+
+def edited_between(program):
+    program.loss().backward()
+    next(program.model.parameters()).grad.mul_(0.5)
+    program.loss().backward()
+
+
+def shown_value_alone(program):
+    program.loss().backward()
+    program.loss()
+    program.model.shown.sum().backward()  # the root's output has no gradient in this backward
+    program.loss().backward()
+
+
+def with_a_graph(program):
+    program.loss().backward()
+    program.loss().backward(create_graph=True)
+    program.loss().backward()
+
+
+def asked_for_alone(program):
+    program.loss().backward()
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(program.call(x).sum(), x)
+    program.loss().backward()
+
+
+PROGRAMS = (none_for_one, edited_between, shown_value_alone, with_a_graph, asked_for_alone)
+
+
+@on_ranks(1)
+def test_one_rank_has_the_gradients_of_plain_torch():
+    for program, stage in itertools.product(PROGRAMS, (0, 3)):
+        plain = Net()
+        model = deepcopy(plain)
+        config = {"stage": stage, "units": lambda module: isinstance(module, nn.Linear)}
+        engine = zeroshard.initialize(model, None, config).engine
+        program(Program(plain))
+        program(Program(model, engine))
+        want = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        found = {name: gradient_of(parameter) for name, parameter in engine.named_parameters()}
+        assert found.keys() == want.keys()
+        for name, gradient in want.items():
+            assert (found[name] is None) == (gradient is None), (program, name)
+            assert gradient is None or torch.equal(found[name], gradient.flatten()), (program, name)
+        buffers = engine._runtime.buffers
+        assert all(parameter.grad is None for buffer in buffers for parameter in buffer.unsharded)
+
+
+@on_ranks(1)
+def test_a_gradient_without_exchange_is_not_copied():
+    made = []
+    model = Net()
+    engine = zeroshard.initialize(model, None, {"stage": 0}).engine
+    model.second.weight.register_hook(lambda gradient: made.append(gradient.data_ptr()))
+    engine(torch.ones(2, 4)).sum().backward()
+    assert made == [gradient_of(engine.get_parameter("second.weight")).data_ptr()]
+
+
+def run_part_of_a_batch(engine):
+    with running_batch(engine._runtime):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        raise LookupError
+
+
+@on_ranks(1, 2)
+def test_a_batch_that_has_failed_takes_no_step_until_zero_grad():
+    engine = zeroshard.initialize(Net(), torch.optim.AdamW, {"stage": 3}).engine
+    with pytest.raises(LookupError):
+        run_part_of_a_batch(engine)
+    with pytest.raises(RuntimeError, match="only a part of a micro-batch; call zero_grad"):
+        engine.step()
+    engine.zero_grad()
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    assert engine.step()
