@@ -13,13 +13,14 @@ import zeroshard
 from tests.distributed.models import tiny
 from tests.distributed.training import (
     STAGES,
-    build,
+    Run,
     by_hand,
     caught,
     differences,
     finish,
     numbers,
     only,
+    small_gpt,
     square_loss,
     start,
     token_loss,
@@ -58,29 +59,18 @@ def steps(engine, which, loss=batch_loss):
     return finish(engine, losses), taken
 
 
-# ------------------------------------------------------------------------------------------ the numbers
-
-
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float16])
 @on_ranks(2)
 def test_a_static_scale_equals_the_hand_written_loop_to_the_bit(reduce_dtype):
-    model, optimizer, found = build("tied GPT"), "AdamW", []
-    want = by_hand(
-        model,
-        optimizer,
-        range(3),
-        token_loss,
-        torch.float16,
-        reduce_dtype=reduce_dtype or torch.float32,
-        loss_scale=1024.0,
-    )
-    if dist.get_rank():
-        want.parameters = {}
+    model, which, found = small_gpt(), range(3), []
+    reduced = {"reduce_dtype": reduce_dtype or torch.float32}
+    want = by_hand(model, "AdamW", which, token_loss, torch.float16, **reduced, loss_scale=1024.0)
     for stage in STAGES:
         config = half(1024, reduce_dtype=reduce_dtype)
-        engine, _ = start(copy.deepcopy(model), optimizer, stage=stage, **config)
-        run, taken = steps(engine, range(3), token_loss)
-        found += differences(f"stage {stage}", only(run, want.parameters), want)
+        engine, _ = start(copy.deepcopy(model), "AdamW", stage=stage, **config)
+        run, taken = steps(engine, which, token_loss)
+        got = only(run, want.parameters)
+        found += differences(f"stage {stage}", got, only(want, got.parameters))
         found += [] if taken == [True] * 3 else [taken]
     return found
 
@@ -88,18 +78,17 @@ def test_a_static_scale_equals_the_hand_written_loop_to_the_bit(reduce_dtype):
 @on_ranks(2)
 def test_a_half_model_gets_fp32_main_parameters_and_a_dynamic_scale():
     """A model that is given in float16, and one that is told to compute in it."""
-    found = []
-    for stage in STAGES:
-        native, _ = start(tiny().half(), stage=stage)
-        told, _ = start(tiny().half().float(), stage=stage, **half(None))
+    native, _ = start(tiny().half())
+    told, _ = start(tiny().half().float(), **half(None))
 
-        def loss(model, number):
-            return model(batch(number).half()).float().square().mean()
+    def loss(model, number):
+        return model(batch(number).half()).float().square().mean()
 
-        runs = [steps(engine, range(3), loss)[0] for engine in (native, told)]
-        found += differences(f"stage {stage}", *runs)
-        found += [(e.loss_scale, p.dtype) for e in (native, told) for p in e.parameters()]
-    assert set(found) == {(65536.0, torch.float32)}
+    runs = [steps(engine, range(3), loss)[0] for engine in (native, told)]
+    assert {(e.loss_scale, p.dtype) for e in (native, told) for p in e.parameters()} == {
+        (65536.0, torch.float32)
+    }
+    return differences("told", *runs)
 
 
 # ---------------------------------------------------------------------------------------------- overflow
@@ -110,18 +99,16 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all():
     """A run with a bad batch on one rank, compared with one that never had it."""
     found = []
     for stage in STAGES:
-        engines = []
+        runs = []
         for which in ([0, 1, BAD, 2, 3], [0, 1, 2, 3]):
             engine, optimizer = start(tiny(), "AdamW", stage=stage, clip_grad_norm=1.0, **half(1024))
             engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
             run, taken = steps(engine, which)
-            engines.append((run, taken))
-            counts = engine.global_step, optimizer.param_groups[0]["lr"]
-            found += [] if counts == (4, 1e-3 / 16) else [counts]
-            found += [] if engine.skipped_steps == len(which) - 4 else [engine.skipped_steps]
-        (run, taken), (want, _) = engines
-        found += [] if taken == [True, True, False, True, True] else [taken]
-        found += differences(f"stage {stage}", run, want)
+            runs.append(run)
+            assert taken == [number != BAD for number in which]
+            counts = engine.global_step, optimizer.param_groups[0]["lr"], engine.skipped_steps
+            assert counts == (4, 1e-3 / 16, len(which) - 4)
+        found += differences(f"stage {stage}", *runs)
     return found
 
 
@@ -143,13 +130,27 @@ def test_a_dynamic_scale_falls_until_gradients_fit_and_leaves_no_trace():
                 run, taken = steps(engine, [number], large_loss)
             losses += run.losses
             scales.add(engine.loss_scale)
-        want = by_hand(model, "SGD", order, large_loss, torch.float16, loss_scale=engine.loss_scale)
+        (scale,) = scales
+        assert 1 <= scale == 65536.0 * 0.5**engine.skipped_steps < 65536
+        want = by_hand(model, "SGD", order, large_loss, torch.float16, loss_scale=scale)
         run.losses = losses
-        found += differences(f"stage {stage}", only(run, want.parameters), only(want, run.parameters))
-        found.append((scales, 65536.0 * 0.5**engine.skipped_steps))
-    _, expected = found[0]
-    assert found == [({expected}, expected)] * len(STAGES)
-    assert 1 <= expected < 65536
+        got = only(run, want.parameters)
+        found += differences(f"stage {stage}", got, only(want, got.parameters))
+    return found
+
+
+@pytest.mark.parametrize(("scale", "num_lower", "least"), [(1024, 0, 1024.0), ("dynamic", 16, 1.0)])
+@on_ranks(2)
+def test_an_overflow_that_no_lower_scale_can_cure_is_warned_of_or_an_error(scale, num_lower, least):
+    for nonfinite, num_skipped, num_warnings in (("report", 17, 17 - num_lower), ("error", num_lower, 0)):
+        engine, _ = start(tiny(), nonfinite=nonfinite, **half(scale))
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always")
+            error = caught(steps, engine, [BAD] * 17)
+        said = [str(warning.message) for warning in noted if "skipped_steps" in str(warning.message)]
+        assert (len(said), engine.skipped_steps, engine.loss_scale) == (num_warnings, num_skipped, least)
+        assert all(f"the loss scale {least:g} is not lowered" in text for text in said)
+        assert ("nothing was raised" if said else "the gradient norm is nan") in error
 
 
 # ------------------------------------------------------------------------------------- the plain way
@@ -159,24 +160,20 @@ def test_a_dynamic_scale_falls_until_gradients_fit_and_leaves_no_trace():
 @on_ranks(2)
 def test_an_unscaled_backward_and_a_step_that_cannot_be_left_out_are_refused(config):
     """And the engine goes on as if they had not been tried."""
-    found = []
-    for stage in STAGES:
-        engine, optimizer = start(tiny(), stage=stage, **config)
-        if "precision" in config:
-            loss = engine(batch(0)).float().sum()
-            for call in (square_loss(engine, 0).backward, loss.backward):
-                said = caught(call)
-                assert "without loss scale" in said
-                assert "call engine.backward(loss), not loss.backward()" in said
-        engine.zero_grad()
-        engine.backward(batch_loss(engine, 0))
-        assert "call engine.step(), not optimizer.step()" in caught(optimizer.step)
-        engine.step()
-        run, _ = steps(engine, [1, 2])
-        clean, _ = steps(start(tiny(), stage=stage, **config)[0], range(3))
-        run.losses = clean.losses = []
-        found += differences(f"stage {stage}", run, clean)
-    return found
+    engine, optimizer = start(tiny(), **config)
+    if "precision" in config:
+        loss = engine(batch(0)).float().sum()
+        for call in (square_loss(engine, 0).backward, loss.backward):
+            said = caught(call)
+            assert "without loss scale" in said
+            assert "call engine.backward(loss), not loss.backward()" in said
+    engine.zero_grad()
+    engine.backward(batch_loss(engine, 0))
+    assert "call engine.step(), not optimizer.step()" in caught(optimizer.step)
+    engine.step()
+    run, _ = steps(engine, [1, 2])
+    clean, _ = steps(start(tiny(), **config)[0], range(3))
+    return differences("then", Run([], run.parameters), Run([], clean.parameters))
 
 
 class Float(nn.Module):
@@ -196,27 +193,3 @@ def test_an_unscaled_backward_is_refused_wherever_float16_is():
     inputs = batch(0)
     said = caught(engine(inputs.half()).sum().backward), caught(module(inputs).sum().backward)
     assert all("got the gradient of a loss without loss scale" in each for each in said)
-
-
-def at_the_floor(loss_scale, nonfinite):
-    """What is said when a step overflows, by kind, and the steps taken."""
-    engine, _ = start(tiny(), stage=3, nonfinite=nonfinite, **half(loss_scale))
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always")
-        error = caught(steps, engine, [BAD] * 17)
-    said = [str(warning.message) for warning in noted if "skipped_steps" in str(warning.message)]
-    return error, said, engine.skipped_steps, engine.loss_scale
-
-
-@pytest.mark.parametrize(
-    ("loss_scale", "num_lower", "least"), [(1024, 0, 1024.0), ("dynamic", 16, 1.0)], ids=["static", "dynamic"]
-)
-def test_an_overflow_that_no_lower_scale_can_cure_is_warned_of_or_an_error(
-    ranks, loss_scale, num_lower, least
-):
-    for error, said, num_skipped, scale in ranks(2, at_the_floor, loss_scale, "report"):
-        assert (error, len(said), num_skipped, scale) == ("nothing was raised", 17 - num_lower, 17, least)
-        assert f"the loss scale {least:g} is not lowered" in said[0]
-    for error, said, num_skipped, scale in ranks(2, at_the_floor, loss_scale, "error"):
-        assert (said, num_skipped, scale) == ([], num_lower, least)
-        assert "the gradient norm is nan" in error

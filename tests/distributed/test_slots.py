@@ -1,13 +1,14 @@
 """Parameters that others put into the modules are refused by name, and what is kept elsewhere raises."""
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import nn
 
+from tests.distributed.models import Tiny
 from tests.distributed.training import (
-    SOME_STAGES,
     differences,
     finish,
     numbers,
@@ -59,51 +60,45 @@ def assign_and_read(model, x, engine):
     engine.full_state_dict()
 
 
-MESSAGE = "was replaced, tied or removed after initialize: its module now has a"
+MESSAGE = "'{}' was replaced, tied or removed after initialize: its module now has a {}"
 CASES = {
-    assign: f"'1.0.weight' {MESSAGE} Parameter",
-    assign_in_an_rnn: f"'3.weight_hh_l0' {MESSAGE} Parameter",
-    delete: f"'1.0.bias' {MESSAGE} NoneType",
-    tie: f"'1.0.weight' {MESSAGE} ShardedParameter",
-    call_functionally: f"'1.0.weight' {MESSAGE} Tensor",
-    assign_and_read: f"'1.0.weight' {MESSAGE} Parameter",
+    assign: ("1.0.weight", "Parameter"),
+    assign_in_an_rnn: ("3.weight_hh_l0", "Parameter"),
+    delete: ("1.0.bias", "NoneType"),
+    tie: ("1.0.weight", "ShardedParameter"),
+    call_functionally: ("1.0.weight", "Tensor"),
+    assign_and_read: ("1.0.weight", "Parameter"),
 }
 
 
 @on_ranks(1, 2)
 def test_another_parameter_in_a_slot_is_refused_by_name_and_the_next_step_is_right():
     """Refuses each case, and trains on as if nothing had been tried."""
-    for stage in SOME_STAGES:
-        model, found = build(), []
-        want = train_replicated(copy.deepcopy(model), "SGD", len(CASES), square_loss)
-        engine, optimizer = start(model, "SGD", stage=stage)
-        losses = []
-        for number, (case, message) in enumerate(CASES.items()):
-            slots = [(part, dict(part._parameters)) for part in model.modules()]
-            more = [engine] if case is assign_and_read else []
-            with pytest.raises(RuntimeError) as error:
-                case(model, numbers(99, 5, 7), *more)
-            if message not in str(error.value):
-                found.append(f"{case.__name__}: {error.value}")
-            for part, parameters in slots:
-                for name, parameter in parameters.items():
-                    setattr(part, name, parameter)
-            losses.append(step(engine, optimizer, square_loss, number))
-        assert not (found + differences(f"stage {stage}", finish(engine, losses), want))
+    model = build()
+    want = train_replicated(copy.deepcopy(model), "SGD", len(CASES), square_loss)
+    engine, optimizer = start(model, "SGD")
+    losses = []
+    for number, (case, words) in enumerate(CASES.items()):
+        slots = [(part, dict(part._parameters)) for part in model.modules()]
+        more = [engine] if case is assign_and_read else []
+        with pytest.raises(RuntimeError, match=re.escape(MESSAGE.format(*words))):
+            case(model, numbers(99, 5, 7), *more)
+        for part, parameters in slots:
+            for name, parameter in parameters.items():
+                setattr(part, name, parameter)
+        losses.append(step(engine, optimizer, square_loss, number))
+    assert not differences("stage 3", finish(engine, losses), want)
 
 
-class Penalized(nn.Module):
-    """Keeps references to its parameters beside the modules."""
+class Penalized(Tiny):
+    """Keeps a reference to a parameter beside the modules."""
 
     def __init__(self):
         super().__init__()
-        self.inner, self.outer = nn.Linear(7, 7), nn.Linear(7, 1)
-        self.kept = [self.inner.weight]
-        self.uses = None
+        self.kept, self.uses = [self.inner.weight], None
 
     def forward(self, x):
-        penalty = self.uses(self.kept) if self.uses else 0.0
-        return self.outer(self.inner(x)) + penalty
+        return super().forward(x) + (self.uses(self.kept) if self.uses else 0.0)
 
 
 USES = {
@@ -120,23 +115,18 @@ USES = {
 
 @on_ranks(1, 2)
 def test_a_parameter_that_was_kept_elsewhere_raises_by_name_where_it_is_used():
-    for stage in SOME_STAGES:
-        torch.manual_seed(0)
-        model, found = Penalized(), []
-        engine, optimizer = start(model, "SGD", stage=stage)
-        for what, use in USES.items():
-            for is_in_forward in (True, False):
-                model.uses = use if is_in_forward else None
-                with pytest.raises(RuntimeError) as error:
-                    engine(numbers(0, 5, 7)) if is_in_forward else use(model.kept)
-                if "'inner.weight', from a reference that was kept" not in str(error.value):
-                    found.append(f"{what}: {error.value}")
-        model.uses = None
-        assert "inner.weight" in repr(model.kept)
-        assert model.kept[0] in {model.kept[0]}
-        assert model.kept[0].dtype is torch.float32
-        step(engine, optimizer, square_loss, 0)
-        assert not found
+    model = Penalized()
+    engine, optimizer = start(model, "SGD", stage=3)
+    for use in USES.values():
+        for is_in_forward in (True, False):
+            model.uses = use if is_in_forward else None
+            with pytest.raises(RuntimeError, match=r"'inner.weight', from a reference that was kept"):
+                engine(numbers(0, 5, 7)) if is_in_forward else use(model.kept)
+    model.uses = None
+    assert "inner.weight" in repr(model.kept)
+    assert model.kept[0] in {model.kept[0]}
+    assert model.kept[0].dtype is torch.float32
+    step(engine, optimizer, square_loss, 0)
 
 
 @on_ranks(2)

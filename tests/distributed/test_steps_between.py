@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.models import Stemmed
-from tests.distributed.training import ALL_STAGES, numbers, start
+from tests.distributed.training import numbers, start
 from tests.ranks import on_ranks
 
 REFUSED = "modified by an inplace operation"
@@ -41,28 +41,13 @@ def second_backward_after_a_step(model, optimizer):
     late.backward()
 
 
-def settings():
-    return [(stage, precision) for stage in ALL_STAGES for precision in ({}, BF16)]
-
-
-def engine_of(stage, precision, **config):
-    return start(Stemmed(), "SGD", stage=stage, units=["Residual"], precision=precision, **config)
-
-
 @on_ranks(1, 2)
 def test_a_backward_of_values_before_a_step_is_refused_as_in_plain_pytorch():
-    """The ways and settings in which values from before a step are used, or those after it, in silence."""
-    found = []
-    ways = (step_between, step_and_forward_between, second_backward_after_a_step)
-    for way in ways:
+    for way in (step_between, step_and_forward_between, second_backward_after_a_step):
         plain = Stemmed()
         with pytest.raises(RuntimeError, match=REFUSED):
             way(plain, torch.optim.SGD(plain.parameters()))
-        for setting in settings():
-            engine, optimizer = engine_of(*setting)
-            try:
+        for stage, precision in ((0, {}), (1, {}), (2, BF16), (3, {}), (3, BF16)):
+            engine, optimizer = start(Stemmed(), "SGD", stage=stage, units=["Residual"], precision=precision)
+            with pytest.raises(RuntimeError, match=REFUSED):
                 way(engine.module, optimizer)
-                found.append((way.__name__, setting))
-            except RuntimeError as error:
-                found += [] if REFUSED in str(error) else [str(error)]
-    return found

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.autograd.functional as functional
 import torch.func
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.distributed.models import tiny
 from tests.distributed.training import (
-    SOME_STAGES,
     apart,
     averaged_step,
     finish,
+    made_by,
     numbers,
-    sgd,
     square_loss,
     start,
     step,
     unlike,
 )
 from tests.ranks import on_ranks
-
-UNITS = {"units": ["Sequential"]}
 
 
 def dual(model):
@@ -68,78 +62,37 @@ TRACERS = (
     torch.fx.symbolic_trace,
     shape_of,
 )
-REFUSALS = {
-    TRACERS: r"a sharded model cannot be called inside .*\. Trace or transform the model before",
-    TRANSFORMS: r"cannot be called inside a transform of torch\.func .*create_graph=True",
-}
+TRACED = r"a sharded model cannot be called inside .*\. Trace or transform the model before"
+TRANSFORMED = r"cannot be called inside a transform of torch\.func .*create_graph=True"
 
 
-@pytest.mark.long_where(stage=[0, 2])
-@pytest.mark.parametrize("stage", SOME_STAGES)
-@on_ranks(2)
-def test_derivatives_are_those_of_plain_pytorch_and_the_steps_between_them_too(stage):
-    """Every derivative through one engine, with a step after each."""
-    model, found = tiny(), []
-    plain = copy.deepcopy(model)
-    optimizer, losses, want = sgd(plain), [], []
-    engine, own = start(model, sgd(model), stage=stage, **UNITS)
-    for number, (name, derive) in enumerate(DERIVATIVES.items()):
-        found += unlike(f"stage {stage}, {name}", derive(engine), derive(plain))
-        losses.append(step(engine, own, square_loss, number))
-        want.append(averaged_step(plain, optimizer, square_loss, number))
-    found = found + apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
-    assert found == []
-
-
-def trace_all(stage, around):
-    model = tiny()
-    plain = copy.deepcopy(model)
-    optimizer, losses, want = sgd(plain), [], []
-    engine, own = start(model, sgd(model), stage=stage, **UNITS)
-    for number, trace in enumerate(around):
-        for called in (engine, engine.module)[: 1 if trace in TRACERS else 2]:
-            with pytest.raises(RuntimeError, match=REFUSALS[around]):
-                trace(called)
-        losses.append(step(engine, own, square_loss, number))
-        want.append(averaged_step(plain, optimizer, square_loss, number))
-    return apart(f"stage {stage}", finish(engine, losses), finish(plain, want))
+def inside_a_unit(model):
+    """A transform of a unit inside a forward, as models of forces have it."""
+    energy = torch.func.grad(lambda row: model.blocks[0](row).square().sum())
+    model.forward = lambda x: torch.func.vmap(energy)(model.inner(x))
+    try:
+        model(numbers(0, 5, 7))
+    finally:
+        del model.forward
 
 
 @on_ranks(2)
-def test_tracers_and_transforms_are_refused_and_the_steps_between_them_are_right():
-    for stage in SOME_STAGES:
-        for number in range(2):
-            found = trace_all(stage, (TRACERS, TRANSFORMS)[number])
-            assert found == []
+def test_derivatives_are_those_of_plain_pytorch_tracers_and_transforms_are_refused_and_steps_are_right():
+    """All through one engine, with a step after each."""
+    model, plain = tiny(), tiny()
+    engine, own = start(model, "SGD", stage=3, units=["Sequential"])
+    optimizer, losses, want, found = made_by("SGD", plain), [], [], []
 
+    def step_after():
+        losses.append(step(engine, own, square_loss, len(losses)))
+        want.append(averaged_step(plain, optimizer, square_loss, len(want)))
 
-class Energy(nn.Module):
-    """Takes gradients of a block inside its forward, as models of forces do."""
-
-    transforms = True
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(7, 7)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 7)) for _ in range(2)
-        )
-        self.scale = nn.Parameter(torch.ones(7))
-
-    def forward(self, x):
-        x = self.blocks[0](self.inner(x))
-        if not self.transforms:
-            return self.blocks[1](x) * self.scale
-        forces = torch.func.vmap(torch.func.grad(lambda row: self.blocks[1](row).square().sum()))(x)
-        return forces * self.scale
-
-
-@on_ranks(2)
-def test_a_forward_that_transforms_a_unit_inside_is_refused():
-    for stage in SOME_STAGES:
-        engine, own = start(Energy(), "SGD", stage=stage, **UNITS)
-        with pytest.raises(RuntimeError, match=REFUSALS[TRANSFORMS]):
-            square_loss(engine, 0)
-        engine.module.transforms = False
-        assert step(engine, own, square_loss, 0) > 0
+    for name, derive in DERIVATIVES.items():
+        found += unlike(name, derive(engine), derive(plain))
+        step_after()
+    for calls, text in ((TRACERS, TRACED), ((*TRANSFORMS, inside_a_unit), TRANSFORMED)):
+        for call in calls:
+            with pytest.raises(RuntimeError, match=text):
+                call(engine.module if call is inside_a_unit else engine)
+            step_after()
+    return found + apart("then", finish(engine, losses), finish(plain, want))
